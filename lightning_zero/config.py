@@ -1,0 +1,184 @@
+"""The frozen policies a user passes to `ZeroStrategy`, checked once, at construction.
+
+Every policy is also accepted as a plain mapping (a Hydra or OmegaConf node), checked by the same
+dataclass: an unknown key or an impossible combination names what was found and what to write.
+"""
+
+import difflib
+import importlib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+
+Tier = Literal["cpu", "nvme"]
+Policy = TypeVar("Policy")
+
+_TIERS = ("cpu", "nvme")
+_DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "fp64": torch.float64,
+    "float64": torch.float64,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """Where partitioned tensors rest between uses (ZeRO-Offload, arXiv 2101.06840).
+
+    Args:
+        optimizer: tier of the fp32 master weights and optimizer state; ``None`` is the device.
+        parameters: tier of the parameter shards (stage 3); ``None`` is the device.
+        path: folder for the ``"nvme"`` tier; required by it and only by it.
+        fraction: share of the optimizer state that is offloaded, in (0, 1].
+        pin_memory: page-lock the host copies.
+
+    Raises:
+        ValueError: for an unknown tier, a `path` without ``"nvme"`` (or the reverse), or a
+            `fraction` outside (0, 1].
+    """
+
+    optimizer: Tier | None = None
+    parameters: Tier | None = None
+    path: str | Path | None = None
+    fraction: float = 1.0
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("optimizer", "parameters"):
+            tier = getattr(self, name)
+            if tier is not None and tier not in _TIERS:
+                raise ValueError(
+                    f"Offload({name}={tier!r}) is not a tier. Write {name}='cpu', {name}='nvme' or leave it out."
+                )
+        if (self.path is not None) != ("nvme" in (self.optimizer, self.parameters)):
+            raise ValueError(
+                f"Offload(path={self.path!r}) does not match its tiers (optimizer={self.optimizer!r}, "
+                f"parameters={self.parameters!r}). Give `path` exactly when a tier is 'nvme'."
+            )
+        if not 0.0 < self.fraction <= 1.0:
+            raise ValueError(f"Offload(fraction={self.fraction!r}) must lie in (0, 1]. Leave it out to offload all.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationCheckpointing:
+    """Which modules recompute their activations in backward, and where the checkpoints rest (ZeRO-R, section 6.1).
+
+    Args:
+        modules: ``"auto"`` (the units), module classes, or their names or import paths.
+        partition: split each checkpoint over the tensor-parallel group (P_a).
+        offload: keep the checkpoints in host memory (P_a+cpu).
+        contiguous: keep the checkpoints in one preallocated array (MD).
+    """
+
+    modules: Any = "auto"
+    partition: bool = False
+    offload: bool = False
+    contiguous: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """How `Trainer.save_checkpoint` writes.
+
+    Args:
+        format: ``"full"`` is Lightning's ordinary single ``.ckpt``; ``"sharded"`` a folder of safetensors shards.
+        async_save: go on training while the snapshot is written.
+    """
+
+    format: Literal["sharded", "full"] = "sharded"
+    async_save: bool = False
+
+    def __post_init__(self) -> None:
+        if self.format not in ("sharded", "full"):
+            raise ValueError(f"Checkpoint(format={self.format!r}) is unknown. Write format='sharded' or format='full'.")
+
+
+def policy_from(kind: type[Policy], value: Policy | Mapping[str, Any] | None, argument: str) -> Policy | None:
+    """Returns `value` as a `kind`, building it from a plain mapping when it is one.
+
+    Raises:
+        TypeError: when `value` is neither, or the mapping has a key that `kind` lacks.
+    """
+    if value is None or isinstance(value, kind):
+        return value
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{argument}={value!r} must be {kind.__name__}(...), a mapping with its keys, or None.")
+    allowed = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    for key in value:
+        if key not in allowed:
+            raise TypeError(f"{argument} has no key {key!r}{did_you_mean(str(key), allowed)} Allowed: {allowed}.")
+    return kind(**{str(key): item for key, item in value.items()})
+
+
+def did_you_mean(word: str, allowed: Iterable[str]) -> str:
+    """A hint to append to an error: `; did you mean 'x'?`, or a full stop."""
+    close = difflib.get_close_matches(word, list(allowed), n=1)
+    return f"; did you mean {close[0]!r}?" if close else "."
+
+
+def dtype_from(value: torch.dtype | str | None, argument: str) -> torch.dtype | None:
+    """Accepts ``torch.bfloat16``, ``"bf16"``, ``"bfloat16"``, ``"torch.bfloat16"`` and their like.
+
+    Raises:
+        ValueError: for anything that is not a floating-point dtype.
+    """
+    found = value
+    if isinstance(value, str):
+        found = _DTYPES.get(value.removeprefix("torch."))
+    if found is None and value is not None or isinstance(found, torch.dtype) and not found.is_floating_point:
+        raise ValueError(f"{argument}={value!r} is not a floating-point dtype. Write one of {sorted(_DTYPES)} or None.")
+    return found  # type: ignore[return-value]
+
+
+def seconds_from(value: timedelta | float, argument: str) -> timedelta:
+    """Accepts a `timedelta` or seconds.
+
+    Raises:
+        ValueError: when it is not a positive, finite duration.
+    """
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not (0 < seconds < math.inf):
+        raise ValueError(f"{argument}={value!r} must be a positive duration: seconds, or a timedelta.")
+    return timedelta(seconds=seconds)
+
+
+def classes_from(value: Any, argument: str) -> tuple[type | str, ...] | None:
+    """Module classes given as classes, import paths (resolved here) or bare class names (matched later).
+
+    Returns None for ``"auto"``.
+
+    Raises:
+        ValueError: for an import path that does not lead to a class.
+        TypeError: for anything else.
+    """
+    if value == "auto":
+        return None
+    items = [value] if isinstance(value, str | type) else value
+    if not isinstance(items, Iterable):
+        raise TypeError(f"{argument}={value!r} must be 'auto', module classes, or their names or import paths.")
+    return tuple(_class_from(item, argument) for item in items)
+
+
+def _class_from(item: Any, argument: str) -> type | str:
+    if isinstance(item, type) and issubclass(item, torch.nn.Module):
+        return item
+    if not isinstance(item, str):
+        raise TypeError(f"{argument} has {item!r}, which is not a torch.nn.Module class, its name or import path.")
+    module, _, name = item.rpartition(".")
+    if not module:
+        return item
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{argument} names {item!r}, which cannot be imported: {error}.") from error
+    return _class_from(found, argument)
