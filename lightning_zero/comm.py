@@ -1,0 +1,462 @@
+"""Every collective of the package: the only file that names one.
+
+`Comm` is the protocol; its implementations are a world of one, gloo, NCCL, ranks as threads of one process, and a
+rehearsal that only counts. Operations carry a name. It goes into the tag of every message, so that two ranks that
+issue different operations wait for each other, and say so, instead of silently swapping data.
+
+Shapes: N ranks; a *full* array is ``(N, columns)`` with one row per rank, a *shard* is ``(columns,)``.
+"""
+
+import pickle
+import threading
+import zlib
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal, TypeVar, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+Reduction = Literal["sum", "max", "min"]
+
+_REDUCE: dict[Reduction, Callable[[Tensor], Tensor]] = {
+    "sum": lambda rows: rows.sum(0, dtype=rows.dtype),
+    "max": lambda rows: rows.amax(0),
+    "min": lambda rows: rows.amin(0),
+}
+
+# torch 2.13 renamed the two single-tensor collectives; both names are tried, 2.11 has only the older.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_GRACE = timedelta(seconds=3)  # after a timed-out wait: how long to listen for what the other ranks report
+
+
+class RankTimeoutError(RuntimeError):
+    """A rank waited longer than `wait_timeout` for another one. Fatal: data of that operation is lost."""
+
+
+class CollectiveMismatchError(RuntimeError):
+    """Ranks issued different collectives at the same point (found by ``sanitize=True``)."""
+
+
+@dataclass
+class Work:
+    """An operation under way. `wait` finishes it, once; its results may be read only after."""
+
+    finish: Callable[[], None] | None = None
+
+    def wait(self) -> None:
+        finish, self.finish = self.finish, None
+        if finish is not None:
+            finish()
+
+
+class Comm(ABC):
+    """Collectives among `size` ranks, counted in bytes sent by this one.
+
+    Args:
+        rank: of this process, in ``range(size)``.
+        size: number of ranks.
+        sanitize: compare the name, shape and dtype of every collective across ranks before it starts.
+    """
+
+    def __init__(self, rank: int, size: int, *, sanitize: bool = False) -> None:
+        self.rank = rank
+        self.size = size
+        self.sanitize = sanitize
+        self.bytes_sent: Counter[str] = Counter()  # kind of operation -> bytes that left this rank
+        self.calls: Counter[str] = Counter()  # kind of operation -> how many were issued
+        self._issued: Counter[str] = Counter()  # operation name -> how many were issued
+
+    def all_gather(self, full: Tensor, shard: Tensor, name: str) -> Work:
+        """Fills row j of `full` ``(N, columns)`` with rank j's `shard` ``(columns,)``, which may be its own row."""
+        key = self._begin("all_gather", name, shard, (self.size - 1) * shard.nbytes)
+        return self._all_gather(full, shard, key)
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, incoming: Tensor, name: str) -> Work:
+        """Sums over ranks, in rank order, their row for this rank into `shard` ``(columns,)``.
+
+        Args:
+            shard: receives the sum, in its own dtype.
+            full: ``(N, columns)``, row j is this rank's contribution to rank j; must stay untouched until done.
+            incoming: scratch ``(N - 1, columns)`` of the dtype of `full`.
+            name: the operation, the same on every rank.
+        """
+        key = self._begin("reduce_scatter", name, full, full.nbytes - full[0].nbytes)
+        return self._reduce_scatter(shard, full, incoming, key)
+
+    def broadcast(self, tensor: Tensor, name: str, source: int = 0) -> None:
+        """Copies rank `source`'s contiguous `tensor` to all ranks."""
+        sent = (self.size - 1) * tensor.nbytes if self.rank == source else 0
+        self._broadcast(tensor, source, self._begin("broadcast", name, tensor, sent))
+
+    def all_reduce(self, tensor: Tensor, name: str, reduction: Reduction = "sum") -> Tensor:
+        """Returns the reduction of a small host tensor over ranks, in rank order. Same bits on every rank."""
+        flat = tensor.detach().reshape(-1).contiguous()
+        rows = flat.new_empty((self.size, flat.numel()))
+        key = self._begin("all_reduce", name, flat, (self.size - 1) * flat.nbytes)
+        self._all_gather_host(rows, flat, key)
+        return _REDUCE[reduction](rows).reshape(tensor.shape) if flat.numel() else tensor.clone()
+
+    def all_gather_object(self, value: T, name: str) -> list[T]:
+        """Returns every rank's `value`, in rank order; for small plain objects."""
+        message = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        longest = int(self.all_reduce(torch.tensor(message.numel()), f"{name}/length", "max"))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: message.numel()] = message
+        rows = padded.new_empty((self.size, longest))
+        key = self._begin("object", name, padded, (self.size - 1) * longest, compare=False)
+        self._all_gather_host(rows, padded, key)
+        return [pickle.loads(row.numpy().tobytes()) for row in rows]
+
+    def all_gather_host(self, full: Tensor, shard: Tensor, name: str) -> None:
+        """`all_gather` of host tensors, finished, whatever device the other collectives run on."""
+        self._all_gather_host(full, shard, self._begin("host", name, shard, (self.size - 1) * shard.nbytes))
+
+    def _begin(self, kind: str, name: str, tensor: Tensor, sent: int, compare: bool = True) -> str:
+        self.bytes_sent[kind] += sent
+        self.calls[kind] += 1
+        name = f"{kind} {name}"
+        if self.sanitize and compare and not name.startswith("all_reduce sanitize"):
+            self._compare(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
+        self._issued[name] += 1
+        return f"{name} #{self._issued[name]}"
+
+    def _compare(self, signature: str) -> None:
+        found = self.all_gather_object(signature, "sanitize")
+        if len(set(found)) > 1:
+            told = "\n".join(f"  rank {rank}: {theirs}" for rank, theirs in enumerate(found))
+            raise CollectiveMismatchError(f"Ranks issue different collectives:\n{told}")
+
+    @abstractmethod
+    def _all_gather(self, full: Tensor, shard: Tensor, key: str) -> Work: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, shard: Tensor, full: Tensor, incoming: Tensor, key: str) -> Work: ...
+
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor, source: int, key: str) -> None: ...
+
+    @abstractmethod
+    def _all_gather_host(self, full: Tensor, shard: Tensor, key: str) -> None:
+        """Gathers small host tensors and waits, whatever device the collectives run on."""
+
+
+@final
+class LocalComm(Comm):
+    """A world of one: the shard is the full array, and nothing travels."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=0, size=1)
+
+    def _all_gather(self, full: Tensor, shard: Tensor, key: str) -> Work:
+        if full.data_ptr() != shard.data_ptr():
+            full[0].copy_(shard)
+        return Work()
+
+    def _reduce_scatter(self, shard: Tensor, full: Tensor, incoming: Tensor, key: str) -> Work:
+        shard.copy_(full[0])
+        return Work()
+
+    def _broadcast(self, tensor: Tensor, source: int, key: str) -> None:
+        pass
+
+    def _all_gather_host(self, full: Tensor, shard: Tensor, key: str) -> None:
+        full[0].copy_(shard)
+
+
+@final
+class CountingComm(Comm):
+    """Rank `rank` of an imagined world: counts what would be sent, moves nothing. For rehearsals."""
+
+    def _all_gather(self, full: Tensor, shard: Tensor, key: str) -> Work:
+        return Work()
+
+    def _reduce_scatter(self, shard: Tensor, full: Tensor, incoming: Tensor, key: str) -> Work:
+        return Work()
+
+    def _broadcast(self, tensor: Tensor, source: int, key: str) -> None:
+        pass
+
+    def _all_gather_host(self, full: Tensor, shard: Tensor, key: str) -> None:
+        full.copy_(shard.expand_as(full))  # every imagined rank agrees with this one
+
+
+@final
+class GlooComm(Comm):
+    """Host memory, point to point, straight into place.
+
+    gloo's own reduce-scatter is an all-reduce inside (twice the bytes), and its all-gather is slower than sending
+    to each peer. Tensors of another device are staged through host memory, because gloo sends only that.
+
+    Args:
+        group: a process group of its own, so that tags cannot meet anybody else's.
+        wait_timeout: how long to wait for a peer before saying who is missing.
+        sanitize: see `Comm`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, wait_timeout: timedelta, *, sanitize: bool = False) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), sanitize=sanitize)
+        self._group = group
+        self._wait_timeout = wait_timeout
+        self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def _all_gather(self, full: Tensor, shard: Tensor, key: str) -> Work:
+        if full.device.type != "cpu":
+            return self._staged_all_gather(full, shard, key)
+        if full[self.rank].data_ptr() != shard.data_ptr():
+            full[self.rank].copy_(shard)
+        pending = [(peer, self._receive(full[peer], peer, key)) for peer in self._peers]
+        pending += [(peer, self._send(shard, peer, key)) for peer in self._peers]
+        return Work(lambda: self._wait(pending, key))
+
+    def _reduce_scatter(self, shard: Tensor, full: Tensor, incoming: Tensor, key: str) -> Work:
+        rows = full if full.device.type == "cpu" else full.cpu()
+        landing = incoming if full.device.type == "cpu" else torch.empty_like(rows[1:])
+        slots = dict(zip(self._peers, landing, strict=True)) | {self.rank: rows[self.rank]}
+        pending = [(peer, self._receive(slots[peer], peer, key)) for peer in self._peers]
+        pending += [(peer, self._send(rows[peer], peer, key)) for peer in self._peers]
+
+        def finish() -> None:
+            self._wait(pending, key)
+            shard.copy_(slots[0])
+            for rank in range(1, self.size):  # in rank order: the sum does not depend on who came first
+                shard.add_(slots[rank].to(shard.device))
+
+        return Work(finish)
+
+    def _staged_all_gather(self, full: Tensor, shard: Tensor, key: str) -> Work:
+        host = torch.empty(full.shape, dtype=full.dtype, pin_memory=full.is_cuda)
+        work = self._all_gather(host, shard.cpu(), key)
+
+        def finish() -> None:
+            work.wait()
+            full.copy_(host)
+
+        return Work(finish)
+
+    def _broadcast(self, tensor: Tensor, source: int, key: str) -> None:
+        host = tensor.cpu()  # the tensor itself when it is on the host
+        if self.rank == source:
+            pending = [(peer, self._send(host, peer, key)) for peer in self._peers]
+        else:
+            pending = [(source, self._receive(host, source, key))]
+        self._wait(pending, key)
+        if host is not tensor and self.rank != source:
+            tensor.copy_(host)
+
+    def _all_gather_host(self, full: Tensor, shard: Tensor, key: str) -> None:
+        if full.numel():
+            self._all_gather(full, shard, key).wait()
+
+    def _send(self, tensor: Tensor, peer: int, key: str) -> dist.Work:
+        return self._group.send([tensor], peer, _tag(key))
+
+    def _receive(self, tensor: Tensor, peer: int, key: str) -> dist.Work:
+        return self._group.recv([tensor], peer, _tag(key))
+
+    def _wait(self, pending: list[tuple[int, dist.Work]], key: str) -> None:
+        for peer, work in pending:
+            try:
+                work.wait(self._wait_timeout)
+            except RuntimeError as error:
+                raise self._lost(peer, key, error) from error
+
+    def _lost(self, peer: int, key: str, error: RuntimeError) -> RankTimeoutError:
+        """Tells the others, through the store, where this rank waits, and listens for where they do."""
+        told = [f"rank {self.rank} was in {key!r}, waiting for rank {peer}"]
+        try:
+            store = dist.PrefixStore(f"lightning_zero/{self._group.group_name}", dist.distributed_c10d._get_default_store())
+            store.set(f"lost/{self.rank}", told[0])
+            for rank in self._peers:
+                told.append(_hear(store, rank))
+        except Exception as unreachable:  # rank 0, which holds the store, may be the one that died
+            told.append(f"the store on rank 0 does not answer ({type(unreachable).__name__})")
+        waited = self._wait_timeout.total_seconds()
+        return RankTimeoutError(
+            f"Lost a rank (wait_timeout={waited:g} s): " + "; ".join(told) + f". Cause: {str(error).splitlines()[0]}"
+        )
+
+
+def _hear(store: Any, rank: int) -> str:
+    try:
+        store.wait([f"lost/{rank}"], _GRACE)
+    except RuntimeError:
+        return f"rank {rank} reported nothing: it has died, or is busy outside any collective"
+    return store.get(f"lost/{rank}").decode()
+
+
+def _tag(key: str) -> int:
+    return zlib.crc32(key.encode()) & 0x7FFFFFFF
+
+
+@final
+class NcclComm(Comm):
+    """Device memory, NCCL's own collectives on their own stream; small host messages go over `control`."""
+
+    def __init__(self, group: dist.ProcessGroup, control: Comm) -> None:
+        super().__init__(control.rank, control.size, sanitize=control.sanitize)
+        self._group = group
+        self._control = control
+
+    def _all_gather(self, full: Tensor, shard: Tensor, key: str) -> Work:
+        if full.is_contiguous():
+            return Work(_all_gather_single(full.view(-1), shard, group=self._group, async_op=True).wait)
+        return Work(dist.all_gather(list(full.unbind(0)), shard, group=self._group, async_op=True).wait)
+
+    def _reduce_scatter(self, shard: Tensor, full: Tensor, incoming: Tensor, key: str) -> Work:
+        total = shard if shard.dtype == full.dtype else incoming[0]
+        work = _reduce_scatter_single(total, full.view(-1), group=self._group, async_op=True)
+
+        def finish() -> None:
+            work.wait()
+            if total is not shard:
+                shard.copy_(total)
+
+        return Work(finish)
+
+    def _broadcast(self, tensor: Tensor, source: int, key: str) -> None:
+        if tensor.is_cuda:
+            dist.broadcast(tensor, group=self._group, group_src=source)
+        else:
+            self._control._broadcast(tensor, source, key)
+
+    def _all_gather_host(self, full: Tensor, shard: Tensor, key: str) -> None:
+        host = full if full.device.type == "cpu" else full.cpu()
+        self._control._all_gather_host(host, shard.cpu(), key)
+        if host is not full:
+            full.copy_(host)
+
+
+@dataclass
+class ThreadWorld:
+    """Ranks as threads of one process, for large test matrices: `ThreadWorld(4).run(function)`.
+
+    Args:
+        size: number of ranks.
+        wait_timeout: seconds a rank waits for the others.
+    """
+
+    size: int
+    wait_timeout: float = 60.0
+    _posted: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    _read: Counter[str] = field(default_factory=Counter)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _failed: bool = False
+
+    def run(self, function: Callable[[Comm], T]) -> list[T]:
+        """Calls `function(comm)` on every rank and returns the results in rank order.
+
+        Raises:
+            Exception: the first one that a rank raised; the other ranks stop waiting.
+        """
+        results: list[Any] = [None] * self.size
+        errors: list[BaseException] = []
+
+        def rank_main(rank: int) -> None:
+            try:
+                results[rank] = function(ThreadComm(self, rank))
+            except BaseException as error:  # handed to the caller below
+                errors.append(error)
+                with self._changed:
+                    self._failed = True
+                    self._changed.notify_all()
+
+        threads = [threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}") for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return results
+
+    def post(self, key: str, rank: int, payload: Tensor) -> None:
+        with self._changed:
+            self._posted.setdefault(key, {})[rank] = payload
+            self._changed.notify_all()
+
+    def collect(self, key: str) -> list[Tensor]:
+        """Every rank's payload, in rank order, once all have posted it; the last reader clears it away."""
+        with self._changed:
+            complete = self._changed.wait_for(
+                lambda: self._failed or len(self._posted.get(key, {})) == self.size, self.wait_timeout
+            )
+            here = self._posted.get(key, {})
+            if len(here) < self.size:
+                missing = [rank for rank in range(self.size) if rank not in here]
+                why = "another rank failed" if complete else f"wait_timeout={self.wait_timeout:g} s"
+                raise RankTimeoutError(f"{key!r}: ranks {missing} never came ({why}).")
+            payloads = [here[rank] for rank in range(self.size)]
+            self._read[key] += 1
+            if self._read[key] == self.size:
+                del self._posted[key], self._read[key]
+            return payloads
+
+
+@final
+class ThreadComm(Comm):
+    """One rank of a `ThreadWorld`."""
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        super().__init__(rank, world.size)
+        self._world = world
+
+    def _all_gather(self, full: Tensor, shard: Tensor, key: str) -> Work:
+        self._world.post(key, self.rank, shard.clone())
+        return Work(lambda: self._copy_rows(full, self._world.collect(key)))
+
+    def _reduce_scatter(self, shard: Tensor, full: Tensor, incoming: Tensor, key: str) -> Work:
+        self._world.post(key, self.rank, full.clone())
+
+        def finish() -> None:
+            contributions = [theirs[self.rank] for theirs in self._world.collect(key)]
+            shard.copy_(contributions[0])
+            for contribution in contributions[1:]:
+                shard.add_(contribution)
+
+        return Work(finish)
+
+    def _broadcast(self, tensor: Tensor, source: int, key: str) -> None:
+        self._world.post(key, self.rank, tensor.clone())
+        tensor.copy_(self._world.collect(key)[source])
+
+    def _all_gather_host(self, full: Tensor, shard: Tensor, key: str) -> None:
+        self._all_gather(full, shard, key).wait()
+
+    @staticmethod
+    def _copy_rows(full: Tensor, rows: Sequence[Tensor]) -> None:
+        for row, theirs in zip(full, rows, strict=True):
+            row.copy_(theirs)
+
+
+def make_comm(device: torch.device, wait_timeout: timedelta, *, backend: str | None = None, sanitize: bool = False) -> Comm:
+    """The communicator of this process among all ranks, on process groups of its own.
+
+    Call it on every rank, after `torch.distributed` is initialised (or not at all, for a world of one).
+
+    Args:
+        device: where the tensors live.
+        wait_timeout: how long any rank waits for another before it says who is missing.
+        backend: of the default process group; ``"nccl"`` gives NCCL, everything else gloo.
+        sanitize: compare every collective's signature across ranks.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return LocalComm()
+    control = GlooComm(dist.new_group(backend="gloo"), wait_timeout, sanitize=sanitize)
+    if device.type == "cuda" and backend == "nccl":
+        return NcclComm(dist.new_group(backend="nccl", device_id=device), control)
+    return control
+
+
+def destroy(comm: Comm) -> None:
+    """Gives back the process groups that `make_comm` made."""
+    for part in (comm, getattr(comm, "_control", None)):
+        if isinstance(part, GlooComm | NcclComm) and dist.is_initialized():
+            dist.destroy_process_group(part._group)

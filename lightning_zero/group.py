@@ -1,0 +1,242 @@
+"""`ShardGroup`: parameters of one kind as one flat, evenly divided array.
+
+Tensors of a group (N ranks, S = shard_numel; *owned* is S where the optimizer is partitioned, else N * S):
+
+    full_param    (N * S,)   resting dtype; the module's parameters are views of it. Stage 3: its storage is empty
+                             between uses
+    owned_param   (owned,)   resting dtype; a view of full_param, at stage 3 a tensor of its own
+    master        (owned,)   declared dtype, what the optimizer steps; owned_param itself where the dtypes agree
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_zero.comm import Comm, Work
+from lightning_zero.extents import Layout, Piece
+from lightning_zero.ledger import Category, Ledger
+from lightning_zero.stage import Partition
+
+ALIGNMENT_BYTES = 64  # a cache line; what torch's own allocator gives each tensor on the host
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the parameters of one group have in common. Groups never mix kinds."""
+
+    declared: torch.dtype  # what the user made, what the optimizer steps and checkpoints hold
+    resting: torch.dtype  # what rests, travels and enters forward
+    device: torch.device
+    trainable: bool
+
+    @property
+    def is_cast(self) -> bool:
+        return self.resting != self.declared
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every group of an engine shares."""
+
+    partition: Partition
+    comm: Comm
+    ledger: Ledger
+    bucket_bytes: int
+
+
+@final
+class ShardGroup:
+    """Gather and release, publish: the life of parameters. Gradients live in `gradient.GradientShard`.
+
+    Args:
+        name: for messages and for matching collectives between ranks.
+        parameters: name -> parameter, all of one kind; their values are taken over.
+        kind: see `Kind`.
+        setting: see `Setting`.
+    """
+
+    def __init__(self, name: str, parameters: dict[str, Parameter], kind: Kind, setting: Setting) -> None:
+        self.name = name
+        self.kind = kind
+        self.comm = setting.comm
+        self.partition = setting.partition
+        self.ledger = setting.ledger
+        self.parameters = list(parameters.values())
+        self.layout = Layout.pack(
+            [(parameter_name, tuple(parameter.shape)) for parameter_name, parameter in parameters.items()],
+            ranks=self.comm.size,
+            bucket_numel=setting.bucket_bytes // kind.declared.itemsize,
+            alignment=ALIGNMENT_BYTES // kind.resting.itemsize,
+        )
+        self.gathering: list[Work] | None = []  # under way; [] when finished, None when released
+        self._allocate()
+
+    def _allocate(self) -> None:
+        layout, kind = self.layout, self.kind
+        category = Category.GATHERED if self.partition.parameter else Category.PARAMETER
+        self.full_param = self.ledger.allocate(category, layout.numel, kind.resting, kind.device)
+        self.full_param.zero_()  # padding travels too, and must not carry NaNs into sums
+        declared = self._declared_values() if kind.is_cast else None
+        self.views = self._views(self.full_param)
+        for view, parameter in zip(self.views, self.parameters, strict=True):
+            view.copy_(parameter.detach())
+        self.owned_param = self._owned(self.full_param)
+        if self.partition.parameter:
+            shard = self.ledger.allocate(Category.PARAMETER, layout.shard_numel, kind.resting, kind.device)
+            self.owned_param = shard.copy_(self.owned_param)
+        self.master = self.owned_param if declared is None else declared
+        self.point_at_full()
+
+    def _declared_values(self) -> Tensor:
+        full = torch.zeros(self.layout.numel, dtype=self.kind.declared, device=self.kind.device)
+        for view, parameter in zip(self._views(full), self.parameters, strict=True):
+            view.copy_(parameter.detach())
+        owned = self._owned(full)
+        master = self.ledger.allocate(Category.MASTER, owned.numel(), self.kind.declared, self.kind.device)
+        return master.copy_(owned)
+
+    # -- who owns what
+
+    @property
+    def _owned_range(self) -> slice:
+        if not self.partition.optimizer:
+            return slice(0, self.layout.numel)
+        start = self.comm.rank * self.layout.shard_numel
+        return slice(start, start + self.layout.shard_numel)
+
+    def _owned(self, full: Tensor) -> Tensor:
+        return full[self._owned_range]
+
+    def piece(self, index: int) -> Piece:
+        """What this rank steps of parameter `index`: its part, or all of it where the optimizer is not partitioned."""
+        if self.partition.optimizer:
+            return self.layout.piece(index, self.comm.rank)
+        span = self.layout.spans[index]
+        return Piece(start=0, stop=span.numel, shard_start=span.offset)
+
+    def piece_of(self, owned: Tensor, index: int) -> Tensor:
+        """The piece of parameter `index` in an owned array: flat, or in the parameter's shape when it is all of it
+        by design (nothing partitioned), so that optimizers that look at shapes work there unchanged."""
+        piece = self.piece(index)
+        view = owned[piece.shard_start : piece.shard_stop]
+        return view if self.partition.optimizer else view.view(self.layout.spans[index].shape)
+
+    def rows(self, full: Tensor) -> Tensor:
+        """A full flat array as ``(N, S)``, a row per rank."""
+        return full.view(self.layout.ranks, self.layout.shard_numel)
+
+    def view_of(self, full: Tensor, index: int) -> Tensor:
+        span = self.layout.spans[index]
+        return full[span.offset : span.offset + span.numel].view(span.shape)
+
+    def _views(self, full: Tensor) -> list[Tensor]:
+        return [self.view_of(full, index) for index in range(len(self.parameters))]
+
+    def point_at_full(self) -> None:
+        """Makes the module's parameters views of full_param; the Parameter objects stay the user's own.
+
+        The views are made while the storage is there: torch refuses to make views of an empty one.
+        """
+        for view, parameter in zip(self.views, self.parameters, strict=True):
+            parameter.data = view
+
+    # -- stage 3: gather before use, release after
+
+    @property
+    def is_released(self) -> bool:
+        return self.partition.parameter and self.gathering is None
+
+    def begin_gather(self) -> None:
+        """Starts to gather full_param, if it rests as a shard and nobody has started."""
+        if self.is_released:
+            self.ledger.resize(self.full_param, self.full_param.numel() * self.full_param.itemsize)
+            self.gathering = self._all_gather(self.full_param, self.owned_param, "gather")
+
+    def gather(self) -> None:
+        """full_param holds all values from here to `release`."""
+        self.begin_gather()
+        while self.gathering:
+            self.gathering.pop().wait()
+
+    def release(self) -> None:
+        """Frees full_param by emptying its storage, not by dropping the tensor: autograd has saved views of it,
+        and they must see the data again after the next gather."""
+        if self.partition.parameter and not self.is_released:
+            self.gather()  # a gather under way still writes into the storage
+            self.gathering = None
+            self.ledger.resize(self.full_param, 0)
+
+    def abandon(self) -> None:
+        """Releases full_param but leaves its storage to whoever else holds a view of it; the next gather makes a
+        new one."""
+        if self.partition.parameter and not self.is_released:
+            self.gather()
+            self.gathering = None
+            self.full_param = self.ledger.allocate(
+                Category.GATHERED, self.layout.numel, self.kind.resting, self.kind.device
+            )
+            self.views = self._views(self.full_param)
+            self.point_at_full()
+            self.ledger.resize(self.full_param, 0)
+
+    # -- after the step
+
+    def begin_publish(self) -> list[Work]:
+        """Sends what the optimizer made of the master to where forward reads it."""
+        if self.kind.is_cast:
+            self.owned_param.copy_(self.master)
+        if self.partition.parameter or not self.partition.optimizer:
+            return []
+        return self._all_gather(self.full_param, self.owned_param, "publish")
+
+    # -- whole values in the declared dtype
+
+    def full_master(self) -> Tensor:
+        """All values in the declared dtype, flat ``(N * S,)``. A collective, unless they rest here in full.
+        Not to be written to."""
+        if not self.partition.optimizer:
+            return self.master
+        if not self.kind.is_cast and not self.partition.parameter:
+            return self.full_param
+        full = self.ledger.allocate(Category.GATHERED, self.layout.numel, self.kind.declared, self.kind.device)
+        for work in self._all_gather(full, self.master, "gather master"):
+            work.wait()
+        return full
+
+    def store(self, full: Tensor) -> bool:
+        """Takes over what differs in `full` (declared dtype, flat) from the values this group holds.
+
+        Only what differs: a two-byte weight that nobody touched must keep all bits of its master.
+        """
+        own = self._owned(full)
+        if torch.equal(own, self.master):
+            return False
+        self.master.copy_(own)
+        return True
+
+    def store_edits(self, full_param: Tensor) -> None:
+        """Takes over edits that were made to resting values, leaving the master's other elements alone."""
+        own = self._owned(full_param)
+        edited = own != self.owned_param
+        if bool(edited.any()):
+            self.master.copy_(torch.where(edited, own.to(self.kind.declared), self.master))
+            self.owned_param.copy_(own)
+
+    def free(self) -> None:
+        """Lets go of all values; the layout stays, for what was made by it (optimizer state)."""
+        self.full_param = self.owned_param = self.master = self.full_param.new_empty(0)
+        self.views = []
+
+    def _all_gather(self, full: Tensor, shard: Tensor, purpose: str) -> list[Work]:
+        rows = self.rows(full)
+        return [
+            self.comm.all_gather(
+                rows[:, columns.start : columns.stop],
+                shard[columns.start : columns.stop],
+                f"{purpose} {self.name}[{columns.start}:{columns.stop}]",
+            )
+            for columns in self.layout.slices
+        ]

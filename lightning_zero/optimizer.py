@@ -1,0 +1,235 @@
+"""The user's own optimizer, stepping the pieces that this rank owns.
+
+No optimizer is wrapped and no Parameter replaced. For the duration of the step alone `.data` is the piece of the
+master and `.grad` its gradient, so the optimizer's state takes the piece's shape and its keys stay the user's
+parameters. Hooks on `Optimizer.step` do it, so a step is a step whoever calls it: Lightning, a callback, a bare loop.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_zero.comm import Comm
+from lightning_zero.gradient import GradientShard
+from lightning_zero.ledger import Category, Ledger
+from lightning_zero.parameter import RestingParameter
+
+_no_interception = torch._C.DisableTorchFunctionSubclass
+
+
+@final
+class PieceStepper:
+    """Swaps one optimizer's parameters to pieces around its step.
+
+    Args:
+        optimizer: the user's.
+        homes: parameter -> the gradient shard that holds it, and its index there.
+        before: called before the swap (values that were lent must be back).
+        after: called after it with the shards whose masters may have changed.
+        ledger: books the optimizer state.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        homes: Mapping[Parameter, tuple[GradientShard, int]],
+        *,
+        before: Callable[[], None],
+        after: Callable[[list[GradientShard]], None],
+        ledger: Ledger,
+    ) -> None:
+        self.optimizer = optimizer
+        self._homes = homes
+        self._before = before
+        self._after = after
+        self._ledger = ledger
+        self._user_grads: dict[Parameter, Tensor | None] | None = None  # p.grad as the user sees it, during a step
+        self._handles = [
+            optimizer.register_step_pre_hook(self._on_step),
+            optimizer.register_step_post_hook(lambda *_: self.exit()),
+        ]
+        self.cut_state()
+
+    def detach(self, *, publish: bool) -> None:
+        """Leaves the optimizer alone, with its state in pieces.
+
+        Args:
+            publish: finish a step that was interrupted (a collective).
+        """
+        if publish:
+            self.exit()
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def home(self, parameter: Parameter) -> tuple[GradientShard, int]:
+        try:
+            return self._homes[parameter]
+        except KeyError:
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that is not the "
+                "module's, or was added after set-up. Give the optimizer the LightningModule's own parameters in "
+                "configure_optimizers()."
+            ) from None
+
+    def _on_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self.enter()
+            return None
+
+        def closure_on_full() -> Any:
+            self.exit()  # an optimizer may call its closure several times
+            result = closure()
+            self.enter()
+            return result
+
+        if len(args) > 1:
+            return (args[0], closure_on_full, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure_on_full}
+
+    def enter(self) -> None:
+        """From here to `exit` every parameter of the optimizer is its piece."""
+        if self._user_grads is not None:
+            return
+        self._before()
+        self._user_grads = {parameter: parameter.grad for parameter in self.parameters}
+        for parameter, grad in self._user_grads.items():
+            shard, index = self.home(parameter)
+            piece = shard.group.piece_of(shard.group.master, index)
+            with _no_interception():
+                parameter.grad = None
+                parameter.__class__ = Parameter
+                parameter.data = piece
+                set_grad_dtype(parameter, piece.dtype)
+                if grad is not None and (piece.numel() or not shard.group.layout.spans[index].numel):
+                    parameter.grad = shard.piece(index).to(piece.dtype)
+
+    def exit(self) -> None:
+        """Back to full parameters, and out with the new values."""
+        grads, self._user_grads = self._user_grads, None
+        if grads is None:
+            return
+        for parameter, grad in grads.items():
+            shard, index = self.home(parameter)
+            with _no_interception():
+                parameter.grad = None
+                parameter.data = shard.group.views[index]
+                set_grad_dtype(parameter, shard.dtype)
+                parameter.grad = grad
+                if shard.group.kind.is_cast or shard.group.is_released:
+                    parameter.__class__ = RestingParameter
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    self._ledger.adopt(Category.OPTIMIZER_STATE, value)
+        self._after(list(dict.fromkeys(self.home(parameter)[0] for parameter in grads)))
+
+    # -- state
+
+    def cut_state(self) -> None:
+        """Cuts state that exists already (some optimizers make it at construction) to this rank's pieces."""
+        for parameter, state in self.optimizer.state.items():
+            for name, value in state.items():
+                state[name] = self._cut(parameter, name, value)
+
+    def _cut(self, parameter: Parameter, name: str, value: Any) -> Any:
+        # A 0-d parameter's moments look like its step count; torch tells them apart by this name too.
+        if not isinstance(value, Tensor) or value.shape != parameter.shape or name == "step":
+            return value
+        shard, index = self.home(parameter)
+        if not shard.group.partition.optimizer:
+            return value
+        piece = shard.group.piece(index)
+        return value.reshape(-1)[piece.start : piece.stop].clone()
+
+    def full_state_dict(self, comm: Comm) -> dict[str, Any]:
+        """`optimizer.state_dict()` as one device would have it. A collective; every rank gets all of it."""
+        local = self.optimizer.state_dict()
+        described = {
+            index: self._describe(self.parameters[index], state) for index, state in local["state"].items()
+        }
+        merged: dict[int, dict[str, Any]] = {}
+        for theirs in comm.all_gather_object(described, "optimizer state"):
+            for index, state in theirs.items():
+                for name, value in state.items():
+                    merged.setdefault(index, {}).setdefault(name, value)
+        full_state = {
+            index: {
+                name: self._gather(comm, index, name, value, local["state"].get(index, {}))
+                for name, value in merged[index].items()
+            }
+            for index in sorted(merged)
+        }
+        return {**local, "state": full_state}
+
+    def _describe(self, parameter: Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of one parameter with a placeholder for each tensor that is cut like the parameter."""
+        return {
+            name: _Cut(value.dtype) if self._is_cut(parameter, value) else _on_host(value)
+            for name, value in state.items()
+        }
+
+    def _is_cut(self, parameter: Parameter, value: Any) -> bool:
+        shard, index = self.home(parameter)
+        if not isinstance(value, Tensor) or not shard.group.partition.optimizer:
+            return False
+        return value.shape == (shard.group.piece(index).numel,)
+
+    def _gather(self, comm: Comm, index: int, name: str, value: Any, mine: Mapping[str, Any]) -> Any:
+        if not isinstance(value, _Cut):
+            return value
+        shard, at = self.home(self.parameters[index])
+        span = shard.group.layout.spans[at]
+        piece = shard.group.piece(at)
+        contribution = torch.zeros(span.numel, dtype=value.dtype)
+        if piece.numel:
+            contribution[piece.start : piece.stop] = mine[name].cpu()
+        rows = contribution.new_empty((comm.size, span.numel))
+        comm.all_gather_host(rows, contribution, f"state {index} {name}")
+        pieces = [shard.group.layout.piece(at, rank) for rank in range(comm.size)]
+        whole = torch.cat([row[piece.start : piece.stop] for row, piece in zip(rows, pieces, strict=True)])
+        return whole.view(span.shape)
+
+    def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """The reverse of `full_state_dict`, from any strategy's checkpoint."""
+        parameters = self.parameters
+        cut = {
+            index: {name: self._cut(parameters[index], name, value) for name, value in state.items()}
+            for index, state in state_dict["state"].items()
+            if self._owns_any(parameters[index])
+        }
+        self.enter()  # so that torch casts the state to the dtype of the master, not of the resting weight
+        try:
+            self.optimizer.load_state_dict({**state_dict, "state": cut})
+        finally:
+            self.exit()
+
+    def _owns_any(self, parameter: Parameter) -> bool:
+        shard, index = self.home(parameter)
+        return shard.group.piece(index).numel > 0 or not shard.group.layout.spans[index].numel
+
+
+class _Cut:
+    """Stands for a state tensor of which each rank has its piece."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+def set_grad_dtype(parameter: Parameter, dtype: torch.dtype) -> None:
+    """Lets `p.grad` have the accumulation dtype where the parameter rests in a narrower one, so that autograd sums
+    the gradients of several uses in it too (bit-equal to autocast over fp32 weights)."""
+    if parameter.grad_dtype != dtype:
+        parameter.grad_dtype = dtype

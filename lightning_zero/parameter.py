@@ -1,0 +1,182 @@
+"""What a parameter shows while its values are not there: reading one gathers; nobody meets empty storage.
+
+Between uses at stage 3 a parameter's storage is empty, and a weight that rests in two bytes is not what the user
+declared. For that time the object's class is `RestingParameter` (the object stays the same, so optimizers and
+modules notice nothing). Anything but a question about metadata borrows the values first. Unit hooks are the fast
+path; this is the one that makes tied heads, `F.linear(x, self.emb.weight)`, parameters of the LightningModule
+itself, `print`, `deepcopy` and `torch.save` work without a wrapping policy.
+"""
+
+import copy
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_zero.group import ShardGroup
+
+_no_interception = torch._C.DisableTorchFunctionSubclass
+
+_METADATA = {
+    *(
+        getattr(Tensor, name).__get__
+        for name in (
+            *("shape", "device", "requires_grad", "grad", "grad_fn", "grad_dtype", "is_leaf", "ndim", "layout", "names"),
+            *("is_cuda", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_cpu", "is_nested", "retains_grad"),
+            *("output_nr", "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "_base"),
+        )
+        if hasattr(Tensor, name)
+    ),
+    *(getattr(Tensor, name).__set__ for name in ("requires_grad", "grad", "_backward_hooks")),
+    *(
+        getattr(Tensor, name)
+        for name in (
+            *("size", "dim", "numel", "nelement", "ndimension", "requires_grad_", "register_hook", "is_contiguous"),
+            *("register_post_accumulate_grad_hook", "is_floating_point", "is_complex", "element_size", "__len__"),
+            *("retain_grad", "stride", "storage_offset", "get_device", "is_inference"),
+        )
+    ),
+}
+
+_DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+@final
+class Access:
+    """Shows and hides the values of one group's parameters, and lends them to whoever reads one in between.
+
+    Args:
+        group: whose parameters.
+        borrowed: shared by all groups of an engine; a group that lends its values enters itself here, and the
+            engine calls `take_back` at the next boundary (end of backward, before a step).
+    """
+
+    def __init__(self, group: ShardGroup, borrowed: "dict[Access, None]") -> None:
+        self.group = group
+        self._borrowed = borrowed
+        self._lent_master: Tensor | None = None  # (N * S,) declared dtype, while lent
+        for index, parameter in enumerate(group.parameters):
+            _ACCESS[parameter] = (self, index)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether these parameters ever rest as something else than what the user declared."""
+        return self.group.partition.parameter or self.group.kind.is_cast
+
+    def show(self) -> None:
+        """The parameters are plain ones again; their values must be there."""
+        for parameter in self.group.parameters:
+            parameter.__class__ = Parameter
+
+    def hide(self) -> None:
+        if self.is_needed:
+            for parameter in self.group.parameters:
+                parameter.__class__ = RestingParameter
+
+    def restore(self) -> None:
+        """Leaves the parameters for good: plain again, whole, in their declared dtype, each in storage of its own.
+        A collective where their values are spread."""
+        group = self.group
+        full = group.full_master()
+        self.show()
+        for index, parameter in enumerate(group.parameters):
+            _ACCESS.pop(parameter, None)
+            parameter.grad = None
+            parameter.data = group.view_of(full, index).clone()
+        group.free()
+
+    def lend(self, index: int) -> Tensor:
+        """Parameter `index` with its values, in its declared dtype, connected to autograd."""
+        group = self.group
+        self._borrowed[self] = None
+        parameter = group.parameters[index]
+        if not group.kind.is_cast:
+            group.gather()
+            self.show()
+            return parameter
+        if self._lent_master is None:
+            self._lent_master = group.full_master()
+        view = group.view_of(self._lent_master, index)
+        if not (parameter.requires_grad and torch.is_grad_enabled()):
+            return view
+        with _no_interception():
+            return _AsDeclared.apply(parameter, view)
+
+    def give_up(self) -> None:
+        """Ends the loan without looking for edits."""
+        self._lent_master = None
+        if self._borrowed.pop(self, ()) is None and not self.group.is_released:
+            self.hide()
+            with _no_interception():
+                self.group.abandon()
+
+    def take_back(self) -> bool:
+        """Ends the loan, keeps the edits that were made meanwhile, and says whether other ranks must hear of them.
+
+        The storage is left to whoever still holds a view of what was lent.
+        """
+        group, lent = self.group, self._lent_master
+        self._lent_master = None
+        if lent is not None:
+            return not group.partition.optimizer or group.store(lent)
+        if not group.is_released:
+            group.store_edits(group.full_param)
+            self.hide()
+            with _no_interception():
+                group.abandon()
+        return False
+
+
+class _AsDeclared(torch.autograd.Function):
+    """A two-byte parameter as the user declared it; its gradient is the parameter's."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, declared: Tensor) -> Tensor:  # type: ignore[override]
+        return declared.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+_ACCESS: "WeakIdKeyDictionary[Parameter, tuple[Access, int]]" = WeakIdKeyDictionary()
+
+
+@final
+class RestingParameter(Parameter):
+    """The class of a parameter between uses; see the module's docstring. Never instantiated."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with _no_interception():
+                return func(*args, **kwargs)
+        if func is _DTYPE:
+            access, _ = _ACCESS[args[0]]
+            return access.group.kind.declared
+        if func is _SET_DATA and isinstance(args[0], cls):
+            with torch.no_grad():
+                return _lend(args[0]).copy_(args[1])
+        args, kwargs = tree_map(_lend, args), tree_map(_lend, kwargs)
+        with _no_interception():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = Parameter(_lend(self).detach().clone(), self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copy.copy(Parameter(_lend(self).detach(), self.requires_grad)).__reduce_ex__(protocol)
+
+
+def _lend(value: Any) -> Any:
+    if not isinstance(value, RestingParameter):
+        return value
+    access, index = _ACCESS[value]
+    return access.lend(index)

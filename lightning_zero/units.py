@@ -1,0 +1,153 @@
+"""Which modules form a unit, and which groups their parameters make.
+
+A unit is a module whose parameters are gathered together at stage 3; for the other stages the whole model is one.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import Module, Parameter
+
+from lightning_zero.group import Kind
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+# Autocast casts the weights of these modules at each use, so resting in its dtype changes no bit of the result.
+CAST_BY_AUTOCAST: tuple[type[Module], ...] = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are gathered together.
+
+    Args:
+        name: of the module, for messages; empty for the model itself.
+        module: whose forward uses them.
+        parameters: name -> parameter, each in exactly one unit.
+    """
+
+    name: str
+    module: Module
+    parameters: Mapping[str, Parameter]
+
+
+def whole_model(model: Module) -> list[Unit]:
+    """The only unit of the stages that keep parameters in full."""
+    return [Unit("", model, dict(model.named_parameters()))]
+
+
+def find_units(model: Module, classes: tuple[type | str, ...] | None) -> list[Unit]:
+    """The units of `model`, in the order of its modules.
+
+    Args:
+        model: any module; parameters are told apart by identity, so tied ones belong to the first unit that has them.
+        classes: module classes (or names of them) to gather together; None picks the elements of `ModuleList`,
+            `ModuleDict` and `Sequential` that are made of several modules. What is in no such module is a unit of the
+            module that holds it directly.
+
+    Raises:
+        ValueError: for a class of which the model has no module.
+    """
+    if classes is not None:
+        for wanted in classes:
+            if not any(_is_one_of(module, (wanted,)) for module in model.modules()):
+                present = sorted({type(module).__name__ for module in model.modules()})
+                raise ValueError(f"units={wanted!r}: the model has no such module. It has {present}.")
+    taken: set[int] = set()
+    units = []
+    for name, module, recurse in _walk(model, classes):
+        own = {
+            f"{name}.{parameter_name}" if name else parameter_name: parameter
+            for parameter_name, parameter in module.named_parameters(recurse=recurse)
+            if id(parameter) not in taken
+        }
+        if own:
+            taken.update(id(parameter) for parameter in own.values())
+            units.append(Unit(name, module, own))
+    return units
+
+
+def _walk(model: Module, classes: tuple[type | str, ...] | None) -> Iterator[tuple[str, Module, bool]]:
+    """Yields every module that starts a unit, and whether the unit holds the whole subtree or only what it holds."""
+
+    def descend(name: str, module: Module, parent: Module | None) -> Iterator[tuple[str, Module, bool]]:
+        wanted = _is_block(module, parent) if classes is None else parent is not None and _is_one_of(module, classes)
+        yield name, module, wanted
+        if not wanted:
+            for child_name, child in module.named_children():
+                yield from descend(f"{name}.{child_name}" if name else child_name, child, module)
+
+    yield from descend("", model, None)
+
+
+def _is_block(module: Module, parent: Module | None) -> bool:
+    """An element of a list of modules that is made of several: the layer of a transformer, the block of a ResNet."""
+    if not isinstance(parent, CONTAINERS) or isinstance(module, CONTAINERS):
+        return False
+    return sum(1 for _ in module.children()) > 0
+
+
+def _is_one_of(module: Module, classes: tuple[type | str, ...]) -> bool:
+    return any(type(module).__name__ == item if isinstance(item, str) else isinstance(module, item) for item in classes)
+
+
+def modules_cast_by_autocast(model: Module) -> list[Module]:
+    """Modules whose weights may rest in autocast's dtype: `forward` is torch's own, no other module holds a weight."""
+    holders: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+    return [
+        module
+        for module in model.modules()
+        if type(module) in CAST_BY_AUTOCAST
+        and "forward" not in vars(module)
+        and all(
+            holders[id(parameter)] == 1 and parameter.dtype == torch.float32
+            for parameter in module.parameters(recurse=False)
+        )
+    ]
+
+
+def split_by_kind(
+    unit: Unit, trainable: set[int], resting: Mapping[int, torch.dtype]
+) -> dict[Kind, dict[str, Parameter]]:
+    """The unit's parameters by dtype, device and whether they train.
+
+    Args:
+        unit: see `Unit`.
+        trainable: ids of the parameters that receive gradients.
+        resting: id -> dtype in which that parameter rests, where it is not its own.
+    """
+    kinds: dict[Kind, dict[str, Parameter]] = {}
+    for name, parameter in unit.parameters.items():
+        rests_in = resting.get(id(parameter), parameter.dtype)
+        kind = Kind(parameter.dtype, rests_in, parameter.device, id(parameter) in trainable)
+        kinds.setdefault(kind, {})[name] = parameter
+    return kinds
+
+
+def fill_buckets(parameters: Mapping[str, Parameter], bucket_numel: int) -> list[dict[str, Parameter]]:
+    """Cuts parameters, last first (the order in which backward reaches them), into runs of at most one bucket.
+
+    One that is larger than a bucket makes a run of its own, which travels in slices.
+    """
+    runs: list[dict[str, Parameter]] = []
+    filled = bucket_numel
+    for name, parameter in reversed(parameters.items()):
+        if not runs or filled + parameter.numel() > bucket_numel:
+            runs.append({})
+            filled = 0
+        runs[-1][name] = parameter
+        filled += parameter.numel()
+    return runs
