@@ -29,6 +29,7 @@ from lightning_zero.schedule import Resident, Schedule
 from lightning_zero.stage import STAGES, Partition
 
 MIB = 2**20
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,8 @@ class Engine:
         optimizers: over the module's parameters; stepped as ever.
         stage: 0, 1, 2 or 3.
         comm: the ranks.
+        device: where the engine's tensors live; parameters move there group by group, so that a model larger than
+            the device's memory can be set up at stage 3. Everything else of the module moves there at once.
         options: see `Options`.
 
     Raises:
@@ -74,9 +77,18 @@ class Engine:
     """
 
     def __init__(
-        self, module: Module, optimizers: Sequence[Optimizer], *, stage: int, comm: Comm, options: Options | None = None
+        self,
+        module: Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        stage: int,
+        comm: Comm,
+        device: torch.device = HOST,
+        options: Options | None = None,
     ) -> None:
         self.module = module
+        self.device = device
+        self.closed = False
         self.comm = comm
         self.options = options or Options()
         self.partition: Partition = STAGES[stage if comm.size > 1 else 0]
@@ -86,6 +98,7 @@ class Engine:
         self._broadcast_states()
         trainable = {id(parameter) for parameter in self._managed if optimizers and _trains(parameter, optimizers)}
         self._residents = self._partition(trainable)
+        self._move_the_rest()
         self._accesses = [access for resident in self._residents for access in resident.accesses]
         self._shards = self._make_gradients()
         self._homes = {
@@ -126,6 +139,11 @@ class Engine:
                 with torch.no_grad():
                     tensor.copy_(values)
 
+    def _move_the_rest(self) -> None:
+        """Buffers, metrics and parameters that no group holds."""
+        grouped = {id(p) for resident in self._residents for access in resident.accesses for p in access.group.parameters}
+        self.module._apply(lambda tensor: tensor if id(tensor) in grouped else tensor.to(self.device))
+
     def _partition(self, trainable: set[int]) -> list[Resident]:
         """Makes all groups; at stages 0-2 of at most one bucket and only of what trains."""
         options, managed = self.options, {id(parameter) for parameter in self._managed}
@@ -139,7 +157,7 @@ class Engine:
         residents = []
         for unit in found:
             accesses = []
-            for kind, parameters in units.split_by_kind(unit, trainable, resting).items():
+            for kind, parameters in units.split_by_kind(unit, trainable, resting, self.device).items():
                 mine = {name: parameter for name, parameter in parameters.items() if id(parameter) in managed}
                 if not mine or not (by_unit or kind.trainable):
                     continue
@@ -308,7 +326,9 @@ class Engine:
     # -- reports
 
     def bytes_by_category(self) -> dict[str, int]:
-        """Bytes that rest on this rank now, by `Category`."""
+        """Bytes that rest on this rank, by `Category`; after `close`, as they were before."""
+        if self.closed:
+            return self._bytes_at_close
         live = {str(category): numel for category, numel in self.ledger.live.items()}
         grouped = {id(parameter) for access in self._accesses for parameter in access.group.parameters}
         live[Category.PARAMETER] += sum(p.nbytes for p in self.module.parameters() if id(p) not in grouped)
@@ -332,10 +352,14 @@ class Engine:
             whole: the module gets its values back, in the declared dtypes (a collective). Without it (a rank failed,
                 others may be gone) only the hooks go; parameters that rest as shards raise when they are read.
         """
+        self._bytes_at_close = self.bytes_by_category()
+        self.closed = True
         for stepper in self._steppers.values():
             stepper.detach(publish=whole)
         self.schedule.remove_hooks()
         if not whole:
+            for access in self._accesses:
+                access.is_lost = True
             return
         self.settle()
         for access in self._accesses:

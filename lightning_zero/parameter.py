@@ -59,6 +59,7 @@ class Access:
         self.group = group
         self._borrowed = borrowed
         self._lent_master: Tensor | None = None  # (N * S,) declared dtype, while lent
+        self.is_lost = False  # a rank failed: the values are spread over ranks that no longer answer
         for index, parameter in enumerate(group.parameters):
             _ACCESS[parameter] = (self, index)
 
@@ -92,6 +93,11 @@ class Access:
     def lend(self, index: int) -> Tensor:
         """Parameter `index` with its values, in its declared dtype, connected to autograd."""
         group = self.group
+        if self.is_lost:
+            raise RuntimeError(
+                f"Parameter {group.layout.spans[index].name!r} cannot be read: training ended with an error, and its "
+                "values are spread over the ranks. Load the latest checkpoint into a new model."
+            )
         self._borrowed[self] = None
         parameter = group.parameters[index]
         if not group.kind.is_cast:

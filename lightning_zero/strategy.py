@@ -1,12 +1,27 @@
 """`ZeroStrategy`: the stages under `lightning.Trainer`."""
 
-from collections.abc import Mapping
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, cast
 
+import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.seed import isolate_rng
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from typing_extensions import override
 
+from lightning_zero.comm import Comm, make_comm
 from lightning_zero.config import (
     ActivationCheckpointing,
     Checkpoint,
@@ -16,9 +31,49 @@ from lightning_zero.config import (
     policy_from,
     seconds_from,
 )
+from lightning_zero.engine import MIB, Engine, Options
+from lightning_zero.precision import _ScaledGradients, _ShardedGradients, adapt
+from lightning_zero.stage import STAGES
+
+DEFAULT_TIMEOUT = 1800.0  # s; torch's own for gloo
 
 
 class ZeroStrategy(DDPStrategy):
+    """ZeRO (arXiv 1910.02054) as a strategy: DDP's numbers, with model states partitioned over the ranks.
+
+    Args:
+        stage: what rests as 1/N on each of N ranks: 1 the optimizer state, 2 also the gradients, 3 also the
+            parameters; 0 nothing (the engine's own DDP).
+        units: stage 3: classes (or names, or import paths) of modules whose parameters are gathered together;
+            ``"auto"`` takes the elements of module lists, and what is outside them module by module.
+        bucket_size_mb: largest collective, in MiB. Small models use less.
+        prefetch: stage 3: units gathered ahead.
+        overlap: reduce gradients while backward goes on.
+        offload: see `Offload`.
+        activation_checkpointing: see `ActivationCheckpointing`.
+        tensor_parallel_size: ranks that share each tensor-parallel module.
+        replicate_size: groups of ranks that each hold all shards (hybrid sharding).
+        param_dtype: None: under ``*-mixed`` the weights that autocast casts at each use rest in its dtype, which
+            changes no bit; ``torch.float32``: none does; another dtype: all parameters rest and compute in it.
+        reduce_dtype: of gradients on the wire and at rest; None is fp32, or the parameter's dtype if wider.
+        accumulation: ``"sharded"`` reduces every micro-batch into the shard (stages 2 and 3); ``"local"`` keeps full
+            gradients and reduces once per step.
+        granularity: ``"element"``, or ``"tensor"`` for optimizers that need whole tensors.
+        broadcast_buffers: take rank 0's buffers before a training forward, as DDP.
+        checkpoint: see `Checkpoint`.
+        max_skipped_steps: fp16 overflows in a row before an error.
+        timeout: of the process group, in seconds or as a `timedelta`.
+        wait_timeout: how long a rank waits for another one before it says who is missing, in seconds.
+        sanitize: compare the signature of every collective across ranks first (slow; for debugging).
+        process_group_backend: ``"gloo"``, ``"nccl"``; None chooses by device.
+        start_method: how processes start on one machine; see Lightning's `DDPStrategy`.
+
+    Raises:
+        ValueError: for a value outside what is said above.
+        TypeError: for an unknown argument, or a policy mapping with an unknown key.
+        NotImplementedError: for an argument whose feature is not there yet.
+    """
+
     def __init__(
         self,
         stage: int | Literal["auto"] = 2,
@@ -38,7 +93,7 @@ class ZeroStrategy(DDPStrategy):
         broadcast_buffers: bool = True,
         checkpoint: Checkpoint | Mapping[str, Any] | None = None,
         max_skipped_steps: int = 20,
-        timeout: timedelta | float = 1800.0,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
         wait_timeout: timedelta | float = 60.0,
         sanitize: bool = False,
         process_group_backend: str | None = None,
@@ -50,19 +105,402 @@ class ZeroStrategy(DDPStrategy):
         precision_plugin: Any = None,
     ) -> None:
         super().__init__(
-            accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io, precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend, start_method=start_method, timeout=seconds_from(timeout, "timeout"))
-        policy_from(Offload, offload, "offload"); policy_from(ActivationCheckpointing, activation_checkpointing, "activation_checkpointing")
-        policy_from(Checkpoint, checkpoint, "checkpoint"); classes_from(units, "units")
-        dtype_from(reduce_dtype, "reduce_dtype")
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            start_method=start_method,
+            timeout=seconds_from(timeout, "timeout"),
+        )
+        _one_of("accumulation", accumulation, ("sharded", "local"))
+        _one_of("granularity", granularity, ("element", "tensor"))
+        _at_least("prefetch", prefetch, 0)
+        _at_least("max_skipped_steps", max_skipped_steps, 1)
+        _at_least("tensor_parallel_size", tensor_parallel_size, 1)
+        _at_least("replicate_size", replicate_size, 1)
+        self.stage = _stage_from(stage)
+        self.offload = policy_from(Offload, offload, "offload")
+        self.activation_checkpointing = policy_from(
+            ActivationCheckpointing, activation_checkpointing, "activation_checkpointing"
+        )
+        self.checkpoint = policy_from(Checkpoint, checkpoint, "checkpoint") or Checkpoint(format="full")
+        self.broadcast_buffers = broadcast_buffers
+        self.max_skipped_steps = max_skipped_steps
+        self._param_dtype = dtype_from(param_dtype, "param_dtype")
+        self._options = Options(
+            unit_classes=classes_from(units, "units"),
+            bucket_bytes=_bucket_bytes(bucket_size_mb),
+            prefetch=prefetch,
+            overlap=overlap,
+            accumulation=accumulation,
+            reduce_dtype=dtype_from(reduce_dtype, "reduce_dtype"),
+        )
+        self._wait_timeout = seconds_from(wait_timeout, "wait_timeout")
+        self._sanitize = sanitize
+        _refuse_what_is_not_there_yet(self, tensor_parallel_size, replicate_size, granularity)
+        self.engine: Engine | None = None
+        self._trained: Engine | None = None  # the engine of the latest fit: it knows the optimizers' pieces
+        self._comm: Comm | None = None
+        self._failed = False
+        self._blocked = False  # Lightning accumulates: the next backward is not the last of its step
+        self._buffers_are_stale = True
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        pass
+    # -- set up
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return cast(Precision, DDPStrategy.precision_plugin.fget(self))  # type: ignore[attr-defined]
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = None if precision_plugin is None else adapt(precision_plugin)
+
+    @override
+    def setup_distributed(self) -> None:
+        """DDP seeds every rank anew here. One rank keeps its random state, so that it equals a single device."""
+        with isolate_rng() if self.num_nodes * self.num_processes == 1 else nullcontext():
+            super().setup_distributed()
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
+        module = self.lightning_module
+        assert module is not None
+        self.accelerator.setup(trainer)
+        if self.world_size == 1:  # one rank draws its data as one device does, or it could not equal strategy="auto"
+            trainer._accelerator_connector.use_distributed_sampler = False
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self._refuse_offload_from_device()
+        if self._comm is None:
+            backend = self._process_group_backend
+            self._comm = make_comm(self.root_device, self._wait_timeout, backend=backend, sanitize=self._sanitize)
+        if fitting:
+            self.setup_optimizers(trainer)
+        self._close_engine()
+        self.engine = Engine(
+            module,
+            self.optimizers if fitting else [],
+            stage=self.stage,
+            comm=self._comm,
+            device=self.root_device,
+            options=self._engine_options(),
+        )
+        self._buffers_are_stale = True
+        self._failed = False
+        self.setup_precision_plugin()
+        if fitting:
+            self._trained = self.engine
+            _optimizers_to_device(self.optimizers, self.root_device)
+            self._guard_schedulers(module)
+            rank_zero_info(_table(self.engine, self.stage))
+        self._attach_precision()
+
+    def _engine_options(self) -> Options:
+        plugin = self.precision_plugin
+        autocast = None
+        if isinstance(plugin, MixedPrecision) and self._param_dtype is None:
+            autocast = torch.bfloat16 if plugin.precision == "bf16-mixed" else torch.float16
+        param_dtype = None if self._param_dtype == torch.float32 else self._param_dtype
+        return Options(**{**vars(self._options), "autocast_dtype": autocast, "param_dtype": param_dtype})
+
+    def _attach_precision(self) -> None:
+        plugin = self.precision_plugin
+        if isinstance(plugin, _ShardedGradients):
+            plugin.engine = self.engine
+        if isinstance(plugin, _ScaledGradients):
+            plugin.max_skipped_steps = self.max_skipped_steps
+            plugin.skipped_steps, plugin.skipped_last = 0, False
+
+    def _refuse_offload_from_device(self) -> None:
+        """On a CPU everything rests in host memory already; elsewhere offload is still to come."""
+        if self.offload is not None and self.root_device.type != "cpu":
+            raise NotImplementedError("offload= is not there yet for accelerators. Leave it out, or use stage=3.")
+
+    def _guard_schedulers(self, module: "pl.LightningModule") -> None:
+        """A skipped fp16 step does not move the scheduler that steps with it (a declared deviation from DDP)."""
+        plugin = self.precision_plugin
+        if not isinstance(plugin, _ScaledGradients) or plugin.scaler is None:
+            return
+        step = module.lr_scheduler_step
+
+        def step_unless_skipped(scheduler: Any, metric: Any) -> None:
+            by_step = any(c.scheduler is scheduler and c.interval == "step" for c in self.lr_scheduler_configs)
+            if not (plugin.skipped_last and by_step):
+                step(scheduler, metric)
+
+        module.lr_scheduler_step = step_unless_skipped  # type: ignore[method-assign]
+
+    # -- steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        with self._pass(synchronises=not self._blocked and self.lightning_module.automatic_optimization):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._pass(synchronises=False):
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._pass(synchronises=False):
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._pass(synchronises=False):
+            return super().predict_step(*args, **kwargs)
+
+    @contextmanager
+    def _pass(self, *, synchronises: bool) -> Iterator[None]:
+        """Around a forward. Buffers follow rank 0 when DDP's would: before a forward that comes after one whose
+        gradients were reduced."""
+        assert self.engine is not None
+        self.engine.schedule.start_pass()
+        if self.broadcast_buffers and self._buffers_are_stale and self.engine is self._trained:
+            self.engine.broadcast_buffers()
+        yield
+        self._buffers_are_stale = synchronises
+        if not torch.is_grad_enabled():
+            self.engine.settle()
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning enters it for all micro-batches of a step but the last."""
+        context: AbstractContextManager[None]
+        assert self.engine is not None
+        self._blocked = True
+        try:
+            with self.engine.accumulating():
+                yield
+        finally:
+            self._blocked = False
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside accumulate on this rank only; the first one outside reduces what they left."""
+        return self._running_engine.no_sync()
+
+    # -- what users read
+
+    @property
+    def _running_engine(self) -> Engine:
+        if self.engine is None:
+            raise RuntimeError("Nothing is set up yet: use this inside trainer.fit, validate, test or predict.")
+        return self.engine
+
+    def full_parameters(self, module: Module | None = None, write: bool = False) -> AbstractContextManager[None]:
+        """All parameters of `module` (default: the whole model) hold their values inside. Enter it on every rank.
+
+        Args:
+            module: whose parameters.
+            write: keep edits made inside; make the same ones on every rank.
+        """
+        return self._running_engine.full_parameters(module, write=write)
+
+    def full_grad(self, parameter: Parameter) -> Tensor | None:
+        """The averaged gradient of a parameter in its shape, or None. Call it on every rank."""
+        return self._running_engine.full_grad(parameter)
 
     def memory_report(self) -> dict[str, int]:
-        return {}
+        """Bytes that rest on this rank, by category (parameter, gradient, master, optimizer state, bucket, gathered,
+        activation checkpoint). After fit: as they were when it ended."""
+        return self._running_engine.bytes_by_category()
 
     def communication_report(self) -> dict[str, int]:
-        return {}
+        """Bytes this rank has sent since the process group was made, by operation."""
+        return dict(self._comm.bytes_sent) if self._comm is not None else {}
+
+    # -- checkpoints: Lightning's ordinary single file
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole model, in its declared dtypes, on every rank (as DDP)."""
+        assert self.lightning_module is not None
+        if self.engine is None or self.engine.closed:
+            return self.lightning_module.state_dict()
+        with self.engine.full_parameters():
+            state = self.lightning_module.state_dict()
+            if self.is_global_zero:  # copies: a view would drag its whole group into the file
+                state.update({name: v.clone() for name, v in state.items() if isinstance(v, Tensor)})
+            return state
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        assert self._trained is not None
+        return self._trained.optimizer_state(optimizer)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.engine is not None
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise ValueError(
+                f"The checkpoint has the state of {len(states)} optimizers; configure_optimizers() returns "
+                f"{len(self.optimizers)}. Resume with the optimizers it was saved with."
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            self.engine.load_optimizer_state(optimizer, state)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        try:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        except (RuntimeError, EOFError, KeyError, IsADirectoryError, pickle.UnpicklingError) as error:
+            if "weights_only" in str(error):  # torch says how to opt in to objects of one's own
+                raise
+            raise ValueError(f"ckpt_path={str(checkpoint_path)!r} is not a Lightning checkpoint: {error}") from error
+        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+            raise ValueError(
+                f"ckpt_path={str(checkpoint_path)!r} is not a Lightning checkpoint: it has no 'state_dict'. "
+                "Pass a file that Trainer.save_checkpoint wrote."
+            )
+        return checkpoint
+
+    # -- the end
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        module = self.lightning_module
+        if module is not None:
+            vars(module).pop("lr_scheduler_step", None)
+        is_whole = self._close_engine()
+        if is_whole:
+            return super().teardown()
+        # Lightning's teardown would move the model to the CPU, and by that read parameters whose values are not here.
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def _close_engine(self) -> bool:
+        """Makes the model whole when all ranks are there and it fits; says whether it is."""
+        if self.engine is None or self.engine.closed:
+            return True
+        if self._failed:
+            self.engine.close(whole=False)
+            return not self.engine.partition.parameter and self._comm is not None
+        if not self._fits_whole(self.engine):
+            rank_zero_info(
+                "The model stays sharded: whole copies do not fit into host memory. Reading a parameter gathers it "
+                "(on every rank); Trainer.save_checkpoint works."
+            )
+            return False
+        self.engine.close()
+        return True
+
+    def _fits_whole(self, engine: Engine) -> bool:
+        """One decision for all ranks: every local rank holds a whole copy in host memory."""
+        available = _available_host_bytes()
+        if available is None or not engine.partition.parameter:
+            return True
+        needed = sum(parameter.numel() * 4 for parameter in engine.module.parameters()) * self.num_processes
+        fits = torch.tensor(int(needed < available), dtype=torch.uint8)
+        return bool(engine.comm.all_reduce(fits, "fits in host memory", "min"))
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers the names that `Trainer(strategy=...)` understands; DDP's own registers "ddp" again."""
+        for stage in (1, 2, 3):
+            strategy_registry.register(
+                f"zero_stage_{stage}", cls, description=f"ZeRO stage {stage}", override=True, stage=stage
+            )
+        for stage in (2, 3):
+            strategy_registry.register(
+                f"zero_stage_{stage}_offload",
+                cls,
+                description=f"ZeRO stage {stage}, optimizer state in host memory",
+                override=True,
+                stage=stage,
+                offload=Offload(optimizer="cpu"),
+            )
+
+
+ZeroStrategy.register_strategies(StrategyRegistry)
+
+
+def _stage_from(stage: Any) -> int:
+    if stage == "auto":
+        raise NotImplementedError("stage='auto' is not there yet. Write stage=1, 2 or 3.")
+    if isinstance(stage, bool) or stage not in STAGES:
+        raise ValueError(f"stage={stage!r} does not exist. Write one of {list(STAGES)}.")
+    return int(stage)
+
+
+def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is unknown. Write one of {list(allowed)}.")
+
+
+def _at_least(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
+
+
+def _bucket_bytes(bucket_size_mb: Any) -> int:
+    if isinstance(bucket_size_mb, bool) or not isinstance(bucket_size_mb, int | float) or not bucket_size_mb > 0:
+        raise ValueError(f"bucket_size_mb={bucket_size_mb!r} must be a positive number of MiB; the default is 25.")
+    return int(bucket_size_mb * MIB)
+
+
+def _refuse_what_is_not_there_yet(
+    strategy: ZeroStrategy, tensor_parallel_size: int, replicate_size: int, granularity: str
+) -> None:
+    missing = {
+        "activation_checkpointing": strategy.activation_checkpointing is not None,
+        "tensor_parallel_size": tensor_parallel_size > 1,
+        "replicate_size": replicate_size > 1,
+        "granularity='tensor'": granularity != "element",
+        "checkpoint format 'sharded'": strategy.checkpoint.format != "full",
+        "async_save": strategy.checkpoint.async_save,
+        "offload to 'nvme'": strategy.offload is not None
+        and "nvme" in (strategy.offload.optimizer, strategy.offload.parameters),
+    }
+    for argument, is_asked in missing.items():
+        if is_asked:
+            raise NotImplementedError(f"{argument} is not there yet. Leave it out; Checkpoint(format='full') works.")
+
+
+def _available_host_bytes() -> int | None:
+    """Memory that this machine can still give, where the system says (Linux)."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return found[0] if found else None
+
+
+def _table(engine: Engine, stage: int) -> str:
+    """The dtypes of every sort of parameter, for the start of fit."""
+    rows = [("elements", "storage", "compute", "reduce", "master")]
+    for numel, kind, reduce in engine.dtype_table():
+        storage, master = _short(kind.resting), _short(kind.declared)
+        rows.append((f"{numel:,}", storage, storage, _short(reduce) if reduce else "-", master if reduce else "-"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return f"ZeRO stage {stage} on {engine.comm.size} ranks" + "".join(f"\n  {line}" for line in lines)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+

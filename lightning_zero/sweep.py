@@ -2,8 +2,8 @@
 
 An app needs one line in its config, `override hydra/callbacks: lightning_zero`, and gets:
 
-- A `summary.json` in each run's folder: its overrides, whether it finished, the value its main function returned, how it
-  failed, and what the app itself adds with `update_summary`.
+- A `summary.json` in each run's folder: its overrides, whether it finished, the value its main function returned, how
+  it failed, and what the app itself adds with `update_summary`.
 - Sweeps (`-m`) in which each job is a process of its own.
 - At the end of a sweep a table (`sweep.csv`, and printed) and a picture (`sweep.png`) of all jobs in its folder.
 
@@ -56,12 +56,13 @@ BASIC_SWEEPER = f"{BasicSweeper.__module__}.{BasicSweeper.__name__}"
 
 # What a launcher of ranks leaves in the environment. A job that inherits it believes to be a rank of another job.
 RANK_VARIABLES = frozenset(
-    "MASTER_ADDR MASTER_PORT NODE_RANK RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE "
-    "ROLE_WORLD_SIZE PL_GLOBAL_SEED PL_SEED_WORKERS".split()
+    "MASTER_ADDR MASTER_PORT RANK LOCAL_RANK NODE_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE "
+    "GROUP_WORLD_SIZE ROLE_WORLD_SIZE PL_GLOBAL_SEED PL_SEED_WORKERS".split()
 )
+FAILURE = "this rank failed"  # heads the traceback in a rank's log
 CONFIG_DIGEST = "LIGHTNING_ZERO_CONFIG_DIGEST"  # from rank 0 to the ranks it starts: what config it resolved
 
-TAIL_LINES = 25
+TAIL_LINES = 60  # two chained tracebacks through Lightning
 GRACE_S = 10.0  # between asking an interrupted job to end and killing it
 
 
@@ -133,7 +134,7 @@ class SweepCallback(Callback):
         os.environ.pop(CONFIG_DIGEST, None)
         error = job_return._return_value if job_return.status == JobStatus.FAILED else None
         if error is not None:
-            _log_to_file("failed", error)
+            _log_to_file(FAILURE, error)
         if _rank() != 0:
             return
         if error is None:
@@ -149,7 +150,9 @@ def _opening(config: DictConfig) -> dict[str, Any]:
 
 def _as_written(overrides: ListConfig) -> list[str]:
     # Not list(overrides): that would resolve the interpolations in `key=${other}`.
-    return [str(item) for item in OmegaConf.to_container(overrides, resolve=False)]
+    written = OmegaConf.to_container(overrides, resolve=False)
+    assert isinstance(written, list)
+    return [str(item) for item in written]
 
 
 def _folder(config: DictConfig) -> Path:
@@ -174,8 +177,8 @@ def _require_the_config_of_rank_zero(config: DictConfig) -> None:
     differing = sorted(key for key, _ in set(digests.items()) ^ set(json.loads(expected).items()))
     if differing:
         raise SystemExit(
-            f"Rank {_rank()} resolved another config than rank 0, under: {', '.join(differing)}. Look there for values that "
-            f"differ from process to process, such as ${{now:...}}, ${{oc.env:...}} or ${{hydra:job.name}}."
+            f"Rank {_rank()} resolved another config than rank 0, under: {', '.join(differing)}. Look there for values "
+            f"that differ from process to process, such as ${{now:...}}, ${{oc.env:...}} or ${{hydra:job.name}}."
         )
 
 
@@ -239,8 +242,8 @@ class ProcessLauncher(Launcher):
             folder = Path(config.hydra.sweep.dir, _quotable(str(config.hydra.sweep.subdir))).absolute()
         if _quotable(str(folder)) != str(folder):
             raise SystemExit(
-                f"hydra.sweep.dir={str(config.hydra.sweep.dir)!r} holds a double quote, a backslash or a dollar sign, which "
-                f"Lightning cannot pass to a job's ranks. Write another hydra.sweep.dir."
+                f"hydra.sweep.dir={str(config.hydra.sweep.dir)!r} holds a double quote, a backslash or a dollar sign, "
+                f"which Lightning cannot pass to a job's ranks. Write another hydra.sweep.dir."
             )
         return Job(number, overrides, folder, config)
 
@@ -260,15 +263,15 @@ class ProcessLauncher(Launcher):
         return self._returned(job)
 
     def _command(self, job: "Job") -> list[str]:
-        of_the_sweep = [item for item in _as_written(self.config.hydra.overrides.hydra) if not item.startswith("hydra.mode=")]
-        own = [f'hydra.run.dir="{job.folder}"', f"hydra.job.num={job.number}", f"hydra.job.id={job.number}", "hydra.mode=RUN"]
-        return [*program(), *_config_flags(sys.argv[1:]), *of_the_sweep, *job.overrides, *own]
+        overrides = [*_as_written(self.config.hydra.overrides.hydra), *job.overrides]
+        kept = [item for item in overrides if not item.startswith("hydra.mode=")]
+        identity = [f'hydra.run.dir="{job.folder}"', f"hydra.job.num={job.number}", f"hydra.job.id={job.number}"]
+        return [*program(), *_config_flags(sys.argv[1:]), *kept, *identity, "hydra.mode=RUN"]
 
     def _returned(self, job: "Job") -> JobReturn:
         summary = read_summary(job.folder)
-        returned = JobReturn(
-            overrides=job.overrides, cfg=job.config, hydra_cfg=job.config, working_dir=str(job.folder), status=JobStatus.COMPLETED
-        )
+        returned = JobReturn(overrides=job.overrides, cfg=job.config, hydra_cfg=job.config, working_dir=str(job.folder))
+        returned.status = JobStatus.COMPLETED
         returned.return_value = summary.get("return_value")
         # The basic sweeper reads every result and stops the sweep at the first failed one, so it hears of no failure;
         # on_multirun_end does. A sweeper that learns from the results must hear of it.
@@ -287,6 +290,7 @@ class Job:
         self.task_overrides = _as_written(config.hydra.overrides.task)
         self.folder = folder
         self.config = config
+        self.log_bytes_before = {path.name: path.stat().st_size for path in folder.glob("*.log")}
 
     def finished(self) -> bool:
         summary = read_summary(self.folder)
@@ -295,19 +299,25 @@ class Job:
     def record(self, end: "End", seconds: float) -> None:
         """Completes the summary by what only the sweep can know: how the process ended."""
         status = FINISHED if end.code == 0 else FAILED
-        error = {} if end.code == 0 else {"error": f"{end.describe()}\n{_last_words(self.folder, end)}"}
+        error = {} if end.code == 0 else {"error": f"{end.describe()}\n{self._last_words(end)}"}
         known = {"job": self.number, "overrides": self.task_overrides, "status": status, "seconds": round(seconds, 1)}
         update_summary(self.folder, **known, **error)
 
+    def _last_words(self, end: "End") -> str:
+        """The tracebacks that ranks logged, the last lines of the other ranks, and of stderr if no rank logged any."""
+        logs = self._logs()
+        failures = {name: text[text.rindex(FAILURE) :] for name, text in logs.items() if FAILURE in text}
+        tails = {name: _tail(failures[name]) if name in failures else _tail(logs[name], lines=5) for name in logs}
+        if not failures:
+            tails["stderr"] = end.stderr_tail
+        return "\n".join(f"--- {name}\n{tail}" for name, tail in tails.items())
 
-def _last_words(folder: Path, end: "End") -> str:
-    """The traceback of each rank that logged one, the last lines of the others', and of stderr if nobody logged any."""
-    logs = {path.name: path.read_text(errors="replace") for path in sorted(folder.glob("*.log"))}
-    traces = {name: text.rfind("Traceback (most recent call last)") for name, text in logs.items()}
-    tails = {name: _tail(text[traces[name] :]) if traces[name] >= 0 else _tail(text, lines=5) for name, text in logs.items()}
-    if not any(start >= 0 for start in traces.values()):
-        tails["stderr"] = end.stderr_tail
-    return "\n".join(f"--- {name}\n{tail}" for name, tail in tails.items())
+    def _logs(self) -> dict[str, str]:
+        """What the ranks have logged since this attempt began."""
+        written = {path.name: path.read_bytes() for path in sorted(self.folder.glob("*.log"))}
+        return {
+            name: log[self.log_bytes_before.get(name, 0) :].decode(errors="replace") for name, log in written.items()
+        }
 
 
 def _require_a_folder_of_its_own(job: Job, jobs: Sequence[Job]) -> None:
@@ -330,7 +340,9 @@ class End(NamedTuple):
     stderr_tail: str
 
     def describe(self) -> str:
-        return f"Rank 0 was killed by {signal.Signals(-self.code).name}." if self.code < 0 else f"Rank 0 exited with {self.code}."
+        if self.code < 0:
+            return f"Rank 0 was killed by {signal.Signals(-self.code).name}."
+        return f"Rank 0 exited with {self.code}."
 
 
 def run_in_session(command: Sequence[str], environment: Mapping[str, str]) -> End:
@@ -389,15 +401,21 @@ def program() -> list[str]:
         return [sys.executable, "-m", __main__.__spec__.name]
     script = Path(sys.argv[0]).absolute()
     if not script.is_file():
-        raise SystemExit(f"A sweep starts each job as `python SCRIPT ...`, and found no script in {sys.argv[0]!r}. Use a file.")
+        raise SystemExit(
+            f"A sweep starts each job as `python SCRIPT ...`, but {sys.argv[0]!r} is no script. Use a file."
+        )
     return [sys.executable, str(script)]
 
 
 def _config_flags(arguments: Sequence[str]) -> list[str]:
     """Those of Hydra's own command-line flags that say which config an app composes."""
     parsed = get_args_parser().parse_args(arguments)
-    flags = {"--config-name": parsed.config_name, "--config-path": parsed.config_path, "--config-dir": parsed.config_dir}
-    return [item for flag, value in flags.items() if value is not None for item in (flag, value)]
+    flags = [
+        ("--config-name", parsed.config_name),
+        ("--config-path", parsed.config_path),
+        ("--config-dir", parsed.config_dir),
+    ]
+    return [item for flag, value in flags if value is not None for item in (flag, value)]
 
 
 def _quotable(path: str) -> str:
@@ -433,7 +451,8 @@ def _sigterm_as_exit() -> Iterator[None]:
 
 def collect(sweep_dir: Path) -> list[dict[str, Any]]:
     """The summaries of all jobs in a sweep's folder, in the order of the jobs, each with its folder's name."""
-    found = [read_summary(path.parent) | {"folder": str(path.parent.relative_to(sweep_dir))} for path in sweep_dir.rglob(SUMMARY)]
+    folders = [path.parent for path in sweep_dir.rglob(SUMMARY)]
+    found = [read_summary(folder) | {"folder": str(folder.relative_to(sweep_dir))} for folder in folders]
     return sorted(found, key=lambda job: (job["job"] is None, job["job"], job["folder"]))
 
 
@@ -518,7 +537,8 @@ def draw(jobs: Sequence[Mapping[str, Any]], labels: Sequence[str], path: Path) -
     figure = Figure(figsize=(13, 2.2 + 0.9 * len(jobs)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(2, 2, sharey=True)
-    names = [label if job["status"] == FINISHED else f"{label} ({job['status']})" for job, label in zip(jobs, labels, strict=True)]
+    endings = ["" if job["status"] == FINISHED else f" ({job['status']})" for job in jobs]
+    names = [label + ending for label, ending in zip(labels, endings, strict=True)]
     _bars(panels[0, 0], names, "validation loss", [job.get("loss") for job in jobs])
     _bars(panels[0, 1], names, "seconds per step", [job.get("seconds_per_step") for job in jobs])
     _stacked_bars(panels[1, 0], names, "MB resting on rank 0", [job.get("memory_bytes") or {} for job in jobs])

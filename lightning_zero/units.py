@@ -120,19 +120,20 @@ def modules_cast_by_autocast(model: Module) -> list[Module]:
 
 
 def split_by_kind(
-    unit: Unit, trainable: set[int], resting: Mapping[int, torch.dtype]
+    unit: Unit, trainable: set[int], resting: Mapping[int, torch.dtype], device: torch.device
 ) -> dict[Kind, dict[str, Parameter]]:
-    """The unit's parameters by dtype, device and whether they train.
+    """The unit's parameters by dtype and whether they train.
 
     Args:
         unit: see `Unit`.
         trainable: ids of the parameters that receive gradients.
         resting: id -> dtype in which that parameter rests, where it is not its own.
+        device: where the groups live.
     """
     kinds: dict[Kind, dict[str, Parameter]] = {}
     for name, parameter in unit.parameters.items():
         rests_in = resting.get(id(parameter), parameter.dtype)
-        kind = Kind(parameter.dtype, rests_in, parameter.device, id(parameter) in trainable)
+        kind = Kind(parameter.dtype, rests_in, device, id(parameter) in trainable)
         kinds.setdefault(kind, {})[name] = parameter
     return kinds
 

@@ -1,0 +1,141 @@
+"""Lightning's precision plugins, made to know that gradients and optimizer state are spread over ranks.
+
+Left alone, they would clip by the norm of what one rank owns, with no error, and let each rank decide by itself
+whether an fp16 step overflowed.
+"""
+
+import copy
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from lightning_zero import scaler as loss_scaling
+from lightning_zero.engine import Engine
+
+if TYPE_CHECKING:
+    _Base = Precision
+else:
+    _Base = object
+
+SUPPORTED = (DoublePrecision, HalfPrecision, MixedPrecision)
+
+
+def adapt(plugin: Precision) -> Precision:
+    """A copy of `plugin` (the user's scaler and all) that steps sharded optimizers.
+
+    Its class keeps its name: Lightning files the scaler's state under it, and a checkpoint must load without us.
+
+    Raises:
+        ValueError: for a plugin whose way of storing parameters we do not know.
+    """
+    if isinstance(plugin, _ShardedGradients):
+        return plugin
+    if not (isinstance(plugin, SUPPORTED) or type(plugin) is Precision):
+        raise ValueError(
+            f"ZeroStrategy does not work with {type(plugin).__name__}. Use Trainer(precision=...) with '32-true', "
+            "'64-true', 'bf16-mixed', 'bf16-true', '16-mixed' or '16-true'."
+        )
+    base = type(plugin)
+    adapted = copy.copy(plugin)
+    bases = (_ScaledGradients, base) if isinstance(plugin, MixedPrecision) else (_ShardedGradients, base)
+    adapted.__class__ = type(base.__name__, bases, {"__qualname__": base.__qualname__, "__module__": base.__module__})
+    return adapted
+
+
+class SkippedStep(NamedTuple):
+    """An optimizer step that was not taken because a gradient overflowed in fp16."""
+
+    step: int
+    loss: float | None
+    overflow: loss_scaling.Overflow
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.overflow.parameters[:5])
+        more = len(self.overflow.parameters) - 5
+        return (
+            f"step {self.step}: loss {self.loss}, non-finite gradients on ranks {self.overflow.ranks} in {shown}"
+            + (f" and {more} more" if more > 0 else "")
+        )
+
+
+class _ShardedGradients(_Base):
+    """Backward ends with the reduction; clipping uses the global norm."""
+
+    engine: Engine | None = None
+    warned_of_nan = False
+
+    def backward(self, tensor: Tensor, model: "pl.LightningModule", optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        if self.engine is None:
+            return super().backward(tensor, model, optimizer, *args, **kwargs)
+        with self.engine.backward():
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        assert self.engine is not None
+        norm = self.engine.clip_by_norm_(optimizer, float(clip_val))
+        if not norm.finite and not self.warned_of_nan and getattr(self, "scaler", None) is None:
+            self.warned_of_nan = True
+            rank_zero_warn(
+                f"The gradient norm is {norm.total.item()}; the step is taken all the same, as under DDP. "
+                "Only precision='16-mixed' skips steps. This is said once."
+            )
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        assert self.engine is not None
+        self.engine.clip_by_value_(optimizer, float(clip_val))
+
+
+class _ScaledGradients(_ShardedGradients):
+    """fp16: one decision on overflow for all ranks; skips are said, counted and bounded."""
+
+    scaler: Any
+    max_skipped_steps = 20
+    skipped_steps = 0  # since the start of fit
+    skipped_last = False  # the latest step, so that its scheduler does not move either
+
+    def optimizer_step(
+        self, optimizer: Any, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        if self.scaler is None or self.engine is None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        if isinstance(optimizer, LBFGS):
+            raise ValueError("precision='16-mixed' does not work with LBFGS: its closure runs several backwards a step.")
+        closure_result = closure()
+        if closure_result is None and model.automatic_optimization:
+            self._after_closure(model, optimizer)
+            return closure_result  # training_step returned None: there was no backward
+        gradients = self.engine.gradients(optimizer)
+        overflow = loss_scaling.unscale_(self.scaler, optimizer, gradients, self.engine.comm)
+        self._after_closure(model, optimizer)
+        step_output = self.scaler.step(optimizer, **kwargs)
+        self.scaler.update()
+        self._note(model, overflow, closure_result)
+        return step_output
+
+    def _note(self, model: "pl.LightningModule", overflow: loss_scaling.Overflow, loss: Any) -> None:
+        metrics = model.trainer.callback_metrics
+        self.skipped_last = bool(overflow.ranks)
+        history: deque[SkippedStep] = self.__dict__.setdefault("_history", deque(maxlen=self.max_skipped_steps + 1))
+        if not self.skipped_last:
+            history.clear()
+        else:
+            self.skipped_steps += 1
+            value = float(loss) if isinstance(loss, Tensor) else None
+            history.append(SkippedStep(model.trainer.global_step, value, overflow))
+            rank_zero_warn(f"Skipped an optimizer step, {history[-1]}. The loss scale is {self.scaler.get_scale():g}.")
+        metrics["zero/skipped_steps"] = torch.tensor(float(self.skipped_steps))
+        metrics["zero/loss_scale"] = torch.tensor(self.scaler.get_scale())
+        if len(history) > self.max_skipped_steps:
+            told = "\n  ".join(str(skipped) for skipped in history)
+            raise RuntimeError(
+                f"{len(history)} optimizer steps in a row overflowed in fp16 (max_skipped_steps="
+                f"{self.max_skipped_steps}):\n  {told}\nThe loss scale is {self.scaler.get_scale():g}. Look at the "
+                "parameters named above, lower the learning rate, or use precision='bf16-mixed'."
+            )
