@@ -563,11 +563,11 @@ def _stacked_bars(panel: Any, names: Sequence[str], title: str, parts: Sequence[
     for row, (part, right) in enumerate(zip(parts, lefts, strict=True)):
         panel.text(right, row, f" {right:.4g}" if part else " not reported", va="center")
     if any(parts):
-        panel.legend(fontsize="small", loc="lower right")
+        panel.legend(fontsize="small", ncols=3, loc="upper left", bbox_to_anchor=(0.0, -0.1))
     _finish_panel(panel, names, title)
 
 
 def _finish_panel(panel: Any, names: Sequence[str], title: str) -> None:
     panel.set_title(title)
     panel.set_yticks(range(len(names)), names)
-    panel.margins(x=0.2)
+    panel.set_xlim(0, 1.25 * (panel.dataLim.x1 or 1.0))  # room for the numbers

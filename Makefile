@@ -1,0 +1,81 @@
+# Two commands on a fresh machine with CPython and make: `make demo` and `make test`.
+#
+# PYTHON  the interpreter that creates .venv (CPython 3.11 or 3.12)
+# TORCH   what to install as torch, with pip options if need be. CI runs the default; for another build:
+#             make test TORCH='torch==2.11.0 --extra-index-url URL'
+#         It goes in first, and nothing installed after it may replace it or what it brought along.
+# ARGS    passed on to pytest, to the example (`make demo ARGS=trainer.max_steps=50`) or to the benchmark
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+PINNED_TORCH := torch==2.13.0
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check -qq
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-gpu lint ruff format-check mypy ladder bench constraints setup clean FORCE
+
+help:  ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+demo: setup  ## train the example at stage 2 on two ranks
+	OMP_NUM_THREADS=1 $(PY) examples/train.py strategy=zero2 trainer.devices=2 $(ARGS)
+
+test: setup  ## run the tests (those that need a GPU are skipped where there is none)
+	$(PY) -m pytest $(ARGS)
+
+test-gpu: setup  ## run the tests that need a GPU
+	$(PY) -m pytest -m gpu $(ARGS)
+
+lint: ruff format-check mypy ladder  ## check style, types and the ladder of imports
+
+ruff: setup
+	$(VENV)/bin/ruff check .
+
+format-check: setup
+	$(VENV)/bin/ruff format --check .
+
+mypy: setup
+	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy benchmarks
+
+ladder: setup
+	$(VENV)/bin/lint-imports
+
+bench: setup  ## time each stage beside ddp
+	OMP_NUM_THREADS=1 $(PY) benchmarks/step_time.py $(ARGS)
+
+constraints: setup  ## write constraints.txt from .venv (after upgrading packages in it)
+	sed -n '/^#/p' constraints.txt > $(VENV)/header.txt
+	$(PY) -m pip --disable-pip-version-check list --format=freeze --exclude pip --exclude lightning-zero \
+	    | sed 's/+.*//' | cat $(VENV)/header.txt - > constraints.txt
+
+clean:  ## remove the environment, caches and results
+	rm -rf $(VENV) $(VENV).txt build dist outputs multirun *.egg-info .*_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+setup: $(VENV)/installed  ## create .venv with everything the other targets need
+
+# Holds the two variables, so that changing one starts the environment afresh.
+$(VENV).txt: FORCE
+	@printf '%s\n' "$(PYTHON)" "$(TORCH)" | cmp -s - $@ || printf '%s\n' "$(PYTHON)" "$(TORCH)" > $@
+
+# Torch first. It takes its dependencies from constraints.txt when it is the pinned one; another build brings its own.
+$(VENV)/torch.txt: $(VENV).txt constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 13) else \
+	    "lightning_zero needs CPython 3.11 or 3.12; $(PYTHON) is %d.%d. Try: make PYTHON=python3.11 $(MAKECMDGOALS)" % v)'
+	$(PYTHON) -m venv --clear $(VENV)
+	@$(PIP) uninstall -y setuptools  # CPython 3.11 puts an old one there; torch or constraints.txt chooses
+	$(PIP) install $(TORCH) $(if $(filter $(PINNED_TORCH),$(TORCH)),-c constraints.txt)
+	$(PY) -m pip --disable-pip-version-check list --format=freeze --exclude pip > $@
+
+# The rest, held to what torch brought, and to constraints.txt for everything else.
+$(VENV)/installed: $(VENV)/torch.txt pyproject.toml
+	@awk -F== '{ key = tolower($$1); gsub(/[_.]/, "-", key) } !(key in seen) { seen[key]; print }' \
+	    $(VENV)/torch.txt constraints.txt > $(VENV)/constraints.txt
+	$(PIP) install -c $(VENV)/constraints.txt setuptools
+	$(PIP) install -c $(VENV)/constraints.txt --no-build-isolation -e '.[hydra,dev]'
+	@touch $@

@@ -1,0 +1,65 @@
+"""The model that the benchmarks train: a plain GPT, in two sizes that differ in what costs the most."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    vocabulary: int
+    width: int
+    depth: int  # blocks
+    heads: int
+    length: int  # tokens per sequence
+    batch: int  # sequences per rank
+    parameters: int  # what the above amounts to; `GPT` checks it
+
+
+SIZES = {
+    # Few tokens for many parameters: communication and the optimizer count.
+    "large": Size(vocabulary=8192, width=768, depth=12, heads=12, length=64, batch=2, parameters=97_688_064),
+    # Many tokens for few parameters: compute counts.
+    "small": Size(vocabulary=4096, width=512, depth=8, heads=8, length=128, batch=4, parameters=29_479_936),
+    # Seconds for a test of the benchmark itself.
+    "tiny": Size(vocabulary=256, width=64, depth=2, heads=2, length=16, batch=2, parameters=133_888),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.norm_attention = nn.LayerNorm(size.width)
+        self.qkv = nn.Linear(size.width, 3 * size.width)
+        self.projection = nn.Linear(size.width, size.width)
+        self.norm_mlp = nn.LayerNorm(size.width)
+        self.mlp = nn.Sequential(
+            nn.Linear(size.width, 4 * size.width), nn.GELU(), nn.Linear(4 * size.width, size.width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, length, width)
+        query, key, value = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(self.norm_attention(x)).chunk(3, -1)
+        )
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.projection(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm_mlp(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.token = nn.Embedding(size.vocabulary, size.width)
+        self.position = nn.Embedding(size.length, size.width)
+        self.blocks = nn.Sequential(*(Block(size) for _ in range(size.depth)))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+        assert sum(p.numel() for p in self.parameters()) == size.parameters
+
+    def forward(self, tokens: Tensor) -> Tensor:  # (batch, length) -> (batch, length, vocabulary)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.head(self.norm(self.blocks(self.token(tokens) + self.position(positions))))

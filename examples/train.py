@@ -1,0 +1,150 @@
+"""Trains a byte-level GPT on text with Lightning and ZeRO; `python examples/train.py --help` shows how."""
+
+import resource
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import hydra
+import lightning as L
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from omegaconf import DictConfig
+
+from lightning_zero.sweep import update_summary
+
+
+class CostMeter(L.Callback):
+    """Measures what training costs on this rank, while the strategy still has the model in its hands."""
+
+    def __init__(self) -> None:
+        self.step_seconds: list[float] = []
+        self.wire_bytes = 0
+        self.memory_bytes: dict[str, int] = {}
+        self.peak_resident_bytes = 0
+        self._started = 0.0
+        self._sent_before = 0
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._sent_before = _sent_bytes(trainer)
+        self._started = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.step_seconds.append(time.perf_counter() - self._started)
+        self.wire_bytes += _sent_bytes(trainer) - self._sent_before
+
+    def on_train_end(self, trainer: L.Trainer, model: L.LightningModule) -> None:
+        self.memory_bytes = _memory_report(trainer, model)
+        # Linux counts in KiB, macOS in bytes.
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        largest = trainer.strategy.reduce(torch.tensor(float(resident), dtype=torch.float64), reduce_op="max")
+        self.peak_resident_bytes = int(largest)
+
+    def costs(self, trainer: L.Trainer) -> dict[str, Any]:
+        """The measurements, under the names that the sweep's table and picture know."""
+        batches = len(self.step_seconds)
+        per_step = trainer.accumulate_grad_batches
+        reported = hasattr(trainer.strategy, "communication_report") and batches
+        return {
+            "seconds_per_step": statistics.median(self.step_seconds) * per_step if batches else None,
+            "memory_bytes": self.memory_bytes,
+            "peak_resident_bytes": self.peak_resident_bytes,
+            "wire_bytes_per_step": self.wire_bytes * per_step // batches if reported else None,
+        }
+
+
+def _sent_bytes(trainer: L.Trainer) -> int:
+    report = getattr(trainer.strategy, "communication_report", dict)
+    return sum(report().values())
+
+
+def _memory_report(trainer: L.Trainer, model: L.LightningModule) -> dict[str, int]:
+    """Bytes resting on this rank by category: the strategy's own report, or for strategies without one a count."""
+    if hasattr(trainer.strategy, "memory_report"):
+        return trainer.strategy.memory_report()
+    state = [item for optimizer in trainer.optimizers for held in optimizer.state.values() for item in held.values()]
+    parameters = list(model.parameters())
+    return {
+        "parameter": sum(p.nbytes for p in parameters),
+        # One gradient per parameter rests between backward and step, though zero_grad() may just have dropped it.
+        "gradient": sum(p.nbytes for p in parameters if p.requires_grad),
+        "optimizer state": sum(item.nbytes for item in state if isinstance(item, torch.Tensor)),
+    }
+
+
+def train(cfg: DictConfig, folder: Path) -> float:
+    """Runs the job and returns its validation loss."""
+    L.seed_everything(cfg.seed, workers=True)
+    data = instantiate(cfg.data)
+    model = instantiate(cfg.model)
+    trainer: L.Trainer = instantiate(cfg.trainer)
+    meter = CostMeter()
+    trainer.callbacks.append(meter)  # type: ignore[attr-defined]
+
+    untrained = trainer.validate(model, data, verbose=False)[0]
+    rank_zero_info(f"before training: validation perplexity {untrained['val_perplexity']:.1f}")
+    trainer.fit(model, data, ckpt_path=_unfinished(folder))
+    trained = trainer.validate(model, data, verbose=False)[0]
+    sample = model.generate(cfg.prompt, cfg.sample_bytes, seed=cfg.seed)
+
+    summary = {
+        "strategy": HydraConfig.get().runtime.choices.get("strategy"),
+        "stage": getattr(trainer.strategy, "stage", None),
+        "world_size": trainer.world_size,
+        "steps": trainer.global_step,
+        "loss": trained["val_loss"],
+        "perplexity": trained["val_perplexity"],
+        "untrained_perplexity": untrained["val_perplexity"],
+        **meter.costs(trainer),
+        "sample": sample,
+    }
+    if trainer.is_global_zero:
+        update_summary(folder, **summary)
+    show(summary)
+    return trained["val_loss"]
+
+
+def _unfinished(folder: Path) -> Path | None:
+    """The last checkpoint of an earlier attempt in the same folder, which this one continues."""
+    checkpoint = folder / "checkpoints" / "latest.ckpt"
+    if not checkpoint.exists():
+        return None
+    rank_zero_info(f"continuing from {checkpoint}")
+    return checkpoint
+
+
+@rank_zero_only
+def show(summary: dict[str, Any]) -> None:
+    """Prints the summary and the sample."""
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=f"strategy={summary['strategy']}, {summary['world_size']} rank(s)", show_header=False)
+    table.add_row("validation loss", f"{summary['loss']:.4f}")
+    table.add_row("validation perplexity", f"{summary['perplexity']:.2f}")
+    table.add_row("  before training", f"{summary['untrained_perplexity']:.1f}")
+    if summary["seconds_per_step"] is not None:
+        table.add_row("seconds per step", f"{summary['seconds_per_step']:.3f}")
+    for category, size in summary["memory_bytes"].items():
+        table.add_row(f"{category}, MB on rank 0", f"{size / 1e6:.2f}")
+    table.add_row("peak resident MB, largest rank", f"{summary['peak_resident_bytes'] / 1e6:.0f}")
+    wire = summary["wire_bytes_per_step"]
+    table.add_row("MB sent per step and rank", "not counted by this strategy" if wire is None else f"{wire / 1e6:.2f}")
+    console = Console()
+    console.print(table)
+    console.print(Panel(Text(summary["sample"]), title="a sample"))
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="train")
+def main(cfg: DictConfig) -> float:
+    return train(cfg, Path(HydraConfig.get().runtime.output_dir))
+
+
+if __name__ == "__main__":
+    main()

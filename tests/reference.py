@@ -1,0 +1,51 @@
+"""DDP in one process: every rank's gradients computed in turn, averaged in rank order, one ordinary step."""
+
+from dataclasses import dataclass, field
+
+import torch
+from models import Maker, clone, loss_of, weights
+from torch import Tensor, nn
+
+
+@dataclass
+class Run:
+    """What a training run left behind."""
+
+    losses: list[float] = field(default_factory=list)  # of rank 0's last micro-batch, each step
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    optimizer: dict = field(default_factory=dict)  # state_dict
+    grad_norms: list[float] = field(default_factory=list)
+
+
+def clip_like_torch(model: nn.Module, clip: str | None) -> None:
+    if clip == "norm":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    if clip == "value":
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+
+def ddp(
+    model: nn.Module, make: Maker, *, world: int, accumulate: int = 1, clip: str | None = None, steps: int = 4
+) -> Run:
+    model, run = clone(model), Run()
+    optimizer, scheduler = make(model)
+    parameters = list(model.parameters())
+    for step in range(steps):
+        gathered = []
+        for rank in range(world):
+            model.zero_grad()
+            for micro in range(accumulate):
+                loss = loss_of(model, rank, step, micro) / accumulate
+                loss.backward()
+            if rank == 0:
+                run.losses.append(loss.item())
+            gathered.append([parameter.grad for parameter in parameters])
+        for index, parameter in enumerate(parameters):
+            mine = [grads[index] for grads in gathered]
+            parameter.grad = None if mine[0] is None else sum(mine[1:], start=mine[0].clone()) / world
+        clip_like_torch(model, clip)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    run.weights, run.optimizer = weights(model), optimizer.state_dict()
+    return run

@@ -1,0 +1,45 @@
+"""The benchmarks run, and measure the models they say they measure."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("size", "millions"), [("large", 97.7), ("small", 29.5)])
+def test_gpt_has_the_number_of_parameters_its_size_states(size: str, millions: float) -> None:
+    gpt = load("gpt")
+    with torch.device("meta"):
+        model = gpt.GPT(gpt.SIZES[size])
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == millions
+
+
+def test_step_time_compares_a_stage_with_ddp_in_one_run(tmp_path: Path) -> None:
+    options = "--size tiny --stages ddp,2 --rounds 1 --steps 4 --devices 2 --accelerator cpu"
+    command = [sys.executable, BENCHMARKS / "step_time.py", *options.split(), "--json", tmp_path / "found.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    table = json.loads((tmp_path / "found.json").read_text())["table"]
+    assert table.keys() == {"ddp", "2"}
+    assert table["ddp"]["x_ddp"] == 1.0
+    assert table["2"]["loss"] == pytest.approx(table["ddp"]["loss"], rel=1e-6)
+    for row in table.values():
+        assert 0 < row["seconds"] < 10
+        assert 100 < row["rest_mb"] <= row["peak_mb"]
+        assert row["wire"] > 1.9  # at least; the counter is the machine's, and others may use it

@@ -1,0 +1,165 @@
+"""The main job, examples/train.py, at a tiny size; and the text it reads."""
+
+import csv
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from lightning_zero.sweep import read_summary
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "examples"))
+
+from text import TextData, read_text  # noqa: E402
+
+
+def train(folder: Path, *overrides: str) -> str:
+    """Runs examples/train.py in `folder` and returns what it printed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "examples/train.py", "experiment=smoke", "trainer.accelerator=cpu", *overrides]
+    command.append(f"hydra.run.dir={folder}")
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+class Run(NamedTuple):
+    strategy: str
+    folder: Path
+    output: str
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Run]:
+    folders = {strategy: tmp_path_factory.mktemp(strategy) for strategy in ("ddp", "zero2")}
+    return {
+        strategy: Run(strategy, folder, train(folder, f"strategy={strategy}", "trainer.devices=2"))
+        for strategy, folder in folders.items()
+    }
+
+
+@pytest.fixture(params=["ddp", "zero2"])
+def run(request, runs) -> Run:
+    return runs[request.param]
+
+
+def test_a_run_has_one_folder_with_one_config_and_one_log_per_rank(run):
+    _, folder, _ = run
+    expected = [".hydra", "checkpoints", "csv", "rank_0.log", "rank_1.log", "summary.json", "tensorboard"]
+    assert sorted(path.name for path in folder.iterdir()) == expected
+    assert len(list(folder.rglob("config.yaml"))) == 1
+
+
+def test_the_summary_says_what_was_learnt_and_what_it_cost(run):
+    strategy, folder, _ = run
+    summary = read_summary(folder)
+    assert (summary["strategy"], summary["status"]) == (strategy, "finished")
+    assert (summary["steps"], summary["world_size"]) == (4, 2)
+    assert f"strategy={strategy}" in summary["overrides"]
+    assert 240 < summary["untrained_perplexity"] < 275
+    assert summary["perplexity"] < summary["untrained_perplexity"] - 10
+    assert summary["return_value"] == summary["loss"]
+    assert summary["seconds_per_step"] > 0
+    assert summary["peak_resident_bytes"] > 100e6
+    if strategy == "ddp":
+        assert summary["memory_bytes"]["optimizer state"] >= 2 * summary["memory_bytes"]["parameter"]
+        assert summary["wire_bytes_per_step"] is None
+    else:
+        assert summary["wire_bytes_per_step"] > 0
+        assert 0 < summary["memory_bytes"]["optimizer state"] < 2 * summary["memory_bytes"]["parameter"]
+
+
+def test_the_run_prints_a_table_and_a_sample(run):
+    _, folder, output = run
+    assert output.count("validation perplexity  ") == 1, "rank 0 alone prints"
+    assert "a sample" in output
+    assert read_summary(folder)["sample"].startswith("def ")
+
+
+def test_the_run_logs_to_csv_and_tensorboard(run):
+    _, folder, _ = run
+    with (folder / "csv" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert sum(bool(row["train_loss"]) for row in rows) == 4
+    assert any(row["val_perplexity"] for row in rows)
+    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_zero_reaches_the_loss_of_ddp(runs):
+    ddp, zero = (read_summary(runs[strategy].folder)["loss"] for strategy in ("ddp", "zero2"))
+    assert zero == pytest.approx(ddp, rel=1e-6)
+
+
+def test_r59_a_job_started_again_in_its_folder_continues_from_its_last_checkpoint(tmp_path):
+    options = ("strategy=zero2", "trainer.precision=bf16-mixed")
+    train(tmp_path, *options, "trainer.max_steps=4")
+    output = train(tmp_path, *options, "trainer.max_steps=6")
+    assert "continuing from" in output
+    assert read_summary(tmp_path)["steps"] == 6
+    with (tmp_path / "csv" / "metrics.csv").open() as file:
+        trained = [int(row["step"]) for row in csv.DictReader(file) if row["train_loss"]]
+    assert trained == [4, 5]
+
+
+# --- the text
+
+
+def test_the_default_text_is_the_standard_librarys_split_by_file():
+    split = read_text(None, max_bytes=200_000)
+    assert len(split.train) == 200_000
+    assert len(split.validation) == 20_000
+    assert re.search(rb"^def \w+\(", split.train, re.MULTILINE)
+    assert read_text(None, max_bytes=200_000) == split, "the same text each time"
+
+
+def test_a_folder_is_split_by_file(tmp_path):
+    for index in range(40):
+        (tmp_path / f"{index}.txt").write_text(f"<{index}>")
+    (tmp_path / "image.png").write_bytes(b"\0\1\2")
+    split = read_text(tmp_path, max_bytes=10_000)
+    train, validation = (set(re.findall(rb"<\d+>", part)) for part in split)
+    assert len(train | validation) == 40
+    assert not train & validation
+    assert b"\1" not in split.train + split.validation
+
+
+def test_a_single_file_is_split_by_position(tmp_path):
+    (tmp_path / "book").write_bytes(bytes(range(1, 101)))
+    split = read_text(tmp_path / "book", max_bytes=1000)
+    assert (split.train, split.validation) == (bytes(range(1, 91)), bytes(range(91, 101)))
+
+
+def test_windows_are_followed_by_their_next_bytes(tmp_path):
+    (tmp_path / "book").write_bytes(bytes(range(200)))
+    data = TextData(path=tmp_path / "book", context=8, batch_size=4, validation_windows=3)
+    data.setup("fit")
+    assert all((following - tokens).eq(1).all() for tokens, following in data.train)
+    assert data.train[0][0].tolist() == list(range(8))
+    assert len(data.validation) == 3
+    assert data.validation[2][1][-1] == 199, "the last window ends with the text"
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "advice"),
+    [
+        (None, FileNotFoundError, "is neither a file nor a folder. Give a text file"),
+        ({}, FileNotFoundError, "holds 0 text"),
+        ({"one": "text"}, FileNotFoundError, "training and validation need one each"),
+        ({"one": "x" * 50, "two": "short"}, ValueError, "a smaller data.context"),
+    ],
+)
+def test_text_that_cannot_be_used_is_refused_with_advice(tmp_path, content, error, advice):
+    path = tmp_path / "text"
+    if content is not None:
+        path.mkdir()
+        for name, text in content.items():
+            (path / name).write_text(text)
+    with pytest.raises(error, match=advice):
+        TextData(path=path, context=16).setup("fit")

@@ -1,0 +1,118 @@
+"""One file per outside world: who may name a collective, Lightning or Hydra. (The ladder itself: `make ladder`.)"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "lightning_zero"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+COLLECTIVE = re.compile(
+    r"(all_|batch_)?(reduce|gather|scatter|broadcast|all_to_all|send|recv|isend|irecv|isend_irecv)"
+    r"(_scatter)?(_into_tensor|_tensor|_single|_multigpu|_coalesced|_object|_object_list)*"
+    r"|P2POp|barrier|monitored_barrier|_functional_collectives|c10d_functional|_c10d_functional"
+)
+
+
+def names_in(source: str) -> set[str]:
+    """Every dotted name that `source` imports or uses, with its aliases resolved: ``torch.distributed.send``."""
+    tree = ast.parse(source)
+    found: set[str] = set()
+    aliases: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for item in node.names:
+                found.add(item.name)
+                aliases[item.asname or item.name.split(".")[0]] = item.name if item.asname else item.name.split(".")[0]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for item in node.names:
+                found.add(f"{node.module}.{item.name}")
+                aliases[item.asname or item.name] = f"{node.module}.{item.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (path := _dotted(node)):
+            head, _, tail = path.partition(".")
+            if head in aliases:
+                found.add(f"{aliases[head]}.{tail}")
+    return found
+
+
+def _dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (head := _dotted(node.value)):
+        return f"{head}.{node.attr}"
+    return ""
+
+
+def collectives_in(source: str) -> set[str]:
+    """Names of torch's collectives; a method of our own `Comm` is none of them."""
+    torch_names = {
+        name
+        for name in names_in(source)
+        if name.startswith(("torch.distributed.", "torch.ops.", "torch._C._distributed"))
+    }
+    nn = {name for name in torch_names if name.startswith("torch.distributed.nn")}
+    return nn | {name for name in torch_names if any(COLLECTIVE.fullmatch(part) for part in name.split("."))}
+
+
+def outside_worlds_in(source: str) -> set[str]:
+    return {name.split(".")[0] for name in names_in(source)}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.distributed as dist\ndist.all_reduce(x)",
+        "import torch\ntorch.distributed.all_gather_into_tensor(x, y)",
+        "from torch import distributed\ndef f():\n    return distributed.reduce_scatter_single(x, y)",
+        "from torch.distributed import batch_isend_irecv as exchange",
+        "def f():\n    from torch.distributed import P2POp",
+        "from torch.distributed.distributed_c10d import broadcast",
+        "import torch.distributed as dist\nops = [(dist.isend, 1)]",
+        "import torch.distributed as dist\ndist.all_gather_object(a, b)",
+        "import torch.distributed as dist\ndist.barrier()",
+        "import torch.distributed._functional_collectives as funcol",
+        "from torch.distributed.nn import functional",
+        "import torch\ntorch.ops._c10d_functional.all_reduce(x, 'sum', 'g')",
+    ],
+)
+def test_a_collective_is_found_however_it_is_spelt(source: str) -> None:
+    assert collectives_in(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.distributed as dist\ndist.is_initialized(); dist.get_rank(); dist.init_process_group()",
+        "from torch.distributed import DeviceMesh, ReduceOp",
+        "from lightning_zero.comm import Comm\ndef f(comm: Comm):\n    comm.all_gather(x); comm.reduce_scatter(x)",
+        "import torch\ntorch.gather(x, 0, y); x.scatter_(0, y, z)",
+    ],
+)
+def test_what_is_not_a_collective_is_left_alone(source: str) -> None:
+    assert not collectives_in(source)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
+def test_only_comm_names_a_collective(module: Path) -> None:
+    if module.name != "comm.py":
+        assert collectives_in(module.read_text()) == set()
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
+def test_only_precision_strategy_and_callbacks_import_lightning(module: Path) -> None:
+    if module.name not in ("precision.py", "strategy.py", "callbacks.py"):
+        assert not outside_worlds_in(module.read_text()) & {"lightning", "pytorch_lightning", "lightning_fabric"}
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
+def test_only_sweep_imports_hydra(module: Path) -> None:
+    if module.name != "sweep.py":
+        assert not outside_worlds_in(module.read_text()) & {"hydra", "omegaconf"}
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
+def test_nothing_imports_sweep(module: Path) -> None:
+    assert not any(name.startswith("lightning_zero.sweep") for name in names_in(module.read_text()))

@@ -1,0 +1,174 @@
+"""What a user installs: a wheel and an editable install, each used by an app that knows only the installed package.
+
+Nothing is downloaded. Each scratch environment sees the packages of the one that runs the tests, but not its
+`lightning_zero`: that comes from the scratch environment's own site-packages, and the tests check that it does.
+"""
+
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+TESTS = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy to build from: building leaves folders behind, and an old build/ would leak into the wheel."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, folder)
+    for name in ("lightning_zero", "conf"):
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder, source)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    python = scratch_environment(tmp_path_factory.mktemp("wheel-venv"))
+    pip("--python", python, "install", "--no-deps", "--no-index", "--ignore-installed", wheel)
+    return python
+
+
+@pytest.fixture(scope="module")
+def editable_python(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    python = scratch_environment(tmp_path_factory.mktemp("editable-venv"))
+    options = ("--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed")
+    pip("--python", python, "install", *options, "--editable", source)
+    return python
+
+
+@pytest.fixture(params=["wheel", "editable"])
+def python(request: pytest.FixtureRequest) -> Path:
+    return request.getfixturevalue(f"{request.param}_python")
+
+
+def scratch_environment(folder: Path) -> Path:
+    venv.create(folder, symlinks=os.name != "nt")
+    (site_packages,) = folder.glob("lib/python*/site-packages")
+    outer = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (site_packages / "outer.pth").write_text("\n".join(outer) + "\n")  # its own .pth files are not followed
+    return folder / "bin" / "python"
+
+
+def pip(*arguments: object) -> None:
+    run(sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments, cwd=Path.home())
+
+
+def run(*command: object, cwd: Path, stdin: str | None = None, **environment: str) -> str:
+    """Runs `command` as from a shell that knows nothing of this checkout, and returns what it printed."""
+    clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")}
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, input=stdin, env=clean | environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{command} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+# --- what is in the wheel
+
+
+def test_wheel_holds_every_module_and_every_config(wheel: Path) -> None:
+    expected = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "lightning_zero").rglob("*.py")}
+    expected |= {
+        f"lightning_zero/{path.relative_to(REPOSITORY)}" for path in (REPOSITORY / "conf").rglob("*") if path.suffix
+    }
+    expected = {name for name in expected if "__pycache__" not in name}
+    assert "lightning_zero/conf/strategy/zero2.yaml" in expected
+    assert expected <= set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_wheel_holds_py_typed_and_the_licence_and_nothing_foreign(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "lightning_zero/py.typed" in names
+    assert [name for name in names if re.fullmatch(r"lightning_zero-[^/]*\.dist-info/licenses/LICENSE", name)]
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"lightning_zero"}
+
+
+def test_r33_wheel_has_nothing_to_compile(wheel: Path) -> None:
+    assert wheel.name.endswith("-py3-none-any.whl")
+
+
+# --- a foreign app
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    shutil.copy(TESTS / "foreign_app.py", tmp_path)
+    shutil.copytree(TESTS / "foreign_conf", tmp_path / "foreign_conf")
+    return tmp_path
+
+
+def test_foreign_app_composes_zero2_from_the_installed_package(python: Path, foreign: Path) -> None:
+    printed = run(python, "foreign_app.py", cwd=foreign).splitlines()[-1]
+    assert json.loads(printed)["stage"] == 2
+    assert "ZeroStrategy" in printed
+
+
+INSTANTIATE = """
+import json, sys, hydra, lightning_zero, lightning_zero.conf
+strategy = hydra.utils.instantiate(json.load(sys.stdin))
+assert type(strategy) is lightning_zero.ZeroStrategy
+print(json.dumps([lightning_zero.__file__, *lightning_zero.conf.__path__]))
+"""
+
+
+def where_a_strategy_comes_from(python: Path, cwd: Path) -> list[Path]:
+    strategy = json.dumps({"_target_": "lightning_zero.ZeroStrategy", "stage": 2})
+    return [Path(path) for path in json.loads(run(python, "-c", INSTANTIATE, cwd=cwd, stdin=strategy))]
+
+
+def test_wheel_install_stands_alone(wheel_python: Path, tmp_path: Path) -> None:
+    for path in where_a_strategy_comes_from(wheel_python, tmp_path):
+        assert path.is_relative_to(wheel_python.parent.parent)
+
+
+def test_editable_install_is_the_source_itself(editable_python: Path, source: Path, tmp_path: Path) -> None:
+    assert where_a_strategy_comes_from(editable_python, tmp_path) == [
+        source / "lightning_zero" / "__init__.py",
+        source / "conf",
+    ]
+
+
+# --- R33: importing
+
+IMPORT_TIME = """
+import time
+import lightning.pytorch
+start = time.perf_counter()
+import lightning_zero
+print(time.perf_counter() - start)
+"""
+
+
+def test_r33_import_takes_less_than_a_second_beyond_lightning(wheel_python: Path, tmp_path: Path) -> None:
+    seconds = [float(run(wheel_python, "-c", IMPORT_TIME, cwd=tmp_path)) for _ in range(3)]
+    assert statistics.median(seconds) < 1.0
+
+
+def test_r33_import_needs_no_compiler(wheel_python: Path, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    program = """
+import shutil, lightning_zero
+assert not any(map(shutil.which, ("cc", "gcc", "g++", "clang", "c++", "nvcc", "ninja")))
+lightning_zero.ZeroStrategy()
+"""
+    unset = dict.fromkeys(("CC", "CXX", "CUDA_HOME", "CUDA_PATH"), "")
+    run(wheel_python, "-c", program, cwd=tmp_path, PATH=str(tmp_path / "bin"), **unset)

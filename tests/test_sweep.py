@@ -1,0 +1,253 @@
+"""Sweeps of real two-rank jobs: folders, failures, leftovers, resuming."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from omegaconf import OmegaConf
+
+from lightning_zero import sweep
+
+ROOT = Path(__file__).resolve().parents[1]
+APP = ROOT / "tests" / "sweep_app.py"
+
+
+class Done(NamedTuple):
+    code: int
+    output: str
+
+
+def run_app(*arguments: str, environment: dict[str, str] | None = None) -> Done:
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(environment or {})}
+    command = [sys.executable, str(APP), *arguments]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(command, env=variables, text=True, timeout=200, **streams)
+    return Done(done.returncode, done.stdout)
+
+
+def job_folders(sweep_dir: Path) -> list[Path]:
+    return sorted(path.parent for path in sweep_dir.rglob(sweep.SUMMARY))
+
+
+def processes_that_mention(text: str) -> list[str]:
+    """Command lines of the living processes, this one's relatives or not, that have `text` in them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # ended meanwhile
+            continue
+        if text in command:
+            found.append(command)
+    return found
+
+
+# --- R23: one folder per job, one config, one log per rank, and overrides survive
+
+NOTE = "a = b, 'c d' [e]"
+
+
+@pytest.fixture(scope="module")
+def two_jobs(tmp_path_factory) -> tuple[Path, Done]:
+    sweep_dir = tmp_path_factory.mktemp("two jobs = one sweep")
+    arguments = ("-m", "strategy=ddp,zero2", rf"note='{NOTE.replace(chr(39), chr(92) + chr(39))}'", "numbers=[1,2]")
+    folders = (f"hydra.sweep.dir='{sweep_dir}'", "hydra.sweep.subdir=${hydra.job.override_dirname}")
+    # A rank of some other job started this shell, by the look of it.
+    leftovers = {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "7", "NODE_RANK": "0"}
+    return sweep_dir, run_app(*arguments, *folders, environment=leftovers)
+
+
+def test_r23_a_sweep_has_one_folder_per_job_with_one_config_and_one_log_per_rank(two_jobs):
+    sweep_dir, done = two_jobs
+    assert done.code == 0, done.output
+    assert len(job_folders(sweep_dir)) == 2
+    for folder in job_folders(sweep_dir):
+        assert sorted(path.name for path in folder.iterdir()) == [".hydra", "rank_0.log", "rank_1.log", "summary.json"]
+    assert len(list(sweep_dir.rglob("config.yaml"))) == 2
+    assert len(list(sweep_dir.rglob("multirun.yaml"))) == 1, "child ranks started no sweep"
+
+
+def test_r23_overrides_with_equals_signs_spaces_quotes_and_lists_survive(two_jobs):
+    sweep_dir, _ = two_jobs
+    for folder, strategy in zip(job_folders(sweep_dir), ("DDPStrategy", "ZeroStrategy"), strict=True):
+        assert "=" in folder.name
+        cfg = OmegaConf.load(folder / ".hydra" / "config.yaml")
+        assert (cfg.note, cfg.numbers) == (NOTE, [1, 2])
+        assert cfg.strategy._target_.endswith(strategy)
+        summary = sweep.read_summary(folder)  # what the job itself saw, on two ranks of the same config
+        assert (summary["note"], summary["numbers"], summary["status"]) == (NOTE, [1, 2], "finished")
+
+
+def test_r59_the_sweeping_process_is_as_before_its_jobs(two_jobs):
+    sweep_dir, _ = two_jobs
+    probe = json.loads((sweep_dir / "probe.json").read_text())
+    assert probe["before"] == probe["after"]
+    assert processes_that_mention(str(sweep_dir)) == []
+
+
+def test_a_sweep_ends_with_a_table_and_a_picture_of_all_jobs(two_jobs):
+    sweep_dir, done = two_jobs
+    with (sweep_dir / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["job"] for row in rows] == ["0", "1"]
+    assert all(float(row["loss"]) > 0 and row["status"] == "finished" for row in rows)
+    assert (sweep_dir / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    table = done.output[done.output.rindex("sent MB") :]
+    assert "strategy=ddp" in table
+    assert "strategy=zero2" in table
+    assert table.count("finished") == 2
+
+
+# --- failing jobs
+
+FAIL = ["rank_1_raises", "nobody", "rank_0_is_killed", "rank_1_is_killed"]
+
+
+@pytest.fixture(scope="module")
+def failing_jobs(tmp_path_factory) -> tuple[Path, list[str], Done]:
+    sweep_dir = tmp_path_factory.mktemp("failing")
+    arguments = ["-m", f"repaired={sweep_dir / 'repaired'}", f"hydra.sweep.dir={sweep_dir}"]
+    return sweep_dir, arguments, run_app(*arguments, f"fail={','.join(FAIL)}")
+
+
+def test_a_failing_job_is_recorded_with_its_traceback_and_the_sweep_goes_on(failing_jobs):
+    sweep_dir, _, _ = failing_jobs
+    summaries = [sweep.read_summary(sweep_dir / str(number)) for number in range(4)]
+    assert [summary["status"] for summary in summaries] == ["failed", "finished", "failed", "failed"]
+    raised, _, zero_killed, one_killed = (summary.get("error", "") for summary in summaries)
+    assert "ValueError: rank 1 was asked to fail" in raised
+    assert f"--- rank_1.log\n{sweep.FAILURE}\nTraceback" in raised
+    assert zero_killed.startswith("Rank 0 was killed by SIGKILL")
+    assert "terminated with code -9" in one_killed, "rank 0's log says which rank died"
+
+
+def test_a_sweep_with_failed_jobs_exits_non_zero_and_names_them(failing_jobs):
+    _, _, done = failing_jobs
+    assert done.code == 1
+    tail = done.output[done.output.index("3 of 4 jobs failed:") :]
+    assert all(f"fail={name}" in tail for name in FAIL if name != "nobody")
+    assert "fail=nobody" not in tail
+
+
+def test_r59_failing_jobs_leave_nothing_behind(failing_jobs):
+    sweep_dir, _, _ = failing_jobs
+    probe = json.loads((sweep_dir / "probe.json").read_text())
+    assert probe["before"] == probe["after"]
+    assert processes_that_mention(str(sweep_dir)) == []
+
+
+def test_r59_a_resumed_sweep_skips_finished_jobs_and_runs_the_others_again(failing_jobs):
+    sweep_dir, arguments, _ = failing_jobs
+    log_of_the_finished = (sweep_dir / "1" / "rank_0.log").stat().st_mtime_ns
+    (sweep_dir / "repaired").touch()
+    done = run_app(*arguments, "fail=rank_1_raises,nobody")  # jobs 0 and 1 again; 2 and 3 stay as they are
+    assert done.output.count("skipped: finished earlier") == 1
+    assert (sweep_dir / "1" / "rank_0.log").stat().st_mtime_ns == log_of_the_finished
+    summaries = [sweep.read_summary(sweep_dir / str(number)) for number in range(4)]
+    assert [summary["status"] for summary in summaries] == ["finished", "finished", "failed", "failed"]
+    assert "error" not in summaries[0]
+    assert "2 of 4 jobs failed:" in done.output
+
+
+# --- errors that name what was found and what to write
+
+
+def test_a_folder_that_holds_another_job_is_refused_before_any_job_starts(tmp_path):
+    sweep.write_summary(tmp_path / "1", {"job": 1, "overrides": ["note=other"], "status": "finished"})
+    done = run_app("-m", "note=x,y", f"hydra.sweep.dir={tmp_path}")
+    assert done.code == 1
+    assert "would hold two jobs: note=other and note=y" in done.output
+    assert "Write another hydra.sweep.dir" in done.output
+    assert not (tmp_path / "0").exists()
+
+
+def test_a_rank_starts_no_sweep(tmp_path):
+    done = run_app("-m", "note=x,y", f"hydra.sweep.dir={tmp_path}", environment={"RANK": "1", "LOCAL_RANK": "1"})
+    assert done.code == 1
+    assert "Rank 1 was about to start a sweep of its own. Start sweeps with `python`" in done.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_r23_a_rank_whose_config_differs_from_rank_zeros_is_stopped(tmp_path):
+    done = run_app("-m", "differs=${oc.env:LOCAL_RANK,0}", f"hydra.sweep.dir={tmp_path}")
+    assert done.code == 1
+    assert "Rank 1 resolved another config than rank 0, under: differs" in done.output
+    assert sweep.read_summary(tmp_path / "0")["status"] == "failed"
+
+
+# --- a job's process
+
+
+def test_r59_twenty_jobs_leave_no_files_threads_or_processes(tmp_path):
+    # Each job leaves a child behind that would outlive it.
+    environment = {"PATH": "/bin:/usr/bin", "MARK": str(tmp_path)}
+    leaky = f"import subprocess; subprocess.Popen(['sleep', '600'], env={environment!r})"
+    held = held_by_this_process()
+    for _ in range(20):
+        assert sweep.run_in_session([sys.executable, "-S", "-c", leaky], dict(os.environ)).code == 0
+    assert held_by_this_process() == held
+    assert processes_with_environment(f"MARK={tmp_path}") == []
+
+
+def held_by_this_process() -> tuple[int, int, str]:
+    children = Path(f"/proc/self/task/{threading.main_thread().native_id}/children").read_text()
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), children
+
+
+def processes_with_environment(entry: str) -> list[int]:
+    def environment(path: Path) -> str:
+        try:
+            return (path / "environ").read_bytes().decode(errors="replace")
+        except OSError:  # ended meanwhile, or not ours
+            return ""
+
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if entry in environment(path)]
+
+
+def test_an_interrupted_sweep_ends_its_job_too(tmp_path):
+    pid_file = tmp_path / "pid"
+    job = f"import os, time, pathlib; pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    sweeping = (
+        "import os, sys; from lightning_zero import sweep\n"
+        "with sweep._sigterm_as_exit(): sweep.run_in_session([sys.executable, '-c', sys.argv[1]], os.environ)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", sweeping, job], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    pid = int(next(text for text in polled(lambda: pid_file.read_text() if pid_file.exists() else "") if text))
+    parent.send_signal(signal.SIGTERM)
+    assert parent.wait(30) == 128 + signal.SIGTERM
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def polled(question, seconds: float = 60) -> Iterator:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        yield question()
+        time.sleep(0.05)
+    raise TimeoutError(f"no answer in {seconds} s")
+
+
+def test_a_jobs_environment_holds_nothing_of_another_jobs_ranks():
+    leftovers = {"LOCAL_RANK": "1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "PL_GLOBAL_SEED": "1"}
+    assert sweep.job_environment({"PATH": "/bin", **leftovers}) == {"PATH": "/bin"}
+
+
+def test_labels_hold_what_tells_jobs_apart():
+    overrides = [["strategy=ddp", "seed=1"], ["strategy=zero2", "seed=1"]]
+    assert sweep.distinct_labels(overrides) == ["strategy=ddp", "strategy=zero2"]
+    assert sweep.distinct_labels([["seed=1"]]) == ["#0"]
+
+
+def test_a_summary_is_replaced_in_one_move(tmp_path):
+    sweep.write_summary(tmp_path, {"loss": 1.0})
+    sweep.update_summary(tmp_path, loss=0.5, note="x")
+    assert sweep.read_summary(tmp_path) == {"loss": 0.5, "note": "x"}
+    assert [path.name for path in tmp_path.iterdir()] == [sweep.SUMMARY]
