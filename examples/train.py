@@ -14,6 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from omegaconf import DictConfig
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_zero.sweep import update_summary
 
@@ -68,11 +69,16 @@ def _memory_report(trainer: L.Trainer, model: L.LightningModule) -> dict[str, in
         return trainer.strategy.memory_report()
     state = [item for optimizer in trainer.optimizers for held in optimizer.state.values() for item in held.values()]
     parameters = list(model.parameters())
+    # One gradient per parameter rests between backward and step, though zero_grad() may just have dropped it.
+    gradient_bytes = sum(p.nbytes for p in parameters if p.requires_grad)
+    wrapped = trainer.strategy.model
+    # DDP's buckets are a second copy of all gradients, unless the gradients are views of them.
+    has_buckets = isinstance(wrapped, DistributedDataParallel) and not wrapped.gradient_as_bucket_view
     return {
         "parameter": sum(p.nbytes for p in parameters),
-        # One gradient per parameter rests between backward and step, though zero_grad() may just have dropped it.
-        "gradient": sum(p.nbytes for p in parameters if p.requires_grad),
+        "gradient": gradient_bytes,
         "optimizer state": sum(item.nbytes for item in state if isinstance(item, torch.Tensor)),
+        "bucket": gradient_bytes if has_buckets else 0,
     }
 
 
@@ -132,7 +138,8 @@ def show(summary: dict[str, Any]) -> None:
     if summary["seconds_per_step"] is not None:
         table.add_row("seconds per step", f"{summary['seconds_per_step']:.3f}")
     for category, size in summary["memory_bytes"].items():
-        table.add_row(f"{category}, MB on rank 0", f"{size / 1e6:.2f}")
+        if size:
+            table.add_row(f"{category}, MB on rank 0", f"{size / 1e6:.2f}")
     table.add_row("peak resident MB, largest rank", f"{summary['peak_resident_bytes'] / 1e6:.0f}")
     wire = summary["wire_bytes_per_step"]
     table.add_row("MB sent per step and rank", "not counted by this strategy" if wire is None else f"{wire / 1e6:.2f}")

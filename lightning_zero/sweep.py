@@ -18,6 +18,7 @@ Note: why a process per job
 import csv
 import json
 import logging
+import math
 import os
 import shlex
 import signal
@@ -570,4 +571,5 @@ def _stacked_bars(panel: Any, names: Sequence[str], title: str, parts: Sequence[
 def _finish_panel(panel: Any, names: Sequence[str], title: str) -> None:
     panel.set_title(title)
     panel.set_yticks(range(len(names)), names)
-    panel.set_xlim(0, 1.25 * (panel.dataLim.x1 or 1.0))  # room for the numbers
+    right = panel.dataLim.x1
+    panel.set_xlim(0, 1.25 * right if 0 < right < math.inf else 1.0)  # room for the numbers

@@ -27,7 +27,6 @@ CONFIG = {
     ],
     "note": "",
     "numbers": [0],
-    "differs": "same on every rank",
     "fail": "nobody",  # or rank_0_raises, rank_1_raises, rank_0_is_killed, rank_1_is_killed
     "repaired": None,  # a file: once it exists, nobody fails
     "hydra": {"callbacks": {"probe": {"_target_": "__main__.Probe"}}},

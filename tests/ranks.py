@@ -1,0 +1,104 @@
+"""Real ranks: processes that stay alive and run one function after another, so that a test pays no start-up.
+
+    pool.run(function, *args)       every rank calls it (an importable function); results in rank order
+
+A function runs with torch.distributed's environment set as torchrun would, so a Trainer inside launches nothing.
+"""
+
+import multiprocessing as mp
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+CONTEXT = mp.get_context("spawn")
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+class RankFailed(AssertionError):
+    """A function raised on a rank."""
+
+
+def _rank_main(rank: int, world: int, port: int, inbox: Any, outbox: Any) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(world),
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="tests",
+        OMP_NUM_THREADS="1",
+    )
+    import torch
+
+    torch.set_num_threads(1)
+    while (task := inbox.get()) is not None:
+        function, args, kwargs = task
+        try:
+            outbox.put((rank, function(*args, **kwargs), None))
+        except BaseException:
+            outbox.put((rank, None, traceback.format_exc()))
+
+
+class RankPool:
+    """`world` processes that share one process group for as long as the pool lives."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        port = free_port()
+        self._inboxes = [CONTEXT.SimpleQueue() for _ in range(world)]
+        self._outbox = CONTEXT.Queue()
+        self.processes = [
+            CONTEXT.Process(target=_rank_main, args=(rank, world, port, inbox, self._outbox), daemon=True)
+            for rank, inbox in enumerate(self._inboxes)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+        """Results in rank order.
+
+        Raises:
+            RankFailed: with the traceback of the first rank that raised.
+        """
+        results, errors = self.outcomes(function, *args, timeout=timeout, **kwargs)
+        for rank, error in enumerate(errors):
+            if error is not None:
+                raise RankFailed(f"rank {rank} of {self.world}:\n{error}")
+        return results
+
+    def outcomes(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any) -> Any:
+        """Results and tracebacks (or None), both in rank order."""
+        for inbox in self._inboxes:
+            inbox.put((function, args, kwargs))
+        results: list[Any] = [None] * self.world
+        errors: list[str | None] = [None] * self.world
+        for _ in range(self.world):
+            rank, results_of_rank, error = self._outbox.get(timeout=timeout)
+            results[rank], errors[rank] = results_of_rank, error
+        return results, errors
+
+    def close(self) -> None:
+        for inbox in self._inboxes:
+            inbox.put(None)
+        for process in self.processes:
+            process.join(10)
+            process.kill()
+
+
+def run_alone(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> tuple[list, list]:
+    """Ranks of their own, for tests that break them: results and errors; dead ranks leave None in both."""
+    pool = RankPool(world)
+    try:
+        return pool.outcomes(function, *args, timeout=timeout)
+    finally:
+        for process in pool.processes:
+            process.kill()

@@ -1,0 +1,118 @@
+"""`Trainer(strategy=ZeroStrategy(...))` beside Lightning's own strategies, on real processes."""
+
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+import torch
+from ranks import RankPool
+
+STAGES = [0, 1, 2, 3]
+
+
+def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert {name: value.dtype for name, value in found.items()} == {n: v.dtype for n, v in expected.items()}
+
+
+def assert_same_run(found: dict[str, Any], expected: dict[str, Any], precision: str = "32-true") -> None:
+    assert found["losses"] == expected["losses"]
+    # Under bf16-true the reference's gradients, and so the norms it is told, have eight bits; ours have 24.
+    assert found["norms"] == pytest.approx(expected["norms"], rel=2**-7 if precision == "bf16-true" else 1e-5)
+    assert found["val_loss"] == expected["val_loss"]
+    assert found["lr"] == expected["lr"]
+    assert_same_bits(found["weights"], expected["weights"])
+
+
+@pytest.fixture(scope="module")
+def ddp(two_ranks: RankPool) -> Any:
+    """DDP's runs on two ranks, each made once."""
+    made: dict[str, Any] = {}
+
+    def get(**kwargs: Any) -> Any:
+        key = repr(sorted(kwargs.items()))
+        if key not in made:
+            made[key] = two_ranks.run(jobs.fit, "ddp_find_unused_parameters_true", 2, **kwargs)
+        return made[key]
+
+    return get
+
+
+PRECISIONS = ["32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed"]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_ranks_equal_ddp_bit_for_bit(stage: int, precision: str, two_ranks: RankPool, ddp: Any) -> None:
+    found = two_ranks.run(jobs.fit, {"stage": stage}, 2, precision=precision)
+    for rank, run in enumerate(ddp(precision=precision)):
+        assert_same_run(found[rank], run, precision)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_r34_one_rank_equals_a_single_device_bit_for_bit(stage: int, precision: str, pool_of: Any) -> None:
+    one = pool_of(1)
+    found = one.run(jobs.fit, {"stage": stage}, 1, precision=precision)[0]
+    assert_same_run(found, one.run(jobs.fit, "auto", 1, precision=precision)[0], precision)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_r34_two_cpu_ranks_train_validate_and_test(stage: int, two_ranks: RankPool) -> None:
+    results = two_ranks.run(jobs.whole_life, {"stage": stage}, 2)
+    expected = two_ranks.run(jobs.whole_life, "ddp_find_unused_parameters_true", 2)
+    for found, reference in zip(results, expected, strict=True):
+        assert found["test_loss"] == reference["test_loss"]
+        assert torch.equal(found["predictions"], reference["predictions"])
+        assert found["losses"] == reference["losses"]
+        assert_same_bits(found["checkpoint"], reference["checkpoint"])
+        assert found["user_hook_calls"] == reference["user_hook_calls"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("world", [3, 4])
+def test_more_ranks_than_divide_evenly_match_ddp(stage: int, world: int, pool_of: Any) -> None:
+    pool = pool_of(world)
+    found = pool.run(jobs.fit, {"stage": stage}, world, shuffle=False)[0]
+    expected = pool.run(jobs.fit, "ddp_find_unused_parameters_true", world, shuffle=False)[0]
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_r06_stages_give_ddps_weights_with_accumulation_clipping_and_two_groups(
+    stage: int, two_ranks: RankPool, ddp: Any
+) -> None:
+    settings = {"accumulate_grad_batches": 5, "gradient_clip_val": 0.3}  # 6 batches: the epoch ends inside a window
+    found = two_ranks.run(jobs.fit, {"stage": stage, "accumulation": "local"}, 2, **settings)[0]
+    expected = ddp(**settings)[0]
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+    for name, value in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_r12_clipping_by_norm_by_value_and_by_override_matches_ddp(stage: int, two_ranks: RankPool) -> None:
+    for clip in ("norm", "value", "override"):
+        found = two_ranks.run(jobs.fit_clipped, {"stage": stage}, 2, clip)
+        expected = two_ranks.run(jobs.fit_clipped, "ddp_find_unused_parameters_true", 2, clip)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
+            assert mine["norms_after"] == pytest.approx(theirs["norms_after"], rel=1e-6)
+        assert found[0]["norms_after"] == found[1]["norms_after"]
+
+
+@pytest.mark.parametrize("saver", ["ddp_find_unused_parameters_true", {"stage": 1}, {"stage": 3}])
+@pytest.mark.parametrize("resumer", ["ddp_find_unused_parameters_true", {"stage": 2}, {"stage": 3}])
+def test_full_checkpoints_resume_under_any_strategy(
+    saver: Any, resumer: Any, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    straight = two_ranks.run(jobs.save_at, tmp_path / "a.ckpt", "ddp_find_unused_parameters_true", 2)
+    two_ranks.run(jobs.save_at, tmp_path / "b.ckpt", saver, 2)
+    reference = two_ranks.run(jobs.resume_from, tmp_path / "a.ckpt", "ddp_find_unused_parameters_true", 2)
+    found = two_ranks.run(jobs.resume_from, tmp_path / "b.ckpt", resumer, 2)
+    assert found[0]["losses"] == reference[0]["losses"]
+    assert_same_bits(found[0]["weights"], reference[0]["weights"])
+    assert straight[0]["weights"].keys() == found[0]["weights"].keys()
