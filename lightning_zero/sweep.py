@@ -28,14 +28,14 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from hydra._internal.core_plugins.basic_launcher import BasicLauncher
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.core_plugins.basic_launcher import BasicLauncherConf
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeperConf
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
@@ -43,6 +43,7 @@ from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, setup_globals
 from hydra.experimental.callback import Callback
 from hydra.plugins.launcher import Launcher
+from hydra.plugins.plugin import Plugin
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -52,8 +53,8 @@ log = logging.getLogger(__name__)
 SUMMARY = "summary.json"
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 
-BASIC_LAUNCHER = f"{BasicLauncher.__module__}.{BasicLauncher.__name__}"
-BASIC_SWEEPER = f"{BasicSweeper.__module__}.{BasicSweeper.__name__}"
+BASIC_LAUNCHER = BasicLauncherConf._target_
+BASIC_SWEEPER = BasicSweeperConf._target_
 
 # What a launcher of ranks leaves in the environment. A job that inherits it believes to be a rank of another job.
 RANK_VARIABLES = frozenset(
@@ -64,7 +65,7 @@ FAILURE = "this rank failed"  # heads the traceback in a rank's log
 CONFIG_DIGEST = "LIGHTNING_ZERO_CONFIG_DIGEST"  # from rank 0 to the ranks it starts: what config it resolved
 
 TAIL_LINES = 60  # two chained tracebacks through Lightning
-GRACE_S = 10.0  # between asking an interrupted job to end and killing it
+GRACE_S = 10.0  # for a job's processes to end by themselves, once it was interrupted or rank 0 is through
 
 
 # --- summary.json
@@ -104,6 +105,9 @@ class SweepCallback(Callback):
     Hydra turns an Exception of a callback into a warning, so whatever must stop the program is a SystemExit here.
     """
 
+    def __init__(self) -> None:
+        self.replaced: type[Plugin] | None = None  # Hydra's basic launcher, while ours has its place
+
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         rank = _rank()
         if rank != 0:
@@ -113,10 +117,14 @@ class SweepCallback(Callback):
             )
         if config.hydra.launcher._target_ == BASIC_LAUNCHER:  # any other was chosen on purpose
             # Hydra takes launchers only from packages called `hydra_plugins`, and does not find such a package in an
-            # editable install. It looks them up in this table, where ours takes the basic one's place until `setup`.
-            Plugins.instance().class_name_to_class[BASIC_LAUNCHER] = ProcessLauncher
+            # editable install. It looks them up in this table, where ours takes the basic one's place for the sweep.
+            table = Plugins.instance().class_name_to_class
+            self.replaced = table[BASIC_LAUNCHER]
+            table[BASIC_LAUNCHER] = ProcessLauncher
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        if self.replaced is not None:
+            Plugins.instance().class_name_to_class[BASIC_LAUNCHER] = self.replaced
         jobs = collect(Path(config.hydra.sweep.dir))
         failed = [job for job in jobs if job["status"] != FINISHED]
         try:
@@ -220,7 +228,6 @@ class ProcessLauncher(Launcher):
         self.context: HydraContext
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        Plugins.instance().register(BasicLauncher)
         self.config = config
         self.context = hydra_context
 
@@ -299,8 +306,10 @@ class Job:
 
     def record(self, end: "End", seconds: float) -> None:
         """Completes the summary by what only the sweep can know: how the process ended."""
-        status = FINISHED if end.code == 0 else FAILED
-        error = {} if end.code == 0 else {"error": f"{end.describe()}\n{self._last_words(end)}"}
+        # Rank 0 may have been through before another rank failed.
+        failed = end.code != 0 or any(FAILURE in text for text in self._logs().values())
+        status = FAILED if failed else FINISHED
+        error = {"error": f"{end.describe()}\n{self._last_words(end)}"} if failed else {}
         known = {"job": self.number, "overrides": self.task_overrides, "status": status, "seconds": round(seconds, 1)}
         update_summary(self.folder, **known, **error)
 
@@ -311,7 +320,7 @@ class Job:
         tails = {name: _tail(failures[name]) if name in failures else _tail(logs[name], lines=5) for name in logs}
         if not failures:
             tails["stderr"] = end.stderr_tail
-        return "\n".join(f"--- {name}\n{tail}" for name, tail in tails.items())
+        return "\n".join(f"--- {name}\n{tail}" for name, tail in tails.items() if tail)
 
     def _logs(self) -> dict[str, str]:
         """What the ranks have logged since this attempt began."""
@@ -346,39 +355,55 @@ class End(NamedTuple):
         return f"Rank 0 exited with {self.code}."
 
 
-def run_in_session(command: Sequence[str], environment: Mapping[str, str]) -> End:
-    """Runs `command` in a session of its own, and kills what is left of the session when it ends."""
-    process = subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.PIPE)
-    assert process.stderr is not None
+def run_in_session(command: Sequence[str], environment: Mapping[str, str], grace_s: float = GRACE_S) -> End:
+    """Runs `command` in a session of its own, and kills what is left of the session when it ends.
+
+    When it ends well, the other processes of the session have `grace_s` to end as well.
+    """
+    process = echo = None
     last: deque[bytes] = deque(maxlen=TAIL_LINES)
-    echo = threading.Thread(target=_echo, args=(process.stderr, last))
-    echo.start()
     try:
-        process.wait()
+        with _signals_deferred():  # one that came between fork and assignment would leave the job to itself
+            process = subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.PIPE)
+            echo = threading.Thread(target=_echo, args=(process.stderr, last))
+            echo.start()
+        if process.wait() == 0:
+            _await_session(process.pid, grace_s)
     except BaseException:  # the terminal's Ctrl-C, or our SIGTERM, does not reach another session: pass it on
-        _signal_session(process.pid, signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
+        if process is not None:
+            _signal_session(process.pid, signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(grace_s)
         raise
     finally:
-        _signal_session(process.pid, signal.SIGKILL)
-        process.wait()
-        echo.join()  # its pipe ends with the last process of the session
-        process.stderr.close()
+        if process is not None:
+            _signal_session(process.pid, signal.SIGKILL)
+            process.wait()
+        if echo is not None:
+            echo.join()  # its pipe ends with the last process of the session
     return End(process.returncode, b"".join(last).decode(errors="replace").strip())
 
 
 def _echo(stream: IO[bytes], last: deque[bytes]) -> None:
-    for line in stream:
-        last.append(line)
-        sys.stderr.write(line.decode(errors="replace"))
-        sys.stderr.flush()
+    with stream:
+        for line in stream:
+            last.append(line)
+            sys.stderr.write(line.decode(errors="replace"))
+            sys.stderr.flush()
 
 
 def _signal_session(leader: int, number: signal.Signals) -> None:
     # The session's processes are also its one process group: the ranks, and their data loaders' workers.
     with suppress(ProcessLookupError):
         os.killpg(leader, number)
+
+
+def _await_session(leader: int, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    with suppress(ProcessLookupError):  # nobody is left
+        while time.monotonic() < end:
+            os.killpg(leader, 0)
+            time.sleep(0.05)
 
 
 def job_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -437,14 +462,31 @@ def _hydra_config(config: DictConfig) -> Iterator[None]:
 @contextmanager
 def _sigterm_as_exit() -> Iterator[None]:
     """Lets SIGTERM unwind the stack, so that the running job is ended too."""
-    if threading.current_thread() is not threading.main_thread():
+    with _handling({signal.SIGTERM}, lambda number, _: sys.exit(128 + number)):
+        yield
+
+
+@contextmanager
+def _signals_deferred() -> Iterator[None]:
+    """Delivers SIGINT and SIGTERM when the block is done, not within it."""
+    pending: list[int] = []
+    with _handling({signal.SIGINT, signal.SIGTERM}, lambda number, _: pending.append(number)):
+        yield
+    for number in pending:
+        signal.raise_signal(number)
+
+
+@contextmanager
+def _handling(numbers: set[signal.Signals], handler: Callable[[int, Any], Any]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
         yield
         return
-    previous = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    previous = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, before in previous.items():
+            signal.signal(number, before)
 
 
 # --- the report of a sweep

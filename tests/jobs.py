@@ -1,5 +1,8 @@
 """LightningModules and whole Trainer runs that the tests of the strategy call on real ranks."""
 
+import os
+import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +201,244 @@ def fit_clipped(strategy: Any, world: int, clip: str) -> dict[str, Any]:
     settings = {} if clip == "override" else {"gradient_clip_val": 0.05, "gradient_clip_algorithm": clip}
     trainer(strategy, world, callbacks=[NormAfterClipping()], **settings).fit(model, loader())
     return {"losses": model.losses, "norms_after": after}
+
+
+class OneBadGradient(Classifier):
+    """Rank 1's gradient of one weight overflows in the steps that `at` names."""
+
+    def __init__(self, at: tuple[int, ...]) -> None:
+        super().__init__()
+        self.at = at
+        self.steps: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps.append(float(self.lr_schedulers().last_epoch))
+        loss = super().training_step(batch, batch_idx)
+        if self.global_rank == 1 and batch_idx in self.at:
+            loss = loss + (self.net[4].weight * float("inf")).sum() * 0.0 + self.net[4].weight.sum() * float("inf")
+        return loss
+
+
+def fit_with_overflow(stage: int, at: tuple[int, ...], max_skipped_steps: int = 20) -> dict[str, Any]:
+    """16-mixed on two ranks; says what was warned, logged and moved."""
+    L.seed_everything(1, verbose=False)
+    model = OneBadGradient(at)
+    warned: list[str] = []
+    strategy = {"stage": stage, "max_skipped_steps": max_skipped_steps}
+    run = trainer(strategy, 2, precision="16-mixed")
+    before = warnings.showwarning
+    warnings.showwarning = lambda message, *_, **__: warned.append(str(message))
+    error = None
+    try:
+        run.fit(model, loader())
+    except RuntimeError as raised:
+        error = str(raised)
+    finally:
+        warnings.showwarning = before
+    return {
+        "error": error,
+        "skipped": float(run.callback_metrics["zero/skipped_steps"]),
+        "scale": float(run.callback_metrics["zero/loss_scale"]),
+        "warned": [message for message in warned if "Skipped" in message],
+        "scheduler": model.steps,
+        "losses": model.losses,
+        "finite": error is not None or all(bool(value.isfinite().all()) for value in state_of(model).values()),
+        "precision_state": run.precision_plugin.state_dict(),
+    }
+
+
+class NotFinite(Classifier):
+    """Clips as PyTorch's documentation says, and asks for an error on NaN; rank 1 makes one at batch 2."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if self.global_rank == 1 and batch_idx == 2 else loss
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1, error_if_nonfinite=True)
+
+
+def fit_until_not_finite(strategy: Any) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    model = NotFinite()
+    try:
+        trainer(strategy, 2).fit(model, loader())
+    except RuntimeError as error:
+        return {"error": str(error), "steps": len(model.losses), "norms": model.norms}
+    return {"error": None, "steps": len(model.losses), "norms": model.norms}
+
+
+class Precise(L.LightningModule):
+    """Sees whether the batch keeps its bits, and whether tiny updates reach the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ones = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(self.ones.weight)
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append(batch[0].clone())
+        return self.ones(torch.ones(1, 1, device=self.device)).float().sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+
+def fit_precisely(strategy: Any, precision: str, steps: int) -> dict[str, Any]:
+    coordinates = torch.full((2 * steps, 3), 9999.0) + torch.arange(2 * steps)[:, None] / 1024
+    model = Precise()
+    data = DataLoader(TensorDataset(coordinates), batch_size=1)
+    trainer(strategy, 2, precision=precision).fit(model, data)
+    return {"seen": model.seen, "weight": model.ones.weight.item(), "sent": coordinates}
+
+
+class BufferHolder(Classifier):
+    """Buffers of several dtypes beside BatchNorm's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("half", torch.full((3,), 0.1, dtype=torch.float16))
+        self.register_buffer("count", torch.tensor(2**40 + 1))
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.count += 1 + self.global_rank  # differs by rank, as BatchNorm's statistics do
+        return super().training_step(batch, batch_idx)
+
+
+def fit_buffers(strategy: Any, path: Path, precision: str) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    model = BufferHolder()
+    run = trainer(strategy, 2, precision=precision, accumulate_grad_batches=2)
+    run.fit(model, loader(), loader(seed=1))
+    run.save_checkpoint(path)
+    run.strategy.barrier()
+    return {
+        "buffers": {name: value.clone() for name, value in model.named_buffers()},
+        "saved": torch.load(path, weights_only=False)["state_dict"],
+    }
+
+
+def start_differently(strategy: Any) -> dict[str, Tensor]:
+    """Every rank initialises by a seed of its own."""
+    torch.manual_seed(100 + int(os.environ["RANK"]))
+    model = Classifier()
+    trainer(strategy, 2, max_steps=1).fit(model, loader())
+    return state_of(model)
+
+
+def where_batches_go(strategy: Any) -> list[int]:
+    """The samples that this rank draws."""
+
+    class Keep(Classifier):
+        drawn: list[float] = []  # noqa: RUF012
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.drawn.extend(batch[0][:, 0].tolist())
+            return super().training_step(batch, batch_idx)
+
+    Keep.drawn = []
+    trainer(strategy, 2).fit(Keep(), loader())
+    return list(Keep.drawn)
+
+
+class ManyMicroGradients(L.LightningModule):
+    """A gradient of 1, then 255 of 1e-3: in bf16 the small ones would vanish against the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1, bias=False)
+        self.total: Tensor | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        size = 1.0 if batch_idx == 0 else 1e-3
+        # The loss is divided by the number of micro-batches; the gradient is `size` exactly.
+        return (self.layer.weight.float() * torch.full((1, 4), size, device=self.device)).sum() * 256
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.total = self.trainer.strategy.full_grad(self.layer.weight).clone()  # type: ignore[union-attr]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def sum_micro_gradients(strategy: Any, precision: str) -> Tensor:
+    model = ManyMicroGradients()
+    data = DataLoader(TensorDataset(torch.zeros(512, 1)), batch_size=1)
+    trainer(strategy, 2, precision=precision, accumulate_grad_batches=256).fit(model, data)
+    assert model.total is not None
+    return model.total
+
+
+class Retied(L.LightningModule):
+    """A language model whose head shares the embedding, used through `F.linear`, tied again after loading."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.body = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)])
+        self.body[1][0].weight = self.body[0][0].weight  # tied across layers, too
+        self.losses: list[float] = []
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.body:
+            hidden = hidden + layer(hidden)
+        return nn.functional.linear(hidden, self.embedding.weight)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (tokens,) = batch
+        loss = nn.functional.cross_entropy(self.logits(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def fit_retied(strategy: Any, path: Path, precision: str) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    model = Retied()
+    tokens = torch.randint(0, 11, (32, 6), generator=torch.Generator().manual_seed(0))
+    data = DataLoader(TensorDataset(tokens), batch_size=4)
+    run = trainer(strategy, 2, precision=precision)
+    run.fit(model, data)
+    run.save_checkpoint(path)
+    again = Retied()
+    resumed = trainer(strategy, 2, precision=precision, max_epochs=2)
+    resumed.fit(again, data, ckpt_path=path)
+    tied = again.body[1][0].weight is again.body[0][0].weight
+    return {"losses": model.losses + again.losses, "weights": state_of(again), "tied": tied}
+
+
+def try_to_fit(strategy: Any, problem: str, path: Path | None = None) -> str | None:
+    """The error that a misuse ends in, or None."""
+    model = Classifier()
+    if problem == "foreign optimizer":
+        model.configure_optimizers = lambda: torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0)  # type: ignore
+    try:
+        trainer(strategy, 2).fit(model, loader(), ckpt_path=path)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def raise_on_rank_1(strategy: Any) -> None:
+    class Raises(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if self.global_rank == 1 and batch_idx == 2:
+                raise ValueError("rank 1 has had enough")
+            return super().training_step(batch, batch_idx)
+
+    trainer(strategy, 2).fit(Raises(), loader())
+
+
+def sleep_on_rank_1(strategy: Any) -> None:
+    class Sleeps(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if self.global_rank == 1 and batch_idx == 2:
+                time.sleep(60)
+            return super().training_step(batch, batch_idx)
+
+    trainer(strategy, 2).fit(Sleeps(), loader())

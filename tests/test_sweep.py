@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
@@ -201,9 +200,26 @@ def test_r59_twenty_jobs_leave_no_files_threads_or_processes(tmp_path):
     leaky = f"import subprocess; subprocess.Popen(['sleep', '600'], env={environment!r})"
     held = held_by_this_process()
     for _ in range(20):
-        assert sweep.run_in_session([sys.executable, "-S", "-c", leaky], dict(os.environ)).code == 0
+        assert sweep.run_in_session([sys.executable, "-S", "-c", leaky], os.environ, grace_s=0.05).code == 0
     assert held_by_this_process() == held
     assert processes_with_environment(f"MARK={tmp_path}") == []
+
+
+def test_a_rank_that_is_a_little_later_than_rank_zero_is_not_killed(tmp_path):
+    late = f"sleep 1; touch {tmp_path}/done"
+    rank_zero = f"import subprocess; subprocess.Popen(['sh', '-c', {late!r}])"
+    assert sweep.run_in_session([sys.executable, "-c", rank_zero], os.environ).code == 0
+    assert (tmp_path / "done").exists()
+
+
+def test_a_job_is_failed_when_a_rank_fails_after_rank_zero_was_through(tmp_path):
+    job = sweep.Job(0, ["a=1"], tmp_path, OmegaConf.create({"hydra": {"overrides": {"task": ["a=1"]}}}))
+    sweep.write_summary(tmp_path, {"status": "finished"})
+    (tmp_path / "rank_1.log").write_text(f"[ERROR] - {sweep.FAILURE}\nTraceback ...\nValueError: late")
+    job.record(sweep.End(0, ""), seconds=1.0)
+    summary = sweep.read_summary(tmp_path)
+    assert (summary["status"], job.finished()) == ("failed", False)
+    assert summary["error"].endswith("ValueError: late")
 
 
 def held_by_this_process() -> tuple[int, int, str]:
@@ -249,7 +265,7 @@ def test_a_jobs_environment_holds_nothing_of_another_jobs_ranks():
 
 
 def test_a_job_composes_the_config_that_the_sweep_composes():
-    arguments = ["-m", "--config-name", "other", "a=1", "-cd", "more configs", "b='x y'"]
+    arguments = ["-m", "--config-name", "other", "-cd", "more configs", "a=1", "b='x y'"]
     assert sweep._config_flags(arguments) == ["--config-name", "other", "--config-dir", "more configs"]
 
 
@@ -266,16 +282,19 @@ def test_a_sweeper_that_learns_from_results_hears_of_failures(tmp_path):
     assert launcher._returned(job).return_value == 0.25, "the basic sweeper would stop"
 
 
-def test_only_hydras_basic_launcher_is_replaced_and_only_for_the_sweep():
+def test_only_hydras_basic_launcher_is_replaced_and_only_for_the_sweep(tmp_path):
     table = Plugins.instance().class_name_to_class
+    basic = table[sweep.BASIC_LAUNCHER]
     callback = sweep.SweepCallback()
     callback.on_multirun_start(OmegaConf.create({"hydra": {"launcher": {"_target_": "some.SlurmLauncher"}}}))
-    assert table[sweep.BASIC_LAUNCHER] is BasicLauncher
-    config = OmegaConf.create({"hydra": {"launcher": {"_target_": sweep.BASIC_LAUNCHER}}})
+    assert table[sweep.BASIC_LAUNCHER] is basic
+    hydra = {"launcher": {"_target_": sweep.BASIC_LAUNCHER}, "sweep": {"dir": str(tmp_path)}}
+    config = OmegaConf.create({"hydra": hydra})
     callback.on_multirun_start(config)
     launcher = Plugins.instance().instantiate_launcher(hydra_context=None, task_function=print, config=config)
     assert isinstance(launcher, sweep.ProcessLauncher)
-    assert table[sweep.BASIC_LAUNCHER] is BasicLauncher
+    callback.on_multirun_end(config)
+    assert table[sweep.BASIC_LAUNCHER] is basic
 
 
 def test_labels_hold_what_tells_jobs_apart():

@@ -1,0 +1,226 @@
+"""Rows of the acceptance list that concern the core, each by its number."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import jobs
+import lightning as L
+import pytest
+import torch
+from ranks import RankPool, run_alone
+
+from lightning_zero import ZeroStrategy
+
+DDP = "ddp_find_unused_parameters_true"
+STAGES = [1, 2, 3]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_r13_overflow_on_one_rank_skips_the_step_everywhere_and_says_so(stage: int, two_ranks: RankPool) -> None:
+    runs = two_ranks.run(jobs.fit_with_overflow, stage, (2,))
+    for run in runs:
+        assert run["error"] is None
+        assert run["skipped"] == 1
+        assert run["finite"]
+        # 6 batches; the scheduler stands still for the third step, once
+        assert run["scheduler"] == [0, 1, 2, 2, 3, 4]
+    (warning,) = runs[0]["warned"]
+    assert "step 2" in warning
+    assert "net.4.weight" in warning
+    assert "ranks [" in warning
+    assert runs[0]["scale"] == runs[1]["scale"]
+
+
+def test_r37_too_many_overflows_in_a_row_end_with_parameters_ranks_and_losses(two_ranks: RankPool) -> None:
+    runs = two_ranks.run(jobs.fit_with_overflow, 2, (1, 2, 3, 4), 2)
+    for run in runs:
+        assert run["error"] is not None
+        assert run["error"].startswith("3 optimizer steps in a row overflowed in fp16 (max_skipped_steps=2)")
+        assert run["error"].count("net.4.weight") == 3
+        assert run["error"].count("loss ") >= 3
+        assert "ranks [" in run["error"]
+        assert run["scale"] == 2.0**10 / 2**3  # halved by each overflow
+        assert run["precision_state"]["scale"] == run["scale"]
+
+
+def test_r37_the_loss_scale_is_saved_under_lightnings_own_name(two_ranks: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "scaled.ckpt"
+    two_ranks.run(jobs.save_at, path, {"stage": 2}, 2, precision="16-mixed")
+    saved = torch.load(path, weights_only=False)["MixedPrecision"]
+    assert saved["scale"] == 2.0**12  # grown twice in 6 steps, every 3
+    two_ranks.run(jobs.resume_from, path, DDP, 2, precision="16-mixed")
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_r16_mixed_precision_leaves_the_batch_alone_and_keeps_fp32_masters(
+    stage: int, precision: str, two_ranks: RankPool
+) -> None:
+    steps = 1000 if stage == 2 and precision == "bf16-mixed" else 100
+    runs = two_ranks.run(jobs.fit_precisely, {"stage": stage}, precision, steps)
+    seen = torch.stack([tensor for pair in zip(runs[0]["seen"], runs[1]["seen"], strict=True) for tensor in pair])
+    assert seen.dtype == torch.float32
+    assert torch.equal(seen.flatten(0, 1), runs[0]["sent"])
+    # bf16 has a spacing of 2**-8 below 1.0: without a master the weight would never move
+    assert runs[0]["weight"] == pytest.approx(1.0 - steps * 1e-4, abs=1e-4)
+
+
+def test_r16_the_dtypes_are_printed_when_fit_starts(capfd: pytest.CaptureFixture[str]) -> None:
+    L.Trainer(
+        accelerator="cpu", devices=1, strategy=ZeroStrategy(stage=2), precision="bf16-mixed", max_steps=1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    ).fit(jobs.Classifier(), jobs.loader())  # fmt: skip
+    printed = capfd.readouterr().err
+    header = next(line for line in printed.splitlines() if "storage" in line)
+    assert header.split() == ["elements", "storage", "compute", "reduce", "master"]
+    assert any(line.split()[1:] == ["bfloat16", "bfloat16", "float32", "float32"] for line in printed.splitlines())
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_r29_tied_weights_train_save_and_resume_as_under_ddp(
+    stage: int, precision: str, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    found = two_ranks.run(jobs.fit_retied, {"stage": stage}, tmp_path / "a.ckpt", precision)
+    expected = two_ranks.run(jobs.fit_retied, "ddp", tmp_path / "b.ckpt", precision)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine["tied"]
+        assert mine["losses"] == theirs["losses"]
+        assert all(torch.equal(mine["weights"][name], value) for name, value in theirs["weights"].items())
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_r30_small_gradients_are_not_lost_in_bf16(stage: int, precision: str, two_ranks: RankPool) -> None:
+    total = two_ranks.run(jobs.sum_micro_gradients, {"stage": stage}, precision)[0]
+    assert total.dtype == torch.float32
+    small = float(torch.tensor(1e-3).bfloat16()) if precision == "bf16-true" else 1e-3  # what autograd was given
+    assert total.flatten().tolist() == pytest.approx([1.0 + 255 * small] * 4, abs=1e-3 if small != 1e-3 else 1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, *STAGES])
+def test_r38_error_if_nonfinite_raises_on_all_ranks_at_the_same_step(stage: int, two_ranks: RankPool) -> None:
+    found = two_ranks.run(jobs.fit_until_not_finite, {"stage": stage})
+    expected = two_ranks.run(jobs.fit_until_not_finite, DDP)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine["error"] is not None
+        assert "non-finite" in mine["error"]
+        assert mine["steps"] == theirs["steps"] == 3
+        assert mine["norms"][:2] == pytest.approx(theirs["norms"][:2], rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_r43_buffers_keep_dtype_and_follow_ddp(stage: int, precision: str, two_ranks: RankPool, tmp_path: Path) -> None:
+    found = two_ranks.run(jobs.fit_buffers, {"stage": stage}, tmp_path / "a.ckpt", precision)
+    expected = two_ranks.run(jobs.fit_buffers, DDP, tmp_path / "b.ckpt", precision)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine["buffers"].keys() == theirs["buffers"].keys()
+        for name, value in theirs["buffers"].items():
+            assert mine["buffers"][name].dtype == value.dtype
+            assert torch.equal(mine["buffers"][name], value), name
+        assert mine["saved"].keys() == theirs["saved"].keys()
+        assert "scratch" not in mine["saved"]
+
+
+@pytest.mark.parametrize("arguments", [{"stage": 1}, {"stage": 3}])
+def test_r60_only_the_strategy_changes(arguments: dict[str, Any], two_ranks: RankPool) -> None:
+    """Batch size, precision, clipping, accumulation and sampling come from the Trainer, and ranks start from rank 0."""
+    found, expected = (two_ranks.run(jobs.where_batches_go, given) for given in (arguments, DDP))
+    assert found == expected
+    assert not set(found[0]) & set(found[1])
+    assert len(found[0]) + len(found[1]) == jobs.SAMPLES
+    started = two_ranks.run(jobs.start_differently, arguments)
+    reference = two_ranks.run(jobs.start_differently, DDP)
+    for mine, theirs in zip(started, reference, strict=True):
+        assert all(torch.equal(mine[name], value) for name, value in theirs.items())
+
+
+def test_r60_registered_names_make_the_strategy() -> None:
+    for stage in STAGES:
+        strategy = L.Trainer(accelerator="cpu", strategy=f"zero_stage_{stage}", logger=False).strategy
+        assert isinstance(strategy, ZeroStrategy)
+        assert strategy.stage == stage
+    offloading = L.Trainer(accelerator="cpu", strategy="zero_stage_2_offload", logger=False).strategy
+    assert offloading.offload.optimizer == "cpu"
+    ddp = L.Trainer(accelerator="cpu", strategy="ddp", logger=False).strategy
+    assert type(ddp).__name__ == "DDPStrategy"  # importing us leaves Lightning's names alone
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"stage": 4}, ValueError, r"stage=4 does not exist. Write one of \[0, 1, 2, 3\]"),
+        ({"stage": "2"}, ValueError, "stage='2' does not exist"),
+        ({"stage": True}, ValueError, "stage=True does not exist"),
+        ({"stge": 2}, TypeError, "stge"),
+        ({"find_unused_parameters": True}, TypeError, "find_unused_parameters"),
+        ({"bucket_size_mb": 0}, ValueError, "bucket_size_mb=0 must be a positive number of MiB"),
+        ({"prefetch": -1}, ValueError, "prefetch=-1 must be an integer of at least 0"),
+        ({"accumulation": "global"}, ValueError, r"accumulation='global' is unknown. Write one of \['sharded', 'local'\]"),
+        ({"reduce_dtype": "int8"}, ValueError, "reduce_dtype='int8' is not a floating-point dtype"),
+        ({"wait_timeout": 0}, ValueError, "wait_timeout=0 must be a positive duration"),
+        ({"offload": {"optimiser": "cpu"}}, TypeError, "no key 'optimiser'; did you mean 'optimizer'"),
+        ({"offload": {"optimizer": "disk"}}, ValueError, "optimizer='disk'.* is not a tier"),
+        ({"offload": {"path": "/x"}}, ValueError, "Give `path` exactly when a tier is 'nvme'"),
+        ({"offload": 3}, TypeError, r"offload=3 must be Offload\(\.\.\.\)"),
+        ({"checkpoint": {"format": "zip"}}, ValueError, "format='zip'"),
+        ({"checkpoint": {"format": "sharded"}}, NotImplementedError, r"Checkpoint\(format='full'\) works"),
+        ({"units": "torch.nn.Lineer"}, ValueError, "cannot be imported"),
+        ({"units": 3}, TypeError, "units=3 must be 'auto'"),
+        ({"tensor_parallel_size": 2}, NotImplementedError, "tensor_parallel_size is not there yet"),
+        ({"stage": "auto"}, NotImplementedError, "Write stage=1, 2 or 3"),
+    ],
+)
+def test_r60_bad_arguments_raise_at_construction(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        ZeroStrategy(**arguments)
+
+
+def test_unsupported_precision_is_refused_with_the_supported_ones() -> None:
+    from lightning.pytorch.plugins.precision import FSDPPrecision
+
+    with pytest.raises(ValueError, match="FSDPPrecision.*'bf16-mixed'"):
+        ZeroStrategy(precision_plugin=FSDPPrecision("32-true"))
+
+
+def test_misuse_ends_in_one_clear_error_on_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
+    not_a_checkpoint = tmp_path / "notes.ckpt"
+    not_a_checkpoint.write_text("hello")
+    no_state = tmp_path / "no_state.ckpt"
+    torch.save({"epoch": 1}, no_state)
+    for stage in STAGES:
+        foreign = two_ranks.run(jobs.try_to_fit, {"stage": stage}, "foreign optimizer")
+        assert all("that is not the module's" in error for error in foreign)
+        unreadable = two_ranks.run(jobs.try_to_fit, {"stage": stage}, "checkpoint", not_a_checkpoint)
+        assert all("notes.ckpt' is not a Lightning checkpoint" in error for error in unreadable)
+        stateless = two_ranks.run(jobs.try_to_fit, {"stage": stage}, "checkpoint", no_state)
+        assert all("it has no 'state_dict'" in error for error in stateless)
+    unit = two_ranks.run(jobs.try_to_fit, {"stage": 3, "units": "Transformer"}, "units")
+    assert all("units='Transformer': the model has no such module" in error for error in unit)
+    assert two_ranks.run(jobs.try_to_fit, {"stage": 3}, "nothing") == [None, None]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_that_raises_leaves_no_other_rank_hanging(stage: int) -> None:
+    started = time.monotonic()
+    _, errors = run_alone(2, jobs.raise_on_rank_1, {"stage": stage, "wait_timeout": 4})
+    assert "rank 1 has had enough" in errors[1]
+    assert "waiting for rank 1" in errors[0]
+    assert time.monotonic() - started < 40  # of which most is starting Python twice
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    pool = RankPool(2)
+    try:
+        for inbox in pool._inboxes:
+            inbox.put((jobs.sleep_on_rank_1, ({"stage": 2, "wait_timeout": 2},), {}))
+        rank, _, error = pool._outbox.get(timeout=60)
+    finally:
+        for process in pool.processes:
+            process.kill()
+    assert rank == 0
+    assert "RankTimeoutError" in error
+    assert "wait_timeout=2 s" in error
+    assert "rank 1 reported nothing: it has died, or is busy outside any collective" in error
