@@ -323,6 +323,11 @@ class Engine:
     def load_optimizer_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         self._steppers[optimizer].load_full_state_dict(state_dict)
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether some parameter rests as something else than its whole, declared values."""
+        return any(access.is_needed for access in self._accesses)
+
     # -- reports
 
     def bytes_by_category(self) -> dict[str, int]:
@@ -356,16 +361,16 @@ class Engine:
         self.closed = True
         for stepper in self._steppers.values():
             stepper.detach(publish=whole)
-        self.schedule.remove_hooks()
+        self.schedule.detach()
         if not whole:
             for access in self._accesses:
                 access.is_lost = True
             return
         self.settle()
+        for shard in self._shards:  # first, so that whole parameters take their place and not more
+            shard.free()
         for access in self._accesses:
             access.restore()
-        for shard in self._shards:
-            shard.free()
 
 
 def _describe(kind: Kind) -> str:

@@ -245,12 +245,14 @@ class GradientShard:
         self.ready.clear()
 
     def free(self) -> None:
-        """Lets go of all gradients; after training."""
+        """Lets go of all gradients and of the buckets; after training."""
         for parameter in self.group.parameters:
-            parameter.grad = None
-            parameter.grad_dtype = parameter.dtype
+            with torch._C.DisableTorchFunctionSubclass():
+                parameter.grad = None
+                parameter.grad_dtype = parameter.dtype
         self.full_grad = None
         self.owned_grad = self.owned_grad.new_empty(0)
+        self.pool = BucketPool([])
 
     # -- reading and writing whole gradients
 

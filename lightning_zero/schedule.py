@@ -102,10 +102,12 @@ class Schedule:
         for shard in shards:
             self._hook_gradients(shard)
 
-    def remove_hooks(self) -> None:
+    def detach(self) -> None:
+        """Removes all hooks, and lets go of the buckets."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._pools = []
 
     # -- parameters: gather before use, release after
 

@@ -395,9 +395,9 @@ class ZeroStrategy(DDPStrategy):
         """Makes the model whole when all ranks are there and it fits; says whether it is."""
         if self.engine is None or self.engine.closed:
             return True
-        if self._failed:
+        if self._failed and self.engine.comm.size > 1:
             self.engine.close(whole=False)
-            return not self.engine.partition.parameter and self._comm is not None
+            return not self.engine.is_spread
         if not self._fits_whole(self.engine):
             rank_zero_info(
                 "The model stays sharded: whole copies do not fit into host memory. Reading a parameter gathers it "

@@ -1,5 +1,6 @@
 """LightningModules and whole Trainer runs that the tests of the strategy call on real ranks."""
 
+import logging
 import os
 import time
 import warnings
@@ -86,7 +87,7 @@ def loader(seed: int = 0, batch_size: int = 4, shuffle: bool = False, samples: i
 
 def strategy_from(given: Any) -> Any:
     """A name, or the arguments of ZeroStrategy; made on the rank, since strategies do not travel."""
-    return ZeroStrategy(**given) if isinstance(given, dict) else given
+    return ZeroStrategy(**{"wait_timeout": 20, **given}) if isinstance(given, dict) else given
 
 
 def trainer(strategy: Any, world: int, **kwargs: Any) -> L.Trainer:
@@ -211,35 +212,33 @@ class OneBadGradient(Classifier):
         self.at = at
         self.steps: list[float] = []
 
+    def on_train_start(self) -> None:
+        self.net[4].weight.register_hook(lambda grad: grad * float("inf") if self.overflows else grad)
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.steps.append(float(self.lr_schedulers().last_epoch))
-        loss = super().training_step(batch, batch_idx)
-        if self.global_rank == 1 and batch_idx in self.at:
-            loss = loss + (self.net[4].weight * float("inf")).sum() * 0.0 + self.net[4].weight.sum() * float("inf")
-        return loss
+        self.overflows = self.global_rank == 1 and batch_idx in self.at
+        return super().training_step(batch, batch_idx)
 
 
 def fit_with_overflow(stage: int, at: tuple[int, ...], max_skipped_steps: int = 20) -> dict[str, Any]:
     """16-mixed on two ranks; says what was warned, logged and moved."""
     L.seed_everything(1, verbose=False)
     model = OneBadGradient(at)
-    warned: list[str] = []
     strategy = {"stage": stage, "max_skipped_steps": max_skipped_steps}
     run = trainer(strategy, 2, precision="16-mixed")
-    before = warnings.showwarning
-    warnings.showwarning = lambda message, *_, **__: warned.append(str(message))
     error = None
-    try:
-        run.fit(model, loader())
-    except RuntimeError as raised:
-        error = str(raised)
-    finally:
-        warnings.showwarning = before
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            run.fit(model, loader())
+        except RuntimeError as raised:
+            error = str(raised)
     return {
         "error": error,
         "skipped": float(run.callback_metrics["zero/skipped_steps"]),
         "scale": float(run.callback_metrics["zero/loss_scale"]),
-        "warned": [message for message in warned if "Skipped" in message],
+        "warned": [str(item.message) for item in warned if "Skipped" in str(item.message)],
         "scheduler": model.steps,
         "losses": model.losses,
         "finite": error is not None or all(bool(value.isfinite().all()) for value in state_of(model).values()),
@@ -289,8 +288,27 @@ def fit_precisely(strategy: Any, precision: str, steps: int) -> dict[str, Any]:
     coordinates = torch.full((2 * steps, 3), 9999.0) + torch.arange(2 * steps)[:, None] / 1024
     model = Precise()
     data = DataLoader(TensorDataset(coordinates), batch_size=1)
-    trainer(strategy, 2, precision=precision).fit(model, data)
-    return {"seen": model.seen, "weight": model.ones.weight.item(), "sent": coordinates}
+    run = trainer(strategy, 2, precision=precision)
+    run.fit(model, data)
+    skipped = float(run.callback_metrics.get("zero/skipped_steps", 0.0))  # the loss scale grows until it overflows
+    return {"seen": model.seen, "weight": model.ones.weight.item(), "sent": coordinates, "skipped": skipped}
+
+
+def what_fit_says(strategy: Any, precision: str) -> list[str]:
+    """The messages that fit prints on this rank."""
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logger, listener = logging.getLogger("lightning.pytorch"), Listener()
+    logger.addHandler(listener)
+    try:
+        trainer(strategy, 2, precision=precision, max_steps=1).fit(Classifier(), loader())
+    finally:
+        logger.removeHandler(listener)
+    return [message for message in said if "ZeRO" in message]
 
 
 class BufferHolder(Classifier):
@@ -298,7 +316,7 @@ class BufferHolder(Classifier):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("half", torch.full((3,), 0.1, dtype=torch.float16))
+        self.register_buffer("halves", torch.full((3,), 0.1, dtype=torch.float16))
         self.register_buffer("count", torch.tensor(2**40 + 1))
         self.register_buffer("scratch", torch.ones(2), persistent=False)
 
@@ -442,3 +460,57 @@ def sleep_on_rank_1(strategy: Any) -> None:
             return super().training_step(batch, batch_idx)
 
     trainer(strategy, 2).fit(Sleeps(), loader())
+
+
+class Wide(L.LightningModule):
+    """Little to compute, much to send."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width, bias=False) for _ in range(depth)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = torch.ones(1, self.layers[0].in_features)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+WIDE_PSI = 4 * 512 * 512
+
+
+def _loopback_bytes() -> int:
+    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[0])
+
+
+def bytes_on_loopback(strategy: Any, steps: int) -> float:
+    """Bytes that cross the loopback device per step, between two barriers."""
+    seen: list[int] = []
+
+    class Count(L.Callback):
+        def on_train_batch_start(self, run: L.Trainer, *_: Any) -> None:
+            run.strategy.barrier()
+            seen.append(_loopback_bytes())
+            run.strategy.barrier()
+
+    run = trainer(strategy, 2, max_steps=steps + 1, callbacks=[Count()])
+    run.fit(Wide(512, 4), DataLoader(TensorDataset(torch.zeros(4 * steps, 1)), batch_size=1))
+    return (seen[-1] - seen[1]) / (len(seen) - 2)
+
+
+def _resident_peak() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+
+
+def peak_resident_bytes(strategy: Any) -> int:
+    """What training adds to the peak of this process; 32M parameters, 128 MB."""
+    model = Wide(2048, 8)
+    data = DataLoader(TensorDataset(torch.zeros(8, 1)), batch_size=1)
+    before = _resident_peak()
+    trainer(strategy, 2, max_steps=4).fit(model, data)
+    return _resident_peak() - before

@@ -59,22 +59,23 @@ def test_r16_mixed_precision_leaves_the_batch_alone_and_keeps_fp32_masters(
 ) -> None:
     steps = 1000 if stage == 2 and precision == "bf16-mixed" else 100
     runs = two_ranks.run(jobs.fit_precisely, {"stage": stage}, precision, steps)
-    seen = torch.stack([tensor for pair in zip(runs[0]["seen"], runs[1]["seen"], strict=True) for tensor in pair])
+    seen = torch.cat([tensor for run in runs for tensor in run["seen"]])
     assert seen.dtype == torch.float32
-    assert torch.equal(seen.flatten(0, 1), runs[0]["sent"])
+    assert torch.equal(seen.sort(dim=0).values, runs[0]["sent"].sort(dim=0).values)  # Lightning's sampler shuffles
     # bf16 has a spacing of 2**-8 below 1.0: without a master the weight would never move
-    assert runs[0]["weight"] == pytest.approx(1.0 - steps * 1e-4, abs=1e-4)
+    rounding = steps * 2.0**-24  # of fp32 below 1.0, once per update
+    assert runs[0]["weight"] == pytest.approx(1.0 - (steps - runs[0]["skipped"]) * 1e-4, abs=rounding)
 
 
-def test_r16_the_dtypes_are_printed_when_fit_starts(capfd: pytest.CaptureFixture[str]) -> None:
-    L.Trainer(
-        accelerator="cpu", devices=1, strategy=ZeroStrategy(stage=2), precision="bf16-mixed", max_steps=1,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False,
-    ).fit(jobs.Classifier(), jobs.loader())  # fmt: skip
-    printed = capfd.readouterr().err
-    header = next(line for line in printed.splitlines() if "storage" in line)
-    assert header.split() == ["elements", "storage", "compute", "reduce", "master"]
-    assert any(line.split()[1:] == ["bfloat16", "bfloat16", "float32", "float32"] for line in printed.splitlines())
+def test_r16_the_dtypes_are_printed_when_fit_starts(two_ranks: RankPool) -> None:
+    said, by_rank_1 = two_ranks.run(jobs.what_fit_says, {"stage": 2}, "bf16-mixed")
+    assert by_rank_1 == []
+    (table,) = [message for message in said if "storage" in message]
+    lines = table.splitlines()
+    assert lines[0] == "ZeRO stage 2 on 2 ranks"
+    assert lines[1].split() == ["elements", "storage", "compute", "reduce", "master"]
+    dtypes = sorted(line.split()[1:] for line in lines[2:])
+    assert dtypes == [["bfloat16", "bfloat16", "float32", "float32"], ["float32", "float32", "float32", "float32"]]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -96,7 +97,7 @@ def test_r30_small_gradients_are_not_lost_in_bf16(stage: int, precision: str, tw
     total = two_ranks.run(jobs.sum_micro_gradients, {"stage": stage}, precision)[0]
     assert total.dtype == torch.float32
     small = float(torch.tensor(1e-3).bfloat16()) if precision == "bf16-true" else 1e-3  # what autograd was given
-    assert total.flatten().tolist() == pytest.approx([1.0 + 255 * small] * 4, abs=1e-3 if small != 1e-3 else 1e-5)
+    assert total.flatten().tolist() == pytest.approx([1.0 + 255 * small] * 4, rel=1e-5)
 
 
 @pytest.mark.parametrize("stage", [0, *STAGES])
@@ -113,7 +114,8 @@ def test_r38_error_if_nonfinite_raises_on_all_ranks_at_the_same_step(stage: int,
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_r43_buffers_keep_dtype_and_follow_ddp(stage: int, precision: str, two_ranks: RankPool, tmp_path: Path) -> None:
-    found = two_ranks.run(jobs.fit_buffers, {"stage": stage}, tmp_path / "a.ckpt", precision)
+    # "local": sums micro-batches in DDP's order, so that even the statistics of activations agree in every bit
+    found = two_ranks.run(jobs.fit_buffers, {"stage": stage, "accumulation": "local"}, tmp_path / "a.ckpt", precision)
     expected = two_ranks.run(jobs.fit_buffers, DDP, tmp_path / "b.ckpt", precision)
     for mine, theirs in zip(found, expected, strict=True):
         assert mine["buffers"].keys() == theirs["buffers"].keys()

@@ -1,0 +1,114 @@
+"""Bytes are asserted, not claimed: on the wire by the kernel's counter, at rest by category, at peak by the kernel."""
+
+import functools
+from typing import Any
+
+import jobs
+import pytest
+import torch
+from models import Maker, clone
+from ranks import RankPool, run_alone
+from torch import nn
+
+from lightning_zero.comm import Comm, ThreadWorld
+from lightning_zero.engine import Engine, Options
+from lightning_zero.ledger import Category
+
+STAGES = [0, 1, 2, 3]
+GATHERS = {0: 2, 1: 2, 2: 2, 3: 3}  # elements on the wire per step, in (N - 1) Psi
+
+
+@functools.cache
+def tower() -> nn.Module:
+    """Psi = 6 * (96 * 96 + 96) = 55,872, in twelve parameters that 64 divides."""
+    return nn.Sequential(*[nn.ModuleList([nn.Linear(96, 96)])[0] for _ in range(6)])
+
+
+PSI = 6 * (96 * 96 + 96)
+
+
+def step_on(comm: Comm, stage: int, *, autocast: bool = False, steps: int = 2, **options: Any) -> dict[str, Any]:
+    model = clone(tower())
+    optimizer = torch.optim.AdamW(model.parameters())
+    dtype = torch.bfloat16 if autocast else None
+    engine = Engine(model, [optimizer], stage=stage, comm=comm, options=Options(autocast_dtype=dtype, **options))
+    sent = []
+    for step in range(steps):
+        comm.bytes_sent.clear()
+        batch = torch.randn(4, 96, generator=torch.Generator().manual_seed(step))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = model(batch).float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        sent.append(sum(comm.bytes_sent.values()))
+    return {"sent": sent[-1], "rests": engine.bytes_by_category(), "buckets": engine.ledger.peak[Category.BUCKET]}
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_rank_sends_its_share_of_two_or_three_psi(stage: int, world: int) -> None:
+    runs = ThreadWorld(world, 20).run(lambda comm: step_on(comm, stage))
+    total = sum(run["sent"] for run in runs) / 4
+    assert total == pytest.approx(GATHERS[stage] * (world - 1) * PSI, rel=0.05)
+
+
+def test_two_byte_weights_travel_in_two_bytes() -> None:
+    for stage, expected in ((2, 4 + 2), (3, 4 + 2 + 2)):  # the gradient in fp32; the weight once, or twice
+        runs = ThreadWorld(2, 20).run(lambda comm, stage=stage: step_on(comm, stage, autocast=True))
+        assert sum(run["sent"] for run in runs) == pytest.approx(expected * PSI, rel=0.05)
+
+
+def test_reduce_dtype_halves_the_gradients_wire_and_rest() -> None:
+    runs = ThreadWorld(2, 20).run(lambda comm: step_on(comm, 2, reduce_dtype=torch.bfloat16))
+    assert sum(run["sent"] for run in runs) == pytest.approx((2 + 4) * PSI, rel=0.05)
+    assert runs[0]["rests"]["gradient"] == pytest.approx(2 * PSI / 2, rel=0.01)
+
+
+def formula(stage: int, world: int, *, autocast: bool) -> dict[str, float]:
+    """Bytes per rank: AdamW in fp32, gradients in fp32, resting weights in two bytes under autocast."""
+    optimizer, gradient, parameter = (1 / world if stage >= least else 1 for least in (1, 2, 3))
+    return {
+        "parameter": (2 if autocast else 4) * PSI * parameter,
+        "gradient": 4 * PSI * gradient,
+        "master": (4 * PSI * optimizer) if autocast else 0,
+        "optimizer state": 8 * PSI * optimizer,
+        "gathered": 0,
+        "activation checkpoint": 0,
+    }
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_rests_on_each_rank_is_the_formula_within_one_percent(stage: int, world: int, autocast: bool) -> None:
+    for run in ThreadWorld(world, 20).run(lambda comm: step_on(comm, stage, autocast=autocast)):
+        for category, expected in formula(stage, world, autocast=autocast).items():
+            assert run["rests"][category] == pytest.approx(expected, rel=0.01), category
+
+
+def test_buckets_are_two_of_constant_size_whatever_the_model() -> None:
+    """Two buckets of N rows, room for N - 1 incoming, and one row for the sum: 2 * 2 N rows."""
+    for bucket_bytes in (2**14, 2**15):
+        runs = ThreadWorld(2, 20).run(lambda comm, size=bucket_bytes: step_on(comm, 2, bucket_bytes=size))
+        assert runs[0]["buckets"] <= 2 * 2 * bucket_bytes
+        assert runs[0]["rests"]["bucket"] == runs[0]["buckets"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_loopback_device_sees_two_or_three_psi(stage: int, two_ranks: RankPool) -> None:
+    """Counted by the kernel, headers and all; DDP moves 2.00 by the same counter."""
+    moved = two_ranks.run(jobs.bytes_on_loopback, {"stage": stage}, 4)[0]
+    psi_bytes = 4 * jobs.WIDE_PSI
+    assert moved == pytest.approx(GATHERS[stage] * psi_bytes, rel=0.05)
+
+
+def test_r24_a_higher_stage_never_peaks_higher(monkeypatch: pytest.MonkeyPatch) -> None:
+    # glibc keeps freed blocks of tens of MB for later; with a fixed threshold what is resident is what is live
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1000000")
+    peaks = {}
+    for name, strategy in [("ddp", "ddp"), (1, {"stage": 1}), (2, {"stage": 2}), (3, {"stage": 3})]:
+        results, errors = run_alone(2, jobs.peak_resident_bytes, strategy)
+        assert errors == [None, None]
+        peaks[name] = max(results)
+    assert peaks[3] <= peaks[2] <= peaks[1] <= peaks["ddp"], peaks
