@@ -272,7 +272,9 @@ class GlooComm(Comm):
         """Tells the others, through the store, where this rank waits, and listens for where they do."""
         told = [f"rank {self.rank} was in {key!r}, waiting for rank {peer}"]
         try:
-            store = dist.PrefixStore(f"lightning_zero/{self._group.group_name}", dist.distributed_c10d._get_default_store())
+            store = dist.PrefixStore(
+                f"lightning_zero/{self._group.group_name}", dist.distributed_c10d._get_default_store()
+            )
             store.set(f"lost/{self.rank}", told[0])
             for rank in self._peers:
                 told.append(_hear(store, rank))
@@ -436,7 +438,9 @@ class ThreadComm(Comm):
             row.copy_(theirs)
 
 
-def make_comm(device: torch.device, wait_timeout: timedelta, *, backend: str | None = None, sanitize: bool = False) -> Comm:
+def make_comm(
+    device: torch.device, wait_timeout: timedelta, *, backend: str | None = None, sanitize: bool = False
+) -> Comm:
     """The communicator of this process among all ranks, on process groups of its own.
 
     Call it on every rank, after `torch.distributed` is initialised (or not at all, for a world of one).

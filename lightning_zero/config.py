@@ -135,7 +135,7 @@ def dtype_from(value: torch.dtype | str | None, argument: str) -> torch.dtype | 
     found = value
     if isinstance(value, str):
         found = _DTYPES.get(value.removeprefix("torch."))
-    if found is None and value is not None or isinstance(found, torch.dtype) and not found.is_floating_point:
+    if (found is None and value is not None) or (isinstance(found, torch.dtype) and not found.is_floating_point):
         raise ValueError(f"{argument}={value!r} is not a floating-point dtype. Write one of {sorted(_DTYPES)} or None.")
     return found  # type: ignore[return-value]
 
@@ -150,6 +150,29 @@ def seconds_from(value: timedelta | float, argument: str) -> timedelta:
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not (0 < seconds < math.inf):
         raise ValueError(f"{argument}={value!r} must be a positive duration: seconds, or a timedelta.")
     return timedelta(seconds=seconds)
+
+
+def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raises ValueError unless `value` is among `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is unknown. Write one of {list(allowed)}.")
+
+
+def at_least(name: str, value: Any, least: int) -> None:
+    """Raises ValueError unless `value` is an integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
+
+
+def bytes_from_mib(value: Any, argument: str) -> int:
+    """Accepts a positive number of MiB.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{argument}={value!r} must be a positive number of MiB; the default is 25.")
+    return int(value * 2**20)
 
 
 def classes_from(value: Any, argument: str) -> tuple[type | str, ...] | None:

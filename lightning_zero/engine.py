@@ -1,9 +1,9 @@
 """`Engine`: the stages for one module and its optimizers. Knows nothing of Lightning.
 
-    engine = Engine(module, [optimizer], stage=2, comm=comm, options=Options())
-    loss(module(batch)).backward()      # gradients are reduced when backward ends
-    optimizer.step()                    # steps this rank's pieces, and publishes
-    engine.close()                      # the module is whole again
+engine = Engine(module, [optimizer], stage=2, comm=comm, options=Options())
+loss(module(batch)).backward()      # gradients are reduced when backward ends
+optimizer.step()                    # steps this rank's pieces, and publishes
+engine.close()                      # the module is whole again
 """
 
 import itertools
@@ -15,7 +15,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_zero import norm, units
@@ -117,9 +117,7 @@ class Engine:
             overlap=self.options.overlap,
         )
         self._steppers = {
-            optimizer: PieceStepper(
-                optimizer, self._homes, before=self.settle, after=self._publish, ledger=self.ledger
-            )
+            optimizer: PieceStepper(optimizer, self._homes, before=self.settle, after=self._publish, ledger=self.ledger)
             for optimizer in optimizers
         }
         for access in self._accesses:
@@ -141,7 +139,9 @@ class Engine:
 
     def _move_the_rest(self) -> None:
         """Buffers, metrics and parameters that no group holds."""
-        grouped = {id(p) for resident in self._residents for access in resident.accesses for p in access.group.parameters}
+        grouped = {
+            id(p) for resident in self._residents for access in resident.accesses for p in access.group.parameters
+        }
         self.module._apply(lambda tensor: tensor if id(tensor) in grouped else tensor.to(self.device))
 
     def _partition(self, trainable: set[int]) -> list[Resident]:
@@ -241,7 +241,8 @@ class Engine:
         """Takes back values that were lent to user code, with its edits. Called before every step."""
         if not self._borrowed:
             return
-        borrowed, _ = list(self._borrowed), self._borrowed.clear()
+        borrowed = list(self._borrowed)
+        self._borrowed.clear()
         with torch.no_grad():
             edited = torch.tensor([access.take_back() for access in borrowed], dtype=torch.uint8)
         edited = self.comm.all_reduce(edited, "edited parameters", "max")
@@ -381,7 +382,10 @@ def _describe(kind: Kind) -> str:
 def _trains(parameter: Parameter, optimizers: Sequence[Optimizer]) -> bool:
     """Trainable is what an optimizer has, or asks for gradients: freezing for a while never regroups."""
     return parameter.requires_grad or any(
-        parameter is candidate for optimizer in optimizers for group in optimizer.param_groups for candidate in group["params"]
+        parameter is candidate
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for candidate in group["params"]
     )
 
 
@@ -389,7 +393,7 @@ def _managed_parameters(module: Module, optimizers: Sequence[Optimizer]) -> list
     """The parameters that the engine takes over: torch's own kind, each once."""
     named = dict(module.named_parameters())
     for name, parameter in named.items():
-        if isinstance(parameter, UninitializedTensorMixin):
+        if is_lazy(parameter):
             raise ValueError(f"Parameter {name!r} has no shape yet (a lazy module). Run one forward before fit.")
     known = {id(parameter) for parameter in named.values()}
     for number, optimizer in enumerate(optimizers):

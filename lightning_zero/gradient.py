@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map
 
 from lightning_zero.comm import Work
+from lightning_zero.extents import Piece
 from lightning_zero.group import ShardGroup
 from lightning_zero.ledger import Category, Ledger
 
@@ -273,7 +274,7 @@ class GradientShard:
         self.owned_grad[piece.shard_start : piece.shard_stop] = grad.reshape(-1)[piece.start : piece.stop]
 
 
-def _within(piece: Any, columns: range) -> slice:
+def _within(piece: Piece, columns: range) -> slice:
     """The part of a piece that lies in these columns of the shard, relative to the piece."""
     start = min(max(columns.start - piece.shard_start, 0), piece.numel)
     stop = min(max(columns.stop - piece.shard_start, start), piece.numel)
@@ -288,7 +289,7 @@ class ShardedGradient(Tensor):
     """
 
     shard: GradientShard
-    index: int
+    place: int  # of the parameter in its group
     _pending: Tensor | None
 
     @staticmethod
@@ -298,14 +299,14 @@ class ShardedGradient(Tensor):
             self = torch.Tensor._make_wrapper_subclass(
                 cls, parameter.shape, dtype=shard.dtype, device=shard.group.kind.device
             )
-        self.shard, self.index, self._pending = shard, index, None
+        self.shard, self.place, self._pending = shard, index, None
         return self
 
     def __init__(self, shard: GradientShard, index: int) -> None:
         super().__init__()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        name = self.shard.group.layout.spans[self.index].name
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        name = self.shard.group.layout.spans[self.place].name
         return f"ShardedGradient({name!r}, shape={tuple(self.shape)}, dtype={self.dtype}; reading gathers)"
 
     def take_pending(self) -> Tensor:
@@ -315,15 +316,15 @@ class ShardedGradient(Tensor):
         return pending
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return ShardedGradient(args[0].shard, args[0].index)
+            return ShardedGradient(args[0].shard, args[0].place)
         if func is torch.ops.aten.add_.Tensor and torch._C._current_graph_task_id() != -1:
             args[0]._pending = args[1] if args[0]._pending is None else args[0]._pending + args[1]
             return args[0]
         flat, _ = tree_flatten((args, kwargs))
-        whole = {id(item): item.shard.gather(item.index) for item in flat if isinstance(item, cls)}
+        whole = {id(item): item.shard.gather(item.place) for item in flat if isinstance(item, cls)}
         result = func(
             *tree_map(lambda item: whole.get(id(item), item), args),
             **tree_map(lambda item: whole.get(id(item), item), kwargs),
@@ -335,5 +336,5 @@ class ShardedGradient(Tensor):
         ]
         targets = [item for item in tree_iter(written) if isinstance(item, cls)]
         for item in targets:
-            item.shard.write(item.index, whole[id(item)])
+            item.shard.write(item.place, whole[id(item)])
         return targets[0] if len(targets) == 1 and func._schema.returns else result

@@ -137,6 +137,7 @@ class PieceStepper:
     def cut_state(self) -> None:
         """Cuts state that exists already (some optimizers make it at construction) to this rank's pieces."""
         for parameter, state in self.optimizer.state.items():
+            assert isinstance(parameter, Parameter)
             for name, value in state.items():
                 state[name] = self._cut(parameter, name, value)
 
@@ -153,9 +154,7 @@ class PieceStepper:
     def full_state_dict(self, comm: Comm) -> dict[str, Any]:
         """`optimizer.state_dict()` as one device would have it. A collective; every rank gets all of it."""
         local = self.optimizer.state_dict()
-        described = {
-            index: self._describe(self.parameters[index], state) for index, state in local["state"].items()
-        }
+        described = {index: self._describe(self.parameters[index], state) for index, state in local["state"].items()}
         merged: dict[int, dict[str, Any]] = {}
         for theirs in comm.all_gather_object(described, "optimizer state"):
             for index, state in theirs.items():

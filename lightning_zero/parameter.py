@@ -24,7 +24,18 @@ _METADATA = {
     *(
         getattr(Tensor, name).__get__
         for name in (
-            *("shape", "device", "requires_grad", "grad", "grad_fn", "grad_dtype", "is_leaf", "ndim", "layout", "names"),
+            *(
+                "shape",
+                "device",
+                "requires_grad",
+                "grad",
+                "grad_fn",
+                "grad_dtype",
+                "is_leaf",
+                "ndim",
+                "layout",
+                "names",
+            ),
             *("is_cuda", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_cpu", "is_nested", "retains_grad"),
             *("output_nr", "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "_base"),
         )
@@ -141,15 +152,15 @@ class _AsDeclared(torch.autograd.Function):
     """A two-byte parameter as the user declared it; its gradient is the parameter's."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, declared: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, parameter: Tensor, declared: Tensor) -> Tensor:
         return declared.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
-_ACCESS: "WeakIdKeyDictionary[Parameter, tuple[Access, int]]" = WeakIdKeyDictionary()
+_ACCESS = WeakIdKeyDictionary()  # Parameter -> (its Access, its index there)
 
 
 @final

@@ -7,6 +7,7 @@ whether an fp16 step overflowed.
 import copy
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -59,9 +60,8 @@ class SkippedStep(NamedTuple):
     def __str__(self) -> str:
         shown = ", ".join(self.overflow.parameters[:5])
         more = len(self.overflow.parameters) - 5
-        return (
-            f"step {self.step}: loss {self.loss}, non-finite gradients on ranks {self.overflow.ranks} in {shown}"
-            + (f" and {more} more" if more > 0 else "")
+        return f"step {self.step}: loss {self.loss}, non-finite gradients on ranks {self.overflow.ranks} in {shown}" + (
+            f" and {more} more" if more > 0 else ""
         )
 
 
@@ -71,10 +71,10 @@ class _ShardedGradients(_Base):
     engine: Engine | None = None
     warned_of_nan = False
 
-    def backward(self, tensor: Tensor, model: "pl.LightningModule", optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        if self.engine is None:
-            return super().backward(tensor, model, optimizer, *args, **kwargs)
-        with self.engine.backward():
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: "pl.LightningModule", optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        with nullcontext() if self.engine is None else self.engine.backward():
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -100,13 +100,15 @@ class _ScaledGradients(_ShardedGradients):
     skipped_steps = 0  # since the start of fit
     skipped_last = False  # the latest step, so that its scheduler does not move either
 
-    def optimizer_step(
+    def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         if self.scaler is None or self.engine is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         if isinstance(optimizer, LBFGS):
-            raise ValueError("precision='16-mixed' does not work with LBFGS: its closure runs several backwards a step.")
+            raise ValueError(
+                "precision='16-mixed' does not work with LBFGS: its closure runs several backwards a step."
+            )
         closure_result = closure()
         if closure_result is None and model.automatic_optimization:
             self._after_closure(model, optimizer)

@@ -11,11 +11,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -26,12 +26,15 @@ from lightning_zero.config import (
     ActivationCheckpointing,
     Checkpoint,
     Offload,
+    at_least,
+    bytes_from_mib,
     classes_from,
     dtype_from,
+    one_of,
     policy_from,
     seconds_from,
 )
-from lightning_zero.engine import MIB, Engine, Options
+from lightning_zero.engine import Engine, Options
 from lightning_zero.precision import _ScaledGradients, _ShardedGradients, adapt
 from lightning_zero.stage import STAGES
 
@@ -114,12 +117,12 @@ class ZeroStrategy(DDPStrategy):
             start_method=start_method,
             timeout=seconds_from(timeout, "timeout"),
         )
-        _one_of("accumulation", accumulation, ("sharded", "local"))
-        _one_of("granularity", granularity, ("element", "tensor"))
-        _at_least("prefetch", prefetch, 0)
-        _at_least("max_skipped_steps", max_skipped_steps, 1)
-        _at_least("tensor_parallel_size", tensor_parallel_size, 1)
-        _at_least("replicate_size", replicate_size, 1)
+        one_of("accumulation", accumulation, ("sharded", "local"))
+        one_of("granularity", granularity, ("element", "tensor"))
+        at_least("prefetch", prefetch, 0)
+        at_least("max_skipped_steps", max_skipped_steps, 1)
+        at_least("tensor_parallel_size", tensor_parallel_size, 1)
+        at_least("replicate_size", replicate_size, 1)
         self.stage = _stage_from(stage)
         self.offload = policy_from(Offload, offload, "offload")
         self.activation_checkpointing = policy_from(
@@ -131,7 +134,7 @@ class ZeroStrategy(DDPStrategy):
         self._param_dtype = dtype_from(param_dtype, "param_dtype")
         self._options = Options(
             unit_classes=classes_from(units, "units"),
-            bucket_bytes=_bucket_bytes(bucket_size_mb),
+            bucket_bytes=bytes_from_mib(bucket_size_mb, "bucket_size_mb"),
             prefetch=prefetch,
             overlap=overlap,
             accumulation=accumulation,
@@ -277,7 +280,6 @@ class ZeroStrategy(DDPStrategy):
     @override
     def block_backward_sync(self) -> Iterator[None]:
         """Lightning enters it for all micro-batches of a step but the last."""
-        context: AbstractContextManager[None]
         assert self.engine is not None
         self._blocked = True
         try:
@@ -380,9 +382,9 @@ class ZeroStrategy(DDPStrategy):
         module = self.lightning_module
         if module is not None:
             vars(module).pop("lr_scheduler_step", None)
-        is_whole = self._close_engine()
-        if is_whole:
-            return super().teardown()
+        if self._close_engine():
+            super().teardown()
+            return
         # Lightning's teardown would move the model to the CPU, and by that read parameters whose values are not here.
         assert self.cluster_environment is not None
         assert self.accelerator is not None
@@ -446,22 +448,6 @@ def _stage_from(stage: Any) -> int:
     return int(stage)
 
 
-def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is unknown. Write one of {list(allowed)}.")
-
-
-def _at_least(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
-
-
-def _bucket_bytes(bucket_size_mb: Any) -> int:
-    if isinstance(bucket_size_mb, bool) or not isinstance(bucket_size_mb, int | float) or not bucket_size_mb > 0:
-        raise ValueError(f"bucket_size_mb={bucket_size_mb!r} must be a positive number of MiB; the default is 25.")
-    return int(bucket_size_mb * MIB)
-
-
 def _refuse_what_is_not_there_yet(
     strategy: ZeroStrategy, tensor_parallel_size: int, replicate_size: int, granularity: str
 ) -> None:
@@ -503,4 +489,3 @@ def _table(engine: Engine, stage: int) -> str:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-

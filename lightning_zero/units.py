@@ -145,7 +145,7 @@ def fill_buckets(parameters: Mapping[str, Parameter], bucket_numel: int) -> list
     """
     runs: list[dict[str, Parameter]] = []
     filled = bucket_numel
-    for name, parameter in reversed(parameters.items()):
+    for name, parameter in reversed(list(parameters.items())):
         if not runs or filled + parameter.numel() > bucket_numel:
             runs.append({})
             filled = 0

@@ -2,6 +2,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+
 from ranks import RankPool
 
 

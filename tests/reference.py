@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 
 import torch
-from models import Maker, clone, loss_of, weights
 from torch import Tensor, nn
+
+from models import Maker, clone, loss_of, weights
 
 
 @dataclass

@@ -3,16 +3,16 @@
 import functools
 from typing import Any
 
-import jobs
 import pytest
 import torch
-from models import Maker, clone
-from ranks import RankPool, run_alone
 from torch import nn
 
+import jobs
 from lightning_zero.comm import Comm, ThreadWorld
 from lightning_zero.engine import Engine, Options
 from lightning_zero.ledger import Category
+from models import clone
+from ranks import RankPool, run_alone
 
 STAGES = [0, 1, 2, 3]
 GATHERS = {0: 2, 1: 2, 2: 2, 3: 3}  # elements on the wire per step, in (N - 1) Psi

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import Maker, adamw, assorted, clone, loss_of, sgd, weights
-from reference import Run, ddp
 from torch import nn
 
 from lightning_zero.comm import Comm, LocalComm, ThreadWorld
 from lightning_zero.engine import Engine, Options
+from models import Maker, adamw, assorted, clone, loss_of, sgd, weights
+from reference import Run, ddp
 
 MAKERS: dict[str, Maker] = {"adamw": adamw, "sgd": sgd}
 STEPS = 4

@@ -4,13 +4,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jobs
 import lightning as L
 import pytest
 import torch
-from ranks import RankPool, run_alone
 
+import jobs
 from lightning_zero import ZeroStrategy
+from ranks import RankPool, run_alone
 
 DDP = "ddp_find_unused_parameters_true"
 STAGES = [1, 2, 3]
@@ -160,7 +160,11 @@ def test_r60_registered_names_make_the_strategy() -> None:
         ({"find_unused_parameters": True}, TypeError, "find_unused_parameters"),
         ({"bucket_size_mb": 0}, ValueError, "bucket_size_mb=0 must be a positive number of MiB"),
         ({"prefetch": -1}, ValueError, "prefetch=-1 must be an integer of at least 0"),
-        ({"accumulation": "global"}, ValueError, r"accumulation='global' is unknown. Write one of \['sharded', 'local'\]"),
+        (
+            {"accumulation": "global"},
+            ValueError,
+            r"accumulation='global' is unknown. Write one of \['sharded', 'local'\]",
+        ),
         ({"reduce_dtype": "int8"}, ValueError, "reduce_dtype='int8' is not a floating-point dtype"),
         ({"wait_timeout": 0}, ValueError, "wait_timeout=0 must be a positive duration"),
         ({"offload": {"optimiser": "cpu"}}, TypeError, "no key 'optimiser'; did you mean 'optimizer'"),
@@ -183,7 +187,7 @@ def test_r60_bad_arguments_raise_at_construction(arguments: dict[str, Any], erro
 def test_unsupported_precision_is_refused_with_the_supported_ones() -> None:
     from lightning.pytorch.plugins.precision import FSDPPrecision
 
-    with pytest.raises(ValueError, match="FSDPPrecision.*'bf16-mixed'"):
+    with pytest.raises(ValueError, match=r"FSDPPrecision.*'bf16-mixed'"):
         ZeroStrategy(precision_plugin=FSDPPrecision("32-true"))
 
 

@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import jobs
 import pytest
 import torch
+
+import jobs
 from ranks import RankPool
 
 STAGES = [0, 1, 2, 3]
