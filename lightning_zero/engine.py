@@ -159,12 +159,13 @@ class Engine:
             accesses = []
             for kind, parameters in units.split_by_kind(unit, trainable, resting, self.device).items():
                 mine = {name: parameter for name, parameter in parameters.items() if id(parameter) in managed}
-                if not mine or not (by_unit or kind.trainable):
+                if not mine or not (by_unit or kind.trainable or kind.is_cast):
                     continue
                 numel = bucket_bytes // kind.declared.itemsize
                 for number, run in enumerate([mine] if by_unit else units.fill_buckets(mine, numel)):
                     name = f"{unit.name or 'model'}/{_describe(kind)}/{number}"
-                    accesses.append(Access(ShardGroup(name, run, kind, setting), self._borrowed))
+                    group = ShardGroup(name, run, kind, setting)
+                    accesses.append(Access(group, self._borrowed, as_declared=options.param_dtype is None))
                     accesses[-1].group.release()
             if accesses:
                 residents.append(Resident(unit.name, unit.module, accesses))
@@ -175,7 +176,7 @@ class Engine:
         options = self.options
         if options.param_dtype is not None:
             chosen = {id(p): options.param_dtype for p in self._managed if p.is_floating_point()}
-            return list(self.module.modules()), chosen
+            return [], chosen
         if options.autocast_dtype is None:
             return [], {}
         modules = [
@@ -316,6 +317,28 @@ class Engine:
                 for access in lent:
                     access.give_up()
             self.settle()
+
+    def full_state_dict(self, *, copy: bool) -> dict[str, Any]:
+        """`module.state_dict()` with whole values in their declared dtypes. A collective.
+
+        Args:
+            copy: give every entry storage of its own; a view would drag its whole group into a file.
+        """
+        state = self.module.state_dict(keep_vars=True)
+        homes = {
+            id(parameter): (access.group, index)
+            for access in self._accesses
+            for index, parameter in enumerate(access.group.parameters)
+        }
+        needed = dict.fromkeys(homes[id(value)][0] for value in state.values() if id(value) in homes)
+        full = {group: group.full_master() for group in needed}
+        for name, value in state.items():
+            if id(value) in homes:
+                group, index = homes[id(value)]
+                state[name] = group.view_of(full[group], index).clone() if copy else group.view_of(full[group], index)
+            elif isinstance(value, Tensor):
+                state[name] = value.detach()
+        return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """`optimizer.state_dict()` as one device would have it. A collective. Works after `close` too."""

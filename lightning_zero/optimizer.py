@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from lightning_zero.comm import Comm
 from lightning_zero.gradient import GradientShard
 from lightning_zero.ledger import Category, Ledger
-from lightning_zero.parameter import RestingParameter
 
 _no_interception = torch._C.DisableTorchFunctionSubclass
 
@@ -48,6 +47,7 @@ class PieceStepper:
         self._after = after
         self._ledger = ledger
         self._user_grads: dict[Parameter, Tensor | None] | None = None  # p.grad as the user sees it, during a step
+        self._classes: dict[Parameter, type[Parameter]] = {}  # plain or resting, to go back to after the step
         self._handles = [
             optimizer.register_step_pre_hook(self._on_step),
             optimizer.register_step_post_hook(lambda *_: self.exit()),
@@ -106,6 +106,7 @@ class PieceStepper:
             piece = shard.group.piece_of(shard.group.master, index)
             with _no_interception():
                 parameter.grad = None
+                self._classes[parameter] = type(parameter)
                 parameter.__class__ = Parameter
                 parameter.data = piece
                 set_grad_dtype(parameter, piece.dtype)
@@ -124,8 +125,7 @@ class PieceStepper:
                 parameter.data = shard.group.views[index]
                 set_grad_dtype(parameter, shard.dtype)
                 parameter.grad = grad
-                if shard.group.kind.is_cast or shard.group.is_released:
-                    parameter.__class__ = RestingParameter
+                parameter.__class__ = self._classes.pop(parameter)
         for state in self.optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor):

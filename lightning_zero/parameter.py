@@ -64,10 +64,13 @@ class Access:
         group: whose parameters.
         borrowed: shared by all groups of an engine; a group that lends its values enters itself here, and the
             engine calls `take_back` at the next boundary (end of backward, before a step).
+        as_declared: readers see the declared dtype where the parameters rest in another; False shows them as they
+            rest, everywhere (``param_dtype``).
     """
 
-    def __init__(self, group: ShardGroup, borrowed: "dict[Access, None]") -> None:
+    def __init__(self, group: ShardGroup, borrowed: "dict[Access, None]", *, as_declared: bool = True) -> None:
         self.group = group
+        self.upcasts = group.kind.is_cast and as_declared
         self._borrowed = borrowed
         self._lent_master: Tensor | None = None  # (N * S,) declared dtype, while lent
         self.is_lost = False  # a rank failed: the values are spread over ranks that no longer answer
@@ -77,7 +80,7 @@ class Access:
     @property
     def is_needed(self) -> bool:
         """Whether these parameters ever rest as something else than what the user declared."""
-        return self.group.partition.parameter or self.group.kind.is_cast
+        return self.group.partition.parameter or self.upcasts
 
     def show(self) -> None:
         """The parameters are plain ones again; their values must be there."""
@@ -111,7 +114,7 @@ class Access:
             )
         self._borrowed[self] = None
         parameter = group.parameters[index]
-        if not group.kind.is_cast:
+        if not self.upcasts:
             group.gather()
             self.show()
             return parameter
@@ -175,7 +178,7 @@ class RestingParameter(Parameter):
                 return func(*args, **kwargs)
         if func is _DTYPE:
             access, _ = _ACCESS[args[0]]
-            return access.group.kind.declared
+            return access.group.kind.declared if access.upcasts else access.group.kind.resting
         if func is _SET_DATA and isinstance(args[0], cls):
             with torch.no_grad():
                 return _lend(args[0]).copy_(args[1])

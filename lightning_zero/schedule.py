@@ -146,7 +146,7 @@ class Schedule:
     def _gather(self, resident: Resident, order: GatherOrder) -> None:
         for access in resident.accesses:
             access.group.gather()
-            if not access.group.kind.is_cast:
+            if not access.upcasts:
                 access.show()
         for following in order.after(resident, self._prefetch):
             for access in following.accesses:
@@ -185,8 +185,10 @@ class Schedule:
     def _hook_gradients(self, shard: GradientShard) -> None:
         for index, parameter in enumerate(shard.group.parameters):
             with _no_interception():
-                hook = parameter.register_post_accumulate_grad_hook(self._collecting(shard, index))
-            self._handles.append(hook)
+                trains_now = parameter.requires_grad
+                parameter.requires_grad_(True)  # torch hooks only what trains; `toggle_optimizer` may thaw it later
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._collecting(shard, index)))
+                parameter.requires_grad_(trains_now)
 
     def _collecting(self, shard: GradientShard, index: int) -> Callable[[Tensor], None]:
         def collect(_: Tensor) -> None:

@@ -330,11 +330,8 @@ class ZeroStrategy(DDPStrategy):
         assert self.lightning_module is not None
         if self.engine is None or self.engine.closed:
             return self.lightning_module.state_dict()
-        with self.engine.full_parameters():
-            state = self.lightning_module.state_dict()
-            if self.is_global_zero:  # copies: a view would drag its whole group into the file
-                state.update({name: v.clone() for name, v in state.items() if isinstance(v, Tensor)})
-            return state
+        self.engine.settle()
+        return self.engine.full_state_dict(copy=self.is_global_zero)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -132,6 +132,17 @@ def test_bits_depend_on_no_stage_bucket_overlap_or_prefetch(
     assert_same_bits(found.weights, expected.weights)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_param_dtype_casts_all_parameters_over_fp32_masters(stage: int) -> None:
+    found, expected = (on_ranks(2, s, sgd, param_dtype=torch.bfloat16) for s in (stage, 0))
+    assert found.losses == expected.losses
+    assert_same_bits(found.weights, expected.weights)
+    assert all(value.dtype == torch.float32 for value in found.weights.values())
+    in_fp32 = on_ranks(2, 0, sgd)
+    assert found.losses != in_fp32.losses
+    assert found.losses == pytest.approx(in_fp32.losses, rel=2**-6)  # bf16 has eight bits
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_stages_2_and_3_agree_bit_for_bit_when_gradients_accumulate_in_shards(world: int) -> None:
     two, three = (on_ranks(world, stage, adamw, accumulate=3) for stage in (2, 3))
