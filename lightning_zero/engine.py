@@ -112,12 +112,13 @@ class Engine:
             self._shards,
             self._make_pools(),
             comm=comm,
-            borrowed=self._borrowed,
             prefetch=self.options.prefetch,
             overlap=self.options.overlap,
         )
         self._steppers = {
-            optimizer: PieceStepper(optimizer, self._homes, before=self.settle, after=self._publish, ledger=self.ledger)
+            optimizer: PieceStepper(
+                optimizer, self._homes, before=self._before_step, after=self._publish, ledger=self.ledger
+            )
             for optimizer in optimizers
         }
         for access in self._accesses:
@@ -238,8 +239,13 @@ class Engine:
             with self.no_sync():
                 yield
 
+    def _before_step(self) -> None:
+        """What is gathered when the master changes would be stale afterwards."""
+        self.settle()
+        self.schedule.release_all()
+
     def settle(self) -> None:
-        """Takes back values that were lent to user code, with its edits. Called before every step."""
+        """Takes back values that were lent to user code, with its edits."""
         if not self._borrowed:
             return
         borrowed = list(self._borrowed)

@@ -82,6 +82,11 @@ class Access:
         """Whether these parameters ever rest as something else than what the user declared."""
         return self.group.partition.parameter or self.upcasts
 
+    @property
+    def lends_full_param(self) -> bool:
+        """Whether somebody reads the group's own full_param, and not a copy in the declared dtype."""
+        return not self.upcasts and self in self._borrowed
+
     def show(self) -> None:
         """The parameters are plain ones again; their values must be there."""
         for parameter in self.group.parameters:

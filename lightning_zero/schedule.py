@@ -63,7 +63,6 @@ class Schedule:
         shards: the gradients of all trainable groups.
         pools: the buckets they travel in.
         comm: for the small messages at the end of backward.
-        borrowed: groups that lent their values; see `Access`.
         prefetch: units gathered ahead.
         overlap: let reductions run while backward goes on.
     """
@@ -76,7 +75,6 @@ class Schedule:
         pools: list[BucketPool],
         *,
         comm: Comm,
-        borrowed: dict[Access, None],
         prefetch: int,
         overlap: bool,
     ) -> None:
@@ -84,7 +82,6 @@ class Schedule:
         self._order = shards
         self._pools = pools
         self._comm = comm
-        self._borrowed = borrowed
         self._prefetch = prefetch
         self._overlap = overlap
         self._launched = 0  # how many of self._order
@@ -154,7 +151,7 @@ class Schedule:
 
     def _release(self, resident: Resident, output: Any = ()) -> None:
         for access in resident.accesses:
-            if access in self._borrowed:
+            if access.lends_full_param:
                 continue  # somebody reads it; it goes when the loan ends
             access.hide()
             if _shares_storage(output, access.group.full_param):
@@ -213,7 +210,7 @@ class Schedule:
 
     def _release_group(self, resident: Resident, shard: GradientShard) -> None:
         for access in resident.accesses:
-            if access.group is shard.group and access not in self._borrowed:
+            if access.group is shard.group and not access.lends_full_param:
                 access.hide()
                 access.group.release()
 

@@ -1,0 +1,65 @@
+"""Code that users have, unchanged, beside DDP on two real ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import user_jobs
+from ranks import RankPool
+
+DDP = "ddp_find_unused_parameters_true"
+STAGES = [1, 2, 3]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("name", user_jobs.MODULES)
+def test_modules_train_unchanged_and_equal_ddp(name: str, precision: str, two_ranks: RankPool) -> None:
+    expected = two_ranks.run(user_jobs.fit_module, DDP, name, precision=precision)[0]
+    for stage in STAGES:
+        found = two_ranks.run(user_jobs.fit_module, {"stage": stage}, name, precision=precision)[0]
+        # clip_grad_norm_ is torch's own here, on the same whole gradients: the same bits
+        assert found["losses"] == expected["losses"], stage
+        assert all(torch.equal(found["weights"][key], value) for key, value in expected["weights"].items()), stage
+
+
+def test_callbacks_that_read_weights_see_them_whole(two_ranks: RankPool) -> None:
+    expected = two_ranks.run(user_jobs.average_weights, DDP)
+    for stage in STAGES:
+        for mine, theirs in zip(two_ranks.run(user_jobs.average_weights, {"stage": stage}), expected, strict=True):
+            assert all(torch.equal(mine[name], value) for name, value in theirs.items())
+
+
+def test_accumulation_may_change_by_epoch(two_ranks: RankPool) -> None:
+    expected = two_ranks.run(user_jobs.accumulate_by_epoch, DDP)[0]
+    for stage in STAGES:
+        found = two_ranks.run(user_jobs.accumulate_by_epoch, {"stage": stage})[0]
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_evaluation_needs_no_optimizer(two_ranks: RankPool) -> None:
+    expected = two_ranks.run(user_jobs.evaluate_only, DDP)
+    for stage in STAGES:
+        for mine, theirs in zip(two_ranks.run(user_jobs.evaluate_only, {"stage": stage}), expected, strict=True):
+            assert mine["loss"] == theirs["loss"]
+            assert torch.equal(mine["predictions"], theirs["predictions"])
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_one_rank_may_read_weights_that_rest_in_full(stage: int, two_ranks: RankPool) -> None:
+    assert two_ranks.run(user_jobs.read_on_rank_0_only, {"stage": stage}) == two_ranks.run(
+        user_jobs.read_on_rank_0_only, DDP
+    )
+
+
+def test_parameters_added_after_set_up_are_refused_with_the_remedy(two_ranks: RankPool) -> None:
+    for error in two_ranks.run(user_jobs.add_a_group_while_training, {"stage": 2}):
+        assert error is not None
+        assert "was added after set-up" in error
+
+
+@pytest.mark.parametrize("arguments", [{"stage": 2}, {"stage": 3}])
+def test_sanitizing_a_sound_run_changes_nothing(arguments: dict[str, Any], two_ranks: RankPool) -> None:
+    plain = two_ranks.run(user_jobs.fit_module, arguments, "Penalised")[0]
+    checked = two_ranks.run(user_jobs.fit_module, {**arguments, "sanitize": True}, "Penalised")[0]
+    assert checked["losses"] == plain["losses"]

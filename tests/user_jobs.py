@@ -1,0 +1,162 @@
+"""LightningModules as users write them: manual optimization, penalties, checkpointing, callbacks that read weights."""
+
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from jobs import Classifier, loader, state_of, trainer
+
+
+class Gan(L.LightningModule):
+    """Two optimizers, manual optimization, `toggle_optimizer`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.critic = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real = batch[0][:, :8]
+        noise = real[:, :4] * 0.3
+        for optimizer, loss_of in zip(self.optimizers(), (self.fooling, self.telling), strict=True):
+            self.toggle_optimizer(optimizer)
+            loss = loss_of(noise, real)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+            self.losses.append(loss.item())
+
+    def fooling(self, noise: Tensor, real: Tensor) -> Tensor:
+        return -self.critic(self.generator(noise)).mean()
+
+    def telling(self, noise: Tensor, real: Tensor) -> Tensor:
+        fake = self.critic(self.generator(noise).detach())
+        return fake.square().mean() + (1 - self.critic(real)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(part.parameters(), lr=1e-2) for part in (self.generator, self.critic)]
+
+
+class Penalised(Classifier):
+    """The loss reads every parameter outside any module's forward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch) + 0.01 * sum(parameter.square().sum() for parameter in self.parameters())
+        self.losses.append(loss.item())
+        return loss
+
+
+class ManyLayers(Classifier):
+    """Convolution, LSTM, attention, weight norm, a zero-element layer and a 0-d parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.out = nn.utils.parametrizations.weight_norm(nn.Linear(8, 5))
+        self.empty = nn.Linear(8, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = x[:, None, :10, None] * torch.ones(10)
+        features = self.bn(self.conv(image)).flatten(2)[:, :, :8]
+        hidden = self.encoder(self.lstm(features)[0])
+        return self.out(hidden.mean(1)) * self.temperature + self.empty(hidden).sum()
+
+
+class Checkpointed(Classifier):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self.net[3], self.net[:3](self.frozen(x)), use_reentrant=False)
+        return self.net[4](hidden + self.again(hidden)) * self.temperature
+
+
+class ClippedByHand(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        self.manual_backward(loss)
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        optimizer.step()
+
+
+MODULES = {module.__name__: module for module in (Gan, Penalised, ManyLayers, Checkpointed, ClippedByHand)}
+
+
+def fit_module(strategy: Any, name: str, **kwargs: Any) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    model = MODULES[name]()
+    trainer(strategy, 2, **kwargs).fit(model, loader())
+    return {"losses": model.losses, "weights": state_of(model)}
+
+
+def average_weights(strategy: Any) -> dict[str, Tensor]:
+    """An exponential moving average in a callback, read after every batch."""
+    average: dict[str, Tensor] = {}
+
+    class Ema(L.Callback):
+        def on_train_batch_end(self, run: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+            for name, parameter in module.named_parameters():
+                before = average.get(name, parameter.detach().clone())
+                average[name] = before * 0.9 + parameter.detach() * 0.1
+
+    L.seed_everything(1, verbose=False)
+    trainer(strategy, 2, callbacks=[Ema()]).fit(Classifier(), loader())
+    return average
+
+
+def accumulate_by_epoch(strategy: Any) -> list[float]:
+    L.seed_everything(1, verbose=False)
+    model = Classifier()
+    schedule = GradientAccumulationScheduler({0: 1, 1: 4, 2: 2})
+    trainer(strategy, 2, max_epochs=3, callbacks=[schedule]).fit(model, loader())
+    return model.losses
+
+
+def evaluate_only(strategy: Any) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    model = Classifier()
+    run = trainer(strategy, 2)
+    loss = run.validate(model, loader(), verbose=False)
+    predictions = run.predict(model, loader())
+    assert predictions is not None
+    return {"loss": loss[0]["val_loss"], "predictions": torch.cat([torch.as_tensor(p) for p in predictions])}
+
+
+def read_on_rank_0_only(strategy: Any) -> float:
+    class Reader(Classifier):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.global_rank == 0:
+                self.net[0].weight.norm().item()
+
+    model = Reader()
+    trainer(strategy, 2).fit(model, loader())
+    return model.losses[-1]
+
+
+def add_a_group_while_training(strategy: Any) -> str | None:
+    """Thaws what was frozen at set-up and gives it to the optimizer."""
+
+    class Thaws(Classifier):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                self.frozen.requires_grad_(True)
+                self.optimizers().add_param_group({"params": list(self.frozen.parameters())})
+
+    try:
+        trainer(strategy, 2).fit(Thaws(), loader())
+    except RuntimeError as error:
+        return str(error)
+    return None
