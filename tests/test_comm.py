@@ -1,0 +1,184 @@
+"""One protocol, several worlds: the same results from threads and from gloo on real processes."""
+
+import datetime
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_zero.comm import (
+    CollectiveMismatchError,
+    Comm,
+    CountingComm,
+    LocalComm,
+    RankTimeoutError,
+    ThreadWorld,
+    Work,
+    make_comm,
+)
+from ranks import RankPool
+
+CPU = torch.device("cpu")
+
+
+def exercise(comm: Comm) -> dict[str, Any]:
+    """Every operation once, on values that tell ranks apart."""
+    rank, size = comm.rank, comm.size
+    wide = torch.zeros(size, 6)
+    comm.all_gather(wide[:, 2:4], torch.tensor([rank, -rank], dtype=torch.float32), "strided").wait()
+    full = torch.arange(size * 3, dtype=torch.float32).view(size, 3) * (rank + 1)
+    total = torch.empty(3)
+    comm.reduce_scatter(total, full, torch.empty(size - 1, 3), "sum").wait()
+    wider = torch.empty(2, dtype=torch.float32)
+    comm.reduce_scatter(
+        wider, torch.full((size, 2), 1.5, dtype=torch.bfloat16), torch.empty(size - 1, 2, dtype=torch.bfloat16), "bf16"
+    ).wait()
+    sent = torch.full((2, 2), float(rank))
+    comm.broadcast(sent, "from 0")
+    return {
+        "gathered": wide,
+        "sum": total,
+        "widened": wider,
+        "broadcast": sent,
+        "max": comm.all_reduce(torch.tensor([rank, 7 - rank]), "max", "max"),
+        "add": comm.all_reduce(torch.tensor(rank + 1.0, dtype=torch.float64), "add"),
+        "min": comm.all_reduce(torch.tensor([], dtype=torch.uint8), "empty", "min"),
+        "objects": comm.all_gather_object({"rank": rank, "long": "x" * rank}, "objects"),
+        "calls": dict(comm.calls),
+    }
+
+
+def expected(rank: int, size: int) -> dict[str, Any]:
+    factor = size * (size + 1) / 2
+    gathered = torch.zeros(size, 6)
+    gathered[:, 2:4] = torch.tensor([[float(r), -float(r)] for r in range(size)])
+    return {
+        "gathered": gathered,
+        "sum": torch.arange(rank * 3, rank * 3 + 3) * factor,
+        "widened": torch.full((2,), 1.5 * size),
+        "broadcast": torch.zeros(2, 2),
+        "max": torch.tensor([size - 1, 7]),
+        "add": torch.tensor(factor, dtype=torch.float64),
+        "min": torch.tensor([], dtype=torch.uint8),
+        "objects": [{"rank": r, "long": "x" * r} for r in range(size)],
+    }
+
+
+def assert_as_expected(found: dict[str, Any], rank: int, size: int) -> None:
+    for name, value in expected(rank, size).items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(found[name], value), name
+        else:
+            assert found[name] == value
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_threads_compute_every_collective(size: int) -> None:
+    for rank, found in enumerate(ThreadWorld(size, 10).run(exercise)):
+        assert_as_expected(found, rank, size)
+
+
+def test_a_world_of_one_computes_every_collective() -> None:
+    assert_as_expected(exercise(LocalComm()), 0, 1)
+
+
+def on_gloo(sanitize: bool = False, wait_timeout: float = 20.0) -> Comm:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    return make_comm(CPU, datetime.timedelta(seconds=wait_timeout), sanitize=sanitize)
+
+
+def exercise_gloo() -> dict[str, Any]:
+    return exercise(on_gloo())
+
+
+def test_gloo_computes_every_collective(pool_of: Any) -> None:
+    for size in (2, 3):
+        for rank, found in enumerate(pool_of(size).run(exercise_gloo)):
+            assert_as_expected(found, rank, size)
+
+
+def test_sums_go_in_rank_order_whoever_comes_first() -> None:
+    values = [1.0, 1e8, -1e8, 1.0]  # in another order the ones survive, or do not
+
+    def reduce(comm: Comm) -> float:
+        time.sleep(0.02 * (comm.size - comm.rank))
+        total, full = torch.empty(1), torch.full((comm.size, 1), values[comm.rank])
+        comm.reduce_scatter(total, full, torch.empty(comm.size - 1, 1), "order").wait()
+        return total.item()
+
+    in_order = ((torch.tensor(1.0) + 1e8) + -1e8 + 1.0).item()
+    assert ThreadWorld(4, 10).run(reduce) == [in_order] * 4
+    assert in_order == 1.0 != sum(sorted(values))
+
+
+def issue_in_different_order() -> list[list[float]]:
+    comm = on_gloo()
+    names = ["a", "b"] if comm.rank == 0 else ["b", "a"]
+    results = {name: torch.zeros(comm.size, 1) for name in names}
+    sent = {"a": torch.tensor([1.0 + comm.rank]), "b": torch.tensor([10.0 + comm.rank])}
+    works: list[Work] = [comm.all_gather(results[name], sent[name], name) for name in names]
+    for work in works:
+        work.wait()
+    return [results["a"].flatten().tolist(), results["b"].flatten().tolist()]
+
+
+def test_operations_issued_in_different_order_do_not_swap_data(two_ranks: RankPool) -> None:
+    assert two_ranks.run(issue_in_different_order) == [[[1.0, 2.0], [10.0, 11.0]]] * 2
+
+
+def disagree() -> str | None:
+    comm = on_gloo(sanitize=True)
+    try:
+        comm.all_gather(torch.zeros(2, 3), torch.zeros(3), "head_a" if comm.rank == 0 else "head_b").wait()
+    except CollectiveMismatchError as error:
+        return str(error)
+    return None
+
+
+def test_sanitize_names_what_each_rank_issues(two_ranks: RankPool) -> None:
+    for error in two_ranks.run(disagree):
+        assert error is not None
+        assert "rank 0: all_gather head_a (3,) torch.float32" in error
+        assert "rank 1: all_gather head_b" in error
+
+
+def test_a_missing_rank_is_named() -> None:
+    def leave_early(comm: Comm) -> None:
+        if comm.rank != 1:
+            comm.all_reduce(torch.ones(1), "alone")
+
+    with pytest.raises(RankTimeoutError, match=r"'all_reduce alone #1': ranks \[1\] never came \(wait_timeout=0.2 s\)"):
+        ThreadWorld(3, 0.2).run(leave_early)
+
+
+def test_a_rank_that_fails_ends_the_others_with_its_own_error() -> None:
+    def fail(comm: Comm) -> None:
+        if comm.rank == 1:
+            raise ValueError("rank 1 broke")
+        comm.all_reduce(torch.ones(1), "waits")
+
+    started = time.monotonic()
+    with pytest.raises(ValueError, match="rank 1 broke"):
+        ThreadWorld(2, 30).run(fail)
+    assert time.monotonic() - started < 10
+
+
+def test_counting_moves_nothing_and_counts_what_would_be_sent() -> None:
+    comm = CountingComm(rank=2, size=1024)
+    shard, full = torch.zeros(5), torch.zeros(1024, 5)
+    comm.all_gather(full, shard + 1, "g").wait()
+    comm.reduce_scatter(shard, full + 1, torch.empty(0), "r").wait()
+    assert full.sum() == shard.sum() == 0
+    assert comm.bytes_sent == {"all_gather": 1023 * 20, "reduce_scatter": 1023 * 20}
+    assert comm.calls == {"all_gather": 1, "reduce_scatter": 1}
+
+
+def test_work_finishes_once() -> None:
+    finished = []
+    work = Work(lambda: finished.append(1))
+    work.wait()
+    work.wait()
+    assert finished == [1]
