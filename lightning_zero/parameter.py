@@ -37,7 +37,7 @@ _METADATA = {
                 "names",
             ),
             *("is_cuda", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_cpu", "is_nested", "retains_grad"),
-            *("output_nr", "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "_base"),
+            *("output_nr", "itemsize", "nbytes", "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "_base"),
         )
         if hasattr(Tensor, name)
     ),
@@ -181,10 +181,10 @@ class RestingParameter(Parameter):
         if func in _METADATA:
             with _no_interception():
                 return func(*args, **kwargs)
-        if func is _DTYPE:
+        if func == _DTYPE:  # slot wrappers are made anew at each look-up
             access, _ = _ACCESS[args[0]]
             return access.group.kind.declared if access.upcasts else access.group.kind.resting
-        if func is _SET_DATA and isinstance(args[0], cls):
+        if func == _SET_DATA and isinstance(args[0], cls):
             with torch.no_grad():
                 return _lend(args[0]).copy_(args[1])
         args, kwargs = tree_map(_lend, args), tree_map(_lend, kwargs)

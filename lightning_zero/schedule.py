@@ -275,7 +275,7 @@ class Schedule:
         }
 
     def _learn_order(self) -> None:
-        if self._order_learnt or not self._ready_order:
+        if self._order_learnt:  # nothing that differs between ranks may decide whether a message is sent
             return
         self._order_learnt = True
         ready = [self._order.index(shard) for shard in self._ready_order]

@@ -1,6 +1,7 @@
 """Small models, data and optimizers that every test file shares."""
 
 import copy
+import threading
 from collections.abc import Callable
 
 import torch
@@ -9,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 VOCABULARY = 13
+_RANDOM = threading.Lock()
 
 Maker = Callable[[nn.Module], tuple[Optimizer, LRScheduler | None]]
 
@@ -38,7 +40,7 @@ class Assorted(nn.Module):
 
 
 def assorted(seed: int = 0) -> Assorted:
-    with torch.random.fork_rng():
+    with _RANDOM, torch.random.fork_rng():  # ranks as threads share the generator
         torch.manual_seed(seed)
         return Assorted()
 

@@ -1,0 +1,167 @@
+"""`p.grad` as the user sees it, and what accumulates when."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.comm import Comm, ThreadWorld
+from lightning_zero.engine import Engine, Options
+from lightning_zero.gradient import ShardedGradient
+from models import assorted, clone, loss_of, sgd
+
+STAGES = [0, 1, 2, 3]
+
+
+def on_two_ranks(stage: int, act: Callable[[nn.Module, Engine, Any, Comm], Any], **options: Any) -> list[Any]:
+    start = assorted()
+
+    def rank_main(comm: Comm) -> Any:
+        model = clone(start)
+        optimizer, _ = sgd(model)
+        return act(
+            model, Engine(model, [optimizer], stage=stage, comm=comm, options=Options(**options)), optimizer, comm
+        )
+
+    return ThreadWorld(2, 10).run(rank_main)
+
+
+def average(*steps: int, ranks: int = 2) -> dict[str, Tensor | None]:
+    """DDP's gradients after backwards over these steps, each reduced on its own."""
+    total: dict[str, Tensor | None] = {}
+    for step in steps:
+        grads = []
+        for rank in range(ranks):
+            model = clone(assorted())
+            loss_of(model, rank, step).backward()
+            grads.append({name: p.grad for name, p in model.named_parameters()})
+        for name, first in grads[0].items():
+            mean = None if first is None else sum((g[name] for g in grads[1:]), start=first.clone()) / ranks
+            total[name] = mean if total.get(name) is None else total[name] + mean
+    return total
+
+
+def assert_grads(model: nn.Module, expected: dict[str, Tensor | None], scale: float = 1.0) -> None:
+    for name, parameter in model.named_parameters():
+        if expected[name] is None:
+            assert parameter.grad is None, name
+        else:
+            assert parameter.grad is not None, name
+            torch.testing.assert_close(parameter.grad + 0, expected[name] * scale, rtol=1e-6, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_grad_reads_as_ddps_average_in_full_shape(stage: int) -> None:
+    expected = average(0)
+
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+        loss_of(model, comm.rank, 0).backward()
+        assert_grads(model, expected)
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                assert parameter.grad.shape == parameter.shape
+                assert torch.equal(engine.full_grad(parameter), expected[name]), name
+        assert isinstance(model.norm.weight.grad, ShardedGradient) == (stage > 0)
+
+    on_two_ranks(stage, act)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_writing_a_grad_in_place_reaches_the_step(stage: int) -> None:
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> Tensor:
+        loss_of(model, comm.rank, 0).backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+        assert_grads(model, average(0), 0.5)
+        before = engine.full_state_dict(copy=True)["blocks.0.up.weight"]
+        optimizer.step()
+        after = engine.full_state_dict(copy=True)["blocks.0.up.weight"]
+        expected = before - 0.05 * 0.5 * average(0)["blocks.0.up.weight"]
+        torch.testing.assert_close(after, expected, rtol=1e-6, atol=1e-7)
+        return after
+
+    on_two_ranks(stage, act)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_backwards_without_zero_grad_add_their_averages(stage: int) -> None:
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+        for step in range(3):
+            loss_of(model, comm.rank, step).backward()
+        assert_grads(model, average(0, 1, 2))
+        optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        loss_of(model, comm.rank, 1).backward()
+        assert_grads(model, average(1))
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model, comm.rank, 2).backward()
+        assert_grads(model, average(2))
+
+    on_two_ranks(stage, act)
+
+
+@pytest.mark.parametrize("accumulation", ["sharded", "local"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_sync_keeps_backwards_local_until_one_reduces_them(stage: int, accumulation: str) -> None:
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+        before = comm.calls["reduce_scatter"]
+        with engine.no_sync():
+            loss_of(model, comm.rank, 0).backward()
+            loss_of(model, comm.rank, 1).backward()
+        assert comm.calls["reduce_scatter"] == before
+        loss_of(model, comm.rank, 2).backward()
+        assert comm.calls["reduce_scatter"] > before
+        assert_grads(model, average(0, 1, 2))
+
+    on_two_ranks(stage, act, accumulation=accumulation)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_retained_graphs_may_run_backward_twice(stage: int) -> None:
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+        loss = loss_of(model, comm.rank, 0)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert_grads(model, average(0, 0))
+
+    on_two_ranks(stage, act)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_used_on_one_rank_only_counts_as_zero_on_the_other(stage: int) -> None:
+    x = torch.ones(1, 3)
+
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+        loss = loss_of(model, comm.rank, 0)
+        if comm.rank == 1 and stage < 3:  # at stage 3 its gather is a collective
+            loss = loss + model.unused(x).sum()
+        loss.backward()
+        if stage < 3:
+            torch.testing.assert_close(engine.full_grad(model.unused.bias), torch.full((5,), 0.5))
+            assert_grads(
+                model, average(0) | {"unused.bias": torch.full((5,), 0.5), "unused.weight": torch.full((5, 3), 0.5)}
+            )
+        optimizer.zero_grad()
+        loss_of(model, comm.rank, 0).backward()
+        before = engine.full_state_dict(copy=True)["unused.bias"]
+        optimizer.step()
+        assert model.unused.bias.grad is None
+        assert torch.equal(engine.full_state_dict(copy=True)["unused.bias"], before)  # no step, no decay
+
+    on_two_ranks(stage, act)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_torchs_own_clipping_scales_sharded_gradients(stage: int) -> None:
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+        loss_of(model, comm.rank, 0).backward()
+        reference = {name: grad for name, grad in average(0).items() if grad is not None}
+        norm = torch.linalg.vector_norm(torch.stack([grad.norm() for grad in reference.values()]))
+        found = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        torch.testing.assert_close(found, norm)
+        assert_grads(model, average(0), float(0.1 / (norm + 1e-6)))
+
+    on_two_ranks(stage, act)

@@ -1,0 +1,146 @@
+"""Parameters between uses, at stage 3 and in two bytes: never empty storage, never another number."""
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero.comm import Comm, ThreadWorld
+from lightning_zero.engine import Engine, Options
+from models import assorted, clone, loss_of, sgd
+
+SETTINGS: list[tuple[int, torch.dtype | None]] = [(1, None), (2, torch.bfloat16), (3, None), (3, torch.bfloat16)]
+
+
+def on_two_ranks(stage: int, dtype: torch.dtype | None, act: Callable[..., Any], steps: int = 1) -> list[Any]:
+    """Trains a little, then calls `act(model, plain, comm, engine, optimizer)`; `plain` has the same values."""
+    start = assorted()
+
+    def rank_main(comm: Comm) -> Any:
+        model = clone(start)
+        optimizer, _ = sgd(model)
+        engine = Engine(model, [optimizer], stage=stage, comm=comm, options=Options(autocast_dtype=dtype))
+        for step in range(steps):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is not None):
+                loss = loss_of(model, comm.rank, step)
+            loss.backward()
+            optimizer.step()
+        plain = clone(start)
+        plain.load_state_dict(engine.full_state_dict(copy=True))
+        return act(model, plain, comm, engine, optimizer)
+
+    return ThreadWorld(2, 10).run(rank_main)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), SETTINGS)
+def test_reading_in_any_way_gives_whole_declared_values(stage: int, dtype: torch.dtype | None) -> None:
+    def read(model: Any, plain: Any, comm: Comm, engine: Engine, _: Any) -> None:
+        for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(found + 1, expected + 1), name
+            assert torch.equal(copy.deepcopy(found), expected), name
+            assert type(copy.deepcopy(found)) is nn.Parameter
+            assert torch.equal(found.detach(), expected)
+            assert "Parameter" in repr(found) or "tensor" in repr(found)
+            assert found.dtype == expected.dtype
+            file = io.BytesIO()
+            torch.save(found, file)
+            file.seek(0)
+            assert torch.equal(torch.load(file, weights_only=False), expected), name
+
+    on_two_ranks(stage, dtype, read)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), SETTINGS)
+def test_a_view_outlives_the_loan(stage: int, dtype: torch.dtype | None) -> None:
+    def keep(model: Any, plain: Any, comm: Comm, engine: Engine, optimizer: Any) -> None:
+        kept = model.blocks[0]["up"].weight.detach()
+        engine.settle()
+        loss_of(model, comm.rank, 9)
+        assert torch.equal(kept, plain.blocks[0]["up"].weight)
+
+    on_two_ranks(stage, dtype, keep)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), SETTINGS)
+def test_edits_in_place_persist(stage: int, dtype: torch.dtype | None) -> None:
+    def edit(model: Any, plain: Any, comm: Comm, engine: Engine, optimizer: Any) -> None:
+        for each in (model, plain):
+            with torch.no_grad():
+                each.blocks[0]["up"].weight.mul_(1.001)  # too little for two bytes to show
+                each.norm.weight.copy_(torch.arange(10.0))
+                nn.init.constant_(each.blocks[1]["down"].bias, 0.3)
+                each.embedding.weight.data.clamp_(-0.5, 0.5)
+        engine.settle()
+        for name, value in engine.full_state_dict(copy=True).items():
+            assert torch.equal(value, plain.state_dict()[name]), name
+
+    on_two_ranks(stage, dtype, edit)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), SETTINGS)
+def test_metadata_costs_no_communication(stage: int, dtype: torch.dtype | None) -> None:
+    def look(model: Any, plain: Any, comm: Comm, engine: Engine, optimizer: Any) -> None:
+        before = dict(comm.calls)
+        for parameter in model.parameters():
+            assert parameter.numel() == parameter.shape.numel()
+            assert parameter.requires_grad in (True, False)
+            assert parameter.dtype == torch.float32
+            assert parameter.is_leaf
+            assert parameter.dim() == len(parameter.size())
+        optimizer.zero_grad()
+        model.requires_grad_(True)
+        assert dict(comm.calls) == before
+
+    on_two_ranks(stage, dtype, look)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), SETTINGS)
+def test_weights_used_by_another_module_get_the_right_gradient(stage: int, dtype: torch.dtype | None) -> None:
+    def borrow(model: Any, plain: Any, comm: Comm, engine: Engine, optimizer: Any) -> None:
+        x = torch.linspace(-1, 1, 30).view(3, 10)
+        for each in (model, plain):
+            each.zero_grad()
+            nn.functional.linear(x, each.blocks[0]["up"].weight).square().mean().backward()
+        found = engine.full_grad(model.blocks[0]["up"].weight)
+        assert found is not None
+        assert torch.equal(found, plain.blocks[0]["up"].weight.grad)  # the same data on both ranks: the mean is it
+
+    on_two_ranks(stage, dtype, borrow)
+
+
+def test_a_two_byte_module_sees_fp32_where_autocast_is_off() -> None:
+    def island(model: Any, plain: Any, comm: Comm, engine: Engine, optimizer: Any) -> None:
+        x = torch.linspace(-1, 1, 30).view(3, 10)
+        found, expected = (each.blocks[0]["up"](x) for each in (model, plain))
+        assert found.dtype == torch.float32
+        assert torch.equal(found, expected)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(model.blocks[0]["up"](x), plain.blocks[0]["up"](x))
+
+    on_two_ranks(2, torch.bfloat16, island)
+
+
+def test_two_byte_weights_do_rest_in_two_bytes() -> None:
+    def rests(model: Any, plain: Any, comm: Comm, engine: Engine, optimizer: Any) -> dict[torch.dtype, int]:
+        table = engine.dtype_table()
+        return {kind.resting: numel for numel, kind, grad in table if grad is not None}
+
+    linear = sum(p.numel() for block in assorted().blocks for p in block.parameters())
+    unused = 3 * 5 + 5
+    assert on_two_ranks(2, torch.bfloat16, rests)[0][torch.bfloat16] == linear + unused
+
+
+def test_full_parameters_lends_all_at_once_and_keeps_edits_only_when_asked() -> None:
+    def edit(model: Any, plain: Any, comm: Comm, engine: Engine, optimizer: Any) -> None:
+        before = engine.full_state_dict(copy=True)["norm.weight"]
+        for write, expected in ((False, before), (True, before + 1)):
+            with engine.full_parameters(write=write), torch.no_grad():
+                model.norm.weight.add_(1)
+            assert torch.equal(engine.full_state_dict(copy=True)["norm.weight"], expected)
+
+    on_two_ranks(3, None, edit)
