@@ -313,7 +313,7 @@ class NcclComm(Comm):
         return Work(dist.all_gather(list(full.unbind(0)), shard, group=self._group, async_op=True).wait)
 
     def _reduce_scatter(self, shard: Tensor, full: Tensor, incoming: Tensor, key: str) -> Work:
-        total = shard if shard.dtype == full.dtype else incoming[0]
+        total = shard if shard.dtype == full.dtype else torch.empty_like(full[0])
         work = _reduce_scatter_single(total, full.view(-1), group=self._group, async_op=True)
 
         def finish() -> None:

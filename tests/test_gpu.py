@@ -1,0 +1,96 @@
+"""What needs a CUDA device; `make test-gpu` runs it. One GPU is enough."""
+
+import datetime
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import jobs
+from lightning_zero.comm import GlooComm, LocalComm, NcclComm
+from lightning_zero.engine import Engine
+from models import adamw, assorted, clone
+from ranks import free_port
+
+pytestmark = pytest.mark.gpu
+
+
+def fit_on_gpu(strategy: Any, precision: str) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    model = jobs.Classifier(tied=precision != "bf16-true")
+    run = L.Trainer(
+        accelerator="gpu", devices=1, strategy=jobs.strategy_from(strategy), precision=precision, max_epochs=2,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        deterministic="warn",
+    )  # fmt: skip
+    torch.cuda.reset_peak_memory_stats()
+    run.fit(model, jobs.loader(shuffle=True), jobs.loader(seed=1))
+    return {"losses": model.losses, "weights": jobs.state_of(model), "peak": torch.cuda.max_memory_allocated()}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_one_gpu_equals_the_plain_strategy_bit_for_bit(stage: int, precision: str) -> None:
+    found, expected = fit_on_gpu({"stage": stage}, precision), fit_on_gpu("auto", precision)
+    assert found["losses"] == expected["losses"]
+    assert all(torch.equal(found["weights"][name], value) for name, value in expected["weights"].items())
+
+
+def test_the_engine_holds_on_the_device_what_the_ledger_says() -> None:
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    engine = Engine(model, [optimizer], stage=2, comm=LocalComm(), device=torch.device("cuda"))
+    model(torch.ones(2, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    held = torch.cuda.memory_allocated() - before
+    assert sum(engine.bytes_by_category().values()) == pytest.approx(held, rel=0.05)
+    engine.close()
+
+
+def test_parameters_move_to_the_device_with_their_values() -> None:
+    start = assorted()
+    model = clone(start)
+    optimizer, _ = adamw(model)
+    Engine(model, [optimizer], stage=3, comm=LocalComm(), device=torch.device("cuda"))
+    for found, expected in zip(model.parameters(), start.parameters(), strict=True):
+        assert found.is_cuda
+        assert torch.equal(found.detach().cpu(), expected)
+
+
+@pytest.fixture
+def nccl() -> Iterator[NcclComm]:
+    """NCCL on one rank: every collective runs for real, with nobody else."""
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    control = GlooComm(dist.new_group(backend="gloo"), datetime.timedelta(seconds=20))
+    yield NcclComm(dist.new_group(backend="nccl"), control)
+    dist.destroy_process_group()
+
+
+def test_nccl_gathers_contiguous_and_strided_rows(nccl: NcclComm) -> None:
+    for full in (torch.zeros(1, 4, device="cuda"), torch.zeros(1, 9, device="cuda")[:, 2:6]):
+        nccl.all_gather(full, torch.arange(4.0, device="cuda"), "rows").wait()
+        assert full.flatten().tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_nccl_reduces_in_one_dtype_and_stores_in_another(nccl: NcclComm) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        total = torch.zeros(3, device="cuda")
+        full = torch.full((1, 3), 1.5, device="cuda", dtype=dtype)
+        nccl.reduce_scatter(total, full, torch.empty(0, 3, device="cuda", dtype=dtype), "sum").wait()
+        assert total.tolist() == [1.5, 1.5, 1.5]
+
+
+def test_nccl_sends_small_host_messages_over_gloo(nccl: NcclComm) -> None:
+    assert nccl.all_reduce(torch.tensor([3.0]), "control").tolist() == [3.0]
+    assert nccl.all_gather_object({"a": 1}, "object") == [{"a": 1}]
+    for device in ("cuda", "cpu"):
+        sent = torch.ones(2, device=device)
+        nccl.broadcast(sent, "values")
+        assert sent.tolist() == [1.0, 1.0]

@@ -1,0 +1,123 @@
+"""The user's own optimizer on pieces."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.optim import Optimizer
+
+from lightning_zero.comm import Comm, LocalComm, ThreadWorld
+from lightning_zero.engine import Engine
+from models import adamw, assorted, clone, loss_of
+from reference import ddp
+
+STAGES = [0, 1, 2, 3]
+
+
+def trained(comm: Comm, stage: int, start: Any, make: Any, steps: int = 3) -> tuple[Any, Engine, Optimizer]:
+    model = clone(start)
+    optimizer, scheduler = make(model)
+    engine = Engine(model, [optimizer], stage=stage, comm=comm)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, comm.rank, step).backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return model, engine, optimizer
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_state_is_kept_for_the_users_parameters_in_pieces(stage: int) -> None:
+    def check(comm: Comm) -> int:
+        model, _, optimizer = trained(comm, stage, start, adamw)
+        mine = {id(parameter) for parameter in model.parameters()}
+        assert all(id(parameter) in mine for parameter in optimizer.state)
+        return sum(state["exp_avg"].numel() for state in optimizer.state.values())
+
+    start = assorted()
+    used = sum(p.numel() for name, p in start.named_parameters() if "frozen" not in name and "unused" not in name)
+    assert sum(ThreadWorld(3, 10).run(check)) == used
+
+
+def adagrad(model: Any) -> tuple[Optimizer, None]:
+    return torch.optim.Adagrad(
+        [p for p in model.parameters() if p.requires_grad], lr=0.05, initial_accumulator_value=0.1
+    ), None
+
+
+def rmsprop(model: Any) -> tuple[Optimizer, None]:
+    return torch.optim.RMSprop(model.parameters(), lr=1e-3, momentum=0.9, centered=True), None
+
+
+def fused(model: Any) -> tuple[Optimizer, None]:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), None
+
+
+def foreach(model: Any) -> tuple[Optimizer, None]:
+    return torch.optim.Adam(model.parameters(), lr=1e-3, foreach=True, amsgrad=True), None
+
+
+@pytest.mark.parametrize("make", [adagrad, rmsprop, fused, foreach])
+@pytest.mark.parametrize("stage", STAGES)
+def test_elementwise_optimizers_step_pieces_as_they_step_the_whole(stage: int, make: Any) -> None:
+    start = assorted()
+    expected = ddp(start, make, world=2, steps=3).weights
+    found = ThreadWorld(2, 10).run(lambda comm: trained(comm, stage, start, make)[1].full_state_dict(copy=True))[0]
+    assert not [name for name, value in expected.items() if not torch.equal(found[name], value)]
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, 3), st.integers(1, 4), st.integers(0, 3), st.integers(1, 4))
+def test_full_state_loads_at_any_stage_and_world(stage: int, world: int, other_stage: int, other_world: int) -> None:
+    start = assorted()
+
+    def save(comm: Comm) -> Any:
+        _, engine, optimizer = trained(comm, stage, start, adamw)
+        return engine.optimizer_state(optimizer)
+
+    def load(comm: Comm) -> Any:
+        model = clone(start)
+        optimizer, _ = adamw(model)
+        engine = Engine(model, [optimizer], stage=other_stage, comm=comm)
+        engine.load_optimizer_state(optimizer, saved)
+        return engine.optimizer_state(optimizer)
+
+    saved = on(world, save)
+    loaded = on(other_world, load)
+    assert loaded["param_groups"] == saved["param_groups"]
+    assert loaded["state"].keys() == saved["state"].keys()
+    for index, state in saved["state"].items():
+        assert all(torch.equal(loaded["state"][index][name], value) for name, value in state.items())
+
+
+def on(world: int, function: Any) -> Any:
+    return function(LocalComm()) if world == 1 else ThreadWorld(world, 10).run(function)[0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_closure_runs_on_whole_parameters(stage: int) -> None:
+    start = assorted()
+
+    def step_with_closure(comm: Comm) -> Any:
+        model = clone(start)
+        optimizer, _ = adamw(model)
+        engine = Engine(model, [optimizer], stage=stage, comm=comm)
+
+        def closure() -> torch.Tensor:
+            assert model.embedding.weight.shape == (13, 10)
+            optimizer.zero_grad()
+            loss = loss_of(model, comm.rank, 0)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        return engine.full_state_dict(copy=True)
+
+    plain = ThreadWorld(2, 10).run(
+        lambda comm: trained(comm, stage, start, adamw, steps=1)[1].full_state_dict(copy=True)
+    )
+    closed = ThreadWorld(2, 10).run(step_with_closure)
+    assert all(torch.equal(closed[0][name], value) for name, value in plain[0].items())

@@ -1,0 +1,97 @@
+"""The order of collectives, and what is gathered when."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.comm import Comm, ThreadComm, ThreadWorld
+from lightning_zero.engine import Engine, Options
+from lightning_zero.ledger import Category
+from models import clone
+
+LAYERS, WIDTH = 6, 64
+
+
+def tower() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+
+
+def run(comm: Comm, start: nn.Module, forward: Any = None, steps: int = 3, **options: Any) -> dict[str, Any]:
+    """Trains at stage 3 and keeps the order in which collectives were issued."""
+    issued: list[str] = []
+    begin = comm._begin
+
+    def begin_and_note(kind: str, name: str, *args: Any, **kwargs: Any) -> str:
+        issued.append(f"{kind} {name}")
+        return begin(kind, name, *args, **kwargs)
+
+    comm._begin = begin_and_note  # type: ignore[method-assign]
+    model = clone(start)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(model, [optimizer], stage=3, comm=comm, options=Options(**options))
+    for _ in range(steps):
+        issued.clear()
+        x = torch.ones(2, WIDTH)
+        (model(x) if forward is None else forward(model, x, comm.rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        "issued": list(issued),
+        "peak": engine.ledger.peak[Category.GATHERED],
+        "now": engine.ledger.live[Category.GATHERED],
+        "released": [access.group.is_released for access in engine._accesses],
+    }
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_every_unit_is_gathered_once_for_forward_and_once_for_backward(prefetch: int) -> None:
+    start = tower()
+    for result in ThreadWorld(2, 10).run(lambda comm: run(comm, start, prefetch=prefetch)):
+        gathers = [name for name in result["issued"] if "gather" in name]
+        # the last unit of forward is the first of backward; it is released between, and gathered again
+        assert len(gathers) == 2 * LAYERS
+        assert sum(name.startswith("reduce_scatter") for name in result["issued"]) == LAYERS
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_no_more_than_the_prefetched_units_are_gathered_at_once(prefetch: int) -> None:
+    start, unit = tower(), 4 * (WIDTH * WIDTH + WIDTH)
+    for result in ThreadWorld(2, 10).run(lambda comm: run(comm, start, prefetch=prefetch)):
+        assert result["peak"] <= (1 + prefetch) * unit * 1.01
+        assert result["now"] == 0
+        assert all(result["released"])
+
+
+def test_collectives_are_issued_in_one_order_whatever_is_ready_first() -> None:
+    """Ranks add the branches in another order, so their backwards reach the layers in another order too."""
+
+    def branches(model: nn.Module, x: Tensor, rank: int) -> Tensor:
+        outputs = [layer(x) for layer in model]  # forward in one order: at stage 3 a gather is a collective
+        return sum(outputs if rank == 0 else outputs[::-1])  # type: ignore[return-value]
+
+    start = tower()
+    first, second = ThreadWorld(2, 10).run(lambda comm: run(comm, start, branches, prefetch=0))
+    reductions = [[name for name in each["issued"] if name.startswith("reduce_scatter")] for each in (first, second)]
+    assert reductions[0] == reductions[1]
+    assert len(reductions[0]) == LAYERS
+
+
+def test_a_failing_forward_leaves_hooks_that_work() -> None:
+    start = tower()
+
+    def fail_once(comm: Comm) -> float:
+        assert isinstance(comm, ThreadComm)
+        model = clone(start)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        Engine(model, [optimizer], stage=3, comm=comm)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.ones(2, WIDTH + 1))
+        loss = model(torch.ones(2, WIDTH)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    first, second = ThreadWorld(2, 10).run(fail_once)
+    assert first == second
