@@ -7,54 +7,29 @@ engine.close()                      # the module is whole again
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_zero import norm, units
+from lightning_zero import norm
+from lightning_zero.assembly import Options, assemble, managed_parameters, trainable_of
 from lightning_zero.comm import Comm
-from lightning_zero.gradient import Bucket, BucketPool, GradientShard
-from lightning_zero.group import Kind, Setting, ShardGroup
+from lightning_zero.gradient import GradientShard
+from lightning_zero.group import Kind, ShardGroup
 from lightning_zero.ledger import Category, Ledger
-from lightning_zero.optimizer import PieceStepper, set_grad_dtype
+from lightning_zero.optimizer import PieceStepper
 from lightning_zero.parameter import Access
-from lightning_zero.schedule import Resident, Schedule
+from lightning_zero.schedule import Schedule
 from lightning_zero.stage import STAGES, Partition
 
-MIB = 2**20
+__all__ = ["Engine", "Options"]
+
 HOST = torch.device("cpu")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How an engine works; none of it changes results, except the two dtypes.
-
-    Args:
-        unit_classes: see `units.find_units`.
-        bucket_bytes: largest collective.
-        prefetch: units gathered ahead at stage 3.
-        overlap: let reductions run while backward goes on.
-        accumulation: reduce every backward into the shard, or keep full gradients until the last one.
-        param_dtype: in which floating-point parameters rest and compute; None leaves it to `autocast_dtype`.
-        autocast_dtype: weights that autocast casts at each use rest in it already (decision of `*-mixed`).
-        reduce_dtype: of gradients; None is fp32, or the parameter's dtype where that is wider.
-    """
-
-    unit_classes: tuple[type | str, ...] | None = None
-    bucket_bytes: int = 25 * MIB
-    prefetch: int = 1
-    overlap: bool = True
-    accumulation: Literal["sharded", "local"] = "sharded"
-    param_dtype: torch.dtype | None = None
-    autocast_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
 
 
 @final
@@ -94,23 +69,32 @@ class Engine:
         self.partition: Partition = STAGES[stage if comm.size > 1 else 0]
         self.ledger = Ledger()
         self._borrowed: dict[Access, None] = {}
-        self._managed = _managed_parameters(module, optimizers)
+        managed = managed_parameters(module, optimizers)
         self._broadcast_states()
-        trainable = {id(parameter) for parameter in self._managed if optimizers and _trains(parameter, optimizers)}
-        self._residents = self._partition(trainable)
+        assembly = assemble(
+            module,
+            managed,
+            trainable_of(managed, optimizers),
+            partition=self.partition,
+            comm=comm,
+            ledger=self.ledger,
+            device=device,
+            options=self.options,
+            borrowed=self._borrowed,
+        )
+        self._accesses = [access for resident in assembly.residents for access in resident.accesses]
+        self._shards = assembly.shards
         self._move_the_rest()
-        self._accesses = [access for resident in self._residents for access in resident.accesses]
-        self._shards = self._make_gradients()
         self._homes = {
             parameter: (shard, index)
             for shard in self._shards
             for index, parameter in enumerate(shard.group.parameters)
         }
         self.schedule = Schedule(
-            self._residents if self.partition.parameter else [],
-            self._cast_modules,
-            self._shards,
-            self._make_pools(),
+            assembly.residents if self.partition.parameter else [],
+            assembly.cast_modules,
+            assembly.shards,
+            assembly.pools,
             comm=comm,
             prefetch=self.options.prefetch,
             overlap=self.options.overlap,
@@ -140,80 +124,8 @@ class Engine:
 
     def _move_the_rest(self) -> None:
         """Buffers, metrics and parameters that no group holds."""
-        grouped = {
-            id(p) for resident in self._residents for access in resident.accesses for p in access.group.parameters
-        }
+        grouped = {id(parameter) for access in self._accesses for parameter in access.group.parameters}
         self.module._apply(lambda tensor: tensor if id(tensor) in grouped else tensor.to(self.device))
-
-    def _partition(self, trainable: set[int]) -> list[Resident]:
-        """Makes all groups; at stages 0-2 of at most one bucket and only of what trains."""
-        options, managed = self.options, {id(parameter) for parameter in self._managed}
-        total = sum(parameter.nbytes for parameter in self._managed)
-        # Small models get small buckets: a bucket is memory that grows with nothing, and must not outgrow the model.
-        bucket_bytes = min(options.bucket_bytes, max(MIB, total // 16))
-        setting = Setting(self.partition, self.comm, self.ledger, bucket_bytes)
-        self._cast_modules, resting = self._choose_resting(trainable)
-        by_unit = self.partition.parameter
-        found = units.find_units(self.module, options.unit_classes) if by_unit else units.whole_model(self.module)
-        residents = []
-        for unit in found:
-            accesses = []
-            for kind, parameters in units.split_by_kind(unit, trainable, resting, self.device).items():
-                mine = {name: parameter for name, parameter in parameters.items() if id(parameter) in managed}
-                if not mine or not (by_unit or kind.trainable or kind.is_cast):
-                    continue
-                numel = bucket_bytes // kind.declared.itemsize
-                for number, run in enumerate([mine] if by_unit else units.fill_buckets(mine, numel)):
-                    name = f"{unit.name or 'model'}/{_describe(kind)}/{number}"
-                    group = ShardGroup(name, run, kind, setting)
-                    accesses.append(Access(group, self._borrowed, as_declared=options.param_dtype is None))
-                    accesses[-1].group.release()
-            if accesses:
-                residents.append(Resident(unit.name, unit.module, accesses))
-        return residents
-
-    def _choose_resting(self, trainable: set[int]) -> tuple[list[Module], dict[int, torch.dtype]]:
-        """Which parameters rest in another dtype than they were declared in, and the modules that may see them so."""
-        options = self.options
-        if options.param_dtype is not None:
-            chosen = {id(p): options.param_dtype for p in self._managed if p.is_floating_point()}
-            return [], chosen
-        if options.autocast_dtype is None:
-            return [], {}
-        modules = [
-            module
-            for module in units.modules_cast_by_autocast(self.module)
-            if all(id(parameter) in trainable for parameter in module.parameters(recurse=False))
-        ]
-        return modules, {id(p): options.autocast_dtype for m in modules for p in m.parameters(recurse=False)}
-
-    def _make_gradients(self) -> list[GradientShard]:
-        shards = []
-        for access in self._accesses:
-            if access.group.kind.trainable:
-                declared = access.group.kind.declared
-                dtype = self.options.reduce_dtype or torch.promote_types(declared, torch.float32)
-                shards.append(GradientShard(access.group, dtype))
-                for parameter in access.group.parameters:
-                    set_grad_dtype(parameter, dtype)
-        return shards if not self.partition.parameter else shards[::-1]
-
-    def _make_pools(self) -> list[BucketPool]:
-        """A pool for each dtype and device of gradients: two buckets, so that one fills while the other travels."""
-        if self.comm.size == 1:
-            return []
-        pools = []
-        key: Callable[[GradientShard], Any] = lambda shard: (str(shard.dtype), str(shard.group.kind.device))  # noqa: E731
-        for _, found in itertools.groupby(sorted(self._shards, key=key), key):
-            shards = list(found)
-            numel = max(shard.group.layout.largest_slice_numel for shard in shards)
-            device, dtype = shards[0].group.kind.device, shards[0].dtype
-            count = 2 if self.options.overlap else 1
-            pool = BucketPool([Bucket(numel, self.comm.size, dtype, device, self.ledger) for _ in range(count)])
-            pools.append(pool)
-            for shard in shards:
-                shard.pool = pool
-        return pools
 
     # -- training
 
@@ -331,19 +243,16 @@ class Engine:
             copy: give every entry storage of its own; a view would drag its whole group into a file.
         """
         state = self.module.state_dict(keep_vars=True)
-        homes = {
-            id(parameter): (access.group, index)
-            for access in self._accesses
-            for index, parameter in enumerate(access.group.parameters)
-        }
-        needed = dict.fromkeys(homes[id(value)][0] for value in state.values() if id(value) in homes)
-        full = {group: group.full_master() for group in needed}
+        grouped = {id(parameter) for access in self._accesses for parameter in access.group.parameters}
+        names: dict[int, list[str]] = {}  # a tied parameter has several
         for name, value in state.items():
-            if id(value) in homes:
-                group, index = homes[id(value)]
-                state[name] = group.view_of(full[group], index).clone() if copy else group.view_of(full[group], index)
-            elif isinstance(value, Tensor):
+            names.setdefault(id(value), []).append(name)
+            if isinstance(value, Tensor) and id(value) not in grouped:
                 state[name] = value.detach()
+        for access in self._accesses:
+            if any(id(parameter) in names for parameter in access.group.parameters):
+                for parameter, whole in zip(access.group.parameters, access.group.whole_values(copy=copy), strict=True):
+                    state.update(dict.fromkeys(names.get(id(parameter), ()), whole))
         return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -401,37 +310,3 @@ class Engine:
             shard.free()
         for access in self._accesses:
             access.restore()
-
-
-def _describe(kind: Kind) -> str:
-    words = [str(kind.resting).removeprefix("torch."), "" if kind.trainable else "frozen"]
-    return " ".join(word for word in words if word)
-
-
-def _trains(parameter: Parameter, optimizers: Sequence[Optimizer]) -> bool:
-    """Trainable is what an optimizer has, or asks for gradients: freezing for a while never regroups."""
-    return parameter.requires_grad or any(
-        parameter is candidate
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for candidate in group["params"]
-    )
-
-
-def _managed_parameters(module: Module, optimizers: Sequence[Optimizer]) -> list[Parameter]:
-    """The parameters that the engine takes over: torch's own kind, each once."""
-    named = dict(module.named_parameters())
-    for name, parameter in named.items():
-        if is_lazy(parameter):
-            raise ValueError(f"Parameter {name!r} has no shape yet (a lazy module). Run one forward before fit.")
-    known = {id(parameter) for parameter in named.values()}
-    for number, optimizer in enumerate(optimizers):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in known:
-                    raise ValueError(
-                        f"Optimizer {number} ({type(optimizer).__name__}) has a parameter of shape "
-                        f"{tuple(parameter.shape)} that is not the module's. Give it parameters of the LightningModule "
-                        "(self.parameters()), and register what it should train as a submodule or nn.Parameter."
-                    )
-    return [parameter for parameter in named.values() if type(parameter) is Parameter]

@@ -206,6 +206,18 @@ class ShardGroup:
             work.wait()
         return full
 
+    def whole_values(self, *, copy: bool) -> list[Tensor]:
+        """Every parameter's values in its shape and declared dtype. A collective, as `full_master`.
+
+        Args:
+            copy: in storage of its own. What rests as shards is copied to the host in any case: a whole model may
+                not fit on the device, and one group at a time does.
+        """
+        full = self.full_master()
+        if self.partition.parameter:
+            return [view.to("cpu", copy=True) for view in self._views(full)]
+        return [view.clone() if copy else view for view in self._views(full)]
+
     def store(self, full: Tensor) -> bool:
         """Takes over what differs in `full` (declared dtype, flat) from the values this group holds.
 

@@ -100,14 +100,13 @@ class Access:
     def restore(self) -> None:
         """Leaves the parameters for good: plain again, whole, in their declared dtype, each in storage of its own.
         A collective where their values are spread."""
-        group = self.group
-        full = group.full_master()
+        whole = self.group.whole_values(copy=True)
         self.show()
-        for index, parameter in enumerate(group.parameters):
+        for parameter, values in zip(self.group.parameters, whole, strict=True):
             _ACCESS.pop(parameter, None)
             parameter.grad = None
-            parameter.data = group.view_of(full, index).clone()
-        group.free()
+            parameter.data = values
+        self.group.free()
 
     def lend(self, index: int) -> Tensor:
         """Parameter `index` with its values, in its declared dtype, connected to autograd."""

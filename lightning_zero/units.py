@@ -120,18 +120,18 @@ def modules_cast_by_autocast(model: Module) -> list[Module]:
 
 
 def split_by_kind(
-    unit: Unit, trainable: set[int], resting: Mapping[int, torch.dtype], device: torch.device
+    parameters: Mapping[str, Parameter], trainable: set[int], resting: Mapping[int, torch.dtype], device: torch.device
 ) -> dict[Kind, dict[str, Parameter]]:
-    """The unit's parameters by dtype and whether they train.
+    """Parameters by dtype and whether they train.
 
     Args:
-        unit: see `Unit`.
+        parameters: name -> parameter.
         trainable: ids of the parameters that receive gradients.
         resting: id -> dtype in which that parameter rests, where it is not its own.
         device: where the groups live.
     """
     kinds: dict[Kind, dict[str, Parameter]] = {}
-    for name, parameter in unit.parameters.items():
+    for name, parameter in parameters.items():
         rests_in = resting.get(id(parameter), parameter.dtype)
         kind = Kind(parameter.dtype, rests_in, device, id(parameter) in trainable)
         kinds.setdefault(kind, {})[name] = parameter
