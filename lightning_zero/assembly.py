@@ -150,7 +150,8 @@ def _make_gradient(group: ShardGroup, reduce_dtype: torch.dtype | None) -> Gradi
 
 
 def _make_pools(shards: list[GradientShard], comm: Comm, ledger: Ledger, buckets: int) -> list[BucketPool]:
-    """A pool for each dtype of gradients; with two buckets one fills while the other travels."""
+    """A pool for each dtype of gradients; with two buckets one fills while the other travels. No more buckets than
+    there are collectives: a small model makes one."""
     if comm.size == 1:
         return []
     pools = []
@@ -159,7 +160,8 @@ def _make_pools(shards: list[GradientShard], comm: Comm, ledger: Ledger, buckets
         alike = list(found)
         numel = max(shard.group.layout.largest_slice_numel for shard in alike)
         dtype, device = alike[0].dtype, alike[0].group.kind.device
-        pools.append(BucketPool([Bucket(numel, comm.size, dtype, device, ledger) for _ in range(buckets)]))
+        needed = min(buckets, sum(len(shard.group.layout.slices) for shard in alike))
+        pools.append(BucketPool([Bucket(numel, comm.size, dtype, device, ledger) for _ in range(needed)]))
         for shard in alike:
             shard.pool = pools[-1]
     return pools

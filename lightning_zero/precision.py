@@ -50,6 +50,12 @@ def adapt(plugin: Precision) -> Precision:
     return adapted
 
 
+def _restore(base: type[Precision], state: dict[str, Any]) -> Precision:
+    plugin = base.__new__(base)
+    vars(plugin).update(state)
+    return adapt(plugin)
+
+
 class SkippedStep(NamedTuple):
     """An optimizer step that was not taken because a gradient overflowed in fp16."""
 
@@ -70,6 +76,11 @@ class _ShardedGradients(_Base):
 
     engine: Engine | None = None
     warned_of_nan = False
+
+    def __reduce__(self) -> Any:
+        """Pickles as the plugin it was made of (``start_method="spawn"`` sends the strategy to every rank)."""
+        base = next(base for base in type(self).__mro__[1:] if not issubclass(base, _ShardedGradients))
+        return _restore, (base, {**vars(self), "engine": None})
 
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: "pl.LightningModule", optimizer: Any, *args: Any, **kwargs: Any

@@ -1,0 +1,39 @@
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.precision import adapt
+
+PLUGINS: list[Precision] = [
+    Precision(),
+    DoublePrecision(),
+    HalfPrecision("bf16-true"),
+    MixedPrecision("bf16-mixed", "cpu"),
+]
+
+
+@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: type(plugin).__name__)
+def test_an_adapted_plugin_is_a_copy_that_keeps_type_and_name(plugin: Precision) -> None:
+    adapted = adapt(plugin)
+    assert isinstance(adapted, type(plugin))
+    assert type(adapted) is not type(plugin)
+    assert type(adapted).__qualname__ == type(plugin).__qualname__  # Lightning files the scaler's state under it
+    assert adapt(adapted) is adapted
+    assert vars(adapted) == vars(plugin)
+
+
+def test_the_users_scaler_settings_carry_over() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=7)
+    adapted: Any = ZeroStrategy(precision_plugin=MixedPrecision("16-mixed", "cpu", scaler)).precision_plugin
+    assert adapted.scaler is scaler
+
+
+@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: type(plugin).__name__)
+def test_an_adapted_plugin_travels_to_spawned_ranks(plugin: Precision) -> None:
+    travelled = pickle.loads(pickle.dumps(adapt(plugin)))
+    assert type(travelled).__mro__[1:] == type(adapt(plugin)).__mro__[1:]
+    assert vars(travelled) == vars(plugin) | {"engine": None}
