@@ -167,12 +167,27 @@ def _make_pools(shards: list[GradientShard], comm: Comm, ledger: Ledger, buckets
     return pools
 
 
+# Their step looks at whole tensors or at all of them (norms, factored moments, line search): pieces would be wrong.
+WHOLE_TENSOR_OPTIMIZERS = {"Adafactor", "LAMB", "Lamb", "LARS", "Lars", "LBFGS", "Muon", "Shampoo", "SOAP"}
+
+
+def refuse_whole_tensor_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Raises ValueError for optimizers that cannot step pieces of parameters."""
+    for optimizer in optimizers:
+        if type(optimizer).__name__ in WHOLE_TENSOR_OPTIMIZERS:
+            raise ValueError(
+                f"{type(optimizer).__name__} looks at whole tensors, and each rank steps only pieces of them: the "
+                "result would be wrong. Use stage=0, or an element-wise optimizer (AdamW, SGD, RMSprop, ...)."
+            )
+
+
 def trainable_of(managed: Sequence[Parameter], optimizers: Sequence[Optimizer]) -> set[int]:
     """Ids of what an optimizer has, or what asks for gradients: freezing for a while never regroups."""
     if not optimizers:
         return set()
     stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    return {id(parameter) for parameter in managed if parameter.requires_grad or id(parameter) in stepped}
+    can_train = [parameter for parameter in managed if parameter.is_floating_point() or parameter.is_complex()]
+    return {id(parameter) for parameter in can_train if parameter.requires_grad or id(parameter) in stepped}
 
 
 def managed_parameters(module: Module, optimizers: Sequence[Optimizer]) -> list[Parameter]:

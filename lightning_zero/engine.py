@@ -17,7 +17,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_zero import norm
-from lightning_zero.assembly import Options, assemble, managed_parameters, trainable_of
+from lightning_zero.assembly import Options, assemble, managed_parameters, refuse_whole_tensor_optimizers, trainable_of
 from lightning_zero.comm import Comm
 from lightning_zero.gradient import GradientShard
 from lightning_zero.group import Kind, ShardGroup
@@ -70,6 +70,8 @@ class Engine:
         self.ledger = Ledger()
         self._borrowed: dict[Access, None] = {}
         managed = managed_parameters(module, optimizers)
+        if self.partition.optimizer:
+            refuse_whole_tensor_optimizers(optimizers)
         self._broadcast_states()
         assembly = assemble(
             module,
@@ -96,6 +98,7 @@ class Engine:
             assembly.shards,
             assembly.pools,
             comm=comm,
+            settle=self.settle,
             prefetch=self.options.prefetch,
             overlap=self.options.overlap,
         )
@@ -158,14 +161,21 @@ class Engine:
 
     def settle(self) -> None:
         """Takes back values that were lent to user code, with its edits."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for access in self._accesses:
+                if not access.is_needed:  # the others' parameters can be reached only through a loan
+                    access.group.adopt_assigned()
         if not self._borrowed:
             return
         borrowed = list(self._borrowed)
         self._borrowed.clear()
         with torch.no_grad():
             edited = torch.tensor([access.take_back() for access in borrowed], dtype=torch.uint8)
-        edited = self.comm.all_reduce(edited, "edited parameters", "max")
-        self._publish_groups([access.group for access, is_edited in zip(borrowed, edited, strict=True) if is_edited])
+        anywhere = self.comm.all_reduce(edited, "edited parameters", "max")
+        groups = [access.group for access, is_edited in zip(borrowed, anywhere, strict=True) if is_edited]
+        for group in groups:
+            group.release()  # what was gathered ahead of the edit is stale
+        self._publish_groups(groups)
 
     def _publish(self, shards: list[GradientShard]) -> None:
         self._publish_groups([shard.group for shard in shards])
@@ -192,7 +202,10 @@ class Engine:
         if isinstance(parameters, Optimizer):
             parameters = [parameter for group in parameters.param_groups for parameter in group["params"]]
         with_grad = [parameter for parameter in dict.fromkeys(parameters) if parameter.grad is not None]
-        return [self._homes[parameter] for parameter in with_grad]
+        homes = [self._homes[parameter] for parameter in with_grad]
+        for shard, index in homes:
+            shard.adopt(index)
+        return homes
 
     def clip_by_norm_(self, parameters: Iterable[Parameter] | Optimizer, max_norm: float) -> norm.GradNorm:
         return norm.clip_by_norm_(self.gradients(parameters), self.comm, max_norm)
@@ -205,6 +218,7 @@ class Engine:
         if parameter.grad is None or parameter not in self._homes:
             return parameter.grad
         shard, index = self._homes[parameter]
+        shard.adopt(index)
         if shard.group.partition.optimizer:
             return shard.gather(index)
         return shard.group.view_of(shard.full_grad, index).clone()  # type: ignore[arg-type]

@@ -114,6 +114,8 @@ class GradientShard:
             grad, carried = grad.take_pending(), True
         else:
             carried = False
+        if grad.is_sparse:
+            grad = grad.to_dense()
         if self.full_grad is None and not local:
             (self._carries.add if carried else self._carries.discard)(index)
             self._held[index] = grad
@@ -256,6 +258,16 @@ class GradientShard:
         self.pool = BucketPool([])
 
     # -- reading and writing whole gradients
+
+    def adopt(self, index: int) -> None:
+        """Takes over a gradient that the user has put into `p.grad` in place of ours; the same one on every rank."""
+        grad = self.group.parameters[index].grad
+        if grad is None or (isinstance(grad, ShardedGradient) and grad.shard is self and grad.place == index):
+            return
+        if self.full_grad is not None and grad.data_ptr() == self.group.view_of(self.full_grad, index).data_ptr():
+            return
+        self.write(index, grad.detach().to(self.dtype))
+        self.group.parameters[index].grad = self.averaged(index)
 
     def piece(self, index: int) -> Tensor:
         return self.group.piece_of(self.owned_grad, index)

@@ -143,6 +143,13 @@ class ShardGroup:
         for view, parameter in zip(self.views, self.parameters, strict=True):
             parameter.data = view
 
+    def adopt_assigned(self) -> None:
+        """Takes over tensors that the user has put into `p.data` in place of our views."""
+        for view, parameter in zip(self.views, self.parameters, strict=True):
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.detach().view_as(view))
+                parameter.data = view
+
     # -- stage 3: gather before use, release after
 
     @property

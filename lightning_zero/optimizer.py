@@ -100,6 +100,9 @@ class PieceStepper:
         if self._user_grads is not None:
             return
         self._before()
+        for parameter in self.parameters:
+            shard, index = self.home(parameter)
+            shard.adopt(index)
         self._user_grads = {parameter: parameter.grad for parameter in self.parameters}
         for parameter, grad in self._user_grads.items():
             shard, index = self.home(parameter)

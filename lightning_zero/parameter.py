@@ -87,6 +87,11 @@ class Access:
         """Whether somebody reads the group's own full_param, and not a copy in the declared dtype."""
         return not self.upcasts and self in self._borrowed
 
+    @property
+    def lends_copy(self) -> bool:
+        """Whether somebody reads, and may have edited, a copy of the values in the declared dtype."""
+        return self._lent_master is not None
+
     def show(self) -> None:
         """The parameters are plain ones again; their values must be there."""
         for parameter in self.group.parameters:
@@ -148,6 +153,8 @@ class Access:
         if lent is not None:
             return not group.partition.optimizer or group.store(lent)
         if not group.is_released:
+            with _no_interception():
+                group.adopt_assigned()
             group.store_edits(group.full_param)
             self.hide()
             with _no_interception():
@@ -197,6 +204,12 @@ class RestingParameter(Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return copy.copy(Parameter(_lend(self).detach(), self.requires_grad)).__reduce_ex__(protocol)
+
+
+def access_of(parameter: Parameter) -> Access:
+    """The access to a parameter that some group holds."""
+    access, _ = _ACCESS[parameter]
+    return access
 
 
 def _lend(value: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 
 from lightning_zero.comm import Comm
 from lightning_zero.gradient import BucketPool, GradientShard
-from lightning_zero.parameter import Access, RestingParameter
+from lightning_zero.parameter import Access, RestingParameter, access_of
 
 _no_interception = torch._C.DisableTorchFunctionSubclass
 
@@ -30,6 +30,7 @@ class Resident:
     module: Module
     accesses: list[Access]
     users: int = 0  # forwards under way
+    leaked: bool = False  # its forward returned a view of a parameter, whose storage is then left to the user
 
 
 @final
@@ -63,6 +64,7 @@ class Schedule:
         shards: the gradients of all trainable groups.
         pools: the buckets they travel in.
         comm: for the small messages at the end of backward.
+        settle: takes back what was lent; see `Engine.settle`.
         prefetch: units gathered ahead.
         overlap: let reductions run while backward goes on.
     """
@@ -75,6 +77,7 @@ class Schedule:
         pools: list[BucketPool],
         *,
         comm: Comm,
+        settle: Callable[[], None],
         prefetch: int,
         overlap: bool,
     ) -> None:
@@ -82,6 +85,7 @@ class Schedule:
         self._order = shards
         self._pools = pools
         self._comm = comm
+        self._settle = settle
         self._prefetch = prefetch
         self._overlap = overlap
         self._launched = 0  # how many of self._order
@@ -119,20 +123,24 @@ class Schedule:
 
     def _before_forward(self, resident: Resident) -> None:
         resident.users += 1
+        if any(access.lends_copy for access in resident.accesses):
+            self._settle()  # the copy may have been edited; gather what it is now
         self._gather(resident, self._backward_order if _in_backward() else self._forward_order)
 
     def _after_forward(self, resident: Resident, output: Any) -> None:
         resident.users -= 1
         if resident.users or _in_backward():
             return  # a recomputation: its backward follows at once, and releases
-        needed_again = False
+        full_params = [access.group.full_param for access in resident.accesses]
+        resident.leaked |= any(_shares_storage(output, full_param) for full_param in full_params)
+        needed_again = resident.leaked
         if torch.is_grad_enabled():
             tensors = [tensor for tensor in tree_iter(output) if isinstance(tensor, Tensor) and tensor.requires_grad]
             for tensor in tensors:
                 tensor.register_hook(lambda _grad: self._before_backward(resident))
-            needed_again = not tensors  # an output we cannot see into: its backward would meet empty storage
+            needed_again |= not tensors  # an output we cannot see into: its backward would meet empty storage
         if not needed_again:
-            self._release(resident, output)
+            self._release(resident)
 
     def _before_backward(self, resident: Resident) -> None:
         self._enter_backward()
@@ -149,20 +157,24 @@ class Schedule:
             for access in following.accesses:
                 access.group.begin_gather()
 
-    def _release(self, resident: Resident, output: Any = ()) -> None:
+    def _release(self, resident: Resident) -> None:
+        leaked, resident.leaked = resident.leaked, False
         for access in resident.accesses:
             if access.lends_full_param:
                 continue  # somebody reads it; it goes when the loan ends
             access.hide()
-            if _shares_storage(output, access.group.full_param):
+            if leaked:
                 access.group.abandon()
             else:
                 access.group.release()
 
     def _hook_cast_module(self, module: Module) -> None:
         own = list(module.parameters(recurse=False))
+        accesses = [access_of(parameter) for parameter in own]
 
         def show(*_: Any) -> None:
+            if any(access.lends_copy for access in accesses):
+                self._settle()  # the copy may have been edited, and what rests would be stale
             if torch.is_autocast_enabled(own[0].device.type):
                 for parameter in own:
                     if _has_values(parameter):
@@ -210,7 +222,7 @@ class Schedule:
 
     def _release_group(self, resident: Resident, shard: GradientShard) -> None:
         for access in resident.accesses:
-            if access.group is shard.group and not access.lends_full_param:
+            if access.group is shard.group and not (access.lends_full_param or resident.leaked):
                 access.hide()
                 access.group.release()
 
@@ -312,6 +324,8 @@ def _has_values(parameter: Parameter) -> bool:
 
 def _shares_storage(output: Any, full: Tensor) -> bool:
     storage = full.untyped_storage().data_ptr()
+    if not storage:
+        return False
     with _no_interception():
         return any(
             isinstance(item, Tensor) and item.layout == torch.strided and item.untyped_storage().data_ptr() == storage

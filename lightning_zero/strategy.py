@@ -268,6 +268,7 @@ class ZeroStrategy(DDPStrategy):
         """Around a forward. Buffers follow rank 0 when DDP's would: before a forward that comes after one whose
         gradients were reduced."""
         assert self.engine is not None
+        self.engine.settle()  # edits that hooks made since the last pass take effect now
         self.engine.schedule.start_pass()
         if self.broadcast_buffers and self._buffers_are_stale and self.engine is self._trained:
             self.engine.broadcast_buffers()
@@ -275,6 +276,7 @@ class ZeroStrategy(DDPStrategy):
         self._buffers_are_stale = synchronises
         if not torch.is_grad_enabled():
             self.engine.settle()
+            self.engine.schedule.release_all()
 
     @contextmanager
     @override

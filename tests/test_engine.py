@@ -215,3 +215,31 @@ def test_lazy_parameters_are_refused_with_the_remedy() -> None:
     model = nn.Sequential(nn.LazyLinear(3))
     with pytest.raises(ValueError, match=r"'0\.weight' has no shape yet.*Run one forward"):
         Engine(model, [], stage=3, comm=LocalComm())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_optimizers_that_look_at_whole_tensors_are_refused_not_stepped_wrongly(stage: int) -> None:
+    start = assorted()
+
+    def set_up(comm: Comm) -> None:
+        model = clone(start)
+        optimizer = torch.optim.Adafactor([parameter for parameter in model.parameters() if parameter.requires_grad])
+        with pytest.raises(ValueError, match=r"Adafactor looks at whole tensors.*Use stage=0"):
+            Engine(model, [optimizer], stage=stage, comm=comm)
+
+    ThreadWorld(2, 10).run(set_up)
+
+
+def test_integer_parameters_rest_beside_the_optimizer_that_lists_them() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.register_parameter("table", nn.Parameter(torch.arange(5), requires_grad=False))
+
+    def step(comm: Comm) -> torch.Tensor:
+        mine = clone(model)
+        optimizer = torch.optim.AdamW(mine.parameters())
+        engine = Engine(mine, [optimizer], stage=3, comm=comm)
+        mine(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return engine.full_state_dict(copy=True)["table"]
+
+    assert torch.equal(ThreadWorld(2, 10).run(step)[0], torch.arange(5))

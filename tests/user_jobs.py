@@ -92,7 +92,41 @@ class ClippedByHand(Classifier):
         optimizer.step()
 
 
-MODULES = {module.__name__: module for module in (Gan, Penalised, ManyLayers, Checkpointed, ClippedByHand)}
+class Edited(Classifier):
+    """Weights are edited in hooks, and between two forwards of one step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2:
+            with torch.no_grad():
+                self.net[4].weight.mul_(0.9)
+            loss = self.loss(batch)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.load_state_dict({name: value * 0.98 for name, value in self.state_dict().items()})
+        with torch.no_grad():
+            self.net[0].weight.clamp_(-0.2, 0.2)
+            self.temperature.data.mul_(1.01)
+
+
+class Assigned(Classifier):
+    """Puts tensors of its own into `p.grad` and `p.data`."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.sign() * 0.1
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.net[0].weight.data = self.net[0].weight.data * 0.9
+        self.net[1].bias.data = self.net[1].bias.data + 0.01
+
+
+MODULES = {
+    module.__name__: module for module in (Gan, Penalised, ManyLayers, Checkpointed, ClippedByHand, Edited, Assigned)
+}
 
 
 def fit_module(strategy: Any, name: str, **kwargs: Any) -> dict[str, Any]:
