@@ -453,14 +453,19 @@ def make_comm(
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return LocalComm()
-    control = GlooComm(dist.new_group(backend="gloo"), wait_timeout, sanitize=sanitize)
+    control = GlooComm(_own_group("gloo"), wait_timeout, sanitize=sanitize)
     if device.type == "cuda" and backend == "nccl":
-        return NcclComm(dist.new_group(backend="nccl", device_id=device), control)
+        return NcclComm(_own_group("nccl", device_id=device), control)
     return control
 
 
-def destroy(comm: Comm) -> None:
-    """Gives back the process groups that `make_comm` made."""
-    for part in (comm, getattr(comm, "_control", None)):
-        if isinstance(part, GlooComm | NcclComm) and dist.is_initialized():
-            dist.destroy_process_group(part._group)
+_OWN_GROUPS: dict[str, tuple[Any, dist.ProcessGroup]] = {}  # backend -> the world it was made in, the group
+
+
+def _own_group(backend: str, **kwargs: Any) -> dist.ProcessGroup:
+    """A process group of our own, made once per process and world: each holds sockets and threads while it lives."""
+    world, group = _OWN_GROUPS.get(backend, (None, None))
+    if group is None or world is not dist.group.WORLD:
+        group = dist.new_group(backend=backend, **kwargs)
+        _OWN_GROUPS[backend] = (dist.group.WORLD, group)
+    return group

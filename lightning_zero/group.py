@@ -156,15 +156,19 @@ class ShardGroup:
     def is_released(self) -> bool:
         return self.partition.parameter and self.gathering is None
 
-    def begin_gather(self) -> None:
-        """Starts to gather full_param, if it rests as a shard and nobody has started."""
+    def begin_gather(self, purpose: str = "gather") -> None:
+        """Starts to gather full_param, if it rests as a shard and nobody has started.
+
+        Args:
+            purpose: why, for the message of a rank that waits in vain.
+        """
         if self.is_released:
             self.ledger.resize(self.full_param, self.full_param.numel() * self.full_param.itemsize)
-            self.gathering = self._all_gather(self.full_param, self.owned_param, "gather")
+            self.gathering = self._all_gather(self.full_param, self.owned_param, purpose)
 
-    def gather(self) -> None:
+    def gather(self, purpose: str = "gather") -> None:
         """full_param holds all values from here to `release`."""
-        self.begin_gather()
+        self.begin_gather(purpose)
         while self.gathering:
             self.gathering.pop().wait()
 

@@ -124,7 +124,7 @@ class Access:
         self._borrowed[self] = None
         parameter = group.parameters[index]
         if not self.upcasts:
-            group.gather()
+            group.gather(f"read of {group.layout.spans[index].name} in")
             self.show()
             return parameter
         if self._lent_master is None:

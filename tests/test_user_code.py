@@ -63,3 +63,21 @@ def test_sanitizing_a_sound_run_changes_nothing(arguments: dict[str, Any], two_r
     plain = two_ranks.run(user_jobs.fit_module, arguments, "Penalised")[0]
     checked = two_ranks.run(user_jobs.fit_module, {**arguments, "sanitize": True}, "Penalised")[0]
     assert checked["losses"] == plain["losses"]
+
+
+def test_strategies_that_come_and_go_leave_no_sockets_and_threads_behind(two_ranks: RankPool) -> None:
+    _, second, third = (two_ranks.run(user_jobs.fit_and_count_what_is_open, {"stage": 3})[0] for _ in range(3))
+    assert second == third
+
+
+def test_reading_a_sharded_weight_on_one_rank_ends_in_an_error_that_names_it() -> None:
+    pool = RankPool(2)
+    try:
+        for inbox in pool._inboxes:
+            inbox.put((user_jobs.read_on_rank_0_only, ({"stage": 3, "wait_timeout": 2},), {}))
+        rank, _, error = pool._outbox.get(timeout=60)  # rank 1 ends when rank 0's process does; here it lives on
+    finally:
+        for process in pool.processes:
+            process.kill()
+    assert rank == 0
+    assert "rank 0 was in 'all_gather read of net.0.weight in net.0" in error

@@ -1,5 +1,6 @@
 """LightningModules as users write them: manual optimization, penalties, checkpointing, callbacks that read weights."""
 
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -175,6 +176,7 @@ def read_on_rank_0_only(strategy: Any) -> float:
             if self.global_rank == 0:
                 self.net[0].weight.norm().item()
 
+    L.seed_everything(1, verbose=False)
     model = Reader()
     trainer(strategy, 2).fit(model, loader())
     return model.losses[-1]
@@ -194,3 +196,8 @@ def add_a_group_while_training(strategy: Any) -> str | None:
     except RuntimeError as error:
         return str(error)
     return None
+
+
+def fit_and_count_what_is_open(strategy: Any) -> tuple[int, int]:
+    trainer(strategy, 2).fit(Classifier(), loader())
+    return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
