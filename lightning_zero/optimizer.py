@@ -69,6 +69,11 @@ class PieceStepper:
     def parameters(self) -> list[Parameter]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
+    @property
+    def _stepped(self) -> list[Parameter]:
+        """Without those that can have no gradient (integer tables in `self.parameters()`): no optimizer steps them."""
+        return [parameter for parameter in self.parameters if parameter.is_floating_point() or parameter.is_complex()]
+
     def home(self, parameter: Parameter) -> tuple[GradientShard, int]:
         try:
             return self._homes[parameter]
@@ -100,10 +105,10 @@ class PieceStepper:
         if self._user_grads is not None:
             return
         self._before()
-        for parameter in self.parameters:
+        for parameter in self._stepped:
             shard, index = self.home(parameter)
             shard.adopt(index)
-        self._user_grads = {parameter: parameter.grad for parameter in self.parameters}
+        self._user_grads = {parameter: parameter.grad for parameter in self._stepped}
         for parameter, grad in self._user_grads.items():
             shard, index = self.home(parameter)
             piece = shard.group.piece_of(shard.group.master, index)
