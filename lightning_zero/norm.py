@@ -31,6 +31,7 @@ def total_norm(gradients: Iterable[Owned], comm: Comm, norm_type: float = 2.0) -
     if not owned:
         return GradNorm(torch.tensor(0.0), finite=True)
     pieces = [shard.piece(index) for shard, index in owned]
+    pieces = [piece.abs() if piece.is_complex() else piece for piece in pieces]
     partitioned = owned[0][0].group.partition.optimizer
     if norm_type == float("inf"):
         largest = torch.stack([_largest(piece) for piece in pieces]).cpu()

@@ -1,0 +1,120 @@
+"""One norm over gradients that are spread over ranks."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero import norm
+from lightning_zero.comm import Comm
+from unit_jobs import on_engine, on_one_device, seeded, tower, x
+
+STAGES = [0, 1, 2, 3]
+
+
+def measure(norm_type: float, bucket_bytes: int | None = None) -> Any:
+    """The norm, in float64 where nothing is sharded."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> float:
+        model(x()).square().mean().backward()
+        if engine is None:
+            flat = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
+            return float(torch.linalg.vector_norm(flat, norm_type))
+        return float(norm.total_norm(engine.gradients(optimizer), engine.comm, norm_type).total)
+
+    return act
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_norm_is_that_of_all_gradients_as_one_vector(stage: int, norm_type: float) -> None:
+    expected = on_one_device(tower(), measure(norm_type))
+    for world in (1, 2, 3):
+        assert on_engine(tower(), measure(norm_type), stage, world=world) == [pytest.approx(expected, rel=1e-6)] * world
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_no_cut_shows_in_a_single_bit(norm_type: float) -> None:
+    found = {
+        total
+        for stage in STAGES
+        for size in (64, 2**20)
+        for total in on_engine(tower(), measure(norm_type), stage, bucket_bytes=size)
+    }
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_is_not_finite_shows_on_every_rank(stage: int, bad: float) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> norm.GradNorm:
+        loss = model(x()).square().mean()
+        (loss * bad if comm.rank == 1 else loss).backward()
+        return norm.total_norm(engine.gradients(optimizer), comm)
+
+    for found in on_engine(tower(), act, stage):
+        assert not found.finite
+        assert not found.total.isfinite()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_below_the_bound_are_left_alone_and_those_above_are_scaled_to_it(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> None:
+        model(x()).square().mean().backward()
+        before = {name: p.grad.clone() for name, p in model.named_parameters()}
+        total = engine.clip_by_norm_(optimizer, 1e6).total
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.grad.clone(), before[name])
+        engine.clip_by_norm_(optimizer, float(total) / 4)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad.clone(), before[name] / 4, rtol=1e-5, atol=0)
+
+    on_engine(tower(), act, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_values_are_clamped_as_torch_clamps_them(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, torch.Tensor]:
+        model(x()).square().mean().backward()
+        if engine is None:
+            torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+        else:
+            engine.clip_by_value_(optimizer, 1e-3)
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    expected = on_one_device(tower(), act)
+    assert max(float(grad.max()) for grad in expected.values()) == pytest.approx(1e-3)
+    for found in on_engine(tower(), act, stage):
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_without_gradients_the_norm_is_zero(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> norm.GradNorm:
+        return engine.clip_by_norm_(optimizer, 1.0)
+
+    assert on_engine(tower(), act, stage) == [(torch.tensor(0.0), True)] * 2
+
+
+class Waves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, signal: torch.Tensor) -> torch.Tensor:
+        return (self.layer(signal) * self.phase).abs()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_complex_gradients_count_by_their_magnitude(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> float:
+        model(x()).square().mean().backward()
+        if engine is None:
+            return float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        return float(engine.clip_by_norm_(optimizer, 0.1).total)
+
+    start = seeded(Waves)
+    assert on_engine(start, act, stage) == [pytest.approx(on_one_device(start, act), rel=1e-6)] * 2
