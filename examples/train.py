@@ -1,4 +1,4 @@
-"""Trains a byte-level GPT on text with Lightning and ZeRO; `python examples/train.py --help` shows how."""
+"""Trains a byte-level GPT, or what `experiment=` names, with ZeRO; `python examples/train.py --help` shows how."""
 
 import resource
 import statistics
@@ -91,27 +91,32 @@ def train(cfg: DictConfig, folder: Path) -> float:
     meter = CostMeter()
     trainer.callbacks.append(meter)  # type: ignore[attr-defined]
 
-    untrained = trainer.validate(model, data, verbose=False)[0]
-    rank_zero_info(f"before training: validation perplexity {untrained['val_perplexity']:.1f}")
+    untrained = _validate(trainer, model, data)
+    rank_zero_info("before training: " + ", ".join(f"{name} {value:.4g}" for name, value in untrained.items()))
     trainer.fit(model, data, ckpt_path=_unfinished(folder))
-    trained = trainer.validate(model, data, verbose=False)[0]
-    sample = model.generate(cfg.prompt, cfg.sample_bytes, seed=cfg.seed)
+    trained = _validate(trainer, model, data)
 
     summary = {
         "strategy": HydraConfig.get().runtime.choices.get("strategy"),
         "stage": getattr(trainer.strategy, "stage", None),
         "world_size": trainer.world_size,
         "steps": trainer.global_step,
-        "loss": trained["val_loss"],
-        "perplexity": trained["val_perplexity"],
-        "untrained_perplexity": untrained["val_perplexity"],
+        **trained,
+        **{f"untrained_{name}": value for name, value in untrained.items()},
         **meter.costs(trainer),
-        "sample": sample,
     }
+    if hasattr(model, "generate"):
+        summary["sample"] = model.generate(cfg.prompt, cfg.sample_bytes, seed=cfg.seed)
     if trainer.is_global_zero:
         update_summary(folder, **summary)
-    show(summary)
-    return trained["val_loss"]
+    show(summary, metrics=list(trained))
+    return trained["loss"]
+
+
+def _validate(trainer: L.Trainer, model: L.LightningModule, data: L.LightningDataModule) -> dict[str, float]:
+    """What the model logs in validation, `val_loss` as `loss`."""
+    logged = trainer.validate(model, data, verbose=False)[0]
+    return {name.removeprefix("val_"): value for name, value in logged.items()}
 
 
 def _unfinished(folder: Path) -> Path | None:
@@ -124,17 +129,17 @@ def _unfinished(folder: Path) -> Path | None:
 
 
 @rank_zero_only
-def show(summary: dict[str, Any]) -> None:
-    """Prints the summary and the sample."""
+def show(summary: dict[str, Any], metrics: list[str]) -> None:
+    """Prints the summary, and the sample of a model that makes one."""
     from rich.console import Console
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=f"strategy={summary['strategy']}, {summary['world_size']} rank(s)", show_header=False)
-    table.add_row("validation loss", f"{summary['loss']:.4f}")
-    table.add_row("validation perplexity", f"{summary['perplexity']:.2f}")
-    table.add_row("  before training", f"{summary['untrained_perplexity']:.1f}")
+    for name in metrics:
+        table.add_row(f"validation {name}", f"{summary[name]:.4g}")
+        table.add_row("  before training", f"{summary[f'untrained_{name}']:.4g}")
     if summary["seconds_per_step"] is not None:
         table.add_row("seconds per step", f"{summary['seconds_per_step']:.3f}")
     for category, size in summary["memory_bytes"].items():
@@ -145,7 +150,8 @@ def show(summary: dict[str, Any]) -> None:
     table.add_row("MB sent per step and rank", "not counted by this strategy" if wire is None else f"{wire / 1e6:.2f}")
     console = Console()
     console.print(table)
-    console.print(Panel(Text(summary["sample"]), title="a sample"))
+    if "sample" in summary:
+        console.print(Panel(Text(summary["sample"]), title="a sample"))
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")

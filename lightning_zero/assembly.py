@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -56,6 +57,7 @@ class Assembly:
     cast_modules: list[Module]  # whose weights rest in autocast's dtype, and enter forward so
     shards: list[GradientShard]  # of the trainable groups, in the order in which backward should reach them
     pools: list[BucketPool]  # the buckets that gradients travel in
+    storages: dict[int, ShardGroup]  # see `Setting`
 
 
 def assemble(
@@ -103,7 +105,8 @@ def assemble(
     shards = [_make_gradient(group, options.reduce_dtype) for group in groups if group.kind.trainable]
     if partition.parameter:
         shards.reverse()  # units stand in the order of forward; the groups of whole models are made last first
-    return Assembly(residents, cast_modules, shards, _make_pools(shards, comm, ledger, 2 if options.overlap else 1))
+    pools = _make_pools(shards, comm, ledger, 2 if options.overlap else 1)
+    return Assembly(residents, cast_modules, shards, pools, setting.storages)
 
 
 def _choose_resting(
@@ -206,4 +209,23 @@ def managed_parameters(module: Module, optimizers: Sequence[Optimizer]) -> list[
                         f"{tuple(parameter.shape)} that is not the module's. Give it parameters of the LightningModule "
                         "(self.parameters()), and register what it should train as a submodule or nn.Parameter."
                     )
-    return [parameter for parameter in named.values() if type(parameter) is Parameter]
+    for name, parameter in named.items():
+        if not _is_plain(parameter) and parameter.requires_grad:
+            raise ValueError(
+                f"Parameter {name!r} is a {type(parameter).__name__}, a tensor of its own kind, and trains: it cannot be "
+                "sharded. Freeze it (requires_grad_(False)), or make it a torch.nn.Parameter."
+            )
+    return [parameter for parameter in named.values() if _is_plain(parameter)]
+
+
+def foreign_parameters(module: Module) -> dict[str, Parameter]:
+    """Quantised tensors and others of their own kind: every rank keeps them whole, as the user made them."""
+    return {name: parameter for name, parameter in module.named_parameters() if not _is_plain(parameter)}
+
+
+def _is_plain(parameter: Parameter) -> bool:
+    """Whether it is an ordinary tensor, of torch's class or of one that only gives it a name."""
+    kind = type(parameter)
+    return (
+        kind.__torch_function__ is Parameter.__torch_function__ and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+    )

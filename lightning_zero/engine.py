@@ -24,6 +24,7 @@ from lightning_zero.group import Kind, ShardGroup
 from lightning_zero.ledger import Category, Ledger
 from lightning_zero.optimizer import PieceStepper
 from lightning_zero.parameter import Access
+from lightning_zero.saved import SavedParameters
 from lightning_zero.schedule import Schedule
 from lightning_zero.stage import STAGES, Partition
 
@@ -98,6 +99,7 @@ class Engine:
             assembly.shards,
             assembly.pools,
             comm=comm,
+            saved=SavedParameters(assembly.storages),
             settle=self.settle,
             prefetch=self.options.prefetch,
             overlap=self.options.overlap,

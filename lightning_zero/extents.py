@@ -12,6 +12,7 @@ the full array. Collectives move *slices* (blocks of columns) of at most one buc
 bucket the only slice is the whole array; a larger one travels in several.
 """
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -133,6 +134,14 @@ class Layout:
     @property
     def largest_slice_numel(self) -> int:
         return self.ranks * max((len(columns) for columns in self.slices), default=0)
+
+    def index_at(self, offset: int) -> int:
+        """The parameter that an element of the flat array belongs to."""
+        return bisect.bisect_right(self._offsets, offset) - 1
+
+    @cached_property
+    def _offsets(self) -> list[int]:
+        return [span.offset for span in self.spans]
 
     def piece(self, index: int, rank: int) -> Piece:
         """What `rank` owns of parameter `index`."""

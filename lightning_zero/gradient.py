@@ -108,6 +108,7 @@ class GradientShard:
         parameter = self.group.parameters[index]
         grad = parameter.grad
         assert grad is not None
+        again = index in self.ready  # a weight of several reentrant checkpoints gets a gradient from each
         self.ready.add(index)
         self.used.add(index)
         if isinstance(grad, ShardedGradient):
@@ -117,7 +118,10 @@ class GradientShard:
         if grad.is_sparse:
             grad = grad.to_dense()
         if self.full_grad is None and not local:
-            (self._carries.add if carried else self._carries.discard)(index)
+            if again:
+                grad = self._held[index] + grad
+            else:
+                (self._carries.add if carried else self._carries.discard)(index)
             self._held[index] = grad
             parameter.grad = None
         else:
@@ -246,6 +250,12 @@ class GradientShard:
 
     def end_backward_unreduced(self) -> None:
         self.ready.clear()
+
+    def forget(self) -> None:
+        """Drops what a failed backward has collected and not reduced."""
+        self.ready.clear()
+        self.used.clear()
+        self._held.clear()
 
     def free(self) -> None:
         """Lets go of all gradients and of the buckets; after training."""

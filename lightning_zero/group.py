@@ -8,7 +8,7 @@ Tensors of a group (N ranks, S = shard_numel; *owned* is S where the optimizer i
     master        (owned,)   declared dtype, what the optimizer steps; owned_param itself where the dtypes agree
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
@@ -19,6 +19,8 @@ from lightning_zero.comm import Comm, Work
 from lightning_zero.extents import Layout, Piece
 from lightning_zero.ledger import Category, Ledger
 from lightning_zero.stage import Partition
+
+_no_interception = torch._C.DisableTorchFunctionSubclass
 
 ALIGNMENT_BYTES = 64  # a cache line; what torch's own allocator gives each tensor on the host
 
@@ -45,6 +47,7 @@ class Setting:
     comm: Comm
     ledger: Ledger
     bucket_bytes: int
+    storages: "dict[int, ShardGroup]" = field(default_factory=dict)  # of full_params that rest as shards -> their group
 
 
 @final
@@ -64,6 +67,7 @@ class ShardGroup:
         self.comm = setting.comm
         self.partition = setting.partition
         self.ledger = setting.ledger
+        self._storages = setting.storages
         self.parameters = list(parameters.values())
         self.layout = Layout.pack(
             [(parameter_name, tuple(parameter.shape)) for parameter_name, parameter in parameters.items()],
@@ -85,6 +89,7 @@ class ShardGroup:
             view.copy_(parameter.detach())
         self.owned_param = self._owned(self.full_param)
         if self.partition.parameter:
+            self._storages[self.full_param.untyped_storage()._cdata] = self
             shard = self.ledger.allocate(Category.PARAMETER, layout.shard_numel, kind.resting, kind.device)
             self.owned_param = shard.copy_(self.owned_param)
         self.master = self.owned_param if declared is None else declared
@@ -140,12 +145,19 @@ class ShardGroup:
 
         The views are made while the storage is there: torch refuses to make views of an empty one.
         """
-        for view, parameter in zip(self.views, self.parameters, strict=True):
-            parameter.data = view
+        with _no_interception():
+            for view, parameter in zip(self.views, self.parameters, strict=True):
+                parameter.data = view
 
     def adopt_assigned(self) -> None:
         """Takes over tensors that the user has put into `p.data` in place of our views."""
-        for view, parameter in zip(self.views, self.parameters, strict=True):
+        for index, (view, parameter) in enumerate(zip(self.views, self.parameters, strict=True)):
+            if parameter.dtype != view.dtype or parameter.device != view.device:
+                raise RuntimeError(
+                    f"Parameter {self.layout.spans[index].name!r} was {view.dtype} on {view.device} at set-up and is now "
+                    f"{parameter.dtype} on {parameter.device}. Call .to(), .half() and their like before fit, or choose "
+                    "Trainer(precision=...)."
+                )
             if parameter.data_ptr() != view.data_ptr():
                 view.copy_(parameter.detach().view_as(view))
                 parameter.data = view
@@ -186,9 +198,11 @@ class ShardGroup:
         if self.partition.parameter and not self.is_released:
             self.gather()
             self.gathering = None
+            del self._storages[self.full_param.untyped_storage()._cdata]
             self.full_param = self.ledger.allocate(
                 Category.GATHERED, self.layout.numel, self.kind.resting, self.kind.device
             )
+            self._storages[self.full_param.untyped_storage()._cdata] = self
             self.views = self._views(self.full_param)
             self.point_at_full()
             self.ledger.resize(self.full_param, 0)
@@ -250,6 +264,7 @@ class ShardGroup:
 
     def free(self) -> None:
         """Lets go of all values; the layout stays, for what was made by it (optimizer state)."""
+        self._storages.pop(self.full_param.untyped_storage()._cdata, None)
         self.full_param = self.owned_param = self.master = self.full_param.new_empty(0)
         self.views = []
 

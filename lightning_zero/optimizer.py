@@ -10,6 +10,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -134,6 +135,8 @@ class PieceStepper:
                 set_grad_dtype(parameter, shard.dtype)
                 parameter.grad = grad
                 parameter.__class__ = self._classes.pop(parameter)
+        # On every rank, whatever it owned: a graph that saved the old values must end in torch's error everywhere.
+        increment_version([parameter for parameter, grad in grads.items() if grad is not None])
         for state in self.optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor):

@@ -52,6 +52,8 @@ _METADATA = {
     ),
 }
 
+_BY_IDENTITY = {torch.autograd.grad, torch.autograd.backward}  # parameters name nodes of the graph here
+
 _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -73,6 +75,8 @@ class Access:
         self.upcasts = group.kind.is_cast and as_declared
         self._borrowed = borrowed
         self._lent_master: Tensor | None = None  # (N * S,) declared dtype, while lent
+        self._classes = [type(parameter) for parameter in group.parameters]  # Parameter, or a plain subclass of it
+        self._versions: list[int] | None = None  # of the parameters when they were shown
         self.is_lost = False  # a rank failed: the values are spread over ranks that no longer answer
         for index, parameter in enumerate(group.parameters):
             _ACCESS[parameter] = (self, index)
@@ -94,13 +98,36 @@ class Access:
 
     def show(self) -> None:
         """The parameters are plain ones again; their values must be there."""
-        for parameter in self.group.parameters:
-            parameter.__class__ = Parameter
+        for parameter, plain in zip(self.group.parameters, self._classes, strict=True):
+            parameter.__class__ = plain
+        if self._versions is None:
+            self._versions = [parameter._version for parameter in self.group.parameters]
 
     def hide(self) -> None:
-        if self.is_needed:
-            for parameter in self.group.parameters:
-                parameter.__class__ = RestingParameter
+        """The reverse of `show`; keeps what a module's own forward has done to its weights (`clamp_`, `max_norm`)."""
+        if not self.is_needed:
+            return
+        if self._edited_while_shown():
+            self._keep_edits()
+        self._versions = None
+        for parameter in self.group.parameters:
+            parameter.__class__ = RestingParameter
+
+    def _edited_while_shown(self) -> bool:
+        if self._versions is None or self.group.is_released:
+            return False
+        with _no_interception():
+            return any(
+                parameter._version != version or parameter.data_ptr() != view.data_ptr()
+                for parameter, view, version in zip(
+                    self.group.parameters, self.group.views, self._versions, strict=True
+                )
+            )
+
+    def _keep_edits(self) -> None:
+        with torch.no_grad(), _no_interception():
+            self.group.adopt_assigned()
+            self.group.store_edits(self.group.full_param)
 
     def restore(self) -> None:
         """Leaves the parameters for good: plain again, whole, in their declared dtype, each in storage of its own.
@@ -139,9 +166,9 @@ class Access:
         """Ends the loan without looking for edits."""
         self._lent_master = None
         if self._borrowed.pop(self, ()) is None and not self.group.is_released:
+            self._versions = None
             self.hide()
-            with _no_interception():
-                self.group.abandon()
+            self.group.abandon()
 
     def take_back(self) -> bool:
         """Ends the loan, keeps the edits that were made meanwhile, and says whether other ranks must hear of them.
@@ -153,12 +180,10 @@ class Access:
         if lent is not None:
             return not group.partition.optimizer or group.store(lent)
         if not group.is_released:
-            with _no_interception():
-                group.adopt_assigned()
-            group.store_edits(group.full_param)
+            self._keep_edits()
+            self._versions = None
             self.hide()
-            with _no_interception():
-                group.abandon()
+            group.abandon()
         return False
 
 
@@ -193,9 +218,21 @@ class RestingParameter(Parameter):
         if func == _SET_DATA and isinstance(args[0], cls):
             with torch.no_grad():
                 return _lend(args[0]).copy_(args[1])
-        args, kwargs = tree_map(_lend, args), tree_map(_lend, kwargs)
+        if func in _BY_IDENTITY:
+            with _no_interception():
+                return func(*args, **kwargs)
+        lent: dict[int, RestingParameter] = {}
+
+        def lend(value: Any) -> Any:
+            values = _lend(value)
+            if values is not value:
+                lent[id(values)] = value
+            return values
+
+        args, kwargs = tree_map(lend, args), tree_map(lend, kwargs)
         with _no_interception():
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+        return lent.get(id(result), result)  # `weight *= 2` gives back the parameter
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         if id(self) not in memo:

@@ -5,6 +5,7 @@ of groups; it starts as the reverse of the model's and is then learnt from rank 
 survives models whose backward runs in another order than their modules stand in.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,12 +13,14 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_iter
 
 from lightning_zero.comm import Comm
 from lightning_zero.gradient import BucketPool, GradientShard
-from lightning_zero.parameter import Access, RestingParameter, access_of
+from lightning_zero.parameter import Access, access_of
+from lightning_zero.saved import SavedParameters
 
 _no_interception = torch._C.DisableTorchFunctionSubclass
 
@@ -30,6 +33,7 @@ class Resident:
     module: Module
     accesses: list[Access]
     users: int = 0  # forwards under way
+    awaited: int = 0  # forwards whose backward has not come past their inputs yet
     leaked: bool = False  # its forward returned a view of a parameter, whose storage is then left to the user
 
 
@@ -64,6 +68,7 @@ class Schedule:
         shards: the gradients of all trainable groups.
         pools: the buckets they travel in.
         comm: for the small messages at the end of backward.
+        saved: notes what autograd saves of the residents' parameters.
         settle: takes back what was lent; see `Engine.settle`.
         prefetch: units gathered ahead.
         overlap: let reductions run while backward goes on.
@@ -77,6 +82,7 @@ class Schedule:
         pools: list[BucketPool],
         *,
         comm: Comm,
+        saved: SavedParameters,
         settle: Callable[[], None],
         prefetch: int,
         overlap: bool,
@@ -85,6 +91,7 @@ class Schedule:
         self._order = shards
         self._pools = pools
         self._comm = comm
+        self._saved = saved
         self._settle = settle
         self._prefetch = prefetch
         self._overlap = overlap
@@ -93,8 +100,12 @@ class Schedule:
         self._order_learnt = False
         self._forward_order, self._backward_order = GatherOrder(), GatherOrder()
         self._entered: set[Resident] = set()  # units whose backward has begun
-        self._backward = _Backward.NONE
+        self._bracketed = False  # a backward is under way whose end its caller tells
+        self._end: weakref.ref[_EndOfBackward] | None = None  # ... or whose end autograd tells: alive until then
+        self._is_unfinished = False  # a backward has begun and not been finished: under way, or it has failed
+        self._keeps_graph = False  # this backward makes a graph of its own, which saves views of parameters
         self.reduces = True  # whether the next end of backward reduces
+        self._casts = _Casts()
         self._handles: list[Any] = []
         for resident in residents:
             self._hook_unit(resident)
@@ -115,38 +126,58 @@ class Schedule:
     def _hook_unit(self, resident: Resident) -> None:
         module = resident.module
         self._handles += [
-            module.register_forward_pre_hook(lambda *_: self._before_forward(resident), prepend=True),
+            module.register_forward_pre_hook(_Hook(lambda *_: self._before_forward(resident)), prepend=True),
             module.register_forward_hook(
-                lambda _module, _args, output: self._after_forward(resident, output), always_call=True
+                _Hook(lambda _, args, kwargs, output: self._after_forward(resident, (args, kwargs), output)),
+                with_kwargs=True,
+                always_call=True,
             ),
         ]
 
     def _before_forward(self, resident: Resident) -> None:
+        self.recover()
         resident.users += 1
         if any(access.lends_copy for access in resident.accesses):
             self._settle()  # the copy may have been edited; gather what it is now
         self._gather(resident, self._backward_order if _in_backward() else self._forward_order)
+        # Where autograd cannot be told how to find the values again, they must stay.
+        resident.leaked |= not self._saved.push()
 
-    def _after_forward(self, resident: Resident, output: Any) -> None:
+    def _after_forward(self, resident: Resident, inputs: Any, output: Any) -> None:
+        self._saved.pop()
         resident.users -= 1
         if resident.users or _in_backward():
             return  # a recomputation: its backward follows at once, and releases
         full_params = [access.group.full_param for access in resident.accesses]
         resident.leaked |= any(_shares_storage(output, full_param) for full_param in full_params)
-        needed_again = resident.leaked
         if torch.is_grad_enabled():
-            tensors = [tensor for tensor in tree_iter(output) if isinstance(tensor, Tensor) and tensor.requires_grad]
-            for tensor in tensors:
-                tensor.register_hook(lambda _grad: self._before_backward(resident))
-            needed_again |= not tensors  # an output we cannot see into: its backward would meet empty storage
-        if not needed_again:
+            self._await_backward(resident, inputs, output)
+        if not resident.leaked:
             self._release(resident)
+
+    def _await_backward(self, resident: Resident, inputs: Any, output: Any) -> None:
+        """Gathers at the first gradient of an output; what does not train is done with at the gradients of all inputs
+        (what trains when it has its own)."""
+        outputs = _with_gradient(output)
+        for tensor in outputs:
+            tensor.register_hook(lambda _grad: self._before_backward(resident))
+        if outputs and not all(access.group.kind.trainable for access in resident.accesses):
+            resident.awaited += 1
+            if wanted := _with_gradient(inputs):
+                register_multi_grad_hook(wanted, lambda _grads: self._after_backward(resident))
 
     def _before_backward(self, resident: Resident) -> None:
         self._enter_backward()
         if resident not in self._entered or any(access.group.is_released for access in resident.accesses):
             self._entered.add(resident)
             self._gather(resident, self._backward_order)
+
+    def _after_backward(self, resident: Resident) -> None:
+        resident.awaited = max(0, resident.awaited - 1)
+        if not (resident.awaited or resident.users):
+            for access in resident.accesses:
+                if not access.group.kind.trainable:
+                    self._release_group(resident, access)
 
     def _gather(self, resident: Resident, order: GatherOrder) -> None:
         for access in resident.accesses:
@@ -158,35 +189,38 @@ class Schedule:
                 access.group.begin_gather()
 
     def _release(self, resident: Resident) -> None:
-        leaked, resident.leaked = resident.leaked, False
         for access in resident.accesses:
-            if access.lends_full_param:
-                continue  # somebody reads it; it goes when the loan ends
-            access.hide()
-            if leaked:
-                access.group.abandon()
-            else:
-                access.group.release()
+            self._release_group(resident, access)
+        resident.leaked = False
+
+    def _release_group(self, resident: Resident, access: Access) -> None:
+        if access.lends_full_param:
+            return  # somebody reads it; it goes when the loan ends
+        access.hide()
+        if resident.leaked or self._keeps_graph:
+            access.group.abandon()
+        else:
+            access.group.release()
 
     def _hook_cast_module(self, module: Module) -> None:
-        own = list(module.parameters(recurse=False))
-        accesses = [access_of(parameter) for parameter in own]
+        own = [(name, access_of(parameter), parameter) for name, parameter in module.named_parameters(recurse=False)]
+        device, dtype = own[0][1].group.kind.device.type, own[0][1].group.kind.resting
 
         def show(*_: Any) -> None:
-            if any(access.lends_copy for access in accesses):
+            if any(access.lends_copy for _, access, _ in own):
                 self._settle()  # the copy may have been edited, and what rests would be stale
-            if torch.is_autocast_enabled(own[0].device.type):
-                for parameter in own:
+            if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == dtype:
+                for name, _, parameter in own:
                     if _has_values(parameter):
-                        parameter.__class__ = Parameter
+                        vars(module)[name] = self._casts.of(parameter)
 
         def hide(*_: Any) -> None:
-            for parameter in own:
-                parameter.__class__ = RestingParameter
+            for name, _, _ in own:
+                vars(module).pop(name, None)
 
         self._handles += [
-            module.register_forward_pre_hook(show),
-            module.register_forward_hook(hide, always_call=True),
+            module.register_forward_pre_hook(_Hook(show)),
+            module.register_forward_hook(_Hook(hide), always_call=True),
         ]
 
     # -- gradients: collect, reduce
@@ -202,9 +236,16 @@ class Schedule:
     def _collecting(self, shard: GradientShard, index: int) -> Callable[[Tensor], None]:
         def collect(_: Tensor) -> None:
             self._enter_backward()
+            was_complete = shard.is_complete
+            if was_complete and self._order.index(shard) < self._launched:
+                raise RuntimeError(
+                    f"Parameter {shard.group.layout.spans[index].name!r} received a second gradient in one backward, "
+                    "after its first was sent to the other ranks: it is used in several reentrant activation "
+                    "checkpoints. Write checkpoint(..., use_reentrant=False), or ZeroStrategy(overlap=False)."
+                )
             with _no_interception():
                 shard.collect(index, local=not self.reduces)
-            if shard.is_complete:
+            if shard.is_complete and not was_complete:
                 self._complete(shard)
 
         return collect
@@ -212,54 +253,76 @@ class Schedule:
     def _complete(self, shard: GradientShard) -> None:
         """All uses of the group's parameters are behind us."""
         for resident in self._residents:
-            if any(access.group is shard.group for access in resident.accesses) and not resident.users:
-                self._release_group(resident, shard)
+            for access in resident.accesses:
+                if access.group is shard.group and not (resident.users or resident.leaked):
+                    self._release_group(resident, access)
         self._ready_order.append(shard)
         if self.reduces and self._overlap:
             while self._launched < len(self._order) and self._order[self._launched].is_complete:
                 self._order[self._launched].begin_reduce()
                 self._launched += 1
 
-    def _release_group(self, resident: Resident, shard: GradientShard) -> None:
-        for access in resident.accesses:
-            if access.group is shard.group and not (access.lends_full_param or resident.leaked):
-                access.hide()
-                access.group.release()
-
     # -- the end of backward
 
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around a backward whose end the caller knows."""
-        self._backward = _Backward.BRACKETED
-        self._forward_order.restart()
+        self._start_backward()
+        self._bracketed = True
         try:
             yield
-        except BaseException:
-            self._backward = _Backward.NONE
-            raise
+        finally:
+            self._bracketed = False
         self.finish_backward()
 
     def _enter_backward(self) -> None:
-        if self._backward == _Backward.NONE:
-            self._backward = _Backward.BARE
-            self._forward_order.restart()
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
+        if not self._backward_is_known:
+            self._start_backward()
+            end = _EndOfBackward(self.finish_backward)
+            self._end = weakref.ref(end)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+        self._keeps_graph |= torch.is_grad_enabled()
+
+    @property
+    def _backward_is_known(self) -> bool:
+        return self._bracketed or (self._end is not None and self._end() is not None)
+
+    def _start_backward(self) -> None:
+        self.recover()
+        self._is_unfinished = True
+        self._forward_order.restart()
+        self._casts.clear()
+
+    def recover(self) -> None:
+        """After a backward that failed (on every rank alike): forgets what it left half done."""
+        if not self._is_unfinished or self._backward_is_known:
+            return
+        for pool in self._pools:
+            pool.drain()
+        for shard in self._order:
+            shard.forget()
+        self._clear_backward()
+
+    def _clear_backward(self) -> None:
+        self._is_unfinished = self._keeps_graph = False
+        self._end = None
+        self._launched = 0
+        self._ready_order = []
+        self._entered.clear()
+        for resident in self._residents:
+            resident.awaited = 0
+        self._backward_order.restart()
 
     def finish_backward(self) -> None:
         """Reduces what is left and shows the averaged gradients; the last thing in every backward."""
-        self._backward = _Backward.NONE
-        self._entered.clear()
-        self._backward_order.restart()
         with _no_interception(), torch.no_grad():
             if self.reduces:
                 self._reduce_rest()
             else:
                 for shard in self._order:
                     shard.end_backward_unreduced()
-        self._launched = 0
-        self._ready_order = []
         self.release_all()
+        self._clear_backward()
 
     def _reduce_rest(self) -> None:
         # All launches before the first wait: another rank may be out of buckets, waiting for one of ours.
@@ -304,13 +367,73 @@ class Schedule:
 
     def start_pass(self) -> None:
         """A new forward begins; the order of gathers starts anew."""
+        self.recover()
         self._forward_order.restart()
+        self._casts.clear()
 
 
-class _Backward:
-    """Who will call `finish_backward`: nobody, the caller of `Schedule.backward`, or a callback of autograd."""
+@final
+class _Casts:
+    """Two-byte weights as the modules that autocast serves see them: each pass, one node of the graph per weight.
 
-    NONE, BRACKETED, BARE = range(3)
+    Autocast casts a weight once and uses the copy again until it is left, so the gradients of several uses are summed
+    in two bytes before they become fp32. Without the common node they would be summed in fp32: other bits than DDP's.
+    """
+
+    def __init__(self) -> None:
+        self._of_this_pass: dict[Parameter, Tensor] = {}
+
+    def of(self, parameter: Parameter) -> Tensor:
+        with _no_interception():
+            if _in_backward() or not (torch.is_grad_enabled() and parameter.requires_grad):
+                return parameter.view_as(parameter)
+            if parameter not in self._of_this_pass:
+                self._of_this_pass[parameter] = parameter.view_as(parameter)
+            return self._of_this_pass[parameter]
+
+    def clear(self) -> None:
+        self._of_this_pass.clear()
+
+
+@final
+class _EndOfBackward:
+    """What autograd calls when a backward has ended well; it lets go of it when one fails."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish = finish
+
+    def __call__(self) -> None:
+        self._finish()
+
+
+@final
+class _Hook:
+    """A hook of ours on a user's module. A copy of the module, or its pickle, is a plain module without it."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _no_hook
+
+    def __reduce__(self) -> Any:
+        return _get_no_hook, ()
+
+
+def _no_hook(*_: Any) -> None:
+    pass
+
+
+def _get_no_hook() -> Callable[..., None]:
+    return _no_hook
+
+
+def _with_gradient(nested: Any) -> list[Tensor]:
+    """The tensors in a nest of containers that are part of a graph."""
+    return [item for item in tree_iter(nested) if isinstance(item, Tensor) and item.requires_grad]
 
 
 def _in_backward() -> bool:

@@ -1,0 +1,210 @@
+"""Backwards that do not follow the modules' forwards, or do not end well: parity with one device, or a clear error."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_zero.comm import Comm
+from unit_jobs import WIDTH, assert_as_on_one_device, on_engine, on_one_device, seeded, state_of, tower, x
+
+STAGES = [0, 1, 2, 3]
+
+
+class Routed(nn.Module):
+    """A block that leaves an auxiliary loss behind, as mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out = torch.tanh(self.up(hidden))
+        self.auxiliary = torch.tanh(self.gate(hidden)).square().mean()
+        return out
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Routed() for _ in range(3)])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.square().mean() + sum(block.auxiliary for block in self.blocks)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_that_a_block_leaves_on_itself_reaches_its_weights(stage: int, prefetch: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x()).backward()
+            optimizer.step()
+        return state_of(model, engine)
+
+    assert_as_on_one_device(seeded(Mixture), act, stage, prefetch=prefetch)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_penalty_trains_as_on_one_device(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        for _ in range(2):
+            optimizer.zero_grad()
+            at = x().requires_grad_(True)
+            score = model(at).sum()
+            (slope,) = torch.autograd.grad(score, at, create_graph=True)
+            (score * 0.01 + (slope.norm(2, 1) - 1).square().mean()).backward()
+            optimizer.step()
+        return state_of(model, engine)
+
+    assert_as_on_one_device(tower(), act, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_autograd_grad_returns_gradients_and_leaves_p_grad_alone(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        gradients = torch.autograd.grad(model(x()).square().mean(), list(model.parameters()))
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model(x(0.5)).square().mean().backward()  # and what comes after is unharmed
+        optimizer.step()
+        return state_of(model, engine) | {f"gradient {at}": grad for at, grad in enumerate(gradients)}
+
+    assert_as_on_one_device(tower(), act, stage)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("bracketed", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_training_goes_on_after_a_backward_that_failed_on_all_ranks(stage: int, bracketed: bool) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        for step in range(3):
+            optimizer.zero_grad()
+            hidden = model[1](model[0](x(1.0 + step)))
+            if step == 1:
+                hidden = Fails.apply(hidden)
+            loss = model[2](hidden).square().mean()
+            try:
+                with engine.backward() if engine is not None and bracketed else nullcontext():
+                    loss.backward()
+            except RuntimeError as error:
+                assert "out of memory" in str(error)
+                optimizer.zero_grad()
+                continue
+            optimizer.step()
+        return state_of(model, engine)
+
+    assert_as_on_one_device(tower(), act, stage)
+
+
+def test_a_backward_after_a_failed_one_is_reduced() -> None:
+    """The ranks' batches differ: gradients that nobody averages would make their weights differ."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> dict[str, Tensor]:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model[2](model[1](Fails.apply(model[0](x())))).sum().backward()
+        optimizer.zero_grad()
+        model(x(1.0 + comm.rank)).square().mean().backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    for stage in STAGES:
+        first, second = on_engine(tower(), act, stage)
+        assert all(torch.equal(second[name], value) for name, value in first.items()), stage
+
+
+@pytest.mark.parametrize("bracketed", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_checkpointed_blocks_train_as_on_one_device(stage: int, reentrant: bool, bracketed: bool) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        for _ in range(2):
+            optimizer.zero_grad()
+            hidden = x().requires_grad_(True)
+            for block in model:
+                hidden = checkpoint(block, hidden, use_reentrant=reentrant)
+            with engine.backward() if engine is not None and bracketed else nullcontext():
+                hidden.square().mean().backward()
+            optimizer.step()
+        return state_of(model, engine)
+
+    assert_as_on_one_device(tower(), act, stage)
+
+
+@pytest.mark.parametrize("bracketed", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_weight_of_two_reentrant_checkpoints_gets_both_gradients_or_an_error(stage: int, bracketed: bool) -> None:
+    """DDP raises, since the parameter becomes ready twice; silently keeping one of the two would be wrong."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        hidden = x().requires_grad_(True)
+        for block in (*model, *model):
+            hidden = checkpoint(block, hidden, use_reentrant=True)
+        with engine.backward() if engine is not None and bracketed else nullcontext():
+            hidden.square().mean().backward()
+        optimizer.step()
+        return state_of(model, engine)
+
+    expected = on_one_device(tower(), act)
+    try:
+        results = on_engine(tower(), act, stage)
+    except RuntimeError as error:
+        assert "use_reentrant=False" in str(error)  # noqa: PT017
+    else:
+        for found in results:  # several reductions make one gradient here: equal to rounding
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_only_part_of_the_model_runs_backward(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        for part in (0, 2, 1):
+            optimizer.zero_grad()
+            hidden = model[part](x()) if part else model[0](x()).detach() + model[1](x())
+            hidden.square().mean().backward()
+            optimizer.step()
+        return state_of(model, engine)
+
+    assert_as_on_one_device(tower(), act, stage, lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.5))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_hooks_of_users_on_parameters_change_the_gradient(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        model[1][0].weight.register_hook(lambda grad: grad * 3)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x()).square().mean().backward()
+            optimizer.step()
+        return state_of(model, engine)
+
+    assert_as_on_one_device(tower(), act, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_recurrent_module_uses_its_weights_many_times(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        for _ in range(2):
+            optimizer.zero_grad()
+            hidden = x()
+            for _ in range(4):
+                hidden = model[0](hidden) + model[1](hidden)
+            hidden.square().mean().backward()
+            optimizer.step()
+        return state_of(model, engine)
+
+    assert_as_on_one_device(tower(2), act, stage)

@@ -1,0 +1,241 @@
+"""Parameters in the hands of users, at every stage and in two bytes: edited, copied and borrowed as on one device."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.comm import Comm
+from lightning_zero.parameter import RestingParameter
+from unit_jobs import WIDTH, assert_as_on_one_device, on_engine, seeded, state_of, tower, x
+
+STAGES = [0, 1, 2, 3]
+DTYPES = [None, torch.bfloat16]  # of autocast; the weights of Linear then rest in it
+
+
+def pair() -> nn.Module:
+    return seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+
+
+def step(model: Any, optimizer: Any, dtype: torch.dtype | None) -> None:
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is not None):
+        loss = model(x()).float().square().mean()
+    loss.backward()
+    optimizer.step()
+
+
+def multiplied(weight: nn.Parameter) -> None:
+    weight.mul_(1.001)  # too little for two bytes to show
+
+
+def copied_into(weight: nn.Parameter) -> None:
+    weight.copy_(torch.eye(WIDTH))
+
+
+def a_row(weight: nn.Parameter) -> None:
+    weight[0] = 0.25
+
+
+def a_view(weight: nn.Parameter) -> None:
+    weight.view(-1)[3:5].zero_()
+
+
+def initialised(weight: nn.Parameter) -> None:
+    nn.init.constant_(weight, 0.3)
+
+
+def through_data(weight: nn.Parameter) -> None:
+    weight.data.clamp_(-0.1, 0.1)
+
+
+def replaced_data(weight: nn.Parameter) -> None:
+    weight.data = weight.data * 0.5
+
+
+def with_out(weight: nn.Parameter) -> None:
+    torch.add(torch.ones(WIDTH, WIDTH), 0.5, out=weight)
+
+
+def lerped(weight: nn.Parameter) -> None:
+    weight.lerp_(torch.ones(WIDTH, WIDTH), 0.1)
+
+
+def foreach(weight: nn.Parameter) -> None:
+    torch._foreach_mul_([weight], 0.5)
+
+
+EDITS = [
+    multiplied, copied_into, a_row, a_view, initialised, through_data, replaced_data, with_out, lerped, foreach,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_edits_between_steps_persist(stage: int, dtype: torch.dtype | None, edit: Any) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        for _ in range(2):
+            step(model, optimizer, dtype)
+            with torch.no_grad():
+                edit(model[0].weight)
+        step(model, optimizer, dtype)
+        return state_of(model, engine)
+
+    assert_as_on_one_device(pair(), act, stage, autocast_dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_augmented_assignment_edits_the_parameter(stage: int, dtype: torch.dtype | None) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        step(model, optimizer, dtype)
+        with torch.no_grad():
+            model[0].weight *= 0.5
+            model[0].bias -= 0.01
+            model[1].weight += model[0].weight
+            assert model[1].bias.mul_(2) is model[1].bias
+        step(model, optimizer, dtype)
+        return state_of(model, engine)
+
+    assert_as_on_one_device(pair(), act, stage, autocast_dtype=dtype)
+
+
+class Clamped(nn.Linear):
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.2, 0.2)
+        return super().forward(hidden)
+
+
+class Renormed(nn.Linear):
+    """As EEGNet constrains its weights."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.5)
+        return super().forward(hidden)
+
+
+class Bounded(nn.Embedding):
+    def __init__(self, *_: int) -> None:
+        super().__init__(4, WIDTH, max_norm=0.5)
+
+    def forward(self, _: Tensor) -> Tensor:
+        return super().forward(torch.tensor([0, 1, 3]))
+
+
+@pytest.mark.parametrize("kind", [Clamped, Renormed, Bounded])
+@pytest.mark.parametrize("stage", STAGES)
+def test_edits_in_a_modules_own_forward_persist(stage: int, kind: Any) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        for _ in range(4):
+            step(model, optimizer, None)
+        return state_of(model, engine)
+
+    start = seeded(lambda: nn.Sequential(kind(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
+    assert_as_on_one_device(start, act, stage)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_copy_of_the_module_is_a_plain_module(stage: int, dtype: torch.dtype | None) -> None:
+    """As averages of weights are kept: the copy works on its own, during training and after it."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        step(model, optimizer, dtype)
+        average = copy.deepcopy(model)
+        assert all(type(parameter) is nn.Parameter for parameter in average.parameters())
+        with torch.no_grad():
+            outputs = [average(x())]
+            step_result = state_of(average, None)
+            with torch.enable_grad():
+                step(model, optimizer, dtype)
+            outputs.append(average(x()))
+            if engine is not None:
+                engine.close()
+            outputs.append(average(x()))
+            outputs.append(model(x()))
+        assert type(model[0].weight) is nn.Parameter
+        return {f"output {at}": output for at, output in enumerate(outputs)} | step_result
+
+    assert_as_on_one_device(pair(), act, stage, autocast_dtype=dtype)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_byte_weights_used_twice_in_one_autocast_change_no_bit(stage: int, world: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        for _ in range(2):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(model(x()) + x()).float().square().mean()
+            loss.backward()
+            optimizer.step()
+        return state_of(model, engine)
+
+    assert_as_on_one_device(tower(), act, stage, world=world, autocast_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_byte_weights_are_fp32_to_an_autocast_of_another_dtype(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        with torch.autocast("cpu", dtype=torch.float16), torch.no_grad():
+            return {"output": model(x())}
+
+    assert_as_on_one_device(pair(), act, stage, autocast_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_reading_in_inference_mode_spoils_no_training(stage: int, dtype: torch.dtype | None) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        with torch.inference_mode():
+            model[0].weight.sum()
+            model(x())
+            if engine is not None:
+                engine.settle()
+                engine.schedule.release_all()
+            model[1].weight.sum()
+        for _ in range(2):
+            step(model, optimizer, dtype)
+        return state_of(model, engine)
+
+    assert_as_on_one_device(pair(), act, stage, autocast_dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_torchs_helpers_for_parameters_work(stage: int, dtype: torch.dtype | None) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        vector = nn.utils.parameters_to_vector(model.parameters())
+        nn.utils.vector_to_parameters(vector * 2, model.parameters())
+        scaled = {name: value * 1.5 for name, value in model.named_parameters()}
+        torch.func.functional_call(model, scaled, (x(),)).square().mean().backward()
+        optimizer.step()
+        return state_of(model, engine) | {"vector": vector.detach()}
+
+    assert_as_on_one_device(pair(), act, stage, autocast_dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_after_close_nothing_rests(stage: int, dtype: torch.dtype | None) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> None:
+        step(model, optimizer, dtype)
+        whole = state_of(model, engine)
+        resting = sum(type(parameter) is RestingParameter for parameter in model.parameters())
+        assert resting == (4 if dtype or engine.partition.parameter else 0)
+        engine.close()
+        for name, parameter in model.named_parameters():
+            assert type(parameter) is nn.Parameter
+            assert parameter.dtype == torch.float32
+            assert parameter.untyped_storage().nbytes() == parameter.nbytes
+            assert torch.equal(parameter, whole[name])
+        before = dict(comm.calls)
+        model(x()).sum().backward()
+        optimizer.zero_grad()
+        assert dict(comm.calls) == before
+
+    on_engine(pair(), act, stage, autocast_dtype=dtype)
