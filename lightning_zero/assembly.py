@@ -16,6 +16,7 @@ from lightning_zero.comm import Comm
 from lightning_zero.gradient import Bucket, BucketPool, GradientShard
 from lightning_zero.group import Kind, Setting, ShardGroup
 from lightning_zero.ledger import Ledger
+from lightning_zero.mesh import Mesh
 from lightning_zero.optimizer import set_grad_dtype
 from lightning_zero.parameter import Access
 from lightning_zero.schedule import Resident
@@ -36,6 +37,7 @@ class Options:
         accumulation: reduce every backward into the shard, or keep full gradients until the last one.
         param_dtype: in which floating-point parameters rest and compute; None leaves it to `autocast_dtype`.
         autocast_dtype: weights that autocast casts at each use rest in it already (decision of `*-mixed`).
+        replicate_size: groups of ranks that each hold all shards.
         reduce_dtype: of gradients; None is fp32, or the parameter's dtype where that is wider.
     """
 
@@ -46,6 +48,7 @@ class Options:
     accumulation: Literal["sharded", "local"] = "sharded"
     param_dtype: torch.dtype | None = None
     autocast_dtype: torch.dtype | None = None
+    replicate_size: int = 1
     reduce_dtype: torch.dtype | None = None
 
 
@@ -66,7 +69,7 @@ def assemble(
     trainable: set[int],
     *,
     partition: Partition,
-    comm: Comm,
+    mesh: Mesh,
     ledger: Ledger,
     device: torch.device,
     options: Options,
@@ -79,7 +82,7 @@ def assemble(
         managed: see `managed_parameters`.
         trainable: ids of those that receive gradients.
         partition: what rests as shards.
-        comm: the ranks.
+        mesh: the ranks.
         ledger: books all memory.
         device: where it lives.
         options: see `Options`.
@@ -88,7 +91,7 @@ def assemble(
     total = sum(parameter.nbytes for parameter in managed)
     # Small models get small buckets: a bucket is memory that grows with nothing, and must not outgrow the model.
     bucket_bytes = min(options.bucket_bytes, max(MIB, total // 16))
-    setting = Setting(partition, comm, ledger, bucket_bytes)
+    setting = Setting(partition, mesh, ledger, bucket_bytes)
     cast_modules, resting = _choose_resting(module, managed, trainable, options)
     residents = []
     by_id = {id(parameter) for parameter in managed}
@@ -105,7 +108,7 @@ def assemble(
     shards = [_make_gradient(group, options.reduce_dtype) for group in groups if group.kind.trainable]
     if partition.parameter:
         shards.reverse()  # units stand in the order of forward; the groups of whole models are made last first
-    pools = _make_pools(shards, comm, ledger, 2 if options.overlap else 1)
+    pools = _make_pools(shards, mesh.shard, ledger, 2 if options.overlap else 1)
     return Assembly(residents, cast_modules, shards, pools, setting.storages)
 
 
@@ -212,8 +215,8 @@ def managed_parameters(module: Module, optimizers: Sequence[Optimizer]) -> list[
     for name, parameter in named.items():
         if not _is_plain(parameter) and parameter.requires_grad:
             raise ValueError(
-                f"Parameter {name!r} is a {type(parameter).__name__}, a tensor of its own kind, and trains: it cannot be "
-                "sharded. Freeze it (requires_grad_(False)), or make it a torch.nn.Parameter."
+                f"Parameter {name!r} is a {type(parameter).__name__}, a tensor of its own kind, and trains: it cannot "
+                "be sharded. Freeze it (requires_grad_(False)), or make it a torch.nn.Parameter."
             )
     return [parameter for parameter in named.values() if _is_plain(parameter)]
 

@@ -119,6 +119,11 @@ class Comm(ABC):
         """`all_gather` of host tensors, finished, whatever device the other collectives run on."""
         self._all_gather_host(full, shard, self._begin("host", name, shard, (self.size - 1) * shard.nbytes))
 
+    @abstractmethod
+    def split(self, groups: Sequence[Sequence[int]]) -> "Comm":
+        """The communicator of the one among `groups` (of ranks) that holds this rank. Call it on every rank, with the
+        same groups; each rank is in exactly one."""
+
     def _begin(self, kind: str, name: str, tensor: Tensor, sent: int, compare: bool = True) -> str:
         self.bytes_sent[kind] += sent
         self.calls[kind] += 1
@@ -155,6 +160,9 @@ class LocalComm(Comm):
     def __init__(self) -> None:
         super().__init__(rank=0, size=1)
 
+    def split(self, groups: Sequence[Sequence[int]]) -> Comm:
+        return self
+
     def _all_gather(self, full: Tensor, shard: Tensor, key: str) -> Work:
         if full.data_ptr() != shard.data_ptr():
             full[0].copy_(shard)
@@ -174,6 +182,10 @@ class LocalComm(Comm):
 @final
 class CountingComm(Comm):
     """Rank `rank` of an imagined world: counts what would be sent, moves nothing. For rehearsals."""
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Comm:
+        mine = _group_of(self.rank, groups)
+        return CountingComm(mine.index(self.rank), len(mine))
 
     def _all_gather(self, full: Tensor, shard: Tensor, key: str) -> Work:
         return Work()
@@ -206,6 +218,9 @@ class GlooComm(Comm):
         self._group = group
         self._wait_timeout = wait_timeout
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Comm:
+        return GlooComm(_own_subgroup("gloo", self.rank, groups), self._wait_timeout, sanitize=self.sanitize)
 
     def _all_gather(self, full: Tensor, shard: Tensor, key: str) -> Work:
         if full.device.type != "cpu":
@@ -307,6 +322,9 @@ class NcclComm(Comm):
         self._group = group
         self._control = control
 
+    def split(self, groups: Sequence[Sequence[int]]) -> Comm:
+        return NcclComm(_own_subgroup("nccl", self.rank, groups), self._control.split(groups))
+
     def _all_gather(self, full: Tensor, shard: Tensor, key: str) -> Work:
         if full.is_contiguous():
             return Work(_all_gather_single(full.view(-1), shard, group=self._group, async_op=True).wait)
@@ -384,20 +402,20 @@ class ThreadWorld:
             self._posted.setdefault(key, {})[rank] = payload
             self._changed.notify_all()
 
-    def collect(self, key: str) -> list[Tensor]:
-        """Every rank's payload, in rank order, once all have posted it; the last reader clears it away."""
+    def collect(self, key: str, members: Sequence[int]) -> list[Tensor]:
+        """Every member's payload, in rank order, once all have posted it; the last reader clears it away."""
         with self._changed:
             complete = self._changed.wait_for(
-                lambda: self._failed or len(self._posted.get(key, {})) == self.size, self.wait_timeout
+                lambda: self._failed or len(self._posted.get(key, {})) == len(members), self.wait_timeout
             )
             here = self._posted.get(key, {})
-            if len(here) < self.size:
-                missing = [rank for rank in range(self.size) if rank not in here]
+            if len(here) < len(members):
+                missing = [rank for rank in members if rank not in here]
                 why = "another rank failed" if complete else f"wait_timeout={self.wait_timeout:g} s"
                 raise RankTimeoutError(f"{key!r}: ranks {missing} never came ({why}).")
-            payloads = [here[rank] for rank in range(self.size)]
+            payloads = [here[rank] for rank in members]
             self._read[key] += 1
-            if self._read[key] == self.size:
+            if self._read[key] == len(members):
                 del self._posted[key], self._read[key]
             return payloads
 
@@ -406,19 +424,31 @@ class ThreadWorld:
 class ThreadComm(Comm):
     """One rank of a `ThreadWorld`."""
 
-    def __init__(self, world: ThreadWorld, rank: int) -> None:
-        super().__init__(rank, world.size)
+    def __init__(self, world: ThreadWorld, rank: int, members: Sequence[int] | None = None) -> None:
+        self._members = list(range(world.size)) if members is None else list(members)
+        super().__init__(self._members.index(rank), len(self._members))
         self._world = world
+        self._prefix = "" if members is None else f"among {self._members}: "
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Comm:
+        rank = self._members[self.rank]
+        return ThreadComm(self._world, rank, _group_of(rank, groups))
+
+    def _post(self, key: str, payload: Tensor) -> None:
+        self._world.post(self._prefix + key, self._members[self.rank], payload)
+
+    def _collect(self, key: str) -> list[Tensor]:
+        return self._world.collect(self._prefix + key, self._members)
 
     def _all_gather(self, full: Tensor, shard: Tensor, key: str) -> Work:
-        self._world.post(key, self.rank, shard.clone())
-        return Work(lambda: self._copy_rows(full, self._world.collect(key)))
+        self._post(key, shard.clone())
+        return Work(lambda: self._copy_rows(full, self._collect(key)))
 
     def _reduce_scatter(self, shard: Tensor, full: Tensor, incoming: Tensor, key: str) -> Work:
-        self._world.post(key, self.rank, full.clone())
+        self._post(key, full.clone())
 
         def finish() -> None:
-            contributions = [theirs[self.rank] for theirs in self._world.collect(key)]
+            contributions = [theirs[self.rank] for theirs in self._collect(key)]
             shard.copy_(contributions[0])
             for contribution in contributions[1:]:
                 shard.add_(contribution)
@@ -426,8 +456,8 @@ class ThreadComm(Comm):
         return Work(finish)
 
     def _broadcast(self, tensor: Tensor, source: int, key: str) -> None:
-        self._world.post(key, self.rank, tensor.clone())
-        tensor.copy_(self._world.collect(key)[source])
+        self._post(key, tensor.clone())
+        tensor.copy_(self._collect(key)[source])
 
     def _all_gather_host(self, full: Tensor, shard: Tensor, key: str) -> None:
         self._all_gather(full, shard, key).wait()
@@ -459,13 +489,24 @@ def make_comm(
     return control
 
 
-_OWN_GROUPS: dict[str, tuple[Any, dist.ProcessGroup]] = {}  # backend -> the world it was made in, the group
+_OWN_GROUPS: dict[Any, tuple[Any, dist.ProcessGroup]] = {}  # backend and ranks -> the world it was made in, the group
 
 
-def _own_group(backend: str, **kwargs: Any) -> dist.ProcessGroup:
+def _own_group(backend: str, ranks: Sequence[int] | None = None, **kwargs: Any) -> dist.ProcessGroup:
     """A process group of our own, made once per process and world: each holds sockets and threads while it lives."""
-    world, group = _OWN_GROUPS.get(backend, (None, None))
+    key = (backend, None if ranks is None else tuple(ranks))
+    world, group = _OWN_GROUPS.get(key, (None, None))
     if group is None or world is not dist.group.WORLD:
-        group = dist.new_group(backend=backend, **kwargs)
-        _OWN_GROUPS[backend] = (dist.group.WORLD, group)
+        group = dist.new_group(ranks, backend=backend, **kwargs)
+        _OWN_GROUPS[key] = (dist.group.WORLD, group)
     return group
+
+
+def _own_subgroup(backend: str, rank: int, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """Torch wants every rank to make every group, also those that it is not in."""
+    made = [(ranks, _own_group(backend, ranks)) for ranks in groups]
+    return next(group for ranks, group in made if rank in ranks)
+
+
+def _group_of(rank: int, groups: Sequence[Sequence[int]]) -> Sequence[int]:
+    return next(ranks for ranks in groups if rank in ranks)

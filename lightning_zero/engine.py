@@ -22,6 +22,7 @@ from lightning_zero.comm import Comm
 from lightning_zero.gradient import GradientShard
 from lightning_zero.group import Kind, ShardGroup
 from lightning_zero.ledger import Category, Ledger
+from lightning_zero.mesh import Mesh
 from lightning_zero.optimizer import PieceStepper
 from lightning_zero.parameter import Access
 from lightning_zero.saved import SavedParameters
@@ -43,13 +44,14 @@ class Engine:
         module: whose parameters; the Parameter objects stay the same from here to `close`.
         optimizers: over the module's parameters; stepped as ever.
         stage: 0, 1, 2 or 3.
-        comm: the ranks.
+        comm: all ranks.
         device: where the engine's tensors live; parameters move there group by group, so that a model larger than
             the device's memory can be set up at stage 3. Everything else of the module moves there at once.
         options: see `Options`.
 
     Raises:
-        ValueError: for an optimizer over parameters that are not the module's, or a parameter without a shape yet.
+        ValueError: for a `replicate_size` that does not divide the ranks, an optimizer over parameters that are not
+            the module's, a parameter without a shape yet, or a trainable one of a kind that cannot be sharded.
     """
 
     def __init__(
@@ -65,12 +67,15 @@ class Engine:
         self.module = module
         self.device = device
         self.closed = False
-        self.comm = comm
         self.options = options or Options()
-        self.partition: Partition = STAGES[stage if comm.size > 1 else 0]
+        self.mesh = Mesh.of(comm, self.options.replicate_size)
+        self.comm = self.mesh.shard  # who owns what; replicas have the same values, and decide alike
+        shard_size = comm.size // self.options.replicate_size
+        self.partition: Partition = STAGES[stage if shard_size > 1 else 0]
         self.ledger = Ledger()
         self._borrowed: dict[Access, None] = {}
         managed = managed_parameters(module, optimizers)
+        self._known = {id(parameter): parameter for parameter in module.parameters()}  # kept alive: ids stay theirs
         if self.partition.optimizer:
             refuse_whole_tensor_optimizers(optimizers)
         self._broadcast_states()
@@ -79,7 +84,7 @@ class Engine:
             managed,
             trainable_of(managed, optimizers),
             partition=self.partition,
-            comm=comm,
+            mesh=self.mesh,
             ledger=self.ledger,
             device=device,
             options=self.options,
@@ -118,12 +123,12 @@ class Engine:
 
     def _broadcast_states(self) -> None:
         """Every rank takes rank 0's values, as under DDP: otherwise each would hold the shard of another model."""
-        if self.comm.size == 1:
+        if self.mesh.world.size == 1:
             return
         for name, tensor in itertools.chain(self.module.named_parameters(), self.module.named_buffers()):
             if type(tensor) in (Tensor, Parameter):
                 values = tensor.detach().contiguous()
-                self.comm.broadcast(values, f"initial {name}")
+                self.mesh.world.broadcast(values, f"initial {name}")
                 with torch.no_grad():
                     tensor.copy_(values)
 
@@ -158,8 +163,19 @@ class Engine:
 
     def _before_step(self) -> None:
         """What is gathered when the master changes would be stale afterwards."""
+        self._refuse_strangers()
         self.settle()
         self.schedule.release_all()
+
+    def _refuse_strangers(self) -> None:
+        """Raises for a parameter that came to the module after set-up and trains: nobody averages its gradient."""
+        for name, module in self.module.named_modules():
+            for own_name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in self._known and parameter.grad is not None:
+                    raise RuntimeError(
+                        f"Parameter {f'{name}.{own_name}'.lstrip('.')!r} was not there at set-up, and has a gradient "
+                        "that is not averaged over ranks. Make modules in __init__ or configure_model(), before fit."
+                    )
 
     def settle(self) -> None:
         """Takes back values that were lent to user code, with its edits."""
@@ -189,11 +205,11 @@ class Engine:
 
     def broadcast_buffers(self) -> None:
         """Every rank takes rank 0's buffers, as DDP before a training forward."""
-        if self.comm.size == 1:
+        if self.mesh.world.size == 1:
             return
         for name, buffer in self.module.named_buffers():
             values = buffer.detach().contiguous()
-            self.comm.broadcast(values, f"buffer {name}")
+            self.mesh.world.broadcast(values, f"buffer {name}")
             if values.data_ptr() != buffer.data_ptr():
                 buffer.detach().copy_(values)
 
@@ -214,6 +230,12 @@ class Engine:
 
     def clip_by_value_(self, parameters: Iterable[Parameter] | Optimizer, clip_value: float) -> None:
         norm.clip_by_value_(self.gradients(parameters), clip_value)
+
+    def grad_norms(self, norm_type: float = 2.0) -> dict[str, Tensor]:
+        """Parameter name -> norm of its averaged gradient (0-d, fp32), for those that have one. A collective."""
+        named = {name: p for name, p in self.module.named_parameters() if p in self._homes and p.grad is not None}
+        norms = norm.norm_of_each(self.gradients(named.values()), self.comm, norm_type)
+        return dict(zip(named, norms.float().unbind(), strict=True))
 
     def full_grad(self, parameter: Parameter) -> Tensor | None:
         """The averaged gradient of one parameter, in its shape; None where it has none. A collective."""

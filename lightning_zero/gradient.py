@@ -96,6 +96,11 @@ class GradientShard:
     def _allocate_full(self) -> Tensor:
         return self._allocate(self.group.layout.numel)
 
+    @property
+    def ranks(self) -> int:
+        """How many contribute to an average."""
+        return self.group.comm.size * self.group.replicate.size
+
     # -- collect
 
     def collect(self, index: int, *, local: bool) -> None:
@@ -172,7 +177,7 @@ class GradientShard:
             self._pack(full, columns)
             name = f"reduce {group.name}[{columns.start}:{columns.stop}]"
             work = group.comm.reduce_scatter(total, full, incoming, name)
-            bucket.finish = self._storing(work, total, columns)
+            bucket.finish = self._storing(work, total, columns, scratch=bucket.full)
         self._held.clear()
 
     def _settle_unused(self) -> None:
@@ -203,14 +208,25 @@ class GradientShard:
                 stop = segment.bucket_start + segment.stop - segment.start
                 flat[segment.bucket_start : stop] = held.reshape(-1)[segment.start : segment.stop]
 
-    def _storing(self, work: Work, total: Tensor, columns: range) -> Callable[[], None]:
+    def _storing(self, work: Work, total: Tensor, columns: range, scratch: Tensor) -> Callable[[], None]:
         carries = frozenset(self._carries)
 
         def finish() -> None:
             work.wait()
-            self._store(total.div_(self.group.comm.size), columns, carries)
+            if self.group.replicate.size > 1:
+                self._reduce_between_replicas(total, columns, scratch)
+            self._store(total.div_(self.ranks), columns, carries)
 
         return finish
+
+    def _reduce_between_replicas(self, total: Tensor, columns: range, scratch: Tensor) -> None:
+        """Sums `total` over the ranks that hold the same shard: 1/N of the gradient crosses between shard groups."""
+        replicate = self.group.replicate
+        rows = total.view(replicate.size, -1)
+        room = scratch[: rows.numel()].view_as(rows)  # the slice has left it
+        name = f"{self.group.name}[{columns.start}:{columns.stop}]"
+        replicate.reduce_scatter(room[0], rows, room[1:], f"reduce {name}").wait()
+        replicate.all_gather(rows, room[0], f"gradient {name}").wait()
 
     def _store(self, average: Tensor, columns: range, carries: frozenset[int]) -> None:
         group, cut = self.group, slice(columns.start, columns.stop)
@@ -283,12 +299,21 @@ class GradientShard:
         return self.group.piece_of(self.owned_grad, index)
 
     def gather(self, index: int) -> Tensor:
-        """The whole averaged gradient of one parameter, in its shape. A collective."""
-        group = self.group
-        mine = self.owned_grad.clone()
-        full = torch.empty(group.layout.numel, dtype=self.dtype, device=group.kind.device)
-        group.comm.all_gather(group.rows(full), mine, f"read gradient {group.name}").wait()
-        return group.view_of(full, index).clone()
+        """The whole averaged gradient of one parameter, in its shape. A collective, of no more than this parameter."""
+        group, span = self.group, self.group.layout.spans[index]
+        pieces = [group.layout.piece(index, rank) for rank in range(group.comm.size)]
+        width = max(piece.numel for piece in pieces)
+        mine, place = self.piece(index), pieces[group.comm.rank]
+        owners = [rank for rank, piece in enumerate(pieces) if piece.numel]
+        if len(owners) == 1:
+            whole = mine.clone() if owners == [group.comm.rank] else mine.new_empty(width)
+            group.comm.broadcast(whole, f"read gradient {span.name}", source=owners[0])
+        else:  # most pieces are as wide as the widest
+            rows = mine.new_empty(group.comm.size, width)
+            rows[group.comm.rank, : place.numel] = mine
+            group.comm.all_gather(rows, rows[group.comm.rank], f"read gradient {span.name}").wait()
+            whole = torch.cat([row[: piece.numel] for row, piece in zip(rows, pieces, strict=True)])
+        return whole.view(span.shape)
 
     def write(self, index: int, grad: Tensor) -> None:
         """Replaces this rank's piece by its part of a whole gradient."""
@@ -330,6 +355,14 @@ class ShardedGradient(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         name = self.shard.group.layout.spans[self.place].name
         return f"ShardedGradient({name!r}, shape={tuple(self.shape)}, dtype={self.dtype}; reading gathers)"
+
+    @property
+    def data(self) -> "ShardedGradient":
+        return ShardedGradient(self.shard, self.place)
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        self.copy_(values)
 
     def take_pending(self) -> Tensor:
         """What autograd has accumulated onto this gradient since."""

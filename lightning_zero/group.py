@@ -8,6 +8,7 @@ Tensors of a group (N ranks, S = shard_numel; *owned* is S where the optimizer i
     master        (owned,)   declared dtype, what the optimizer steps; owned_param itself where the dtypes agree
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import final
 
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_zero.comm import Comm, Work
+from lightning_zero.comm import Work
 from lightning_zero.extents import Layout, Piece
 from lightning_zero.ledger import Category, Ledger
+from lightning_zero.mesh import Mesh
 from lightning_zero.stage import Partition
 
 _no_interception = torch._C.DisableTorchFunctionSubclass
@@ -44,7 +46,7 @@ class Setting:
     """What every group of an engine shares."""
 
     partition: Partition
-    comm: Comm
+    mesh: Mesh
     ledger: Ledger
     bucket_bytes: int
     storages: "dict[int, ShardGroup]" = field(default_factory=dict)  # of full_params that rest as shards -> their group
@@ -64,16 +66,20 @@ class ShardGroup:
     def __init__(self, name: str, parameters: dict[str, Parameter], kind: Kind, setting: Setting) -> None:
         self.name = name
         self.kind = kind
-        self.comm = setting.comm
+        self.comm = setting.mesh.shard
+        self.replicate = setting.mesh.replicate
         self.partition = setting.partition
         self.ledger = setting.ledger
         self._storages = setting.storages
         self.parameters = list(parameters.values())
+        # Values rest in C order; these are the strides (channels_last and their like) that the user gets back.
+        self._strides = [torch.empty_like(parameter, device="meta").stride() for parameter in self.parameters]
         self.layout = Layout.pack(
             [(parameter_name, tuple(parameter.shape)) for parameter_name, parameter in parameters.items()],
             ranks=self.comm.size,
             bucket_numel=setting.bucket_bytes // kind.declared.itemsize,
-            alignment=ALIGNMENT_BYTES // kind.resting.itemsize,
+            # Every slice is divided once more between replicas.
+            alignment=math.lcm(ALIGNMENT_BYTES // kind.resting.itemsize, self.replicate.size),
         )
         self.gathering: list[Work] | None = []  # under way; [] when finished, None when released
         self._allocate()
@@ -152,15 +158,19 @@ class ShardGroup:
     def adopt_assigned(self) -> None:
         """Takes over tensors that the user has put into `p.data` in place of our views."""
         for index, (view, parameter) in enumerate(zip(self.views, self.parameters, strict=True)):
-            if parameter.dtype != view.dtype or parameter.device != view.device:
-                raise RuntimeError(
-                    f"Parameter {self.layout.spans[index].name!r} was {view.dtype} on {view.device} at set-up and is now "
-                    f"{parameter.dtype} on {parameter.device}. Call .to(), .half() and their like before fit, or choose "
-                    "Trainer(precision=...)."
-                )
+            self.check_assigned(index, parameter, view.dtype)
             if parameter.data_ptr() != view.data_ptr():
                 view.copy_(parameter.detach().view_as(view))
                 parameter.data = view
+
+    def check_assigned(self, index: int, values: Tensor, dtype: torch.dtype) -> None:
+        """Raises RuntimeError for `p.data` in another dtype or on another device, as `.half()` and `.to()` leave it."""
+        if values.dtype != dtype or values.device.type != self.kind.device.type:
+            raise RuntimeError(
+                f"Parameter {self.layout.spans[index].name!r} was {dtype} on {self.kind.device.type!r} at set-up and "
+                f"would now be {values.dtype} on {values.device.type!r}. Call .to(), .half() and their like before "
+                "fit, or choose Trainer(precision=...)."
+            )
 
     # -- stage 3: gather before use, release after
 
@@ -235,13 +245,17 @@ class ShardGroup:
         """Every parameter's values in its shape and declared dtype. A collective, as `full_master`.
 
         Args:
-            copy: in storage of its own. What rests as shards is copied to the host in any case: a whole model may
-                not fit on the device, and one group at a time does.
+            copy: in storage of its own, and in the memory format that the user made it in. What rests as shards is
+                copied to the host in any case: a whole model may not fit on the device, and one group at a time does.
         """
-        full = self.full_master()
-        if self.partition.parameter:
-            return [view.to("cpu", copy=True) for view in self._views(full)]
-        return [view.clone() if copy else view for view in self._views(full)]
+        views = self._views(self.full_master())
+        if not (copy or self.partition.parameter):
+            return views
+        device = torch.device("cpu") if self.partition.parameter else self.kind.device
+        return [
+            torch.empty_strided(view.shape, strides, dtype=view.dtype, device=device).copy_(view)
+            for view, strides in zip(views, self._strides, strict=True)
+        ]
 
     def store(self, full: Tensor) -> bool:
         """Takes over what differs in `full` (declared dtype, flat) from the values this group holds.

@@ -27,21 +27,27 @@ def total_norm(gradients: Iterable[Owned], comm: Comm, norm_type: float = 2.0) -
         comm: over which the gradients are partitioned.
         norm_type: p of the p-norm; ``inf`` for the largest magnitude.
     """
+    norms = norm_of_each(gradients, comm, norm_type)
+    if not norms.numel():
+        return GradNorm(torch.tensor(0.0), finite=True)
+    total = norms.max() if norm_type == float("inf") else norms.pow(norm_type).sum().pow(1.0 / norm_type)
+    return GradNorm(total.float(), finite=bool(total.isfinite()))
+
+
+def norm_of_each(gradients: Iterable[Owned], comm: Comm, norm_type: float = 2.0) -> Tensor:
+    """The norm of every gradient by itself, float64 on the host. A collective, as `total_norm`."""
     owned = list(gradients)
     if not owned:
-        return GradNorm(torch.tensor(0.0), finite=True)
+        return torch.zeros(0, dtype=torch.float64)
     pieces = [shard.piece(index) for shard, index in owned]
     pieces = [piece.abs() if piece.is_complex() else piece for piece in pieces]
     partitioned = owned[0][0].group.partition.optimizer
     if norm_type == float("inf"):
         largest = torch.stack([_largest(piece) for piece in pieces]).cpu()
-        norms = comm.all_reduce(largest, "norm", "max") if partitioned else largest
-        total = norms.max()
-    else:
-        powers = torch.stack([torch.linalg.vector_norm(p, norm_type, dtype=torch.float64) for p in pieces])
-        powers = powers.pow(norm_type).cpu()
-        total = (comm.all_reduce(powers, "norm") if partitioned else powers).sum().pow(1.0 / norm_type)
-    return GradNorm(total.float(), finite=bool(total.isfinite()))
+        return comm.all_reduce(largest, "norm", "max") if partitioned else largest
+    norms = torch.stack([torch.linalg.vector_norm(p, norm_type, dtype=torch.float64) for p in pieces])
+    powers = norms.pow(norm_type).cpu()
+    return (comm.all_reduce(powers, "norm") if partitioned else powers).pow(1.0 / norm_type)
 
 
 def _largest(piece: Tensor) -> Tensor:

@@ -82,6 +82,11 @@ class Access:
             _ACCESS[parameter] = (self, index)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the values that readers see."""
+        return self.group.kind.declared if self.upcasts else self.group.kind.resting
+
+    @property
     def is_needed(self) -> bool:
         """Whether these parameters ever rest as something else than what the user declared."""
         return self.group.partition.parameter or self.upcasts
@@ -214,8 +219,10 @@ class RestingParameter(Parameter):
                 return func(*args, **kwargs)
         if func == _DTYPE:  # slot wrappers are made anew at each look-up
             access, _ = _ACCESS[args[0]]
-            return access.group.kind.declared if access.upcasts else access.group.kind.resting
+            return access.dtype
         if func == _SET_DATA and isinstance(args[0], cls):
+            access, index = _ACCESS[args[0]]
+            access.group.check_assigned(index, args[1], access.dtype)
             with torch.no_grad():
                 return _lend(args[0]).copy_(args[1])
         if func in _BY_IDENTITY:

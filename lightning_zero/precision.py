@@ -125,7 +125,7 @@ class _ScaledGradients(_ShardedGradients):
             self._after_closure(model, optimizer)
             return closure_result  # training_step returned None: there was no backward
         gradients = self.engine.gradients(optimizer)
-        overflow = loss_scaling.unscale_(self.scaler, optimizer, gradients, self.engine.comm)
+        overflow = loss_scaling.unscale_(self.scaler, optimizer, gradients, self.engine.mesh.world)
         self._after_closure(model, optimizer)
         step_output = self.scaler.step(optimizer, **kwargs)
         self.scaler.update()

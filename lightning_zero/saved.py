@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from lightning_zero.group import ShardGroup
 
+_hooks_are_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 _no_interception = torch._C.DisableTorchFunctionSubclass
 
 
@@ -54,7 +55,7 @@ class SavedParameters:
 
     def push(self) -> bool:
         """Notes places until `pop`; False where torch allows no hooks (inside `torch.func` transforms)."""
-        allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()
+        allowed = _hooks_are_allowed()
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False) if allowed else None
         needed = allowed and not (outer is not None and isinstance(outer[0], _Pack))
         if needed:
@@ -85,11 +86,9 @@ class _Pack:
         group = self._storages.get(tensor.untyped_storage()._cdata)
         if group is None or not tensor.numel() or tensor.is_conj() or tensor.is_neg():
             return None
-        offset = tensor.storage_offset()
+        offset = int(tensor.storage_offset())
         parameter = group.parameters[group.layout.index_at(offset * tensor.itemsize // group.full_param.itemsize)]
-        return _Place(
-            group, parameter, parameter._version, tensor.dtype, tensor.shape, tuple(tensor.stride()), offset
-        )
+        return _Place(group, parameter, parameter._version, tensor.dtype, tensor.shape, tuple(tensor.stride()), offset)
 
 
 @final

@@ -106,6 +106,7 @@ class Schedule:
         self._keeps_graph = False  # this backward makes a graph of its own, which saves views of parameters
         self.reduces = True  # whether the next end of backward reduces
         self._casts = _Casts()
+        self._collectors: list[tuple[Parameter, int]] = []  # and the id of its hook
         self._handles: list[Any] = []
         for resident in residents:
             self._hook_unit(resident)
@@ -203,19 +204,21 @@ class Schedule:
             access.group.release()
 
     def _hook_cast_module(self, module: Module) -> None:
-        own = [(name, access_of(parameter), parameter) for name, parameter in module.named_parameters(recurse=False)]
-        device, dtype = own[0][1].group.kind.device.type, own[0][1].group.kind.resting
+        own = dict(module.named_parameters(recurse=False))
+        accesses = [access_of(parameter) for parameter in own.values()]
+        kind = accesses[0].group.kind
 
         def show(*_: Any) -> None:
-            if any(access.lends_copy for _, access, _ in own):
+            if any(access.lends_copy for access in accesses):
                 self._settle()  # the copy may have been edited, and what rests would be stale
-            if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == dtype:
-                for name, _, parameter in own:
+            device = kind.device.type
+            if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == kind.resting:
+                for name, parameter in own.items():
                     if _has_values(parameter):
                         vars(module)[name] = self._casts.of(parameter)
 
         def hide(*_: Any) -> None:
-            for name, _, _ in own:
+            for name in own:
                 vars(module).pop(name, None)
 
         self._handles += [
@@ -230,11 +233,16 @@ class Schedule:
             with _no_interception():
                 trains_now = parameter.requires_grad
                 parameter.requires_grad_(True)  # torch hooks only what trains; `toggle_optimizer` may thaw it later
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._collecting(shard, index)))
+                handle = parameter.register_post_accumulate_grad_hook(self._collecting(shard, index))
+                self._handles.append(handle)
+                self._collectors.append((parameter, handle.id))
                 parameter.requires_grad_(trains_now)
 
     def _collecting(self, shard: GradientShard, index: int) -> Callable[[Tensor], None]:
         def collect(_: Tensor) -> None:
+            with _no_interception():
+                if shard.group.parameters[index].grad is None:
+                    return  # a hook of the user's has had it
             self._enter_backward()
             was_complete = shard.is_complete
             if was_complete and self._order.index(shard) < self._launched:
@@ -370,14 +378,20 @@ class Schedule:
         self.recover()
         self._forward_order.restart()
         self._casts.clear()
+        with _no_interception():
+            for parameter, own in self._collectors:  # hooks that users have added since see the gradient before us
+                hooks: Any = parameter._post_accumulate_grad_hooks
+                if next(reversed(hooks)) != own:
+                    hooks.move_to_end(own)
 
 
 @final
 class _Casts:
-    """Two-byte weights as the modules that autocast serves see them: each pass, one node of the graph per weight.
+    """Two-byte weights as the modules that autocast serves see them: views, each a node of the graph.
 
-    Autocast casts a weight once and uses the copy again until it is left, so the gradients of several uses are summed
-    in two bytes before they become fp32. Without the common node they would be summed in fp32: other bits than DDP's.
+    An autocast with a cache casts a weight once and uses the copy again, so the gradients of several uses are summed
+    in two bytes before they become fp32: its uses share a node, for a pass. Without a cache (Lightning's) each use has
+    a node of its own, and the sum is fp32's.
     """
 
     def __init__(self) -> None:
@@ -385,7 +399,8 @@ class _Casts:
 
     def of(self, parameter: Parameter) -> Tensor:
         with _no_interception():
-            if _in_backward() or not (torch.is_grad_enabled() and parameter.requires_grad):
+            shares = torch.is_autocast_cache_enabled() and torch.is_grad_enabled() and parameter.requires_grad
+            if not shares or _in_backward():
                 return parameter.view_as(parameter)
             if parameter not in self._of_this_pass:
                 self._of_this_pass[parameter] = parameter.view_as(parameter)

@@ -17,10 +17,12 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zero.assembly import foreign_parameters
 from lightning_zero.comm import Comm, make_comm
 from lightning_zero.config import (
     ActivationCheckpointing,
@@ -138,14 +140,16 @@ class ZeroStrategy(DDPStrategy):
             prefetch=prefetch,
             overlap=overlap,
             accumulation=accumulation,
+            replicate_size=replicate_size,
             reduce_dtype=dtype_from(reduce_dtype, "reduce_dtype"),
         )
         self._wait_timeout = seconds_from(wait_timeout, "wait_timeout")
         self._sanitize = sanitize
-        _refuse_what_is_not_there_yet(self, tensor_parallel_size, replicate_size, granularity)
+        _refuse_what_is_not_there_yet(self, tensor_parallel_size, granularity)
         self.engine: Engine | None = None
         self._trained: Engine | None = None  # the engine of the latest fit: it knows the optimizers' pieces
         self._comm: Comm | None = None
+        self._device_mesh: DeviceMesh | None = None
         self._failed = False
         self._blocked = False  # Lightning accumulates: the next backward is not the last of its step
         self._buffers_are_stale = True
@@ -203,6 +207,8 @@ class ZeroStrategy(DDPStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
             self._guard_schedulers(module)
             rank_zero_info(_table(self.engine, self.stage))
+            if foreign := foreign_parameters(module):
+                rank_zero_info(_told_of(foreign))
         self._attach_precision()
 
     def _engine_options(self) -> Options:
@@ -297,6 +303,17 @@ class ZeroStrategy(DDPStrategy):
     # -- what users read
 
     @property
+    def device_mesh(self) -> DeviceMesh:
+        """The ranks as a torch mesh with the axes "replicate", "data_parallel" and "tensor_parallel". The first look
+        makes process groups: take it on every rank."""
+        if self._device_mesh is None:
+            mesh = self._running_engine.mesh
+            shape = (mesh.world.size // mesh.shard.size, mesh.shard.size, 1)
+            names = ("replicate", "data_parallel", "tensor_parallel")
+            self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+        return self._device_mesh
+
+    @property
     def _running_engine(self) -> Engine:
         if self.engine is None:
             raise RuntimeError("Nothing is set up yet: use this inside trainer.fit, validate, test or predict.")
@@ -315,14 +332,23 @@ class ZeroStrategy(DDPStrategy):
         """The averaged gradient of a parameter in its shape, or None. Call it on every rank."""
         return self._running_engine.full_grad(parameter)
 
+    def grad_norms(self, norm_type: float = 2.0) -> dict[str, Tensor]:
+        """Parameter name -> norm of its averaged gradient, for those that have one; one small reduction for all.
+        Call it on every rank.
+
+        Args:
+            norm_type: p of the p-norm; ``inf`` for the largest magnitude.
+        """
+        return self._running_engine.grad_norms(norm_type)
+
     def memory_report(self) -> dict[str, int]:
         """Bytes that rest on this rank, by category (parameter, gradient, master, optimizer state, bucket, gathered,
         activation checkpoint). After fit: as they were when it ended."""
         return self._running_engine.bytes_by_category()
 
     def communication_report(self) -> dict[str, int]:
-        """Bytes this rank has sent since the process group was made, by operation."""
-        return dict(self._comm.bytes_sent) if self._comm is not None else {}
+        """Bytes this rank has sent, by operation, and by what they cross: ``replicate ...`` between shard groups."""
+        return self.engine.mesh.bytes_sent if self.engine is not None else {}
 
     # -- checkpoints: Lightning's ordinary single file
 
@@ -396,7 +422,7 @@ class ZeroStrategy(DDPStrategy):
         """Makes the model whole when all ranks are there and it fits; says whether it is."""
         if self.engine is None or self.engine.closed:
             return True
-        if self._failed and self.engine.comm.size > 1:
+        if self._failed and self.engine.mesh.world.size > 1:
             self.engine.close(whole=False)
             return not self.engine.is_spread
         if not self._fits_whole(self.engine):
@@ -415,7 +441,7 @@ class ZeroStrategy(DDPStrategy):
             return True
         needed = sum(parameter.numel() * 4 for parameter in engine.module.parameters()) * self.num_processes
         fits = torch.tensor(int(needed < available), dtype=torch.uint8)
-        return bool(engine.comm.all_reduce(fits, "fits in host memory", "min"))
+        return bool(engine.mesh.world.all_reduce(fits, "fits in host memory", "min"))
 
     @classmethod
     @override
@@ -447,13 +473,10 @@ def _stage_from(stage: Any) -> int:
     return int(stage)
 
 
-def _refuse_what_is_not_there_yet(
-    strategy: ZeroStrategy, tensor_parallel_size: int, replicate_size: int, granularity: str
-) -> None:
+def _refuse_what_is_not_there_yet(strategy: ZeroStrategy, tensor_parallel_size: int, granularity: str) -> None:
     missing = {
         "activation_checkpointing": strategy.activation_checkpointing is not None,
         "tensor_parallel_size": tensor_parallel_size > 1,
-        "replicate_size": replicate_size > 1,
         "granularity='tensor'": granularity != "element",
         "checkpoint format 'sharded'": strategy.checkpoint.format != "full",
         "async_save": strategy.checkpoint.async_save,
@@ -483,7 +506,13 @@ def _table(engine: Engine, stage: int) -> str:
         rows.append((f"{numel:,}", storage, storage, _short(reduce) if reduce else "-", master if reduce else "-"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return f"ZeRO stage {stage} on {engine.comm.size} ranks" + "".join(f"\n  {line}" for line in lines)
+    return f"ZeRO stage {stage} on {engine.mesh.world.size} ranks" + "".join(f"\n  {line}" for line in lines)
+
+
+def _told_of(foreign: Mapping[str, Parameter]) -> str:
+    kinds = ", ".join(sorted({type(parameter).__name__ for parameter in foreign.values()}))
+    names = ", ".join(list(foreign)[:3]) + (", ..." if len(foreign) > 3 else "")
+    return f"Tensors of their own kind ({kinds}) stay whole on every rank, as they are: {names}"
 
 
 def _short(dtype: torch.dtype) -> str:

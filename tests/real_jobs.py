@@ -334,11 +334,9 @@ class Trained(L.LightningModule):
         self.evaluated += [output.loss.clone(), output.logits.clone()]
         if self.generates:
             tokens = batch["input_ids"]
-            lengths = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
-            mask = torch.ones_like(tokens)
-            self.generated.append(
-                self.model.generate(input_ids=tokens, attention_mask=mask, do_sample=False, **lengths)
-            )
+            settings = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+            found = self.model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), **settings)
+            self.generated.append(found)
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None

@@ -42,7 +42,13 @@ def step_on(comm: Comm, stage: int, *, autocast: bool = False, steps: int = 2, *
         loss.backward()
         optimizer.step()
         sent.append(sum(comm.bytes_sent.values()))
-    return {"sent": sent[-1], "rests": engine.bytes_by_category(), "buckets": engine.ledger.peak[Category.BUCKET]}
+    by_operation = engine.mesh.bytes_sent
+    return {
+        "by operation": by_operation,
+        "sent": sent[-1],
+        "rests": engine.bytes_by_category(),
+        "buckets": engine.ledger.peak[Category.BUCKET],
+    }
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -51,6 +57,17 @@ def test_every_rank_sends_its_share_of_two_or_three_psi(stage: int, world: int) 
     runs = ThreadWorld(world, 20).run(lambda comm: step_on(comm, stage))
     total = sum(run["sent"] for run in runs) / 4
     assert total == pytest.approx(GATHERS[stage] * (world - 1) * PSI, rel=0.05)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_hybrid_sharding_sends_a_shards_part_of_the_gradient_between_groups(stage: int) -> None:
+    """Two groups of two: inside, as on two ranks; across, each rank exchanges its half of the gradient."""
+    runs = ThreadWorld(4, 20).run(lambda comm: step_on(comm, stage, replicate_size=2))
+    alone = ThreadWorld(2, 20).run(lambda comm: step_on(comm, stage))
+    for run, rests in zip(runs, [two["rests"] for two in alone * 2], strict=True):
+        across = sum(sent for kind, sent in run["by operation"].items() if kind.startswith("replicate"))
+        assert across / 2 == pytest.approx(4 * PSI / 2, rel=0.01)  # of two steps
+        assert {**run["rests"], "bucket": 0} == {**rests, "bucket": 0}
 
 
 def test_two_byte_weights_travel_in_two_bytes() -> None:

@@ -243,3 +243,18 @@ def test_integer_parameters_rest_beside_the_optimizer_that_lists_them() -> None:
         return engine.full_state_dict(copy=True)["table"]
 
     assert torch.equal(ThreadWorld(2, 10).run(step)[0], torch.arange(5))
+
+
+@pytest.mark.parametrize(("world", "replicas"), [(4, 2), (6, 3), (2, 2)])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_hybrid_sharding_equals_ddp(stage: int, world: int, replicas: int) -> None:
+    expected = ddp(assorted(), sgd, world=world, accumulate=2, clip="norm")
+    found = on_ranks(world, stage, sgd, accumulate=2, clip="norm", replicate_size=replicas)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    for name, value in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_replicas_that_do_not_divide_the_ranks_are_refused_on_every_rank() -> None:
+    with pytest.raises(ValueError, match=r"replicate_size=3 does not divide the 4 ranks. Write one of \[1, 2, 4\]"):
+        ThreadWorld(4, 5).run(lambda comm: train(assorted(), sgd, comm, 2, replicate_size=3))

@@ -119,20 +119,19 @@ def test_the_mixtures_leave_experts_idle_on_one_rank_and_on_both(name: str, outc
 
 
 @each_stage
-@pytest.mark.parametrize("name", ["gpt2", "t5", "resnet"])
+@pytest.mark.parametrize("name", ["t5", "resnet"])
 def test_clipping_by_the_trainer_stays_within_a_millionth_of_ddps(name: str, stage: int, outcome: Outcome) -> None:
     expected = outcome(real_jobs.fit_clipped, DDP, name)
     for mine, theirs in zip(outcome(real_jobs.fit_clipped, stage, name), expected, strict=True):
         assert mine["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
         for key, value in theirs["weights"].items():
-            assert (mine["weights"][key] - value).norm() <= 1e-6 * value.norm(), key
+            assert (mine["weights"][key] - value).float().norm() <= 1e-6 * value.float().norm(), key
 
 
 @each_stage
 @each_precision
-@pytest.mark.parametrize("name", ["bert", "t5"])
-def test_dropout_draws_what_it_draws_under_ddp(name: str, precision: str, stage: int, outcome: Outcome) -> None:
-    for mine, theirs in both(outcome, stage, real_jobs.fit_with_dropout, name, precision=precision):
+def test_dropout_draws_what_it_draws_under_ddp(precision: str, stage: int, outcome: Outcome) -> None:
+    for mine, theirs in both(outcome, stage, real_jobs.fit_with_dropout, "gpt2", precision=precision):
         assert_trained_alike(mine, theirs)
         assert_same_tensors(mine["evaluated"], theirs["evaluated"])
 
