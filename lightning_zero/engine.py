@@ -28,6 +28,7 @@ from lightning_zero.parameter import Access
 from lightning_zero.saved import SavedParameters
 from lightning_zero.schedule import Schedule
 from lightning_zero.stage import STAGES, Partition
+from lightning_zero.units import as_written
 
 __all__ = ["Engine", "Options"]
 
@@ -291,7 +292,7 @@ class Engine:
             if any(id(parameter) in names for parameter in access.group.parameters):
                 for parameter, whole in zip(access.group.parameters, access.group.whole_values(copy=copy), strict=True):
                     state.update(dict.fromkeys(names.get(id(parameter), ()), whole))
-        return state
+        return {as_written(name): value for name, value in state.items()}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """`optimizer.state_dict()` as one device would have it. A collective. Works after `close` too."""

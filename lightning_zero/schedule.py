@@ -126,6 +126,9 @@ class Schedule:
 
     def _hook_unit(self, resident: Resident) -> None:
         module = resident.module
+        if module._compiled_call_impl is not None:  # `module.compile()` would trace hooks
+            self._handles.append(_Surrounding(self, resident))
+            return
         self._handles += [
             module.register_forward_pre_hook(_Hook(lambda *_: self._before_forward(resident)), prepend=True),
             module.register_forward_hook(
@@ -422,12 +425,37 @@ class _EndOfBackward:
 
 
 @final
+class _Surrounding:
+    """Does what the hooks of a unit do, around the call of a module that is compiled in place."""
+
+    def __init__(self, schedule: Schedule, resident: Resident) -> None:
+        self._module = resident.module
+        self._compiled = compiled = resident.module._compiled_call_impl
+        assert compiled is not None
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            schedule._before_forward(resident)
+            output = None
+            try:
+                output = compiled(*args, **kwargs)
+            finally:
+                schedule._after_forward(resident, (args, kwargs), output)
+            return output
+
+        resident.module._compiled_call_impl = call
+
+    def remove(self) -> None:
+        self._module._compiled_call_impl = self._compiled
+
+
+@final
 class _Hook:
     """A hook of ours on a user's module. A copy of the module, or its pickle, is a plain module without it."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
 
+    @torch.compiler.disable  # it would trace our collectives
     def __call__(self, *args: Any) -> Any:
         return self._call(*args)
 

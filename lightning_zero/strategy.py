@@ -39,6 +39,7 @@ from lightning_zero.config import (
 from lightning_zero.engine import Engine, Options
 from lightning_zero.precision import _ScaledGradients, _ShardedGradients, adapt
 from lightning_zero.stage import STAGES
+from lightning_zero.units import as_written
 
 DEFAULT_TIMEOUT = 1800.0  # s; torch's own for gloo
 
@@ -357,9 +358,17 @@ class ZeroStrategy(DDPStrategy):
         """The whole model, in its declared dtypes, on every rank (as DDP)."""
         assert self.lightning_module is not None
         if self.engine is None or self.engine.closed:
-            return self.lightning_module.state_dict()
+            return {as_written(name): value for name, value in self.lightning_module.state_dict().items()}
         self.engine.settle()
         return self.engine.full_state_dict(copy=self.is_global_zero)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """A checkpoint of a compiled model loads into one that is not, and the reverse."""
+        assert self.lightning_module is not None
+        own = {as_written(name): name for name in self.lightning_module.state_dict()}
+        state = {own.get(as_written(name), name): value for name, value in checkpoint["state_dict"].items()}
+        self.lightning_module.load_state_dict(state, strict=strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

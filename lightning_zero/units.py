@@ -67,13 +67,13 @@ def find_units(model: Module, classes: tuple[type | str, ...] | None) -> list[Un
     units = []
     for name, module, recurse in _walk(model, classes):
         own = {
-            f"{name}.{parameter_name}" if name else parameter_name: parameter
+            as_written(f"{name}.{parameter_name}" if name else parameter_name): parameter
             for parameter_name, parameter in module.named_parameters(recurse=recurse)
             if id(parameter) not in taken
         }
         if own:
             taken.update(id(parameter) for parameter in own.values())
-            units.append(Unit(name, module, own))
+            units.append(Unit(as_written(name), module, own))
     return units
 
 
@@ -101,8 +101,27 @@ def _is_one_of(module: Module, classes: tuple[type | str, ...]) -> bool:
     return any(type(module).__name__ == item if isinstance(item, str) else isinstance(module, item) for item in classes)
 
 
+def as_written(name: str) -> str:
+    """A parameter's name without what `torch.compile` adds to it: compiled or not, a model has the same checkpoint."""
+    return name.replace("_orig_mod.", "").removesuffix("._orig_mod")
+
+
+def modules_in_compiled_regions(model: Module) -> set[Module]:
+    """What `torch.compile` of the model, of a part of it, or of the LightningModule traces through."""
+    return {
+        inner
+        for module in model.modules()
+        if type(module).__name__ == "OptimizedModule"
+        or module._compiled_call_impl is not None
+        or getattr(module, "_compiler_ctx", None) is not None  # Lightning's mark on a compiled LightningModule
+        for inner in module.modules()
+    }
+
+
 def modules_cast_by_autocast(model: Module) -> list[Module]:
-    """Modules whose weights may rest in autocast's dtype: `forward` is torch's own, no other module holds a weight."""
+    """Modules whose weights may rest in autocast's dtype: `forward` is torch's own, no other module holds a weight, and
+    it is not compiled (a graph casts by itself, and our hooks would break it)."""
+    compiled = modules_in_compiled_regions(model)
     holders: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -111,6 +130,7 @@ def modules_cast_by_autocast(model: Module) -> list[Module]:
         module
         for module in model.modules()
         if type(module) in CAST_BY_AUTOCAST
+        and module not in compiled
         and "forward" not in vars(module)
         and all(
             holders[id(parameter)] == 1 and parameter.dtype == torch.float32

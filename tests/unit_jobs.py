@@ -53,12 +53,13 @@ def on_engine(
     make: Callable[[Any], Optimizer] = sgd,
     *,
     world: int = 2,
+    prepare: Callable[[nn.Module], nn.Module] = lambda model: model,
     **options: Any,
 ) -> list[Any]:
-    """The results of all ranks, in order."""
+    """The results of all ranks, in order. Each rank's copy of the model goes through `prepare` first."""
 
     def rank_main(comm: Comm) -> Any:
-        model = copy.deepcopy(start)
+        model = prepare(copy.deepcopy(start))
         optimizer = make([p for p in model.parameters() if p.requires_grad])
         engine = Engine(model, [optimizer], stage=stage, comm=comm, options=Options(**options))
         return act(model, engine, optimizer, comm)

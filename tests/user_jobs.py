@@ -7,6 +7,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from jobs import Classifier, loader, state_of, trainer
@@ -168,6 +169,62 @@ def evaluate_only(strategy: Any) -> dict[str, Any]:
     predictions = run.predict(model, loader())
     assert predictions is not None
     return {"loss": loss[0]["val_loss"], "predictions": torch.cat([torch.as_tensor(p) for p in predictions])}
+
+
+class CompiledBlocks(L.LightningModule):
+    """Blocks that are compiled one by one, around an embedding and a head that are not."""
+
+    def __init__(self, compiles: bool = True) -> None:
+        super().__init__()
+        self.inner = nn.Linear(12, 16)
+        blocks = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(2)]
+        wrap: Any = (lambda block: torch.compile(block, backend="aot_eager")) if compiles else (lambda block: block)
+        self.blocks = nn.ModuleList([wrap(block) for block in blocks])
+        self.outer = nn.Linear(16, 5)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.inner(batch[0])[:, None]
+        for block in self.blocks:
+            hidden = block(hidden)
+        loss = nn.functional.cross_entropy(self.outer(hidden[:, 0]).float(), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_compiled(strategy: Any, path: Path) -> dict[str, Any]:
+    torch._dynamo.reset()
+    counters.clear()
+    L.seed_everything(1, verbose=False)
+    model = CompiledBlocks()
+    run = trainer(strategy, 2)
+    run.fit(model, loader())
+    run.save_checkpoint(path)
+    run.strategy.barrier()
+    return {
+        "losses": model.losses,
+        "graphs": counters["stats"]["unique_graphs"],
+        "breaks": sum(counters["graph_break"].values()),
+        "saved": torch.load(path, weights_only=True)["state_dict"],
+    }
+
+
+def resume_compiled(strategy: Any, path: Path, *, compiles: bool) -> list[float]:
+    torch._dynamo.reset()
+    model = CompiledBlocks(compiles)
+    trainer(strategy, 2, max_epochs=2).fit(model, loader(), ckpt_path=path)
+    return model.losses
+
+
+def fit_compiled_module(strategy: Any) -> list[float]:
+    torch._dynamo.reset()
+    L.seed_everything(1, verbose=False)
+    model = CompiledBlocks(compiles=False)
+    trainer(strategy, 2).fit(torch.compile(model, backend="aot_eager"), loader())  # type: ignore[arg-type]
+    return model.losses
 
 
 def read_on_rank_0_only(strategy: Any) -> float:
