@@ -19,6 +19,7 @@ from lightning_zero.ledger import Ledger
 from lightning_zero.mesh import Mesh
 from lightning_zero.optimizer import set_grad_dtype
 from lightning_zero.parameter import Access
+from lightning_zero.rendezvous import Rendezvous
 from lightning_zero.schedule import Resident
 from lightning_zero.stage import Partition
 
@@ -73,6 +74,7 @@ def assemble(
     ledger: Ledger,
     device: torch.device,
     options: Options,
+    rendezvous: Rendezvous,
     borrowed: dict[Access, None],
 ) -> Assembly:
     """Takes over the values of `managed` and points the module's parameters at them.
@@ -86,12 +88,13 @@ def assemble(
         ledger: books all memory.
         device: where it lives.
         options: see `Options`.
+        rendezvous: see `Rendezvous`.
         borrowed: see `Access`.
     """
     total = sum(parameter.nbytes for parameter in managed)
     # Small models get small buckets: a bucket is memory that grows with nothing, and must not outgrow the model.
     bucket_bytes = min(options.bucket_bytes, max(MIB, total // 16))
-    setting = Setting(partition, mesh, ledger, bucket_bytes)
+    setting = Setting(partition, mesh, ledger, bucket_bytes, rendezvous)
     cast_modules, resting = _choose_resting(module, managed, trainable, options)
     residents = []
     by_id = {id(parameter) for parameter in managed}

@@ -73,6 +73,7 @@ class Comm(ABC):
         self.bytes_sent: Counter[str] = Counter()  # kind of operation -> bytes that left this rank
         self.calls: Counter[str] = Counter()  # kind of operation -> how many were issued
         self._issued: Counter[str] = Counter()  # operation name -> how many were issued
+        self.before_next: Callable[[], None] | None = None  # what must end before any further collective
 
     def all_gather(self, full: Tensor, shard: Tensor, name: str) -> Work:
         """Fills row j of `full` ``(N, columns)`` with rank j's `shard` ``(columns,)``, which may be its own row."""
@@ -125,6 +126,8 @@ class Comm(ABC):
         same groups; each rank is in exactly one."""
 
     def _begin(self, kind: str, name: str, tensor: Tensor, sent: int, compare: bool = True) -> str:
+        if self.before_next is not None:
+            self.before_next()
         self.bytes_sent[kind] += sent
         self.calls[kind] += 1
         name = f"{kind} {name}"

@@ -25,6 +25,7 @@ from lightning_zero.ledger import Category, Ledger
 from lightning_zero.mesh import Mesh
 from lightning_zero.optimizer import PieceStepper
 from lightning_zero.parameter import Access
+from lightning_zero.rendezvous import Rendezvous
 from lightning_zero.saved import SavedParameters
 from lightning_zero.schedule import Schedule
 from lightning_zero.stage import STAGES, Partition
@@ -74,7 +75,9 @@ class Engine:
         shard_size = comm.size // self.options.replicate_size
         self.partition: Partition = STAGES[stage if shard_size > 1 else 0]
         self.ledger = Ledger()
+        self.rendezvous = Rendezvous(self.mesh)
         self._borrowed: dict[Access, None] = {}
+        self._taken_back: dict[Access, bool] = {}  # since ranks last agreed on edits: whether it was edited here
         managed = managed_parameters(module, optimizers)
         self._known = {id(parameter): parameter for parameter in module.parameters()}  # kept alive: ids stay theirs
         if self.partition.optimizer:
@@ -89,6 +92,7 @@ class Engine:
             ledger=self.ledger,
             device=device,
             options=self.options,
+            rendezvous=self.rendezvous,
             borrowed=self._borrowed,
         )
         self._accesses = [access for resident in assembly.residents for access in resident.accesses]
@@ -134,9 +138,20 @@ class Engine:
                     tensor.copy_(values)
 
     def _move_the_rest(self) -> None:
-        """Buffers, metrics and parameters that no group holds."""
-        grouped = {id(parameter) for access in self._accesses for parameter in access.group.parameters}
-        self.module._apply(lambda tensor: tensor if id(tensor) in grouped else tensor.to(self.device))
+        """Buffers, metrics and parameters that no group holds. Grouped parameters must not even be passed by: modules
+        that look at their weights when they move (RNNs) would meet empty storage."""
+        grouped = {parameter for access in self._accesses for parameter in access.group.parameters}
+        with torch._C.DisableTorchFunctionSubclass():
+            for module in self.module.modules():
+                moves_by_itself = type(module)._apply is not Module._apply
+                if moves_by_itself and grouped.isdisjoint(module.parameters()):
+                    module._apply(lambda tensor: tensor.to(self.device))
+                    continue
+                for name, buffer in module._buffers.items():
+                    module._buffers[name] = None if buffer is None else buffer.to(self.device)
+                for parameter in module._parameters.values():
+                    if parameter is not None and parameter not in grouped:
+                        parameter.data = parameter.data.to(self.device)
 
     # -- training
 
@@ -179,22 +194,29 @@ class Engine:
                     )
 
     def settle(self) -> None:
-        """Takes back values that were lent to user code, with its edits."""
+        """Takes back values that were lent to user code, with its edits. A collective, where there were loans."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for access in self._accesses:
                 if not access.is_needed:  # the others' parameters can be reached only through a loan
                     access.group.adopt_assigned()
-        if not self._borrowed:
+        self.take_back()
+        if not self._taken_back:
             return
-        borrowed = list(self._borrowed)
-        self._borrowed.clear()
-        with torch.no_grad():
-            edited = torch.tensor([access.take_back() for access in borrowed], dtype=torch.uint8)
+        edited = torch.tensor([self._taken_back.get(access, False) for access in self._accesses], dtype=torch.uint8)
+        self._taken_back.clear()
         anywhere = self.comm.all_reduce(edited, "edited parameters", "max")
-        groups = [access.group for access, is_edited in zip(borrowed, anywhere, strict=True) if is_edited]
+        groups = [access.group for access, is_edited in zip(self._accesses, anywhere, strict=True) if is_edited]
         for group in groups:
             group.release()  # what was gathered ahead of the edit is stale
         self._publish_groups(groups)
+
+    def take_back(self) -> None:
+        """Ends all loans of this rank; other ranks hear of edits when they next `settle`."""
+        borrowed = list(self._borrowed)
+        self._borrowed.clear()
+        with torch.no_grad():
+            for access in borrowed:
+                self._taken_back[access] = access.take_back() or self._taken_back.get(access, False)
 
     def _publish(self, shards: list[GradientShard]) -> None:
         self._publish_groups([shard.group for shard in shards])

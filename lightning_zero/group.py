@@ -20,6 +20,7 @@ from lightning_zero.comm import Work
 from lightning_zero.extents import Layout, Piece
 from lightning_zero.ledger import Category, Ledger
 from lightning_zero.mesh import Mesh
+from lightning_zero.rendezvous import Rendezvous
 from lightning_zero.stage import Partition
 
 _no_interception = torch._C.DisableTorchFunctionSubclass
@@ -49,6 +50,7 @@ class Setting:
     mesh: Mesh
     ledger: Ledger
     bucket_bytes: int
+    rendezvous: Rendezvous
     storages: "dict[int, ShardGroup]" = field(default_factory=dict)  # of full_params that rest as shards -> their group
 
 
@@ -71,6 +73,9 @@ class ShardGroup:
         self.partition = setting.partition
         self.ledger = setting.ledger
         self._storages = setting.storages
+        self._rendezvous = setting.rendezvous
+        self._param_number = self._rendezvous.enroll(name, self._serve_param)
+        self._master_number = self._rendezvous.enroll(name, self._serve_master)
         self.parameters = list(parameters.values())
         # Values rest in C order; these are the strides (channels_last and their like) that the user gets back.
         self._strides = [torch.empty_like(parameter, device="meta").stride() for parameter in self.parameters]
@@ -81,6 +86,7 @@ class ShardGroup:
             # Every slice is divided once more between replicas.
             alignment=math.lcm(ALIGNMENT_BYTES // kind.resting.itemsize, self.replicate.size),
         )
+        self._served_master: Tensor | None = None
         self.gathering: list[Work] | None = []  # under way; [] when finished, None when released
         self._allocate()
 
@@ -185,8 +191,25 @@ class ShardGroup:
             purpose: why, for the message of a rank that waits in vain.
         """
         if self.is_released:
-            self.ledger.resize(self.full_param, self.full_param.numel() * self.full_param.itemsize)
-            self.gathering = self._all_gather(self.full_param, self.owned_param, purpose)
+            if self._rendezvous.applies:
+                self._rendezvous.want(self._param_number)
+            else:
+                self._fill()
+                self.gathering = self._all_gather(self.full_param, self.owned_param, purpose)
+
+    def _fill(self) -> None:
+        self.ledger.resize(self.full_param, self.full_param.numel() * self.full_param.itemsize)
+
+    def _serve_param(self, keep: bool) -> None:
+        if keep:
+            self._fill()
+            self.gathering = []
+        self._serve(self.full_param if keep else None, self.owned_param)
+
+    def prefetch(self) -> None:
+        """Starts to gather ahead, unless what comes next is yet to be agreed."""
+        if not self._rendezvous.applies:
+            self.begin_gather()
 
     def gather(self, purpose: str = "gather") -> None:
         """full_param holds all values from here to `release`."""
@@ -236,10 +259,22 @@ class ShardGroup:
             return self.master
         if not self.kind.is_cast and not self.partition.parameter:
             return self.full_param
-        full = self.ledger.allocate(Category.GATHERED, self.layout.numel, self.kind.declared, self.kind.device)
+        if self._rendezvous.applies:
+            self._rendezvous.want(self._master_number)
+            full, self._served_master = self._served_master, None
+            assert full is not None
+            return full
+        full = self._new_master()
         for work in self._all_gather(full, self.master, "gather master"):
             work.wait()
         return full
+
+    def _new_master(self) -> Tensor:
+        return self.ledger.allocate(Category.GATHERED, self.layout.numel, self.kind.declared, self.kind.device)
+
+    def _serve_master(self, keep: bool) -> None:
+        self._served_master = self._new_master() if keep else None
+        self._serve(self._served_master, self.master)
 
     def whole_values(self, *, copy: bool) -> list[Tensor]:
         """Every parameter's values in its shape and declared dtype. A collective, as `full_master`.
@@ -283,12 +318,18 @@ class ShardGroup:
         self.views = []
 
     def _all_gather(self, full: Tensor, shard: Tensor, purpose: str) -> list[Work]:
-        rows = self.rows(full)
-        return [
-            self.comm.all_gather(
-                rows[:, columns.start : columns.stop],
-                shard[columns.start : columns.stop],
-                f"{purpose} {self.name}[{columns.start}:{columns.stop}]",
-            )
-            for columns in self.layout.slices
-        ]
+        return [self._gather_slice(self.rows(full), shard, columns, purpose) for columns in self.layout.slices]
+
+    def _serve(self, full: Tensor | None, shard: Tensor) -> None:
+        """Takes part in a gather; a rank that does not want the result passes no `full`, and keeps one slice at a time
+        in passing."""
+        for columns in self.layout.slices:
+            rows = None if full is None else self.rows(full)
+            self._gather_slice(rows, shard, columns, "serve").wait()
+
+    def _gather_slice(self, rows: Tensor | None, shard: Tensor, columns: range, purpose: str) -> Work:
+        mine = shard[columns.start : columns.stop]
+        landing = (
+            mine.new_empty(self.layout.ranks, len(columns)) if rows is None else rows[:, columns.start : columns.stop]
+        )
+        return self.comm.all_gather(landing, mine, f"{purpose} {self.name}[{columns.start}:{columns.stop}]")

@@ -109,34 +109,29 @@ class Schedule:
         self._collectors: list[tuple[Parameter, int]] = []  # and the id of its hook
         self._handles: list[Any] = []
         for resident in residents:
-            self._hook_unit(resident)
+            self._surround_unit(resident)
         for module in cast_modules:
-            self._hook_cast_module(module)
+            self._surround_cast_module(module)
         for shard in shards:
             self._hook_gradients(shard)
 
     def detach(self) -> None:
         """Removes all hooks, and lets go of the buckets."""
-        for handle in self._handles:
+        for handle in reversed(self._handles):  # a module may be surrounded twice
             handle.remove()
         self._handles.clear()
         self._pools = []
 
     # -- parameters: gather before use, release after
 
-    def _hook_unit(self, resident: Resident) -> None:
-        module = resident.module
-        if module._compiled_call_impl is not None:  # `module.compile()` would trace hooks
-            self._handles.append(_Surrounding(self, resident))
-            return
-        self._handles += [
-            module.register_forward_pre_hook(_Hook(lambda *_: self._before_forward(resident)), prepend=True),
-            module.register_forward_hook(
-                _Hook(lambda _, args, kwargs, output: self._after_forward(resident, (args, kwargs), output)),
-                with_kwargs=True,
-                always_call=True,
-            ),
-        ]
+    def _surround_unit(self, resident: Resident) -> None:
+        self._handles.append(
+            _Surrounding(
+                resident.module,
+                lambda: self._before_forward(resident),
+                lambda inputs, output: self._after_forward(resident, inputs, output),
+            )
+        )
 
     def _before_forward(self, resident: Resident) -> None:
         self.recover()
@@ -190,7 +185,7 @@ class Schedule:
                 access.show()
         for following in order.after(resident, self._prefetch):
             for access in following.accesses:
-                access.group.begin_gather()
+                access.group.prefetch()
 
     def _release(self, resident: Resident) -> None:
         for access in resident.accesses:
@@ -206,12 +201,12 @@ class Schedule:
         else:
             access.group.release()
 
-    def _hook_cast_module(self, module: Module) -> None:
+    def _surround_cast_module(self, module: Module) -> None:
         own = dict(module.named_parameters(recurse=False))
         accesses = [access_of(parameter) for parameter in own.values()]
         kind = accesses[0].group.kind
 
-        def show(*_: Any) -> None:
+        def show() -> None:
             if any(access.lends_copy for access in accesses):
                 self._settle()  # the copy may have been edited, and what rests would be stale
             device = kind.device.type
@@ -224,10 +219,7 @@ class Schedule:
             for name in own:
                 vars(module).pop(name, None)
 
-        self._handles += [
-            module.register_forward_pre_hook(_Hook(show)),
-            module.register_forward_hook(_Hook(hide), always_call=True),
-        ]
+        self._handles.append(_Surrounding(module, show, hide))
 
     # -- gradients: collect, reduce
 
@@ -426,52 +418,38 @@ class _EndOfBackward:
 
 @final
 class _Surrounding:
-    """Does what the hooks of a unit do, around the call of a module that is compiled in place."""
+    """Does something before and after each call of a module, its hooks and all.
 
-    def __init__(self, schedule: Schedule, resident: Resident) -> None:
-        self._module = resident.module
-        self._compiled = compiled = resident.module._compiled_call_impl
-        assert compiled is not None
+    Not by hooks: torch's transformer layers leave their fused path when any module inside has one, `module.compile()`
+    would trace them, and a copy of the module would take them along. Torch calls `_compiled_call_impl` in place of a
+    module, where there is one; copies and pickles leave it behind.
 
+    Args:
+        module: the user's.
+        before: called with nothing.
+        after: called with the arguments of the call and its result (None if it raised).
+    """
+
+    def __init__(self, module: Module, before: Callable[[], None], after: Callable[[Any, Any], None]) -> None:
+        self._module = module
+        self._previous = module._compiled_call_impl
+        inner = self._previous or module._call_impl
+
+        @torch.compiler.disable(recursive=False)  # a compiler would trace our collectives
         def call(*args: Any, **kwargs: Any) -> Any:
-            schedule._before_forward(resident)
+            untraced_before()
             output = None
             try:
-                output = compiled(*args, **kwargs)
+                output = inner(*args, **kwargs)
             finally:
-                schedule._after_forward(resident, (args, kwargs), output)
+                untraced_after((args, kwargs), output)
             return output
 
-        resident.module._compiled_call_impl = call
+        untraced_before, untraced_after = torch.compiler.disable(before), torch.compiler.disable(after)
+        module._compiled_call_impl = call
 
     def remove(self) -> None:
-        self._module._compiled_call_impl = self._compiled
-
-
-@final
-class _Hook:
-    """A hook of ours on a user's module. A copy of the module, or its pickle, is a plain module without it."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-
-    @torch.compiler.disable  # it would trace our collectives
-    def __call__(self, *args: Any) -> Any:
-        return self._call(*args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _no_hook
-
-    def __reduce__(self) -> Any:
-        return _get_no_hook, ()
-
-
-def _no_hook(*_: Any) -> None:
-    pass
-
-
-def _get_no_hook() -> Callable[..., None]:
-    return _no_hook
+        self._module._compiled_call_impl = self._previous
 
 
 def _with_gradient(nested: Any) -> list[Tensor]:

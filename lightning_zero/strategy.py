@@ -181,6 +181,9 @@ class ZeroStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         if self.world_size == 1:  # one rank draws its data as one device does, or it could not equal strategy="auto"
             trainer._accelerator_connector.use_distributed_sampler = False
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, _EndOfEvaluation) for callback in callbacks):
+            callbacks.insert(0, _EndOfEvaluation())
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
@@ -275,15 +278,41 @@ class ZeroStrategy(DDPStrategy):
         """Around a forward. Buffers follow rank 0 when DDP's would: before a forward that comes after one whose
         gradients were reduced."""
         assert self.engine is not None
-        self.engine.settle()  # edits that hooks made since the last pass take effect now
+        if not self.engine.rendezvous.is_open:  # within an evaluation ranks may be at different batches
+            self.engine.settle()  # edits that hooks made since the last pass take effect now
         self.engine.schedule.start_pass()
         if self.broadcast_buffers and self._buffers_are_stale and self.engine is self._trained:
             self.engine.broadcast_buffers()
         yield
         self._buffers_are_stale = synchronises
         if not torch.is_grad_enabled():
-            self.engine.settle()
+            self.engine.take_back()
             self.engine.schedule.release_all()
+
+    def end_rendezvous(self) -> None:
+        """Waits for ranks that still evaluate, and serves them; before collectives that are not the engine's."""
+        if self.engine is not None and not self.engine.closed:
+            self.engine.rendezvous.close()
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self.end_rendezvous()
+        super().barrier(*args, **kwargs)
+
+    @override
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        self.end_rendezvous()
+        return super().reduce(*args, **kwargs)
+
+    @override
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        self.end_rendezvous()
+        return super().broadcast(*args, **kwargs)
+
+    @override
+    def all_gather(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.end_rendezvous()
+        return super().all_gather(*args, **kwargs)
 
     @contextmanager
     @override
@@ -469,6 +498,15 @@ class ZeroStrategy(DDPStrategy):
                 stage=stage,
                 offload=Offload(optimizer="cpu"),
             )
+
+
+class _EndOfEvaluation(pl.Callback):
+    """The first callback, so that metrics are not synchronised with ranks that still evaluate."""
+
+    def on_validation_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        cast(ZeroStrategy, trainer.strategy).end_rendezvous()
+
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
 
 ZeroStrategy.register_strategies(StrategyRegistry)

@@ -119,9 +119,15 @@ def modules_in_compiled_regions(model: Module) -> set[Module]:
 
 
 def modules_cast_by_autocast(model: Module) -> list[Module]:
-    """Modules whose weights may rest in autocast's dtype: `forward` is torch's own, no other module holds a weight, and
-    it is not compiled (a graph casts by itself, and our hooks would break it)."""
-    compiled = modules_in_compiled_regions(model)
+    """Modules whose weights may rest in autocast's dtype: `forward` is torch's own, no other module holds a weight.
+
+    Not in compiled regions: a graph casts by itself, and ours would break it. Not in torch's transformer layers: their
+    fused path hands the weights to one kernel, and is taken for plain parameters only.
+    """
+    others = modules_in_compiled_regions(model)
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer | nn.MultiheadAttention):
+            others.update(module.modules())
     holders: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -130,7 +136,7 @@ def modules_cast_by_autocast(model: Module) -> list[Module]:
         module
         for module in model.modules()
         if type(module) in CAST_BY_AUTOCAST
-        and module not in compiled
+        and module not in others
         and "forward" not in vars(module)
         and all(
             holders[id(parameter)] == 1 and parameter.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""The main job, examples/train.py, at a tiny size; and the text it reads."""
+"""The main job, examples/train.py, at a tiny size, and its other experiments; and the text it reads."""
 
 import csv
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from lightning_zero.sweep import read_summary
 
@@ -18,10 +19,10 @@ sys.path.append(str(ROOT / "examples"))
 from text import TextData, read_text  # noqa: E402
 
 
-def train(folder: Path, *overrides: str) -> str:
+def train(folder: Path, *overrides: str, experiment: str = "smoke") -> str:
     """Runs examples/train.py in `folder` and returns what it printed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "examples/train.py", "experiment=smoke", "trainer.accelerator=cpu", *overrides]
+    command = [sys.executable, "examples/train.py", f"experiment={experiment}", "trainer.accelerator=cpu", *overrides]
     command.append(f"hydra.run.dir={folder}")
     done = subprocess.run(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200
@@ -34,6 +35,12 @@ class Run(NamedTuple):
     strategy: str
     folder: Path
     output: str
+
+
+class Weights(NamedTuple):
+    before: dict[str, torch.Tensor]  # training
+    after: dict[str, torch.Tensor]
+    trainable: set[str]
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +113,71 @@ def test_r59_a_job_started_again_in_its_folder_continues_from_its_last_checkpoin
     with (tmp_path / "csv" / "metrics.csv").open() as file:
         trained = [int(row["step"]) for row in csv.DictReader(file) if row["train_loss"]]
     assert trained == [4, 5]
+
+
+# --- the other experiments
+
+
+def test_the_convolutional_net_learns_the_digits_on_two_ranks(tmp_path):
+    steps = ("trainer.max_steps=66", "trainer.val_check_interval=66")
+    output = train(tmp_path, "strategy=zero2", "trainer.devices=2", *steps, experiment="digits")
+    summary = read_summary(tmp_path)
+    assert (summary["steps"], summary["world_size"]) == (66, 2)
+    assert summary["untrained_accuracy"] < 0.3
+    assert summary["accuracy"] > 0.95
+    assert output.count("validation accuracy  ") == 1
+    assert "a sample" not in output
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory) -> Path:
+    """The folder of a short LoRA fine-tune at stage 3 on two ranks."""
+    folder = tmp_path_factory.mktemp("lora")
+    size = (
+        "model.width=64",
+        "model.depth=2",
+        "data.context=32",
+        "data.max_bytes=100_000",
+        "data.validation_windows=16",
+    )
+    steps = ("trainer.max_steps=20", "trainer.val_check_interval=20")
+    train(folder, "strategy=zero3", "trainer.devices=2", *size, *steps, experiment="lora")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def weights(adapted) -> Weights:
+    from lora import LoraLanguageModel  # takes seconds
+
+    checkpoint = torch.load(adapted / "checkpoints" / "latest.ckpt", weights_only=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)  # the seed in conf/train.yaml
+        model = LoraLanguageModel(**checkpoint["hyper_parameters"])
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return Weights(model.state_dict(), checkpoint["state_dict"], trainable)
+
+
+def test_the_adapters_learn(adapted):
+    summary = read_summary(adapted)
+    assert (summary["steps"], summary["world_size"]) == (20, 2)
+    assert summary["loss"] < summary["untrained_loss"] - 0.5
+
+
+def test_only_adapters_change_and_the_frozen_base_keeps_every_bit(weights):
+    assert weights.before.keys() == weights.after.keys()
+    changed = {name for name in weights.before if not torch.equal(weights.before[name], weights.after[name])}
+    assert changed == weights.trainable
+    assert all("lora_" in name for name in changed)
+
+
+def test_gradients_and_optimizer_state_take_memory_for_the_adapters_alone(adapted, weights):
+    everything = sum(weight.numel() for weight in weights.before.values())
+    trainable = sum(weights.before[name].numel() for name in weights.trainable)
+    assert trainable < everything / 4
+    held = read_summary(adapted)["memory_bytes"]
+    assert held["parameter"] == pytest.approx(4 * everything / 2, rel=0.05)
+    assert held["gradient"] == pytest.approx(4 * trainable / 2, rel=0.05)
+    assert held["optimizer state"] == pytest.approx(8 * trainable / 2, rel=0.05)
 
 
 # --- the text

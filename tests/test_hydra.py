@@ -112,7 +112,7 @@ def test_a_misspelt_key_is_refused():
 def test_every_experiment_composes(experiment):
     cfg = composed(f"experiment={experiment}")
     assert cfg.trainer.max_steps != composed().trainer.max_steps
-    assert cfg.model.context == cfg.data.context
+    assert cfg.model.get("context") == cfg.data.get("context")
 
 
 def test_the_slurm_launcher_composes_and_starts_one_task_per_rank():

@@ -11,6 +11,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -104,6 +105,18 @@ def test_wheel_holds_py_typed_and_the_licence_and_nothing_foreign(wheel: Path) -
 
 def test_r33_wheel_has_nothing_to_compile(wheel: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl")
+
+
+# --- what make installs
+
+
+def test_make_installs_every_extra_and_pins_all_that_the_project_names() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert f"-e '.[{','.join(extras)}]'" in (REPOSITORY / "Makefile").read_text()
+    pinned = set(re.findall(r"^([\w.-]+)==", (REPOSITORY / "constraints.txt").read_text(), flags=re.MULTILINE))
+    named = {re.split(r"[<>=]", wanted)[0] for wanted in sum(extras.values(), project["dependencies"])}
+    assert named <= pinned
 
 
 # --- a foreign app
