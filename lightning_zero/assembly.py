@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -58,6 +58,7 @@ class Assembly:
     """What `assemble` makes of a module."""
 
     residents: list[Resident]  # units, with access to their groups
+    entrances: list[tuple[Module, Resident]]  # see `Schedule`
     cast_modules: list[Module]  # whose weights rest in autocast's dtype, and enter forward so
     shards: list[GradientShard]  # of the trainable groups, in the order in which backward should reach them
     pools: list[BucketPool]  # the buckets that gradients travel in
@@ -112,7 +113,13 @@ def assemble(
     if partition.parameter:
         shards.reverse()  # units stand in the order of forward; the groups of whole models are made last first
     pools = _make_pools(shards, mesh.shard, ledger, 2 if options.overlap else 1)
-    return Assembly(residents, cast_modules, shards, pools, setting.storages)
+    by_module: dict[Any, Resident] = {resident.module: resident for resident in residents}
+    entrances: list[tuple[Module, Resident]] = [
+        (encoder, by_module[encoder.layers[0]])
+        for encoder in module.modules()
+        if isinstance(encoder, nn.TransformerEncoder) and encoder.layers[0] in by_module
+    ]
+    return Assembly(residents, entrances, cast_modules, shards, pools, setting.storages)
 
 
 def _choose_resting(

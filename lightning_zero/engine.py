@@ -108,6 +108,7 @@ class Engine:
             assembly.cast_modules,
             assembly.shards,
             assembly.pools,
+            entrances=assembly.entrances if self.partition.parameter else [],
             comm=comm,
             saved=SavedParameters(assembly.storages),
             settle=self.settle,

@@ -64,6 +64,7 @@ class Schedule:
 
     Args:
         residents: units whose groups are gathered before use (stage 3); empty otherwise.
+        entrances: modules that look at the weights of a unit before they call it, and that unit.
         cast_modules: modules whose two-byte weights enter forward as they rest, while autocast is on.
         shards: the gradients of all trainable groups.
         pools: the buckets they travel in.
@@ -81,6 +82,7 @@ class Schedule:
         shards: list[GradientShard],
         pools: list[BucketPool],
         *,
+        entrances: list[tuple[Module, Resident]],
         comm: Comm,
         saved: SavedParameters,
         settle: Callable[[], None],
@@ -108,10 +110,12 @@ class Schedule:
         self._casts = _Casts()
         self._collectors: list[tuple[Parameter, int]] = []  # and the id of its hook
         self._handles: list[Any] = []
-        for resident in residents:
-            self._surround_unit(resident)
         for module in cast_modules:
             self._surround_cast_module(module)
+        for resident in residents:  # last, and so outermost: the values must be there
+            self._surround_unit(resident)
+        for module, first in entrances:
+            self._surround_entrance(module, first)
         for shard in shards:
             self._hook_gradients(shard)
 
@@ -132,6 +136,15 @@ class Schedule:
                 lambda inputs, output: self._after_forward(resident, inputs, output),
             )
         )
+
+    def _surround_entrance(self, module: Module, first: Resident) -> None:
+        def show() -> None:
+            for access in first.accesses:
+                access.group.gather()
+                if not access.upcasts:
+                    access.show()
+
+        self._handles.append(_Surrounding(module, show, lambda *_: None))
 
     def _before_forward(self, resident: Resident) -> None:
         self.recover()

@@ -26,6 +26,10 @@ CAST_BY_AUTOCAST: tuple[type[Module], ...] = (
 )
 
 
+# They look at their children's weights, and leave their fused path where one is not a plain parameter.
+FUSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
 @dataclass(frozen=True)
 class Unit:
     """Parameters that are gathered together.
@@ -91,7 +95,10 @@ def _walk(model: Module, classes: tuple[type | str, ...] | None) -> Iterator[tup
 
 
 def _is_block(module: Module, parent: Module | None) -> bool:
-    """An element of a list of modules that is made of several: the layer of a transformer, the block of a ResNet."""
+    """An element of a list of modules that is made of several: the layer of a transformer, the block of a ResNet. Or a
+    module of torch's that hands its children's weights to one kernel."""
+    if isinstance(module, FUSED):
+        return True
     if not isinstance(parent, CONTAINERS) or isinstance(module, CONTAINERS):
         return False
     return sum(1 for _ in module.children()) > 0
@@ -126,7 +133,7 @@ def modules_cast_by_autocast(model: Module) -> list[Module]:
     """
     others = modules_in_compiled_regions(model)
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer | nn.MultiheadAttention):
+        if isinstance(module, FUSED):
             others.update(module.modules())
     holders: dict[int, int] = {}
     for module in model.modules():
