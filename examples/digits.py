@@ -4,7 +4,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
@@ -70,7 +70,7 @@ class ConvBlock(nn.Module):
 
 
 class DigitsClassifier(L.LightningModule):
-    """Trains three `ConvBlock`s and a linear layer with AdamW and one cycle of the learning rate."""
+    """Trains three `ConvBlock`s and a linear layer with AdamW and a learning rate that falls to zero."""
 
     def __init__(self, *, width: int, learning_rate: float, weight_decay: float) -> None:
         super().__init__()
@@ -104,5 +104,5 @@ class DigitsClassifier(L.LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay)
         total = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=self.learning_rate, total_steps=total)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / total))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -5,12 +5,13 @@ import warnings
 import lightning as L
 import torch
 import torch.nn.functional as F
-from gpt import VOCABULARY
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from torchmetrics.text import Perplexity
 from transformers import GPT2Config, GPT2LMHeadModel
+
+from gpt import VOCABULARY
 
 ADAPTED = ["c_attn", "c_proj", "c_fc", "lm_head"]  # every matrix of GPT-2 but the embeddings
 
@@ -41,7 +42,7 @@ def adapted_gpt2(*, width: int, depth: int, heads: int, context: int, rank: int)
 
 
 class LoraLanguageModel(L.LightningModule):
-    """Trains the adapters of a frozen GPT-2 with AdamW and one cycle of the learning rate."""
+    """Trains the adapters of a frozen GPT-2 with AdamW and a learning rate that falls to zero."""
 
     def __init__(
         self, *, width: int, depth: int, heads: int, context: int, rank: int, learning_rate: float, weight_decay: float
@@ -73,5 +74,5 @@ class LoraLanguageModel(L.LightningModule):
         adapters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(adapters, lr=self.learning_rate, weight_decay=self.weight_decay)
         total = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=self.learning_rate, total_steps=total)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / total))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
