@@ -17,7 +17,14 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_zero import norm
-from lightning_zero.assembly import Options, assemble, managed_parameters, refuse_whole_tensor_optimizers, trainable_of
+from lightning_zero.assembly import (
+    Options,
+    assemble,
+    foreign_parameters,
+    managed_parameters,
+    refuse_whole_tensor_optimizers,
+    trainable_of,
+)
 from lightning_zero.comm import Comm
 from lightning_zero.gradient import GradientShard
 from lightning_zero.group import Kind, ShardGroup
@@ -79,6 +86,7 @@ class Engine:
         self._borrowed: dict[Access, None] = {}
         self._taken_back: dict[Access, bool] = {}  # since ranks last agreed on edits: whether it was edited here
         managed = managed_parameters(module, optimizers)
+        self.foreign_parameters = foreign_parameters(module)
         self._known = {id(parameter): parameter for parameter in module.parameters()}  # kept alive: ids stay theirs
         if self.partition.optimizer:
             refuse_whole_tensor_optimizers(optimizers)
@@ -201,8 +209,9 @@ class Engine:
                 if not access.is_needed:  # the others' parameters can be reached only through a loan
                     access.group.adopt_assigned()
         self.take_back()
-        if not self._taken_back:
+        if not self._taken_back and not self.rendezvous.was_open:
             return
+        self.rendezvous.was_open = False
         edited = torch.tensor([self._taken_back.get(access, False) for access in self._accesses], dtype=torch.uint8)
         self._taken_back.clear()
         anywhere = self.comm.all_reduce(edited, "edited parameters", "max")

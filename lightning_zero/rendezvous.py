@@ -33,6 +33,7 @@ class Rendezvous:
         self._labels: list[str] = []
         self._serve: list[Callable[[bool], None]] = []
         self.is_open = False
+        self.was_open = False  # since its user has last looked: ranks may have done different things
 
     def enroll(self, label: str, serve: Callable[[bool], None]) -> int:
         """Returns the number under which `want` asks for it.
@@ -83,5 +84,6 @@ class Rendezvous:
 
     def _set_open(self, is_open: bool) -> None:
         self.is_open = is_open
+        self.was_open |= is_open
         for comm in (self._mesh.world, self._mesh.shard, self._mesh.replicate):
             comm.before_next = self.close if is_open else None

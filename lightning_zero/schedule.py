@@ -13,7 +13,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_iter
 
@@ -175,8 +174,23 @@ class Schedule:
             tensor.register_hook(lambda _grad: self._before_backward(resident))
         if outputs and not all(access.group.kind.trainable for access in resident.accesses):
             resident.awaited += 1
-            if wanted := _with_gradient(inputs):
-                register_multi_grad_hook(wanted, lambda _grads: self._after_backward(resident))
+            self._call_at_all_gradients(_with_gradient(inputs), lambda: self._after_backward(resident))
+
+    @staticmethod
+    def _call_at_all_gradients(inputs: list[Tensor], call: Callable[[], None]) -> None:
+        """Calls when the gradients of all have come; leaves out leaves, whose hooks would pile up over the steps."""
+        within = [tensor for tensor in inputs if tensor.grad_fn is not None]
+        missing = number = len(within)
+
+        def count(_: Tensor) -> None:
+            nonlocal missing
+            missing -= 1
+            if not missing:
+                missing = number  # for the next backward through a retained graph
+                call()
+
+        for tensor in within:
+            tensor.register_hook(count)
 
     def _before_backward(self, resident: Resident) -> None:
         self._enter_backward()
@@ -225,11 +239,11 @@ class Schedule:
             device = kind.device.type
             if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == kind.resting:
                 for name, parameter in own.items():
-                    if _has_values(parameter):
+                    if module._parameters.get(name) is parameter and _has_values(parameter):  # not pruned since
                         vars(module)[name] = self._casts.of(parameter)
 
         def hide(*_: Any) -> None:
-            for name in own:
+            for name in own.keys() & module._parameters.keys():
                 vars(module).pop(name, None)
 
         self._handles.append(_Surrounding(module, show, hide))

@@ -22,7 +22,6 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.assembly import foreign_parameters
 from lightning_zero.comm import Comm, make_comm
 from lightning_zero.config import (
     ActivationCheckpointing,
@@ -211,7 +210,7 @@ class ZeroStrategy(DDPStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
             self._guard_schedulers(module)
             rank_zero_info(_table(self.engine, self.stage))
-            if foreign := foreign_parameters(module):
+            if foreign := self.engine.foreign_parameters:
                 rank_zero_info(_told_of(foreign))
         self._attach_precision()
 

@@ -145,6 +145,7 @@ def modules_cast_by_autocast(model: Module) -> list[Module]:
         if type(module) in CAST_BY_AUTOCAST
         and module not in others
         and "forward" not in vars(module)
+        and module._parameters.keys() <= {"weight", "bias"}  # what hooks compute weights from stays as declared
         and all(
             holders[id(parameter)] == 1 and parameter.dtype == torch.float32
             for parameter in module.parameters(recurse=False)

@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from jobs import Classifier, loader, state_of, trainer
 
@@ -169,6 +170,73 @@ def evaluate_only(strategy: Any) -> dict[str, Any]:
     predictions = run.predict(model, loader())
     assert predictions is not None
     return {"loss": loss[0]["val_loss"], "predictions": torch.cat([torch.as_tensor(p) for p in predictions])}
+
+
+class Uneven(Classifier):
+    """Rank 1 evaluates two batches more than rank 0, and logs a metric that is summed over ranks at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Tensor] = []
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(list(loader(seed=1))[: 2 + 2 * self.global_rank], batch_size=None)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(self(batch[0]))
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    predict_dataloader = test_dataloader = val_dataloader
+
+
+def evaluate_unevenly(strategy: Any, precision: str) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    model = Uneven()
+    run = trainer(strategy, 2, precision=precision, use_distributed_sampler=False, max_epochs=2)
+    run.fit(model, loader())
+    val_loss = float(run.callback_metrics["val_loss"])
+    run.test(model, verbose=False)
+    predictions: Any = run.predict(model)
+    return {"outputs": [*model.outputs, *predictions], "val_loss": val_loss, "losses": model.losses}
+
+
+class Talkative(Classifier):
+    """Calls methods that are not `forward`, uses another module's weight, and generates with a length of its own on
+    every rank, in training and in validation."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.net[3](self.net[:3](self.frozen(x)))
+
+    @torch.no_grad()
+    def generate(self, x: Tensor, length: int) -> Tensor:
+        for _ in range(length):
+            hidden = self.encode(x)
+            x = torch.tanh(nn.functional.linear(self.again(hidden), self.net[0].weight.t()))
+        return x
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        sample = self.generate(x, 1 + 2 * self.global_rank)
+        logits = self.net[4](self.encode(x)) + nn.functional.linear(self.encode(sample), self.net[4].weight)
+        loss = nn.functional.cross_entropy(logits.float(), y)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.generate(batch[0], 3 - 2 * self.global_rank).float().sum(), sync_dist=True)
+
+
+def fit_talkative(strategy: Any, precision: str) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    model = Talkative()
+    run = trainer(strategy, 2, precision=precision)
+    run.fit(model, loader(), loader(seed=1))
+    return {
+        "losses": model.losses,
+        "val_loss": float(run.callback_metrics["val_loss"]),
+        "weights": state_of(model),
+        "generated": model.generate(next(iter(loader()))[0], 2),
+    }
 
 
 class CompiledBlocks(L.LightningModule):
