@@ -228,7 +228,23 @@ def managed_parameters(module: Module, optimizers: Sequence[Optimizer]) -> list[
                 f"Parameter {name!r} is a {type(parameter).__name__}, a tensor of its own kind, and trains: it cannot "
                 "be sharded. Freeze it (requires_grad_(False)), or make it a torch.nn.Parameter."
             )
-    return [parameter for parameter in named.values() if _is_plain(parameter)]
+    managed = {name: parameter for name, parameter in named.items() if _is_plain(parameter)}
+    _refuse_shared_memory(managed)
+    return list(managed.values())
+
+
+def _refuse_shared_memory(named: Mapping[str, Parameter]) -> None:
+    """Two parameters over the same memory would part in silence."""
+    owners: dict[int, str] = {}
+    for name, parameter in named.items():
+        if parameter.device.type == "meta" or not parameter.numel():
+            continue
+        other = owners.setdefault(parameter.data_ptr(), name)
+        if other != name and (parameter.requires_grad or named[other].requires_grad):
+            raise ValueError(
+                f"Parameters {other!r} and {name!r} are two that share their memory, and sharded they would part. Make "
+                "them one (decoder.weight = encoder.weight), or give each its own values (.data.clone())."
+            )
 
 
 def foreign_parameters(module: Module) -> dict[str, Parameter]:
@@ -240,5 +256,8 @@ def _is_plain(parameter: Parameter) -> bool:
     """Whether it is an ordinary tensor, of torch's class or of one that only gives it a name."""
     kind = type(parameter)
     return (
-        kind.__torch_function__ is Parameter.__torch_function__ and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+        kind.__torch_function__ is Parameter.__torch_function__
+        and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+        and parameter.layout == torch.strided
+        and not parameter.is_quantized
     )

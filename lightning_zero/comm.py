@@ -73,7 +73,7 @@ class Comm(ABC):
         self.bytes_sent: Counter[str] = Counter()  # kind of operation -> bytes that left this rank
         self.calls: Counter[str] = Counter()  # kind of operation -> how many were issued
         self._issued: Counter[str] = Counter()  # operation name -> how many were issued
-        self.before_next: Callable[[], None] | None = None  # what must end before any further collective
+        self.before_next: Callable[[], None] | None = None  # what must end before any collective but a reduce_scatter
 
     def all_gather(self, full: Tensor, shard: Tensor, name: str) -> Work:
         """Fills row j of `full` ``(N, columns)`` with rank j's `shard` ``(columns,)``, which may be its own row."""
@@ -102,7 +102,7 @@ class Comm(ABC):
         flat = tensor.detach().reshape(-1).contiguous()
         rows = flat.new_empty((self.size, flat.numel()))
         key = self._begin("all_reduce", name, flat, (self.size - 1) * flat.nbytes)
-        self._all_gather_host(rows, flat, key)
+        self._all_gather_host(rows, flat, key).wait()
         return _REDUCE[reduction](rows).reshape(tensor.shape) if flat.numel() else tensor.clone()
 
     def all_gather_object(self, value: T, name: str) -> list[T]:
@@ -113,12 +113,12 @@ class Comm(ABC):
         padded[: message.numel()] = message
         rows = padded.new_empty((self.size, longest))
         key = self._begin("object", name, padded, (self.size - 1) * longest, compare=False)
-        self._all_gather_host(rows, padded, key)
+        self._all_gather_host(rows, padded, key).wait()
         return [pickle.loads(row.numpy().tobytes()) for row in rows]
 
-    def all_gather_host(self, full: Tensor, shard: Tensor, name: str) -> None:
-        """`all_gather` of host tensors, finished, whatever device the other collectives run on."""
-        self._all_gather_host(full, shard, self._begin("host", name, shard, (self.size - 1) * shard.nbytes))
+    def all_gather_host(self, full: Tensor, shard: Tensor, name: str) -> Work:
+        """`all_gather` of small host tensors, whatever device the other collectives run on."""
+        return self._all_gather_host(full, shard, self._begin("host", name, shard, (self.size - 1) * shard.nbytes))
 
     @abstractmethod
     def split(self, groups: Sequence[Sequence[int]]) -> "Comm":
@@ -126,7 +126,7 @@ class Comm(ABC):
         same groups; each rank is in exactly one."""
 
     def _begin(self, kind: str, name: str, tensor: Tensor, sent: int, compare: bool = True) -> str:
-        if self.before_next is not None:
+        if self.before_next is not None and kind != "reduce_scatter":
             self.before_next()
         self.bytes_sent[kind] += sent
         self.calls[kind] += 1
@@ -152,8 +152,7 @@ class Comm(ABC):
     def _broadcast(self, tensor: Tensor, source: int, key: str) -> None: ...
 
     @abstractmethod
-    def _all_gather_host(self, full: Tensor, shard: Tensor, key: str) -> None:
-        """Gathers small host tensors and waits, whatever device the collectives run on."""
+    def _all_gather_host(self, full: Tensor, shard: Tensor, key: str) -> Work: ...
 
 
 @final
@@ -178,8 +177,8 @@ class LocalComm(Comm):
     def _broadcast(self, tensor: Tensor, source: int, key: str) -> None:
         pass
 
-    def _all_gather_host(self, full: Tensor, shard: Tensor, key: str) -> None:
-        full[0].copy_(shard)
+    def _all_gather_host(self, full: Tensor, shard: Tensor, key: str) -> Work:
+        return self._all_gather(full, shard, key)
 
 
 @final
@@ -199,8 +198,9 @@ class CountingComm(Comm):
     def _broadcast(self, tensor: Tensor, source: int, key: str) -> None:
         pass
 
-    def _all_gather_host(self, full: Tensor, shard: Tensor, key: str) -> None:
+    def _all_gather_host(self, full: Tensor, shard: Tensor, key: str) -> Work:
         full.copy_(shard.expand_as(full))  # every imagined rank agrees with this one
+        return Work()
 
 
 @final
@@ -269,9 +269,8 @@ class GlooComm(Comm):
         if host is not tensor and self.rank != source:
             tensor.copy_(host)
 
-    def _all_gather_host(self, full: Tensor, shard: Tensor, key: str) -> None:
-        if full.numel():
-            self._all_gather(full, shard, key).wait()
+    def _all_gather_host(self, full: Tensor, shard: Tensor, key: str) -> Work:
+        return self._all_gather(full, shard, key) if full.numel() else Work()
 
     def _send(self, tensor: Tensor, peer: int, key: str) -> dist.Work:
         return self._group.send([tensor], peer, _tag(key))
@@ -350,11 +349,17 @@ class NcclComm(Comm):
         else:
             self._control._broadcast(tensor, source, key)
 
-    def _all_gather_host(self, full: Tensor, shard: Tensor, key: str) -> None:
-        host = full if full.device.type == "cpu" else full.cpu()
-        self._control._all_gather_host(host, shard.cpu(), key)
-        if host is not full:
+    def _all_gather_host(self, full: Tensor, shard: Tensor, key: str) -> Work:
+        if full.device.type == "cpu":
+            return self._control._all_gather_host(full, shard, key)
+        host = full.cpu()
+        work = self._control._all_gather_host(host, shard.cpu(), key)
+
+        def finish() -> None:
+            work.wait()
             full.copy_(host)
+
+        return Work(finish)
 
 
 @dataclass
@@ -462,8 +467,8 @@ class ThreadComm(Comm):
         self._post(key, tensor.clone())
         tensor.copy_(self._collect(key)[source])
 
-    def _all_gather_host(self, full: Tensor, shard: Tensor, key: str) -> None:
-        self._all_gather(full, shard, key).wait()
+    def _all_gather_host(self, full: Tensor, shard: Tensor, key: str) -> Work:
+        return self._all_gather(full, shard, key)
 
     @staticmethod
     def _copy_rows(full: Tensor, rows: Sequence[Tensor]) -> None:

@@ -82,7 +82,7 @@ class Engine:
         shard_size = comm.size // self.options.replicate_size
         self.partition: Partition = STAGES[stage if shard_size > 1 else 0]
         self.ledger = Ledger()
-        self.rendezvous = Rendezvous(self.mesh)
+        self.rendezvous = Rendezvous(self.mesh, self.options.prefetch)
         self._borrowed: dict[Access, None] = {}
         self._taken_back: dict[Access, bool] = {}  # since ranks last agreed on edits: whether it was edited here
         managed = managed_parameters(module, optimizers)
@@ -118,9 +118,9 @@ class Engine:
             assembly.pools,
             entrances=assembly.entrances if self.partition.parameter else [],
             comm=comm,
+            rendezvous=self.rendezvous,
             saved=SavedParameters(assembly.storages),
             settle=self.settle,
-            prefetch=self.options.prefetch,
             overlap=self.options.overlap,
         )
         self._steppers = {
@@ -140,7 +140,7 @@ class Engine:
         if self.mesh.world.size == 1:
             return
         for name, tensor in itertools.chain(self.module.named_parameters(), self.module.named_buffers()):
-            if type(tensor) in (Tensor, Parameter):
+            if (isinstance(tensor, Parameter) and name not in self.foreign_parameters) or type(tensor) is Tensor:
                 values = tensor.detach().contiguous()
                 self.mesh.world.broadcast(values, f"initial {name}")
                 with torch.no_grad():
@@ -189,18 +189,32 @@ class Engine:
     def _before_step(self) -> None:
         """What is gathered when the master changes would be stale afterwards."""
         self._refuse_strangers()
+        self.rendezvous.meet()  # who draws a sample meanwhile must not mix what was and what will be
         self.settle()
         self.schedule.release_all()
 
     def _refuse_strangers(self) -> None:
-        """Raises for a parameter that came to the module after set-up and trains: nobody averages its gradient."""
-        for name, module in self.module.named_modules():
-            for own_name, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) not in self._known and parameter.grad is not None:
-                    raise RuntimeError(
-                        f"Parameter {f'{name}.{own_name}'.lstrip('.')!r} was not there at set-up, and has a gradient "
-                        "that is not averaged over ranks. Make modules in __init__ or configure_model(), before fit."
-                    )
+        """Raises for a parameter that trains only since set-up: nobody averages its gradient."""
+        stepped = {parameter for stepper in self._steppers.values() for parameter in stepper.parameters}
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is None or parameter in self._homes:
+                continue
+            if id(parameter) not in self._known:
+                raise RuntimeError(
+                    f"Parameter {name!r} was not there at set-up, and has a gradient that is not averaged over ranks. "
+                    "Make modules in __init__ or configure_model(), before fit."
+                )
+            if name in self.foreign_parameters:
+                raise RuntimeError(
+                    f"Parameter {name!r} is a {type(parameter).__name__}, a tensor of its own kind, and trains since "
+                    "set-up: its gradient is not averaged over ranks. Keep it frozen."
+                )
+            if parameter in stepped:
+                raise RuntimeError(
+                    f"Parameter {name!r} was frozen, and was added after set-up to what an optimizer steps: its "
+                    "gradient is not averaged over ranks. Give it to the optimizer in configure_optimizers() already, "
+                    "frozen (requires_grad_(False)) until it is to train."
+                )
 
     def settle(self) -> None:
         """Takes back values that were lent to user code, with its edits. A collective, where there were loans."""
@@ -209,15 +223,17 @@ class Engine:
                 if not access.is_needed:  # the others' parameters can be reached only through a loan
                     access.group.adopt_assigned()
         self.take_back()
-        if not self._taken_back and not self.rendezvous.was_open:
+        if not self._taken_back and not self.rendezvous.went_apart:
             return
-        self.rendezvous.was_open = False
+        self.rendezvous.went_apart = False
         edited = torch.tensor([self._taken_back.get(access, False) for access in self._accesses], dtype=torch.uint8)
         self._taken_back.clear()
-        anywhere = self.comm.all_reduce(edited, "edited parameters", "max")
+        # Where nothing is partitioned, reading a parameter and publishing it are local: ranks may do it on their own.
+        anywhere = self.comm.all_reduce(edited, "edited parameters", "max") if self.partition.optimizer else edited
         groups = [access.group for access, is_edited in zip(self._accesses, anywhere, strict=True) if is_edited]
         for group in groups:
             group.release()  # what was gathered ahead of the edit is stale
+            group.leave_to_graphs()
         self._publish_groups(groups)
 
     def take_back(self) -> None:
@@ -240,7 +256,10 @@ class Engine:
         """Every rank takes rank 0's buffers, as DDP before a training forward."""
         if self.mesh.world.size == 1:
             return
-        for name, buffer in self.module.named_buffers():
+        buffers = dict(self.module.named_buffers())
+        if buffers:
+            self.rendezvous.meet()
+        for name, buffer in buffers.items():
             values = buffer.detach().contiguous()
             self.mesh.world.broadcast(values, f"buffer {name}")
             if values.data_ptr() != buffer.data_ptr():
@@ -346,7 +365,9 @@ class Engine:
             return self._bytes_at_close
         live = {str(category): numel for category, numel in self.ledger.live.items()}
         grouped = {id(parameter) for access in self._accesses for parameter in access.group.parameters}
-        live[Category.PARAMETER] += sum(p.nbytes for p in self.module.parameters() if id(p) not in grouped)
+        live[Category.PARAMETER] += sum(
+            p.nbytes for p in self.module.parameters() if id(p) not in grouped and p.layout == torch.strided
+        )
         return live
 
     def dtype_table(self) -> list[tuple[int, Kind, torch.dtype | None]]:
@@ -381,3 +402,4 @@ class Engine:
             shard.free()
         for access in self._accesses:
             access.restore()
+        self.rendezvous.meet()

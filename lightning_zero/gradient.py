@@ -113,6 +113,7 @@ class GradientShard:
         parameter = self.group.parameters[index]
         grad = parameter.grad
         assert grad is not None
+        self.group.check_assigned(index, parameter, self.group.kind.resting)
         again = index in self.ready  # a weight of several reentrant checkpoints gets a gradient from each
         self.ready.add(index)
         self.used.add(index)

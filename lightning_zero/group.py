@@ -74,8 +74,10 @@ class ShardGroup:
         self.ledger = setting.ledger
         self._storages = setting.storages
         self._rendezvous = setting.rendezvous
-        self._param_number = self._rendezvous.enroll(name, self._serve_param)
-        self._master_number = self._rendezvous.enroll(name, self._serve_master)
+        if self.partition.parameter:
+            self._param_number = self._rendezvous.enroll(name, self.serve)
+        if self.partition.optimizer and (kind.is_cast or self.partition.parameter):
+            self._master_number = self._rendezvous.enroll(name, self._serve_master)
         self.parameters = list(parameters.values())
         # Values rest in C order; these are the strides (channels_last and their like) that the user gets back.
         self._strides = [torch.empty_like(parameter, device="meta").stride() for parameter in self.parameters]
@@ -184,36 +186,18 @@ class ShardGroup:
     def is_released(self) -> bool:
         return self.partition.parameter and self.gathering is None
 
-    def begin_gather(self, purpose: str = "gather") -> None:
-        """Starts to gather full_param, if it rests as a shard and nobody has started.
-
-        Args:
-            purpose: why, for the message of a rank that waits in vain.
-        """
-        if self.is_released:
-            if self._rendezvous.applies:
-                self._rendezvous.want(self._param_number)
-            else:
-                self._fill()
-                self.gathering = self._all_gather(self.full_param, self.owned_param, purpose)
-
-    def _fill(self) -> None:
+    def serve(self, keep: bool) -> None:
+        """Starts to gather full_param, if it is to be kept here and is not there; else takes part for the others."""
+        if not (keep and self.is_released):
+            self._pass_by(self.owned_param, "gather")
+            return
         self.ledger.resize(self.full_param, self.full_param.numel() * self.full_param.itemsize)
+        self.gathering = self._all_gather(self.full_param, self.owned_param, "gather")
 
-    def _serve_param(self, keep: bool) -> None:
-        if keep:
-            self._fill()
-            self.gathering = []
-        self._serve(self.full_param if keep else None, self.owned_param)
-
-    def prefetch(self) -> None:
-        """Starts to gather ahead, unless what comes next is yet to be agreed."""
-        if not self._rendezvous.applies:
-            self.begin_gather()
-
-    def gather(self, purpose: str = "gather") -> None:
+    def gather(self) -> None:
         """full_param holds all values from here to `release`."""
-        self.begin_gather(purpose)
+        if self.is_released:
+            self._rendezvous.want(self._param_number)
         while self.gathering:
             self.gathering.pop().wait()
 
@@ -240,7 +224,28 @@ class ShardGroup:
             self.point_at_full()
             self.ledger.resize(self.full_param, 0)
 
-    # -- after the step
+    def gather_saved(self, shard: Tensor) -> Tensor:
+        """full_param as it was when `shard`, since left to graphs, was owned_param. A collective."""
+        full = self.ledger.allocate(Category.GATHERED, self.layout.numel, self.kind.resting, self.kind.device)
+        for work in self._all_gather(full, shard, "gather for backward"):
+            work.wait()
+        return full
+
+    # -- after the step, or an edit
+
+    def leave_to_graphs(self) -> None:
+        """New storage for values that are about to change by an edit of their declared copy: graphs keep the old ones,
+        as they keep the copies that autocast makes. (Where parameters rest as declared, the edit was to themselves.)"""
+        if not self.kind.is_cast:
+            return
+        resting = self.owned_param if self.partition.parameter else self.full_param
+        resting = self.ledger.allocate(Category.PARAMETER, resting.numel(), self.kind.resting, self.kind.device)
+        if self.partition.parameter:
+            self.owned_param = resting
+            return
+        self.full_param, self.views = resting, self._views(resting)
+        self.owned_param = self._owned(resting)
+        self.point_at_full()
 
     def begin_publish(self) -> list[Work]:
         """Sends what the optimizer made of the master to where forward reads it."""
@@ -259,22 +264,20 @@ class ShardGroup:
             return self.master
         if not self.kind.is_cast and not self.partition.parameter:
             return self.full_param
-        if self._rendezvous.applies:
-            self._rendezvous.want(self._master_number)
-            full, self._served_master = self._served_master, None
-            assert full is not None
-            return full
-        full = self._new_master()
-        for work in self._all_gather(full, self.master, "gather master"):
-            work.wait()
+        self._rendezvous.want(self._master_number)
+        full, self._served_master = self._served_master, None
+        assert full is not None
         return full
 
-    def _new_master(self) -> Tensor:
-        return self.ledger.allocate(Category.GATHERED, self.layout.numel, self.kind.declared, self.kind.device)
-
     def _serve_master(self, keep: bool) -> None:
-        self._served_master = self._new_master() if keep else None
-        self._serve(self._served_master, self.master)
+        if not keep:
+            self._pass_by(self.master, "gather master")
+            return
+        self._served_master = self.ledger.allocate(
+            Category.GATHERED, self.layout.numel, self.kind.declared, self.kind.device
+        )
+        for work in self._all_gather(self._served_master, self.master, "gather master"):
+            work.wait()
 
     def whole_values(self, *, copy: bool) -> list[Tensor]:
         """Every parameter's values in its shape and declared dtype. A collective, as `full_master`.
@@ -318,18 +321,18 @@ class ShardGroup:
         self.views = []
 
     def _all_gather(self, full: Tensor, shard: Tensor, purpose: str) -> list[Work]:
-        return [self._gather_slice(self.rows(full), shard, columns, purpose) for columns in self.layout.slices]
+        rows = self.rows(full)
+        return [
+            self._gather_slice(rows[:, columns.start : columns.stop], shard, columns, purpose)
+            for columns in self.layout.slices
+        ]
 
-    def _serve(self, full: Tensor | None, shard: Tensor) -> None:
-        """Takes part in a gather; a rank that does not want the result passes no `full`, and keeps one slice at a time
-        in passing."""
+    def _pass_by(self, shard: Tensor, purpose: str) -> None:
+        """Takes part in a gather without keeping it; one slice at a time is here in passing."""
         for columns in self.layout.slices:
-            rows = None if full is None else self.rows(full)
-            self._gather_slice(rows, shard, columns, "serve").wait()
+            passing = shard.new_empty(self.layout.ranks, len(columns))
+            self._gather_slice(passing, shard, columns, purpose).wait()
 
-    def _gather_slice(self, rows: Tensor | None, shard: Tensor, columns: range, purpose: str) -> Work:
-        mine = shard[columns.start : columns.stop]
-        landing = (
-            mine.new_empty(self.layout.ranks, len(columns)) if rows is None else rows[:, columns.start : columns.stop]
-        )
-        return self.comm.all_gather(landing, mine, f"{purpose} {self.name}[{columns.start}:{columns.stop}]")
+    def _gather_slice(self, rows: Tensor, shard: Tensor, columns: range, purpose: str) -> Work:
+        name = f"{purpose} {self.name}[{columns.start}:{columns.stop}]"
+        return self.comm.all_gather(rows, shard[columns.start : columns.stop], name)

@@ -47,6 +47,8 @@ class PieceStepper:
         self._before = before
         self._after = after
         self._ledger = ledger
+        # Integer tables and tensors of their own kind, which `self.parameters()` lists too: they have no gradient.
+        self._left_alone = {parameter for parameter in self.parameters if parameter not in homes}
         self._user_grads: dict[Parameter, Tensor | None] | None = None  # p.grad as the user sees it, during a step
         self._classes: dict[Parameter, type[Parameter]] = {}  # plain or resting, to go back to after the step
         self._handles = [
@@ -72,8 +74,7 @@ class PieceStepper:
 
     @property
     def _stepped(self) -> list[Parameter]:
-        """Without those that can have no gradient (integer tables in `self.parameters()`): no optimizer steps them."""
-        return [parameter for parameter in self.parameters if parameter.is_floating_point() or parameter.is_complex()]
+        return [parameter for parameter in self.parameters if parameter not in self._left_alone]
 
     def home(self, parameter: Parameter) -> tuple[GradientShard, int]:
         try:
@@ -156,6 +157,8 @@ class PieceStepper:
         # A 0-d parameter's moments look like its step count; torch tells them apart by this name too.
         if not isinstance(value, Tensor) or value.shape != parameter.shape or name == "step":
             return value
+        if parameter in self._left_alone:
+            return value
         shard, index = self.home(parameter)
         if not shard.group.partition.optimizer:
             return value
@@ -165,7 +168,11 @@ class PieceStepper:
     def full_state_dict(self, comm: Comm) -> dict[str, Any]:
         """`optimizer.state_dict()` as one device would have it. A collective; every rank gets all of it."""
         local = self.optimizer.state_dict()
-        described = {index: self._describe(self.parameters[index], state) for index, state in local["state"].items()}
+        described = {
+            index: self._describe(self.parameters[index], state)
+            for index, state in local["state"].items()
+            if self._owns_any(self.parameters[index])  # what was made at construction is there for all, and not stepped
+        }
         merged: dict[int, dict[str, Any]] = {}
         for theirs in comm.all_gather_object(described, "optimizer state"):
             for index, state in theirs.items():
@@ -188,6 +195,8 @@ class PieceStepper:
         }
 
     def _is_cut(self, parameter: Parameter, value: Any) -> bool:
+        if parameter in self._left_alone:
+            return False
         shard, index = self.home(parameter)
         if not isinstance(value, Tensor) or not shard.group.partition.optimizer:
             return False
@@ -203,7 +212,7 @@ class PieceStepper:
         if piece.numel:
             contribution[piece.start : piece.stop] = mine[name].cpu()
         rows = contribution.new_empty((comm.size, span.numel))
-        comm.all_gather_host(rows, contribution, f"state {index} {name}")
+        comm.all_gather_host(rows, contribution, f"state {index} {name}").wait()
         pieces = [shard.group.layout.piece(at, rank) for rank in range(comm.size)]
         whole = torch.cat([row[piece.start : piece.stop] for row, piece in zip(rows, pieces, strict=True)])
         return whole.view(span.shape)
@@ -223,6 +232,8 @@ class PieceStepper:
             self.exit()
 
     def _owns_any(self, parameter: Parameter) -> bool:
+        if parameter in self._left_alone:
+            return True
         shard, index = self.home(parameter)
         return shard.group.piece(index).numel > 0 or not shard.group.layout.spans[index].numel
 

@@ -8,6 +8,8 @@ itself, `print`, `deepcopy` and `torch.save` work without a wrapping policy.
 """
 
 import copy
+import functools
+import types
 from typing import Any, final
 
 import torch
@@ -101,6 +103,10 @@ class Access:
         """Whether somebody reads, and may have edited, a copy of the values in the declared dtype."""
         return self._lent_master is not None
 
+    def plain_class(self, index: int) -> type[Parameter]:
+        """What the user made parameter `index` an instance of."""
+        return self._classes[index]
+
     def show(self) -> None:
         """The parameters are plain ones again; their values must be there."""
         for parameter, plain in zip(self.group.parameters, self._classes, strict=True):
@@ -115,8 +121,8 @@ class Access:
         if self._edited_while_shown():
             self._keep_edits()
         self._versions = None
-        for parameter in self.group.parameters:
-            parameter.__class__ = RestingParameter
+        for parameter, plain in zip(self.group.parameters, self._classes, strict=True):
+            parameter.__class__ = _resting(plain)
 
     def _edited_while_shown(self) -> bool:
         if self._versions is None or self.group.is_released:
@@ -156,7 +162,7 @@ class Access:
         self._borrowed[self] = None
         parameter = group.parameters[index]
         if not self.upcasts:
-            group.gather(f"read of {group.layout.spans[index].name} in")
+            group.gather()
             self.show()
             return parameter
         if self._lent_master is None:
@@ -207,9 +213,9 @@ class _AsDeclared(torch.autograd.Function):
 _ACCESS = WeakIdKeyDictionary()  # Parameter -> (its Access, its index there)
 
 
-@final
 class RestingParameter(Parameter):
-    """The class of a parameter between uses; see the module's docstring. Never instantiated."""
+    """The class of a parameter between uses; see the module's docstring. Never instantiated, and only `_resting`
+    makes subclasses."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -220,7 +226,7 @@ class RestingParameter(Parameter):
         if func == _DTYPE:  # slot wrappers are made anew at each look-up
             access, _ = _ACCESS[args[0]]
             return access.dtype
-        if func == _SET_DATA and isinstance(args[0], cls):
+        if func == _SET_DATA and isinstance(args[0], RestingParameter):
             access, index = _ACCESS[args[0]]
             access.group.check_assigned(index, args[1], access.dtype)
             with torch.no_grad():
@@ -243,17 +249,32 @@ class RestingParameter(Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         if id(self) not in memo:
-            memo[id(self)] = Parameter(_lend(self).detach().clone(), self.requires_grad)
+            memo[id(self)] = copy.deepcopy(_as_made(self))
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return copy.copy(Parameter(_lend(self).detach(), self.requires_grad)).__reduce_ex__(protocol)
+        return _as_made(self).__reduce_ex__(protocol)
+
+
+@functools.cache
+def _resting(plain: type[Parameter]) -> type[Parameter]:
+    """The class between uses of a parameter of class `plain`: what the user gave it (methods, `isinstance`) stays."""
+    return RestingParameter if plain is Parameter else types.new_class(plain.__name__, (RestingParameter, plain))
 
 
 def access_of(parameter: Parameter) -> Access:
     """The access to a parameter that some group holds."""
     access, _ = _ACCESS[parameter]
     return access
+
+
+def _as_made(parameter: RestingParameter) -> Parameter:
+    """A parameter with its values and the class and attributes that the user gave it, to be copied from."""
+    access, index = _ACCESS[parameter]
+    made = Parameter(access.lend(index).detach(), parameter.requires_grad)
+    made.__class__ = access.plain_class(index)
+    vars(made).update(vars(parameter))
+    return made
 
 
 def _lend(value: Any) -> Any:

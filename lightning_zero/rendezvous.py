@@ -1,23 +1,49 @@
-"""Gathers of ranks that go different ways: uneven evaluation, `generate` of other lengths, a teacher's forward.
+"""Gathers in company: ranks go the same way at full speed, and may go apart at any time.
 
-Outside training every rank says, before it gathers, what it wants; all serve all that is wanted, and each goes on. A
-rank that has come to the end serves the others until they have too. The end of an evaluation is such an end, and so
-is any other collective of ours.
+A gather needs every rank. Ranks mostly want the same ones in the same order, so the order of the last *round* (from one
+collective of another kind to the next: in training, a step) is what they expect of this one. While a rank finds its
+expectation met it gathers ahead, and sends a *signal* with each gather: it goes on. A rank that wants something else
+signals that it goes another way, and takes part in what the others have begun meanwhile. From there to the end of the
+round every rank says what it wants before it gathers; all serve all that is wanted, and a rank that has come to the end
+serves the others until they have too.
 
-    rank 0   block.0   block.1   block.0   done      done
-    rank 1   block.0   block.1   done      done      done
-    served   block.0   block.1   block.0   (nobody wants any: it is over)
+    rank 0   block.0   block.1   head.a    done      done
+    rank 1   block.0   block.1   head.b    head.c    done
+    served   block.0   block.1   both      head.c    (nobody wants any: the round is over)
+
+So a head that one rank does not use, uneven evaluation, `generate` of other lengths and a sample that only rank 0 draws
+all come to their end; and whatever happens, all ranks issue the same collectives in the same order.
+
+Signals and wishes also say how many groups of gradients their sender has complete. The reductions that all ranks can
+start are started by all at the same place of the order: none can wait in one for a rank that waits for a gather.
 """
 
-from collections.abc import Callable
-from typing import final
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, final
 
 import torch
+from torch import Tensor
 
-from lightning_zero.comm import RankTimeoutError
+from lightning_zero.comm import RankTimeoutError, Work
 from lightning_zero.mesh import Mesh
 
 _DONE = -1
+
+
+class _Gather(NamedTuple):
+    """Something that can be wanted."""
+
+    label: str  # for messages
+    serve: Callable[[bool], None]  # gathers; told whether this rank keeps the result
+    is_held: Callable[[], bool] | None  # whether its result is there; None for what must not be gathered ahead
+
+
+class _Signal(NamedTuple):
+    """On its way from all ranks: one row each, (goes another way, complete groups)."""
+
+    rows: Tensor
+    work: Work
 
 
 @final
@@ -26,64 +52,182 @@ class Rendezvous:
 
     Args:
         mesh: the ranks.
+        prefetch: gathers begun ahead.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, prefetch: int) -> None:
         self._mesh = mesh
-        self._labels: list[str] = []
-        self._serve: list[Callable[[bool], None]] = []
+        self._prefetch = prefetch
+        self._gathers: list[_Gather] = []
+        self._rounds: dict[tuple[int, bool], list[int]] = {}  # how a round began -> what was wanted in the last such
+        self._not_ahead: set[int] = set()  # was still in use when it was gathered ahead
+        self.complete: Callable[[], int] = lambda: 0  # gradient groups, from the first of the agreed order
+        self.start_reductions: Callable[[int], None] = lambda number: None  # of so many groups of that order
+        self.went_apart = False  # since its user has last looked
         self.is_open = False
-        self.was_open = False  # since its user has last looked: ranks may have done different things
+        self._begin_round()
 
-    def enroll(self, label: str, serve: Callable[[bool], None]) -> int:
-        """Returns the number under which `want` asks for it.
+    def _begin_round(self) -> None:
+        self._expected: list[int] = []
+        self._issued = 0  # how many of them
+        self._wanted: list[int] = []
+        self._ahead: list[int] = []  # begun and not wanted yet
+        self._signal: _Signal | None = None  # of the last want
+        self._agree = True  # as far as is known, all ranks want the same in this round
+        self._dropped: int | None = None  # what was begun ahead in vain: it was still in use
 
-        Args:
-            label: for messages.
-            serve: gathers, on every rank; told whether this rank wants to keep the result.
-        """
-        self._labels.append(label)
-        self._serve.append(serve)
-        return len(self._serve) - 1
+    def enroll(self, label: str, serve: Callable[[bool], None], is_held: Callable[[], bool] | None = None) -> int:
+        """Returns the number under which `want` asks for it; enroll the same on every rank. See `_Gather`."""
+        self._gathers.append(_Gather(label, serve, is_held))
+        return len(self._gathers) - 1
 
-    @property
-    def applies(self) -> bool:
-        """Whether ranks may be at different places now: no gradients are wanted, and none are computed."""
-        computes_gradients = torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
-        return self._mesh.shard.size > 1 and not computes_gradients
+    def is_ahead(self, number: int) -> bool:
+        """Whether it has been begun and waits to be wanted."""
+        return number in self._ahead
 
     def want(self, number: int) -> None:
         """Returns when this rank has been served."""
-        self._set_open(False)  # what follows is the rendezvous itself
-        self._serve_all(self._exchange(number), number)
-        self._set_open(True)
+        if self._mesh.shard.size == 1:
+            self._gathers[number].serve(True)
+            return
+        with self._undisturbed():
+            if self._expected and self._follow(number):
+                return
+            self._ask(number)
 
     def close(self) -> None:
-        """Serves the other ranks until all have come to the end. A collective, if the rendezvous is open."""
-        if not self.is_open:
+        """Ends the round, if this rank has begun one: serves the others until all have come here. A collective then."""
+        if self.is_open:
+            self.meet()
+
+    def meet(self) -> None:
+        """Ends the round, also if only others have begun one. A collective, where anything can be wanted."""
+        if self._mesh.shard.size == 1 or not self._gathers:
             return
+        with self._undisturbed():
+            if self._expected and not self._others_part() and len(self._wanted) < len(self._expected):
+                self._part()
+            while any(want != _DONE for want in self._exchange(_DONE)):
+                pass
+        if self._wanted and self._agree:
+            self._rounds[self._key] = self._wanted
+            if self._dropped is not None:  # on all ranks, as they have wanted the same
+                self._not_ahead.add(self._dropped)
+        self._begin_round()
         self._set_open(False)
-        wants = self._exchange(_DONE)
-        while any(want != _DONE for want in wants):
-            self._serve_all(wants, _DONE)
-            wants = self._exchange(_DONE)
+
+    # -- the same way
+
+    def _follow(self, number: int) -> bool:
+        """Goes on as expected; False where ranks go, or this one wants to go, another way."""
+        if self._others_part():
+            return False
+        at = len(self._wanted)
+        is_expected = at < len(self._expected) and self._expected[at] == number
+        if is_expected and self.is_ahead(number) and not self._take(number):
+            self._dropped, is_expected = number, False
+        if not is_expected:
+            self._part()
+            return False
+        self._wanted.append(number)
+        self._issue(at, keep=True)
+        self._send_signal(at, parts=False)
+        return True
+
+    def _take(self, number: int) -> bool:
+        """Takes what was begun ahead; whether it is there."""
+        self._ahead.remove(number)
+        is_held = self._gathers[number].is_held
+        return is_held is not None and is_held()
+
+    def _issue(self, at: int, *, keep: bool) -> None:
+        """Begins what all ranks begin when they want the gather `at`: this one, and those that follow it."""
+        while self._issued < len(self._expected) and self._issued <= at + self._prefetch:
+            number = self._expected[self._issued]
+            if self._issued > at and not self._may_be_ahead(number, at):
+                break
+            self._gathers[number].serve(keep)
+            if keep and self._issued > at:
+                self._ahead.append(number)
+            self._issued += 1
+
+    def _may_be_ahead(self, number: int, at: int) -> bool:
+        """The same on every rank."""
+        is_in_use = number in self._not_ahead or number in self._expected[at : self._issued]
+        return self._gathers[number].is_held is not None and not is_in_use
+
+    def _part(self) -> None:
+        """Tells the others, and takes part in what they begin before they hear of it."""
+        at = len(self._wanted)
+        if at < len(self._expected):
+            self._issue(at, keep=False)
+            self._send_signal(at, parts=True)
+            self._others_part()
+        self._expected = []
+
+    def _send_signal(self, at: int, *, parts: bool) -> None:
+        label = self._gathers[self._expected[at]].label
+        rows = torch.empty(self._mesh.shard.size, 2, dtype=torch.int64)
+        mine = torch.tensor([parts, self.complete()])
+        self._signal = _Signal(rows, self._mesh.shard.all_gather_host(rows, mine, f"signal at {label}"))
+
+    def _others_part(self) -> bool:
+        """Hears the signals of the last want."""
+        signal, self._signal = self._signal, None
+        if signal is None:
+            return False
+        signal.work.wait()
+        parting, complete = signal.rows.unbind(1)
+        self.start_reductions(int(complete.min()))
+        if not parting.any():
+            return False
+        self._expected = []
+        return True
+
+    # -- apart
+
+    def _ask(self, number: int) -> None:
+        if self.is_ahead(number) and self._take(number):  # begun before ranks went apart
+            self._wanted.append(number)
+            return
+        begins = not self._wanted
+        self._exchange(number)
+        self._wanted.append(number)
+        if begins and self._agree:
+            self._expected = self._rounds.pop(self._key, [])
+            self._issued = min(1, len(self._expected))
+            self._issue(0, keep=True)
 
     def _exchange(self, number: int) -> list[int]:
+        """Says what this rank wants, hears what the others want, and serves it."""
         comm = self._mesh.shard
-        wants = torch.empty(comm.size, 1, dtype=torch.int64)
+        rows = torch.empty(comm.size, 4, dtype=torch.int64)
+        mine = torch.tensor([number, len(self._wanted), torch.is_grad_enabled(), self.complete()])
         try:
-            comm.all_gather_host(wants, torch.tensor([number]), "rendezvous")
+            comm.all_gather_host(rows, mine, "rendezvous").wait()
         except RankTimeoutError as error:
-            mine = "had done" if number == _DONE else f"wanted {self._labels[number]}"
-            raise RankTimeoutError(f"Rank {comm.rank} {mine}. {error}") from error
-        return wants.flatten().tolist()
-
-    def _serve_all(self, wants: list[int], mine: int) -> None:
+            what = "had done" if number == _DONE else f"wanted {self._gathers[number].label}"
+            raise RankTimeoutError(f"Rank {comm.rank} {what}. {error}") from error
+        if not self._wanted:
+            self._key = (number, torch.is_grad_enabled())
+        self._agree &= bool((rows[:, :3] == rows[0, :3]).all())
+        self.went_apart |= not self._agree
+        self.start_reductions(int(rows[:, 3].min()))
+        wants = rows[:, 0].tolist()
         for want in sorted(set(wants) - {_DONE}):
-            self._serve[want](want == mine)
+            self._gathers[want].serve(want == number)
+        return wants
+
+    # -- among other collectives
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """What is done inside is the rendezvous itself; any other collective ends the round first."""
+        self._set_open(False)
+        yield
+        self._set_open(True)
 
     def _set_open(self, is_open: bool) -> None:
         self.is_open = is_open
-        self.was_open |= is_open
-        for comm in (self._mesh.world, self._mesh.shard, self._mesh.replicate):
+        for comm in (self._mesh.world, self._mesh.shard):
             comm.before_next = self.close if is_open else None

@@ -28,6 +28,7 @@ class _Place(NamedTuple):
     group: ShardGroup
     parameter: Parameter
     version: int
+    shard: Tensor  # the group's owned_param then
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -88,7 +89,8 @@ class _Pack:
             return None
         offset = int(tensor.storage_offset())
         parameter = group.parameters[group.layout.index_at(offset * tensor.itemsize // group.full_param.itemsize)]
-        return _Place(group, parameter, parameter._version, tensor.dtype, tensor.shape, tuple(tensor.stride()), offset)
+        state = (parameter, parameter._version, group.owned_param)
+        return _Place(group, *state, tensor.dtype, tensor.shape, tuple(tensor.stride()), offset)
 
 
 @final
@@ -101,8 +103,11 @@ class _Unpack:
             return self._otherwise(saved)
         with _no_interception():
             _check_version(saved.parameter, saved.version)
-        saved.group.gather()
-        full = saved.group.full_param
+        if saved.shard is saved.group.owned_param:
+            saved.group.gather()
+            full = saved.group.full_param
+        else:
+            full = saved.group.gather_saved(saved.shard)
         return full.view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
 
 

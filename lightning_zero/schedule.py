@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_iter
 from lightning_zero.comm import Comm
 from lightning_zero.gradient import BucketPool, GradientShard
 from lightning_zero.parameter import Access, access_of
+from lightning_zero.rendezvous import Rendezvous
 from lightning_zero.saved import SavedParameters
 
 _no_interception = torch._C.DisableTorchFunctionSubclass
@@ -35,26 +36,13 @@ class Resident:
     awaited: int = 0  # forwards whose backward has not come past their inputs yet
     leaked: bool = False  # its forward returned a view of a parameter, whose storage is then left to the user
 
+    def is_gathered(self) -> bool:
+        return not any(access.group.is_released for access in self.accesses)
 
-@final
-class GatherOrder:
-    """Predicts which unit is used next from the order of the previous pass."""
-
-    def __init__(self) -> None:
-        self._previous: list[Resident] = []
-        self._current: list[Resident] = []
-
-    def restart(self) -> None:
-        if self._current:
-            self._previous, self._current = self._current, []
-
-    def after(self, resident: Resident, depth: int) -> list[Resident]:
-        """Notes the use of `resident`; returns the next `depth` ones, if the pass goes as the previous one did."""
-        at = len(self._current)
-        self._current.append(resident)
-        if at < len(self._previous) and self._previous[at] is resident:
-            return self._previous[at + 1 : at + 1 + depth]
-        return []
+    def serve(self, keep: bool) -> None:
+        """See `Rendezvous`."""
+        for access in self.accesses:
+            access.group.serve(keep)
 
 
 @final
@@ -68,9 +56,9 @@ class Schedule:
         shards: the gradients of all trainable groups.
         pools: the buckets they travel in.
         comm: for the small messages at the end of backward.
+        rendezvous: through which residents are gathered.
         saved: notes what autograd saves of the residents' parameters.
         settle: takes back what was lent; see `Engine.settle`.
-        prefetch: units gathered ahead.
         overlap: let reductions run while backward goes on.
     """
 
@@ -83,23 +71,26 @@ class Schedule:
         *,
         entrances: list[tuple[Module, Resident]],
         comm: Comm,
+        rendezvous: Rendezvous,
         saved: SavedParameters,
         settle: Callable[[], None],
-        prefetch: int,
         overlap: bool,
     ) -> None:
         self._residents = residents
         self._order = shards
         self._pools = pools
         self._comm = comm
+        self._rendezvous = rendezvous
         self._saved = saved
         self._settle = settle
-        self._prefetch = prefetch
         self._overlap = overlap
         self._launched = 0  # how many of self._order
         self._ready_order: list[GradientShard] = []
         self._order_learnt = False
-        self._forward_order, self._backward_order = GatherOrder(), GatherOrder()
+        self._numbers = {
+            resident: rendezvous.enroll(resident.name, resident.serve, resident.is_gathered) for resident in residents
+        }
+        rendezvous.complete, rendezvous.start_reductions = self._count_complete, self._start_reductions
         self._entered: set[Resident] = set()  # units whose backward has begun
         self._bracketed = False  # a backward is under way whose end its caller tells
         self._end: weakref.ref[_EndOfBackward] | None = None  # ... or whose end autograd tells: alive until then
@@ -138,10 +129,7 @@ class Schedule:
 
     def _surround_entrance(self, module: Module, first: Resident) -> None:
         def show() -> None:
-            for access in first.accesses:
-                access.group.gather()
-                if not access.upcasts:
-                    access.show()
+            self._gather(first)
 
         self._handles.append(_Surrounding(module, show, lambda *_: None))
 
@@ -150,7 +138,7 @@ class Schedule:
         resident.users += 1
         if any(access.lends_copy for access in resident.accesses):
             self._settle()  # the copy may have been edited; gather what it is now
-        self._gather(resident, self._backward_order if _in_backward() else self._forward_order)
+        self._gather(resident)
         # Where autograd cannot be told how to find the values again, they must stay.
         resident.leaked |= not self._saved.push()
 
@@ -194,9 +182,9 @@ class Schedule:
 
     def _before_backward(self, resident: Resident) -> None:
         self._enter_backward()
-        if resident not in self._entered or any(access.group.is_released for access in resident.accesses):
+        if resident not in self._entered or not resident.is_gathered():
             self._entered.add(resident)
-            self._gather(resident, self._backward_order)
+            self._gather(resident)
 
     def _after_backward(self, resident: Resident) -> None:
         resident.awaited = max(0, resident.awaited - 1)
@@ -205,14 +193,14 @@ class Schedule:
                 if not access.group.kind.trainable:
                     self._release_group(resident, access)
 
-    def _gather(self, resident: Resident, order: GatherOrder) -> None:
+    def _gather(self, resident: Resident) -> None:
+        number = self._numbers[resident]
+        if self._rendezvous.is_ahead(number) or not resident.is_gathered():
+            self._rendezvous.want(number)
         for access in resident.accesses:
             access.group.gather()
             if not access.upcasts:
                 access.show()
-        for following in order.after(resident, self._prefetch):
-            for access in following.accesses:
-                access.group.prefetch()
 
     def _release(self, resident: Resident) -> None:
         for access in resident.accesses:
@@ -229,24 +217,36 @@ class Schedule:
             access.group.release()
 
     def _surround_cast_module(self, module: Module) -> None:
+        """Torch's own forward sees the weights as they rest; hooks on the module, before and after, as declared."""
         own = dict(module.named_parameters(recurse=False))
         accesses = [access_of(parameter) for parameter in own.values()]
         kind = accesses[0].group.kind
 
-        def show() -> None:
+        @torch.compiler.disable(recursive=False)
+        def forward(*args: Any, **kwargs: Any) -> Any:
             if any(access.lends_copy for access in accesses):
                 self._settle()  # the copy may have been edited, and what rests would be stale
             device = kind.device.type
+            shown = {}
             if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == kind.resting:
                 for name, parameter in own.items():
                     if module._parameters.get(name) is parameter and _has_values(parameter):  # not pruned since
-                        vars(module)[name] = self._casts.of(parameter)
+                        shown[name] = self._casts.of(parameter)
+            vars(module).update(shown)
+            try:
+                return type(module).forward(module, *args, **kwargs)
+            finally:
+                for name in shown:
+                    vars(module).pop(name, None)
 
-        def hide(*_: Any) -> None:
-            for name in own.keys() & module._parameters.keys():
-                vars(module).pop(name, None)
+        def enter() -> None:
+            vars(module).setdefault("forward", forward)  # unless users have put one there since
 
-        self._handles.append(_Surrounding(module, show, hide))
+        def leave(*_: Any) -> None:
+            if vars(module).get("forward") is forward:
+                del module.forward
+
+        self._handles.append(_Surrounding(module, enter, leave))
 
     # -- gradients: collect, reduce
 
@@ -287,10 +287,20 @@ class Schedule:
                 if access.group is shard.group and not (resident.users or resident.leaked):
                     self._release_group(resident, access)
         self._ready_order.append(shard)
-        if self.reduces and self._overlap:
-            while self._launched < len(self._order) and self._order[self._launched].is_complete:
-                self._order[self._launched].begin_reduce()
-                self._launched += 1
+        if not self._residents:  # else ranks agree on it, at the next gather
+            self._start_reductions(self._count_complete())
+
+    def _count_complete(self) -> int:
+        """How many groups, from the first of the agreed order, have all their gradients."""
+        if not (self.reduces and self._overlap):
+            return 0
+        return next((at for at, shard in enumerate(self._order) if not shard.is_complete), len(self._order))
+
+    def _start_reductions(self, number: int) -> None:
+        with _no_interception(), torch.no_grad():
+            for shard in self._order[self._launched : number]:
+                shard.begin_reduce()
+        self._launched = max(self._launched, number)
 
     # -- the end of backward
 
@@ -319,8 +329,8 @@ class Schedule:
 
     def _start_backward(self) -> None:
         self.recover()
+        self._collect_last()
         self._is_unfinished = True
-        self._forward_order.restart()
         self._casts.clear()
 
     def recover(self) -> None:
@@ -341,7 +351,6 @@ class Schedule:
         self._entered.clear()
         for resident in self._residents:
             resident.awaited = 0
-        self._backward_order.restart()
 
     def finish_backward(self) -> None:
         """Reduces what is left and shows the averaged gradients; the last thing in every backward."""
@@ -355,9 +364,9 @@ class Schedule:
         self._clear_backward()
 
     def _reduce_rest(self) -> None:
+        self._rendezvous.meet()
         # All launches before the first wait: another rank may be out of buckets, waiting for one of ours.
-        for shard in self._order[self._launched :]:
-            shard.begin_reduce()
+        self._start_reductions(len(self._order))
         used = self._agree_on_used()
         for pool in self._pools:
             pool.drain()
@@ -392,19 +401,22 @@ class Schedule:
     def release_all(self) -> None:
         """Nothing stays gathered past a boundary."""
         for resident in self._residents:
-            if not resident.users:
+            if not (resident.users or self._rendezvous.is_ahead(self._numbers[resident])):
                 self._release(resident)
 
     def start_pass(self) -> None:
-        """A new forward begins; the order of gathers starts anew."""
+        """A new forward begins."""
         self.recover()
-        self._forward_order.restart()
         self._casts.clear()
+        self._collect_last()
+
+    def _collect_last(self) -> None:
+        """Hooks that users have added since see the gradient before us."""
         with _no_interception():
-            for parameter, own in self._collectors:  # hooks that users have added since see the gradient before us
+            for parameter, own in self._collectors:
                 hooks: Any = parameter._post_accumulate_grad_hooks
                 if next(reversed(hooks)) != own:
-                    hooks.move_to_end(own)
+                    hooks[own] = hooks.pop(own)  # not move_to_end: autograd goes by the order of the plain dict
 
 
 @final

@@ -277,7 +277,7 @@ class ZeroStrategy(DDPStrategy):
         """Around a forward. Buffers follow rank 0 when DDP's would: before a forward that comes after one whose
         gradients were reduced."""
         assert self.engine is not None
-        if not self.engine.rendezvous.is_open:  # within an evaluation ranks may be at different batches
+        if torch.is_grad_enabled() or not self.engine.rendezvous.is_open:  # ranks may evaluate different batches
             self.engine.settle()  # edits that hooks made since the last pass take effect now
         self.engine.schedule.start_pass()
         if self.broadcast_buffers and self._buffers_are_stale and self.engine is self._trained:
@@ -291,7 +291,7 @@ class ZeroStrategy(DDPStrategy):
     def end_rendezvous(self) -> None:
         """Waits for ranks that still evaluate, and serves them; before collectives that are not the engine's."""
         if self.engine is not None and not self.engine.closed:
-            self.engine.rendezvous.close()
+            self.engine.rendezvous.meet()
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -350,6 +350,9 @@ class ZeroStrategy(DDPStrategy):
 
     def full_parameters(self, module: Module | None = None, write: bool = False) -> AbstractContextManager[None]:
         """All parameters of `module` (default: the whole model) hold their values inside. Enter it on every rank.
+
+        Edits in place persist without it where torch can see them. It cannot where they go through `.numpy()`, or
+        through `.data` inside a module's own forward; outside of ``write=True`` such edits may be lost.
 
         Args:
             module: whose parameters.

@@ -105,7 +105,7 @@ def bytes_of_each_operation(comm: Comm | None = None) -> dict[str, int]:
     comm.reduce_scatter(torch.zeros(5), torch.zeros(size, 5), torch.empty(size - 1, 5), "r").wait()
     comm.broadcast(torch.zeros(3, dtype=torch.float64), "b", source=size - 1)
     comm.all_reduce(torch.zeros(4, dtype=torch.uint8), "a", "max")
-    comm.all_gather_host(torch.zeros(size, 2), torch.full((2,), float(rank)), "h")
+    comm.all_gather_host(torch.zeros(size, 2), torch.full((2,), float(rank)), "h").wait()
     return dict(comm.bytes_sent)
 
 

@@ -1,0 +1,66 @@
+"""Edits of weights in place persist as under DDP: whole runs on two real ranks, at every stage and in two bytes."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+import edit_jobs
+from ranks import RankPool
+
+DDP = "ddp_find_unused_parameters_true"
+
+# The gradients of a weight used once, not added to: what DDP sums in two bytes is fp32 here. Numpy has no such dtype.
+IN_TWO_BYTES = [
+    *("TeacherByLerp", "TeacherAveraged", "TargetSoftly", "Clamped", "Reinitialised", "Rewound", "Perturbed"),
+    *("EditedBeforeOptimizerStep", "EditedInTheWayOfBackward", "Pruned", "BoundedEmbedding", "EditedByAnother"),
+    "Averaged",
+]
+OTHERWISE_ALIKE = {"Teacher", "TeacherByLerp", "TeacherAveraged", "TargetSoftly", "PrunedByCallback", "Averaged"}
+RUNS = [
+    *((name, "32-true", stage) for name in edit_jobs.MODULES for stage in (2, 3)),
+    *((name, "bf16-mixed", stage) for name in edit_jobs.MODULES if name not in OTHERWISE_ALIKE for stage in (1, 3)),
+    *((name, "bf16-true", stage) for name in IN_TWO_BYTES for stage in (1, 3)),
+]
+
+Outcome = Callable[..., list[dict[str, Any]]]  # of the ranks
+
+
+@pytest.fixture(scope="module")
+def outcome(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """`outcome(strategy, name, precision)` fits once, whoever asks."""
+    path = tmp_path_factory.mktemp("edits") / "run.ckpt"
+
+    @functools.cache
+    def run(strategy: str | int, name: str, precision: str) -> list[dict[str, Any]]:
+        given = {"stage": strategy} if isinstance(strategy, int) else strategy
+        received = two_ranks.run(edit_jobs.fit, given, name, precision, path)
+        return tree_map_only(Tensor, torch.clone, received)  # what ranks send holds an open file each
+
+    return run
+
+
+def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    assert found.keys() == expected.keys()
+    return [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
+@pytest.mark.parametrize(("name", "precision", "stage"), RUNS)
+def test_edits_persist_as_under_ddp(name: str, precision: str, stage: int, outcome: Outcome) -> None:
+    for mine, theirs in zip(outcome(stage, name, precision), outcome(DDP, name, precision), strict=True):
+        assert mine["error"] == theirs["error"]
+        assert mine["losses"] == theirs["losses"]
+        for part in ("seen", "weights", "saved"):
+            assert differing(mine[part], theirs[part]) == []
+
+
+@pytest.mark.parametrize(("precision", "error"), [("32-true", edit_jobs.IN_THE_WAY), ("bf16-mixed", None)])
+def test_edits_in_the_way_of_backward_end_in_torchs_error_unless_autocast_made_a_copy(
+    precision: str, error: str | None, outcome: Outcome
+) -> None:
+    for name in ("EditedInTheWayOfBackward", "EditedBetweenForwards"):
+        assert [of_rank["error"] for of_rank in outcome(3, name, precision)] == [error, error]
