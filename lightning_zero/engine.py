@@ -120,7 +120,7 @@ class Engine:
             comm=comm,
             rendezvous=self.rendezvous,
             saved=SavedParameters(assembly.storages),
-            settle=self.settle,
+            settle=self._settle_within_pass,
             overlap=self.options.overlap,
         )
         self._steppers = {
@@ -189,8 +189,7 @@ class Engine:
     def _before_step(self) -> None:
         """What is gathered when the master changes would be stale afterwards."""
         self._refuse_strangers()
-        self.rendezvous.meet()  # who draws a sample meanwhile must not mix what was and what will be
-        self.settle()
+        self.settle()  # which meets: who draws a sample meanwhile must not mix what was and what will be
         self.schedule.release_all()
 
     def _refuse_strangers(self) -> None:
@@ -223,6 +222,7 @@ class Engine:
                 if not access.is_needed:  # the others' parameters can be reached only through a loan
                     access.group.adopt_assigned()
         self.take_back()
+        self.rendezvous.meet()  # and hear of loans on other ranks
         if not self._taken_back and not self.rendezvous.went_apart:
             return
         self.rendezvous.went_apart = False
@@ -236,6 +236,13 @@ class Engine:
             group.leave_to_graphs()
         self._publish_groups(groups)
 
+    def _settle_within_pass(self) -> None:
+        """As `settle`; where ranks have gone apart, edits wait for the next boundary."""
+        if self.rendezvous.went_apart:
+            self.take_back()
+        else:
+            self.settle()
+
     def take_back(self) -> None:
         """Ends all loans of this rank; other ranks hear of edits when they next `settle`."""
         borrowed = list(self._borrowed)
@@ -248,7 +255,7 @@ class Engine:
         self._publish_groups([shard.group for shard in shards])
 
     def _publish_groups(self, groups: Iterable[ShardGroup]) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), self.rendezvous.undisturbed():
             for work in [work for group in groups for work in group.begin_publish()]:
                 work.wait()
 
@@ -256,14 +263,12 @@ class Engine:
         """Every rank takes rank 0's buffers, as DDP before a training forward."""
         if self.mesh.world.size == 1:
             return
-        buffers = dict(self.module.named_buffers())
-        if buffers:
-            self.rendezvous.meet()
-        for name, buffer in buffers.items():
-            values = buffer.detach().contiguous()
-            self.mesh.world.broadcast(values, f"buffer {name}")
-            if values.data_ptr() != buffer.data_ptr():
-                buffer.detach().copy_(values)
+        with self.rendezvous.ended():
+            for name, buffer in self.module.named_buffers():
+                values = buffer.detach().contiguous()
+                self.mesh.world.broadcast(values, f"buffer {name}")
+                if values.data_ptr() != buffer.data_ptr():
+                    buffer.detach().copy_(values)
 
     # -- gradients
 
@@ -347,7 +352,8 @@ class Engine:
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """`optimizer.state_dict()` as one device would have it. A collective. Works after `close` too."""
-        return self._steppers[optimizer].full_state_dict(self.comm)
+        with self.rendezvous.ended():
+            return self._steppers[optimizer].full_state_dict(self.comm)
 
     def load_optimizer_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         self._steppers[optimizer].load_full_state_dict(state_dict)
@@ -397,7 +403,7 @@ class Engine:
             for access in self._accesses:
                 access.is_lost = True
             return
-        self.settle()
+        self.settle()  # which meets: nobody must ask for what is let go of below
         for shard in self._shards:  # first, so that whole parameters take their place and not more
             shard.free()
         for access in self._accesses:

@@ -64,8 +64,9 @@ class Rendezvous:
         self.complete: Callable[[], int] = lambda: 0  # gradient groups, from the first of the agreed order
         self.start_reductions: Callable[[int], None] = lambda number: None  # of so many groups of that order
         self.went_apart = False  # since its user has last looked
-        self.is_open = False
+        self.is_open = False  # anything was wanted since ranks have met
         self._begin_round()
+        self._guard(self.meet)
 
     def _begin_round(self) -> None:
         self._expected: list[int] = []
@@ -90,21 +91,20 @@ class Rendezvous:
         if self._mesh.shard.size == 1:
             self._gathers[number].serve(True)
             return
-        with self._undisturbed():
+        self.is_open = True
+        with self.undisturbed():
             if self._expected and self._follow(number):
                 return
             self._ask(number)
 
-    def close(self) -> None:
-        """Ends the round, if this rank has begun one: serves the others until all have come here. A collective then."""
-        if self.is_open:
-            self.meet()
-
     def meet(self) -> None:
-        """Ends the round, also if only others have begun one. A collective, where anything can be wanted."""
+        """Ends the round: serves the others until all have come here. A collective, where anything can be wanted.
+
+        Any other collective of ours but a reduction of gradients does so first; see `ended`.
+        """
         if self._mesh.shard.size == 1 or not self._gathers:
             return
-        with self._undisturbed():
+        with self.undisturbed():
             if self._expected and not self._others_part() and len(self._wanted) < len(self._expected):
                 self._part()
             while any(want != _DONE for want in self._exchange(_DONE)):
@@ -114,7 +114,25 @@ class Rendezvous:
             if self._dropped is not None:  # on all ranks, as they have wanted the same
                 self._not_ahead.add(self._dropped)
         self._begin_round()
-        self._set_open(False)
+        self.is_open = False
+
+    @contextmanager
+    def ended(self) -> Iterator[None]:
+        """Meets, once, and then leaves the collectives inside alone."""
+        self.meet()
+        with self.undisturbed():
+            yield
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Leaves the collectives inside alone: they are the rendezvous itself, or follow one at once."""
+        self._guard(None)
+        yield
+        self._guard(self.meet)
+
+    def _guard(self, before_next: Callable[[], None] | None) -> None:
+        for comm in (self._mesh.world, self._mesh.shard):
+            comm.before_next = before_next
 
     # -- the same way
 
@@ -217,17 +235,3 @@ class Rendezvous:
         for want in sorted(set(wants) - {_DONE}):
             self._gathers[want].serve(want == number)
         return wants
-
-    # -- among other collectives
-
-    @contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        """What is done inside is the rendezvous itself; any other collective ends the round first."""
-        self._set_open(False)
-        yield
-        self._set_open(True)
-
-    def _set_open(self, is_open: bool) -> None:
-        self.is_open = is_open
-        for comm in (self._mesh.world, self._mesh.shard):
-            comm.before_next = self.close if is_open else None

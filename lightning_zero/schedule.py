@@ -88,7 +88,8 @@ class Schedule:
         self._ready_order: list[GradientShard] = []
         self._order_learnt = False
         self._numbers = {
-            resident: rendezvous.enroll(resident.name, resident.serve, resident.is_gathered) for resident in residents
+            resident: rendezvous.enroll(resident.name or "the model", resident.serve, resident.is_gathered)
+            for resident in residents
         }
         rendezvous.complete, rendezvous.start_reductions = self._count_complete, self._start_reductions
         self._entered: set[Resident] = set()  # units whose backward has begun
@@ -356,7 +357,10 @@ class Schedule:
         """Reduces what is left and shows the averaged gradients; the last thing in every backward."""
         with _no_interception(), torch.no_grad():
             if self.reduces:
-                self._reduce_rest()
+                if not self._residents:
+                    self._start_reductions(len(self._order))
+                with self._rendezvous.ended():
+                    self._reduce_rest()
             else:
                 for shard in self._order:
                     shard.end_backward_unreduced()
@@ -364,7 +368,6 @@ class Schedule:
         self._clear_backward()
 
     def _reduce_rest(self) -> None:
-        self._rendezvous.meet()
         # All launches before the first wait: another rank may be out of buckets, waiting for one of ours.
         self._start_reductions(len(self._order))
         used = self._agree_on_used()

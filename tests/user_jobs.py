@@ -1,5 +1,6 @@
 """LightningModules as users write them: manual optimization, penalties, checkpointing, callbacks that read weights."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from jobs import Classifier, loader, state_of, trainer
+from jobs import CLASSES, FEATURES, Classifier, loader, state_of, trainer
 
 
 class Gan(L.LightningModule):
@@ -295,16 +296,86 @@ def fit_compiled_module(strategy: Any) -> list[float]:
     return model.losses
 
 
-def read_on_rank_0_only(strategy: Any) -> float:
-    class Reader(Classifier):
-        def on_train_batch_end(self, *_: Any) -> None:
-            if self.global_rank == 0:
-                self.net[0].weight.norm().item()
+class Curious(Classifier):
+    """Rank 0 alone reads a weight, draws a sample and copies a layer, at each of the places where users do."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def look(self, *_: Any) -> None:
+        if self.global_rank == 0:
+            self.seen.append(self.net[0].weight.norm().item())
+            with torch.no_grad():
+                self.seen.append(self(torch.ones(3, FEATURES)).float().sum().item())
+            self.seen.append(copy.deepcopy(self.net[3]).state_dict()["0.weight"].sum().item())
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.look()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.look()
+        self.log("loss", loss := super().training_step(batch, batch_idx), sync_dist=True)
+        return loss
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.look()
+
+    on_before_backward = on_after_backward = on_validation_epoch_end = on_train_end = look
+
+
+def look_on_rank_0_only(strategy: Any, precision: str) -> dict[str, Any]:
     L.seed_everything(1, verbose=False)
-    model = Reader()
-    trainer(strategy, 2).fit(model, loader())
-    return model.losses[-1]
+    model = Curious()
+    trainer(strategy, 2, precision=precision).fit(model, loader(), loader(seed=1, samples=16))
+    return {"losses": model.losses, "seen": model.seen}
+
+
+class Routed(L.LightningModule):
+    """Ranks go different ways by their data: experts inside blocks, a head for each rank, a branch some steps take, and
+    a unit that one rank runs twice."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.inner = nn.Linear(FEATURES, width)
+        self.blocks = nn.ModuleList([Experts(width) for _ in range(5)])
+        self.heads = nn.ModuleList(
+            [nn.Sequential(nn.Linear(width, width), nn.Linear(width, CLASSES)) for _ in range(3)]
+        )
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = torch.tanh(self.inner(batch[0]))
+        for number, block in enumerate(self.blocks):
+            if number != 2 or (batch_idx + self.global_rank) % 3:
+                x = x + block(x, 1 + (batch_idx + number + self.global_rank) % 2)
+            if number == 3 and self.global_rank == batch_idx % 2:
+                x = x + block(x, 1)
+        head = self.heads[(batch_idx // 2 * self.global_rank) % 3]
+        loss = nn.functional.cross_entropy(head(x).float(), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+class Experts(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before = nn.Linear(width, width)
+        self.experts = nn.ModuleList([nn.Linear(width, width) for _ in range(3)])
+
+    def forward(self, x: Tensor, used: int) -> Tensor:
+        x = torch.tanh(self.before(x))
+        return sum((expert(x) for expert in self.experts[:used]), torch.zeros_like(x))
+
+
+def fit_routed(strategy: Any, **kwargs: Any) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    model = Routed()
+    trainer(strategy, 2, **kwargs).fit(model, loader(samples=64))
+    return {"losses": model.losses, "weights": state_of(model)}
 
 
 def add_a_group_while_training(strategy: Any) -> str | None:

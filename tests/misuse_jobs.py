@@ -1,0 +1,210 @@
+"""LightningModules that do to a sharded model what cannot work, and some that only look like it."""
+
+import os
+import warnings
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from jobs import CLASSES, FEATURES, loader, state_of, trainer
+from kind_jobs import SAMPLES, WIDTH, Kind, OnQuantised, Quantised
+
+# -- other dtypes
+
+
+class Halved(Kind):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.half()
+
+
+class HalvedInTrainingStep(Kind):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            self.last.to(torch.bfloat16)
+        hidden = torch.tanh(self.first(batch[0]))
+        return self.last(hidden.to(self.last.weight.dtype)).float().square().mean()
+
+
+class HalvedInValidation(Kind):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step:
+            self.half()
+
+
+class Doubled(Kind):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.last.double()
+
+
+class DoubledAfterBackward(Kind):
+    def on_after_backward(self) -> None:
+        self.last.double()
+
+
+class DoubledAtTheEnd(Kind):
+    def on_train_end(self) -> None:
+        self.last.double()
+
+
+# -- other parameters
+
+
+class ModuleReplaced(Kind):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.last = nn.Linear(WIDTH, CLASSES)
+
+
+class ModuleReplacedBeforeTheFirstStep(Kind):
+    def on_fit_start(self) -> None:
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+
+class WeightReplaced(Kind):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.last.weight = nn.Parameter(torch.zeros(CLASSES, WIDTH))
+
+
+class Added(Kind):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.more = nn.Linear(WIDTH, WIDTH)
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return self.more(hidden).float() if hasattr(self, "more") else hidden
+
+
+class AddedWithAGroup(Added):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if batch_idx == 1:
+            self.optimizers().add_param_group({"params": list(self.more.parameters())})
+
+
+class Frozen(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return hidden + self.extra(hidden).float()
+
+
+class ThawedWithAGroup(Frozen):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.extra.requires_grad_(True)
+            self.optimizers().add_param_group({"params": list(self.extra.parameters())})
+
+
+# -- what cannot be sharded
+
+
+class Foreign(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.quantised = nn.Parameter(Quantised.of(torch.randn(WIDTH, WIDTH)))
+
+
+class ForeignThawed(OnQuantised):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.adapted.base.weight.requires_grad_(True)
+
+
+class TiedByData(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(FEATURES, WIDTH)
+        self.more.weight.data = self.first.weight.data
+
+
+class InTwoGroups(Kind):
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": [self.first.weight]}, {"params": [self.first.weight, self.last.weight]}]
+        return torch.optim.Adam(groups, lr=1e-2)
+
+
+# -- what looks like it
+
+
+class Moved(Kind):
+    """To where everything is already."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.to("cpu").cpu().float().to(torch.float32)
+        self.last.to(self.device, torch.float32)
+
+
+class Wrapped(Frozen):
+    """A module is put into another one, and one that does not train is replaced."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.first = nn.Sequential(self.first, nn.Dropout(0.0))
+        if batch_idx == 2:
+            self.extra = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+
+class Removed(Added):
+    """A module goes; the optimizer keeps its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(WIDTH, WIDTH)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            del self.more
+
+
+class ThawedButNotStepped(Frozen):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.extra.requires_grad_(True)
+
+
+class AddedToTheOptimizer(Kind):
+    """A group of parameters that asked for gradients all along."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.optimizers().add_param_group({"params": list(self.last.parameters())})
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.first.parameters(), lr=1e-2)
+
+
+class FrozenInTheOptimizer(OnQuantised):
+    """Everything goes to the optimizer, integers and quantised weights too; state is made for all at construction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.arange(5), requires_grad=False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adagrad(self.parameters(), lr=0.05)
+
+
+class ListedTwice(Kind):
+    def configure_optimizers(self) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.optim.SGD([*self.parameters(), self.first.weight], lr=0.1, momentum=0.9)
+
+
+def fit(strategy: Any, name: str, precision: str = "32-true") -> dict[str, Any]:
+    """The losses and weights, or the error."""
+    L.seed_everything(1 + int(os.environ["RANK"]), verbose=False)
+    model = globals()[name]()
+    try:
+        data = loader(samples=SAMPLES), loader(seed=1, samples=8)
+        trainer(strategy, 2, precision=precision, num_sanity_val_steps=0).fit(model, *data)
+    except (RuntimeError, ValueError) as error:
+        return {"error": str(error)}
+    return {"losses": model.losses, "weights": state_of(model)}

@@ -1,0 +1,272 @@
+"""Models as data: a tree of `Part`s that hypothesis draws, shrinks and prints, and the module that it describes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+Usage = Literal["always", "never", "odd passes", "even ranks", "ranks in turn"]
+
+
+class Place(NamedTuple):
+    """Which forward this is. Where `alike`, ranks must use the same parts."""
+
+    rank: int
+    step: int
+    micro: int
+    alike: bool
+
+    def reaches(self, usage: Usage) -> bool:
+        rank = 0 if self.alike else self.rank
+        return {
+            "always": True,
+            "never": False,
+            "odd passes": (self.step + self.micro) % 2 == 1,
+            "even ranks": rank % 2 == 0,
+            "ranks in turn": (rank + self.step) % 2 == 0,
+        }[usage]
+
+
+@dataclass(frozen=True, repr=False)
+class Part:
+    """A module of the tree. Its repr leaves out what is as by default.
+
+    Args:
+        kind: see `LEAVES` and `CONTAINERS`.
+        children: of a container.
+        size: elements of a direct parameter (None: 0-d), or inner width.
+        earlier: which of the layers before it a tied, borrowed or repeated one goes back to, modulo their number.
+        dtype: of its parameters; its input is cast to it.
+        frozen: requires no gradients.
+        checkpointed: recomputed in backward.
+        used: in which forwards.
+    """
+
+    kind: str
+    children: tuple["Part", ...] = ()
+    size: int | None = 3
+    earlier: int = 0
+    dtype: torch.dtype = torch.float32
+    frozen: bool = False
+    checkpointed: bool = False
+    used: Usage = "always"
+
+    def __repr__(self) -> str:
+        said = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)[1:] if getattr(self, f.name) != f.default]
+        return f"Part({', '.join([repr(self.kind), *said])})"
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, inner: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, inner, dtype=dtype), nn.Linear(inner, width, dtype=dtype)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(self.down(torch.tanh(self.up(hidden))))
+
+
+class Scale(nn.Module):
+    """Has a direct parameter of any shape, empty ones included."""
+
+    def __init__(self, size: int | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(() if size is None else (size,), dtype=dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * (1 + 0.1 * self.scale.sum())
+
+
+class Running(nn.Module):
+    """A buffer that every training forward changes and reads."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(width, dtype=dtype))
+        self.register_buffer("mean", torch.randn(width, dtype=dtype))
+        self.mean: Tensor
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(hidden.mean(0).to(self.mean.dtype), 0.25)
+        return torch.tanh(hidden - self.mean + self.shift)
+
+
+class Routed(nn.Module):
+    """Leaves an auxiliary loss behind."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up, self.gate = nn.Linear(width, width, dtype=dtype), nn.Linear(width, 1, dtype=dtype)
+        self.auxiliary: Tensor | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.auxiliary = _loss(self.gate(hidden))
+        return torch.tanh(self.up(hidden))
+
+
+class Borrowing(nn.Module):
+    """Reads the weight of a module that is not inside it."""
+
+    def __init__(self, owner: nn.Linear) -> None:
+        super().__init__()
+        self.owner = [owner]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return nn.functional.linear(hidden, self.owner[0].weight)
+
+
+class Container(nn.Module):
+    def __init__(self, parts: tuple[Part, ...], modules: list[nn.Module]) -> None:
+        super().__init__()
+        self.parts, self.inner = parts, nn.ModuleList(modules)
+
+    def outputs(self, hidden: Tensor, place: Place, *, follow: bool) -> list[Tensor]:
+        """What each used part makes: of its predecessor's output (`follow`), or of the input."""
+        made: list[Tensor] = []
+        for part, module in zip(self.parts, self.inner, strict=True):
+            if place.reaches(part.used):
+                made.append(self._call(part, module, made[-1] if follow and made else hidden, place))
+        return made
+
+    @staticmethod
+    def _call(part: Part, module: nn.Module, hidden: Tensor, place: Place) -> Tensor:
+        inputs = (hidden, place) if isinstance(module, Container) else (hidden.to(part.dtype),)
+        if part.checkpointed and torch.is_grad_enabled():
+            return checkpoint(module, *inputs, use_reentrant=False)
+        return module(*inputs)
+
+
+class Chain(Container):
+    def forward(self, hidden: Tensor, place: Place) -> Tensor:
+        return [hidden, *self.outputs(hidden, place, follow=True)][-1]
+
+
+class Residual(Container):
+    def forward(self, hidden: Tensor, place: Place) -> Tensor:
+        return (hidden + [hidden, *self.outputs(hidden, place, follow=True)][-1]) / 2
+
+
+class Fork(Container):
+    def forward(self, hidden: Tensor, place: Place) -> Tensor:
+        return sum(self.outputs(hidden, place, follow=False), start=hidden) / (1 + len(self.inner))
+
+
+class Model(nn.Module):
+    """A parameter of its own, a tree, and losses that read the tree's output at every depth of the trunk."""
+
+    def __init__(self, spec: "Spec") -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.randn(()))
+        self.trunk = Builder(spec.width).container(Chain, spec.trunk)
+        self.head = nn.Linear(spec.width, 1)
+
+    def forward(self, signal: Tensor, place: Place) -> list[Tensor]:
+        """The losses of this pass; the last is of the whole."""
+        auxiliary = [module for module in self.modules() if isinstance(module, Routed)]
+        for module in auxiliary:
+            module.auxiliary = None
+        hidden = signal * self.gain
+        reached = [hidden, *self.trunk.outputs(hidden, place, follow=True)]
+        losses = [_loss(one) for one in reached[:-1]]
+        extra = [module.auxiliary for module in auxiliary if module.auxiliary is not None]
+        return [*losses, sum(extra, start=_loss(self.head(reached[-1].float())))]
+
+
+def _loss(output: Tensor) -> Tensor:
+    """Bounded, so that no training diverges, and a difference is not multiplied."""
+    return torch.tanh(output.float()).square().mean()
+
+
+class Builder:
+    """Makes modules of parts, and remembers those that later parts may go back to."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.layers: list[tuple[Part, nn.Linear]] = []
+        self.repeatable: list[tuple[Part, nn.Module]] = []
+
+    def container(self, kind: type[Container], parts: tuple[Part, ...]) -> Container:
+        made = [self.make(part) for part in parts]
+        return kind(tuple(part for part, _ in made), [module for _, module in made])
+
+    def make(self, part: Part) -> tuple[Part, nn.Module]:
+        """The module, and the part with the dtype that its parameters have."""
+        if part.kind in CONTAINERS:
+            module: nn.Module = self.container(CONTAINERS[part.kind], part.children)
+        elif part.kind == "repeated" and self.repeatable:
+            first, module = self.repeatable[part.earlier % len(self.repeatable)]
+            return _with_dtype(part, first.dtype), module
+        elif part.kind in ("tied", "borrowed") and self.layers:
+            first, owner = self.layers[part.earlier % len(self.layers)]
+            part = _with_dtype(part, first.dtype)
+            if part.kind == "borrowed":
+                return part, Borrowing(owner)
+            module = nn.Linear(self.width, self.width, dtype=part.dtype)
+            module.weight = owner.weight
+            return part, module
+        else:
+            module = LEAVES.get(part.kind, LEAVES["linear"])(self.width, part)
+            self.repeatable.append((part, module))
+            if isinstance(module, nn.Linear):
+                self.layers.append((part, module))
+        if part.frozen:
+            module.requires_grad_(False)
+        return part, module
+
+
+def _with_dtype(part: Part, dtype: torch.dtype) -> Part:
+    return Part(**{f.name: getattr(part, f.name) for f in fields(part)} | {"dtype": dtype})
+
+
+CONTAINERS: dict[str, type[Container]] = {"chain": Chain, "residual": Residual, "fork": Fork}
+
+# A generous epsilon: else a batch without variance multiplies rounding by 300.
+LEAVES: dict[str, Callable[[int, Part], nn.Module]] = {
+    "linear": lambda width, part: nn.Linear(width, width, dtype=part.dtype),
+    "mlp": lambda width, part: Mlp(width, part.size or 0, part.dtype),
+    "scale": lambda width, part: Scale(part.size, part.dtype),
+    "running": lambda width, part: Running(width, part.dtype),
+    "routed": lambda width, part: Routed(width, part.dtype),
+    "layer norm": lambda width, part: nn.LayerNorm(width, eps=0.1, dtype=part.dtype),
+    "batch norm": lambda width, part: nn.BatchNorm1d(width, eps=0.1, dtype=part.dtype),
+}
+GOING_BACK = ["tied", "borrowed", "repeated"]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A `Model`: its width, and the parts of its trunk."""
+
+    width: int
+    trunk: tuple[Part, ...]
+
+
+def build(spec: Spec, seed: int) -> Model:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Model(spec)
+
+
+def specs(dtypes: list[torch.dtype]) -> st.SearchStrategy[Spec]:
+    usage = st.sampled_from(Usage.__args__)  # type: ignore[attr-defined]
+    traits: dict[str, st.SearchStrategy[Any]] = {
+        "dtype": st.sampled_from(dtypes),
+        "frozen": st.sampled_from([False, False, False, True]),
+        "checkpointed": st.booleans(),
+        "used": st.sampled_from(["always", "always"]) | usage,
+    }
+    sizes = st.sampled_from([3, None, 0, 1, 2, 17])
+    new = st.builds(Part, st.sampled_from(list(LEAVES)), size=sizes, **traits)
+    old = st.builds(Part, st.sampled_from(GOING_BACK), earlier=st.integers(0, 3), **traits)
+
+    def within(parts: st.SearchStrategy[Part]) -> st.SearchStrategy[Part]:
+        several = st.lists(parts, max_size=3).map(tuple)
+        return st.builds(Part, st.sampled_from(list(CONTAINERS)), children=several, **traits)
+
+    trees = st.recursive(new | old, within, max_leaves=6)
+    return st.builds(Spec, st.sampled_from([3, 1, 2, 8]), st.lists(trees, max_size=4).map(tuple))

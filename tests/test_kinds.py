@@ -1,0 +1,81 @@
+"""Parameters of every kind train, save and resume as under DDP: whole runs on two real ranks, at every stage."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+import kind_jobs
+from ranks import RankPool
+from test_edits import DDP, differing
+
+STAGES = [1, 2, 3]
+
+Outcome = Callable[..., list[dict[str, Any]]]  # of the ranks
+
+
+@pytest.fixture(scope="module")
+def outcome(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """`outcome(strategy, name, precision)` fits once, whoever asks."""
+    path = tmp_path_factory.mktemp("kinds") / "run.ckpt"
+
+    @functools.cache
+    def run(strategy: str | int, name: str, precision: str) -> list[dict[str, Any]]:
+        given = {"stage": strategy} if isinstance(strategy, int) else strategy
+        received = two_ranks.run(kind_jobs.fit, given, name, precision, path)
+        return tree_map_only(Tensor, torch.clone, received)  # what ranks send holds an open file each
+
+    return run
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        *[(name, "32-true") for name in kind_jobs.MODULES],
+        *[(name, "bf16-mixed") for name in kind_jobs.IN_TWO_BYTES_TOO],
+    ],
+)
+def test_parameters_of_every_kind_train_and_resume_as_under_ddp(
+    name: str, precision: str, stage: int, outcome: Outcome
+) -> None:
+    for mine, theirs in zip(outcome(stage, name, precision), outcome(DDP, name, precision), strict=True):
+        assert mine["losses"] == theirs["losses"]
+        assert differing(mine["seen"], theirs["seen"]) == []
+        assert differing(mine["weights"], theirs["weights"]) == []
+        assert differing(mine["saved"], theirs["saved"]) == []
+        assert mine["strides"] == theirs["strides"]
+
+
+def test_a_weight_that_came_transposed_trains_to_rounding(two_ranks: RankPool) -> None:
+    """Values rest in C order, and torch multiplies a transposed matrix by another kernel."""
+    expected = two_ranks.run(kind_jobs.losses_of_turned, DDP)
+    for stage in STAGES:
+        for mine, theirs in zip(two_ranks.run(kind_jobs.losses_of_turned, {"stage": stage}), expected, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_adapters_cost_gradients_and_state_for_themselves_alone_and_no_more_with_every_step(
+    stage: int, two_ranks: RankPool
+) -> None:
+    fewer, more = (two_ranks.run(kind_jobs.fit_adapters, {"stage": stage}, frozen, 12) for frozen in (1, 6))
+    for run, with_more in zip(fewer, more, strict=True):
+        report, trainable = run["report"], run["trainable"]
+        assert report["gradient"] == pytest.approx(4 * trainable / (2 if stage > 1 else 1), rel=0.05)
+        assert report["optimizer state"] == pytest.approx(8 * trainable / 2, rel=0.05)
+        assert all(with_more["report"][part] == report[part] for part in ("gradient", "optimizer state", "bucket"))
+        early, late = run["found"]
+        assert late == early
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_left_alone_is_said_once(stage: int, two_ranks: RankPool) -> None:
+    assert two_ranks.run(kind_jobs.what_fit_says_of, {"stage": stage}, "OnQuantised") == [
+        ["Tensors of their own kind (Quantised) stay whole on every rank, as they are: adapted.base.weight"],
+        [],
+    ]

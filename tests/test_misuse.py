@@ -1,0 +1,59 @@
+"""What cannot work ends in one error that names the parameter, on every rank, and never in another number."""
+
+import re
+
+import pytest
+
+import misuse_jobs
+from ranks import RankPool
+from test_edits import DDP, differing
+
+STAGES = [1, 2, 3]
+
+CHANGED = r"Parameter '(first|last)\.\w+' was torch.float32 on 'cpu' at set-up and would now be torch.{} .*before fit"
+STRANGE = r"Parameter '{}' was not there at set-up, and has a gradient .*Make modules in __init__ or configure_model"
+
+MISUSES = {
+    "Halved": CHANGED.format("float16"),
+    "HalvedInTrainingStep": CHANGED.format("bfloat16"),
+    "HalvedInValidation": CHANGED.format("float16"),
+    "Doubled": CHANGED.format("float64"),
+    "DoubledAfterBackward": CHANGED.format("float64"),
+    "DoubledAtTheEnd": CHANGED.format("float64"),
+    "ModuleReplaced": STRANGE.format("last.weight"),
+    "ModuleReplacedBeforeTheFirstStep": STRANGE.format("last.weight"),
+    "WeightReplaced": STRANGE.format("last.weight"),
+    "Added": STRANGE.format("more.weight"),
+    "AddedWithAGroup": STRANGE.format("more.weight"),
+    "ThawedWithAGroup": r"Parameter 'extra.weight' was frozen, and was added after set-up .*configure_optimizers\(\)",
+    "Foreign": r"Parameter 'quantised' is a Quantised, .* and trains.*Freeze it",
+    "ForeignThawed": r"Parameter 'adapted.base.weight' is a Quantised, .* trains since set-up.*Keep it frozen",
+    "TiedByData": r"Parameters 'first.weight' and 'more.weight' are two that share their memory.*Make them one",
+    "InTwoGroups": "some parameters appear in more than one parameter group",  # torch's own
+}
+
+HARMLESS = [
+    *("Moved", "Wrapped", "Removed", "ThawedButNotStepped"),
+    *("AddedToTheOptimizer", "FrozenInTheOptimizer", "ListedTwice"),
+]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [*[(name, "32-true") for name in MISUSES], *[(name, "bf16-mixed") for name in list(MISUSES)[:6]]],
+)
+def test_misuse_ends_in_an_error_that_names_the_parameter_on_every_rank(
+    name: str, precision: str, stage: int, two_ranks: RankPool
+) -> None:
+    for found in two_ranks.run(misuse_jobs.fit, {"stage": stage}, name, precision):
+        assert re.search(MISUSES[name], found["error"], re.DOTALL)
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_only_looks_like_misuse_trains_as_under_ddp(name: str, two_ranks: RankPool) -> None:
+    expected = two_ranks.run(misuse_jobs.fit, DDP, name)
+    for stage in STAGES:
+        for mine, theirs in zip(two_ranks.run(misuse_jobs.fit, {"stage": stage}, name), expected, strict=True):
+            assert mine["losses"] == theirs["losses"]
+            assert differing(mine["weights"], theirs["weights"]) == []
