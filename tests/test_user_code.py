@@ -30,13 +30,6 @@ def test_callbacks_that_read_weights_see_them_whole(two_ranks: RankPool) -> None
             assert all(torch.equal(mine[name], value) for name, value in theirs.items())
 
 
-def test_accumulation_may_change_by_epoch(two_ranks: RankPool) -> None:
-    expected = two_ranks.run(user_jobs.accumulate_by_epoch, DDP)[0]
-    for stage in STAGES:
-        found = two_ranks.run(user_jobs.accumulate_by_epoch, {"stage": stage})[0]
-        assert found == pytest.approx(expected, rel=1e-6)
-
-
 def test_evaluation_needs_no_optimizer(two_ranks: RankPool) -> None:
     expected = two_ranks.run(user_jobs.evaluate_only, DDP)
     for stage in STAGES:
@@ -45,11 +38,14 @@ def test_evaluation_needs_no_optimizer(two_ranks: RankPool) -> None:
             assert torch.equal(mine["predictions"], theirs["predictions"])
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_one_rank_may_read_weights_that_rest_in_full(stage: int, two_ranks: RankPool) -> None:
-    assert two_ranks.run(user_jobs.read_on_rank_0_only, {"stage": stage}) == two_ranks.run(
-        user_jobs.read_on_rank_0_only, DDP
-    )
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_rank_may_read_weights_and_draw_samples(stage: int, precision: str, two_ranks: RankPool) -> None:
+    found = two_ranks.run(user_jobs.look_on_rank_0_only, {"stage": stage}, precision)
+    expected = two_ranks.run(user_jobs.look_on_rank_0_only, DDP, precision)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine == theirs
+    assert len(found[0]["seen"]) > 90
 
 
 def test_parameters_added_after_set_up_are_refused_with_the_remedy(two_ranks: RankPool) -> None:
@@ -70,7 +66,8 @@ def test_strategies_that_come_and_go_leave_no_sockets_and_threads_behind(two_ran
     assert second == third
 
 
-def test_reading_a_sharded_weight_on_one_rank_ends_in_an_error_that_names_it() -> None:
+def test_reading_a_sharded_weight_where_other_ranks_do_not_answer_ends_in_an_error_that_names_it() -> None:
+    """After a batch they are in a collective of Lightning's own."""
     pool = RankPool(2)
     try:
         for inbox in pool._inboxes:
@@ -80,4 +77,4 @@ def test_reading_a_sharded_weight_on_one_rank_ends_in_an_error_that_names_it() -
         for process in pool.processes:
             process.kill()
     assert rank == 0
-    assert "rank 0 was in 'all_gather read of net.0.weight in net.0" in error
+    assert "Rank 0 wanted net.0/" in error

@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
@@ -296,6 +297,56 @@ def fit_compiled_module(strategy: Any) -> list[float]:
     return model.losses
 
 
+class GradientReader(Classifier):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        strategy: Any = self.trainer.strategy
+        is_ours = hasattr(strategy, "engine")
+        named = dict(self.named_parameters())
+        with_grad = {name: parameter for name, parameter in named.items() if parameter.grad is not None}
+        self.seen = {
+            "none": sorted(named.keys() - with_grad.keys()),
+            "grads": {name: parameter.grad.clone() for name, parameter in with_grad.items()},
+            "grad_norm": {name: float(value) for name, value in grad_norm(self, 2).items()},
+        }
+        if is_ours:
+            self.seen["full_grads"] = {name: strategy.full_grad(parameter) for name, parameter in with_grad.items()}
+            self.seen["grad_norms"] = {name: float(value) for name, value in strategy.grad_norms().items()}
+
+
+def read_gradients(strategy: Any, precision: str) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    model = GradientReader()
+    trainer(strategy, 2, precision=precision, max_steps=3).fit(model, loader())
+    return model.seen
+
+
+class AccumulatedByHand(Classifier):
+    """Three backwards for each step, the first two inside `no_sync`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, strategy = self.optimizers(), self.trainer.strategy
+        alone: Any = strategy.no_sync if hasattr(strategy, "engine") else strategy.model.no_sync
+        optimizer.zero_grad()
+        for scale in (1.0, 0.5):
+            with alone():
+                self.manual_backward(scale * self.loss(batch))
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        optimizer.step()
+        self.losses.append(loss.item())
+
+
+def accumulate_by_hand(strategy: Any) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    model = AccumulatedByHand()
+    trainer(strategy, 2).fit(model, loader())
+    return {"losses": model.losses, "weights": state_of(model)}
+
+
 class Curious(Classifier):
     """Rank 0 alone reads a weight, draws a sample and copies a layer, at each of the places where users do."""
 
@@ -376,6 +427,18 @@ def fit_routed(strategy: Any, **kwargs: Any) -> dict[str, Any]:
     model = Routed()
     trainer(strategy, 2, **kwargs).fit(model, loader(samples=64))
     return {"losses": model.losses, "weights": state_of(model)}
+
+
+def read_on_rank_0_only(strategy: Any) -> float:
+    class Reader(Classifier):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.global_rank == 0:
+                self.net[0].weight.norm().item()
+
+    L.seed_everything(1, verbose=False)
+    model = Reader()
+    trainer(strategy, 2).fit(model, loader())
+    return model.losses[-1]
 
 
 def add_a_group_while_training(strategy: Any) -> str | None:
