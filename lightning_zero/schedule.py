@@ -21,6 +21,7 @@ from lightning_zero.gradient import BucketPool, GradientShard
 from lightning_zero.parameter import Access, access_of
 from lightning_zero.rendezvous import Rendezvous
 from lightning_zero.saved import SavedParameters
+from lightning_zero.surrounding import Surrounding
 
 _no_interception = torch._C.DisableTorchFunctionSubclass
 
@@ -121,7 +122,7 @@ class Schedule:
 
     def _surround_unit(self, resident: Resident) -> None:
         self._handles.append(
-            _Surrounding(
+            Surrounding(
                 resident.module,
                 lambda: self._before_forward(resident),
                 lambda inputs, output: self._after_forward(resident, inputs, output),
@@ -132,7 +133,7 @@ class Schedule:
         def show() -> None:
             self._gather(first)
 
-        self._handles.append(_Surrounding(module, show, lambda *_: None))
+        self._handles.append(Surrounding(module, show, lambda *_: None))
 
     def _before_forward(self, resident: Resident) -> None:
         self.recover()
@@ -247,7 +248,7 @@ class Schedule:
             if vars(module).get("forward") is forward:
                 del module.forward
 
-        self._handles.append(_Surrounding(module, enter, leave))
+        self._handles.append(Surrounding(module, enter, leave))
 
     # -- gradients: collect, reduce
 
@@ -456,42 +457,6 @@ class _EndOfBackward:
 
     def __call__(self) -> None:
         self._finish()
-
-
-@final
-class _Surrounding:
-    """Does something before and after each call of a module, its hooks and all.
-
-    Not by hooks: torch's transformer layers leave their fused path when any module inside has one, `module.compile()`
-    would trace them, and a copy of the module would take them along. Torch calls `_compiled_call_impl` in place of a
-    module, where there is one; copies and pickles leave it behind.
-
-    Args:
-        module: the user's.
-        before: called with nothing.
-        after: called with the arguments of the call and its result (None if it raised).
-    """
-
-    def __init__(self, module: Module, before: Callable[[], None], after: Callable[[Any, Any], None]) -> None:
-        self._module = module
-        self._previous = module._compiled_call_impl
-        inner = self._previous or module._call_impl
-
-        @torch.compiler.disable(recursive=False)  # a compiler would trace our collectives
-        def call(*args: Any, **kwargs: Any) -> Any:
-            untraced_before()
-            output = None
-            try:
-                output = inner(*args, **kwargs)
-            finally:
-                untraced_after((args, kwargs), output)
-            return output
-
-        untraced_before, untraced_after = torch.compiler.disable(before), torch.compiler.disable(after)
-        module._compiled_call_impl = call
-
-    def remove(self) -> None:
-        self._module._compiled_call_impl = self._previous
 
 
 def _with_gradient(nested: Any) -> list[Tensor]:

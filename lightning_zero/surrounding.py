@@ -1,0 +1,43 @@
+"""Before and after a module, without hooks on it."""
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch.nn import Module
+
+
+@final
+class Surrounding:
+    """Does something before and after each call of a module, its hooks and all.
+
+    Not by hooks: torch's transformer layers leave their fused path when any module inside has one, `module.compile()`
+    would trace them, and a copy of the module would take them along. Torch calls `_compiled_call_impl` in place of a
+    module, where there is one; copies and pickles leave it behind.
+
+    Args:
+        module: the user's.
+        before: called with nothing.
+        after: called with the arguments of the call and its result (None if it raised).
+    """
+
+    def __init__(self, module: Module, before: Callable[[], None], after: Callable[[Any, Any], None]) -> None:
+        self._module = module
+        self._previous = module._compiled_call_impl
+        inner = self._previous or module._call_impl
+
+        @torch.compiler.disable(recursive=False)  # a compiler would trace our collectives
+        def call(*args: Any, **kwargs: Any) -> Any:
+            untraced_before()
+            output = None
+            try:
+                output = inner(*args, **kwargs)
+            finally:
+                untraced_after((args, kwargs), output)
+            return output
+
+        untraced_before, untraced_after = torch.compiler.disable(before), torch.compiler.disable(after)
+        module._compiled_call_impl = call
+
+    def remove(self) -> None:
+        self._module._compiled_call_impl = self._previous
