@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import jobs
-from ranks import RankPool
+from ranks import RankPool, run_alone
 
 STAGES = [0, 1, 2, 3]
 
@@ -80,6 +80,22 @@ def test_more_ranks_than_divide_evenly_match_ddp(stage: int, world: int, pool_of
     expected = pool.run(jobs.fit, "ddp_find_unused_parameters_true", world, shuffle=False)[0]
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_replicas_of_two_shards_match_ddp(stage: int, pool_of: Any) -> None:
+    pool = pool_of(4)
+    found = pool.run(jobs.fit, {"stage": stage, "replicate_size": 2}, 4, shuffle=False)
+    expected = pool.run(jobs.fit, "ddp_find_unused_parameters_true", 4, shuffle=False)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
+        assert mine["norms"] == pytest.approx(theirs["norms"], rel=1e-5)
+
+
+def test_a_replicate_size_that_does_not_divide_the_ranks_is_an_error_on_every_rank(two_ranks: RankPool) -> None:
+    _, errors = run_alone(2, jobs.fit, {"stage": 2, "replicate_size": 3}, 2)
+    for error in errors:
+        assert "replicate_size=3 does not divide the 2 ranks. Write one of [1, 2]." in error
 
 
 @pytest.mark.parametrize("stage", STAGES)
