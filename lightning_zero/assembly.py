@@ -98,6 +98,7 @@ def assemble(
     setting = Setting(partition, mesh, ledger, bucket_bytes, rendezvous)
     cast_modules, resting = _choose_resting(module, managed, trainable, options)
     residents = []
+    traced = units.modules_in_compiled_regions(module, roots=False)
     by_id = {id(parameter) for parameter in managed}
     for unit in units.find_units(module, options.unit_classes) if partition.parameter else units.whole_model(module):
         mine = {name: parameter for name, parameter in unit.parameters.items() if id(parameter) in by_id}
@@ -107,7 +108,7 @@ def assemble(
             Access(group, borrowed, as_declared=as_declared) for group in _make_groups(unit.name, kinds, setting)
         ]
         if accesses:
-            residents.append(Resident(unit.name, unit.module, accesses))
+            residents.append(Resident(unit.name, unit.module, accesses, is_traced=unit.module in traced))
     groups = [access.group for resident in residents for access in resident.accesses]
     shards = [_make_gradient(group, options.reduce_dtype) for group in groups if group.kind.trainable]
     if partition.parameter:

@@ -33,6 +33,7 @@ class Resident:
     name: str
     module: Module
     accesses: list[Access]
+    is_traced: bool = False  # its calls lie inside a compiled region
     users: int = 0  # forwards under way
     awaited: int = 0  # forwards whose backward has not come past their inputs yet
     leaked: bool = False  # its forward returned a view of a parameter, whose storage is then left to the user
@@ -121,6 +122,8 @@ class Schedule:
     # -- parameters: gather before use, release after
 
     def _surround_unit(self, resident: Resident) -> None:
+        if resident.is_traced:  # dynamo goes straight to the forward of a module that has no hooks, past what we do
+            self._handles.append(resident.module.register_forward_hook(_nothing))
         self._handles.append(
             Surrounding(
                 resident.module,
@@ -457,6 +460,10 @@ class _EndOfBackward:
 
     def __call__(self) -> None:
         self._finish()
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 def _with_gradient(nested: Any) -> list[Tensor]:

@@ -113,8 +113,13 @@ def as_written(name: str) -> str:
     return name.replace("_orig_mod.", "").removesuffix("._orig_mod")
 
 
-def modules_in_compiled_regions(model: Module) -> set[Module]:
-    """What `torch.compile` of the model, of a part of it, or of the LightningModule traces through."""
+def modules_in_compiled_regions(model: Module, *, roots: bool = True) -> set[Module]:
+    """What `torch.compile` of the model, of a part of it, or of the LightningModule traces through.
+
+    Args:
+        model: all of it.
+        roots: with the compiled modules themselves; without them only what lies inside, whose calls are traced.
+    """
     return {
         inner
         for module in model.modules()
@@ -122,6 +127,7 @@ def modules_in_compiled_regions(model: Module) -> set[Module]:
         or module._compiled_call_impl is not None
         or getattr(module, "_compiler_ctx", None) is not None  # Lightning's mark on a compiled LightningModule
         for inner in module.modules()
+        if roots or inner not in (module, getattr(module, "_orig_mod", module))
     }
 
 

@@ -105,7 +105,7 @@ def test_r51_a_compiled_lightning_module_equals_ddp_and_its_checkpoint_is_an_eag
 
 def test_a_lightning_module_compiled_as_a_whole_trains(two_ranks: RankPool) -> None:
     expected = two_ranks.run(user_jobs.fit_compiled_module, "ddp")[0]
-    for stage in (1, 2, 3):
+    for stage in (1, 3):
         assert two_ranks.run(user_jobs.fit_compiled_module, {"stage": stage})[0] == expected
 
 

@@ -32,23 +32,49 @@ def outcome(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Ou
     return run
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    [
-        *[(name, "32-true") for name in kind_jobs.MODULES],
-        *[(name, "bf16-mixed") for name in kind_jobs.IN_TWO_BYTES_TOO],
-    ],
-)
-def test_parameters_of_every_kind_train_and_resume_as_under_ddp(
-    name: str, precision: str, stage: int, outcome: Outcome
-) -> None:
+def assert_as_under_ddp(outcome: Outcome, name: str, precision: str, stage: int) -> None:
     for mine, theirs in zip(outcome(stage, name, precision), outcome(DDP, name, precision), strict=True):
         assert mine["losses"] == theirs["losses"]
         assert differing(mine["seen"], theirs["seen"]) == []
         assert differing(mine["weights"], theirs["weights"]) == []
         assert differing(mine["saved"], theirs["saved"]) == []
         assert mine["strides"] == theirs["strides"]
+
+
+R53 = ["MixedDtypes"]
+R57 = ["NoDimensions", "NoElements", "SmallerThanTheWorld", "NotContiguous", "ChannelsLast"]
+OTHERS = [name for name in kind_jobs.MODULES if name not in {*R53, *R57}]
+
+
+def runs_of(names: list[str]) -> list[tuple[str, str]]:
+    return [
+        *[(name, "32-true") for name in names],
+        *[(name, "bf16-mixed") for name in names if name in kind_jobs.IN_TWO_BYTES_TOO],
+    ]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("name", "precision"), runs_of(R53))
+def test_r53_mixed_dtypes_train_save_and_resume_as_they_are(
+    name: str, precision: str, stage: int, outcome: Outcome
+) -> None:
+    assert_as_under_ddp(outcome, name, precision, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("name", "precision"), runs_of(R57))
+def test_r57_parameters_of_any_shape_and_memory_format_train_save_and_resume(
+    name: str, precision: str, stage: int, outcome: Outcome
+) -> None:
+    assert_as_under_ddp(outcome, name, precision, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("name", "precision"), runs_of(OTHERS))
+def test_parameters_of_every_kind_train_and_resume_as_under_ddp(
+    name: str, precision: str, stage: int, outcome: Outcome
+) -> None:
+    assert_as_under_ddp(outcome, name, precision, stage)
 
 
 def test_a_weight_that_came_transposed_trains_to_rounding(two_ranks: RankPool) -> None:
@@ -60,7 +86,7 @@ def test_a_weight_that_came_transposed_trains_to_rounding(two_ranks: RankPool) -
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_adapters_cost_gradients_and_state_for_themselves_alone_and_no_more_with_every_step(
+def test_r25_adapters_cost_gradients_and_state_for_themselves_alone_and_no_more_with_every_step(
     stage: int, two_ranks: RankPool
 ) -> None:
     fewer, more = (two_ranks.run(kind_jobs.fit_adapters, {"stage": stage}, frozen, 12) for frozen in (1, 6))

@@ -293,7 +293,8 @@ def fit_compiled_module(strategy: Any) -> list[float]:
     torch._dynamo.reset()
     L.seed_everything(1, verbose=False)
     model = CompiledBlocks(compiles=False)
-    trainer(strategy, 2).fit(torch.compile(model, backend="aot_eager"), loader())  # type: ignore[arg-type]
+    run = trainer(strategy, 2, max_steps=2)
+    run.fit(torch.compile(model, backend="aot_eager"), loader())  # type: ignore[arg-type]
     return model.losses
 
 
