@@ -105,6 +105,8 @@ class Engine:
         )
         self._accesses = [access for resident in assembly.residents for access in resident.accesses]
         self._shards = assembly.shards
+        if self.partition.parameter:
+            self._edits_number = self.rendezvous.enroll("edits", self._share_edits)
         self._move_the_rest()
         self._homes = {
             parameter: (shard, index)
@@ -223,25 +225,30 @@ class Engine:
                     access.group.adopt_assigned()
         self.take_back()
         self.rendezvous.meet()  # and hear of loans on other ranks
-        if not self._taken_back and not self.rendezvous.went_apart:
+        if not self.partition.optimizer or not (self._taken_back or self.rendezvous.went_apart):
             return
         self.rendezvous.went_apart = False
-        edited = torch.tensor([self._taken_back.get(access, False) for access in self._accesses], dtype=torch.uint8)
+        self._share_edits(settles=True)
+
+    def _settle_within_pass(self) -> None:
+        """As `settle`; what rests as shards waits for the next boundary where ranks go apart."""
+        self.take_back()
+        if self.partition.parameter and not self.rendezvous.went_apart:
+            self.rendezvous.want(self._edits_number)
+
+    def _share_edits(self, settles: bool) -> None:
+        """Publishes what was edited on any rank, unless one of them does not settle now."""
+        edits = [self._taken_back.get(access, False) for access in self._accesses]
+        flags = torch.tensor([not settles, *edits], dtype=torch.uint8)
+        must_wait, *anywhere = self.comm.all_reduce(flags, "edited parameters", "max").tolist()
+        if must_wait:
+            return
         self._taken_back.clear()
-        # Where nothing is partitioned, reading a parameter and publishing it are local: ranks may do it on their own.
-        anywhere = self.comm.all_reduce(edited, "edited parameters", "max") if self.partition.optimizer else edited
         groups = [access.group for access, is_edited in zip(self._accesses, anywhere, strict=True) if is_edited]
         for group in groups:
             group.release()  # what was gathered ahead of the edit is stale
             group.leave_to_graphs()
         self._publish_groups(groups)
-
-    def _settle_within_pass(self) -> None:
-        """As `settle`; where ranks have gone apart, edits wait for the next boundary."""
-        if self.rendezvous.went_apart:
-            self.take_back()
-        else:
-            self.settle()
 
     def take_back(self) -> None:
         """Ends all loans of this rank; other ranks hear of edits when they next `settle`."""

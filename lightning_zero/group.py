@@ -306,6 +306,15 @@ class ShardGroup:
         self.master.copy_(own)
         return True
 
+    def show_edits(self, full: Tensor) -> None:
+        """Values that rest here in full become those of `full` (declared dtype, flat) at once; ranks edit alike."""
+        if self.partition.parameter:
+            return
+        resting = full.to(self.kind.resting)
+        if not torch.equal(resting, self.full_param):
+            self.leave_to_graphs()
+            self.full_param.copy_(resting)
+
     def store_edits(self, full_param: Tensor) -> None:
         """Takes over edits that were made to resting values, leaving the master's other elements alone."""
         own = self._owned(full_param)

@@ -189,7 +189,8 @@ class Access:
         group, lent = self.group, self._lent_master
         self._lent_master = None
         if lent is not None:
-            return not group.partition.optimizer or group.store(lent)
+            group.show_edits(lent)
+            return group.partition.optimizer and group.store(lent)
         if not group.is_released:
             self._keep_edits()
             self._versions = None

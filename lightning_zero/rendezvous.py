@@ -64,7 +64,7 @@ class Rendezvous:
         self.complete: Callable[[], int] = lambda: 0  # gradient groups, from the first of the agreed order
         self.start_reductions: Callable[[int], None] = lambda number: None  # of so many groups of that order
         self.went_apart = False  # since its user has last looked
-        self.is_open = False  # anything was wanted since ranks have met
+        self.is_open = False  # a pass has begun, or anything was wanted, since ranks have met
         self._begin_round()
         self._guard(self.meet)
 
@@ -126,9 +126,10 @@ class Rendezvous:
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         """Leaves the collectives inside alone: they are the rendezvous itself, or follow one at once."""
+        before = self._mesh.shard.before_next
         self._guard(None)
         yield
-        self._guard(self.meet)
+        self._guard(before)
 
     def _guard(self, before_next: Callable[[], None] | None) -> None:
         for comm in (self._mesh.world, self._mesh.shard):

@@ -13,21 +13,19 @@ Usage = Literal["always", "never", "odd passes", "even ranks", "ranks in turn"]
 
 
 class Place(NamedTuple):
-    """Which forward this is. Where `alike`, ranks must use the same parts."""
+    """Which forward this is."""
 
     rank: int
     step: int
     micro: int
-    alike: bool
 
     def reaches(self, usage: Usage) -> bool:
-        rank = 0 if self.alike else self.rank
         return {
             "always": True,
             "never": False,
             "odd passes": (self.step + self.micro) % 2 == 1,
-            "even ranks": rank % 2 == 0,
-            "ranks in turn": (rank + self.step) % 2 == 0,
+            "even ranks": self.rank % 2 == 0,
+            "ranks in turn": (self.rank + self.step) % 2 == 0,
         }[usage]
 
 
@@ -244,6 +242,21 @@ class Spec:
 
     width: int
     trunk: tuple[Part, ...]
+
+
+def goes_apart(parts: tuple[Part, ...]) -> bool:
+    """Whether ranks use different parts."""
+    return any(part.used in ("even ranks", "ranks in turn") or goes_apart(part.children) for part in parts)
+
+
+def reads_in_backward(parts: tuple[Part, ...], *, recomputed: bool = False) -> bool:
+    """Whether a weight is borrowed where a checkpoint recomputes."""
+    return any(
+        (recomputed or part.checkpointed)
+        if part.kind == "borrowed"
+        else reads_in_backward(part.children, recomputed=recomputed or part.checkpointed)
+        for part in parts
+    )
 
 
 def build(spec: Spec, seed: int) -> Model:

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import HealthCheck, Phase, assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm import Comm, LocalComm, ThreadWorld
 from lightning_zero.engine import Engine, Options
-from random_models import Borrowing, Model, Part, Place, Spec, build, specs
+from random_models import Model, Part, Place, Spec, build, goes_apart, reads_in_backward, specs
 
 STEPS = 3
 CAMPAIGN = int(os.environ.get("RANDOM_MODELS", 0))
@@ -173,9 +173,6 @@ class Ddp:
 def train(model: Model, engine: Any, optimizers: list[Optimizer], plan: Plan, rank: int) -> dict[str, Tensor]:
     """Every loss and, if the plan asks for them, every gradient."""
     seen: dict[str, Tensor] = {}
-    # Reading what rests as shards, or in two bytes beside them, is a collective: ranks that train must do it alike.
-    borrows = any(isinstance(module, Borrowing) for module in model.modules())
-    alike = plan.partitioned == 3 or (plan.partitioned > 0 and plan.autocast and borrows)
 
     def forward(place: Place) -> list[Tensor]:
         seed = 100 * place.step + 10 * place.micro + place.rank
@@ -202,7 +199,7 @@ def train(model: Model, engine: Any, optimizers: list[Optimizer], plan: Plan, ra
             with way():
                 if number == 0 or not plan.shares_forward:
                     start_pass(stale=stale)
-                    losses = forward(Place(rank, step, number, alike))
+                    losses = forward(Place(rank, step, number))
                     stale = micro == "sync"
                 total = torch.stack(losses).sum()
                 chosen = {"last": losses[-1], "sum": total, "in turn": losses[number % len(losses)]}[plan.loss]
@@ -221,7 +218,7 @@ def train(model: Model, engine: Any, optimizers: list[Optimizer], plan: Plan, ra
             model.eval()
             with torch.no_grad():
                 start_pass(stale=False)
-                seen[f"evaluation {step}"] = forward(Place(rank, step, 7, alike=False))[-1]
+                seen[f"evaluation {step}"] = forward(Place(rank, step, 7))[-1]
                 if isinstance(engine, Engine):
                     engine.take_back()
                     engine.schedule.release_all()
@@ -310,14 +307,20 @@ def plans(draw: Any) -> Plan:
 
 @st.composite
 def cases(draw: Any) -> tuple[Plan, Spec]:
-    """Where bits may differ there is nothing in two bytes, which would make a last bit the eighth."""
+    """Where bits may differ there is nothing in two bytes, which would make a last bit the eighth.
+
+    Left out: at stages 1 and 2, two-byte weights that only some ranks may read in the middle of backward.
+    """
     plan = draw(plans())
     two_bytes = [torch.bfloat16] if plan.is_exact else []
-    return plan, draw(specs([torch.float32, torch.float32, torch.float64, *two_bytes]))
+    spec = draw(specs([torch.float32, torch.float32, torch.float64, *two_bytes]))
+    if plan.partitioned in (1, 2) and plan.autocast:  # reductions are not agreed on there; see `Rendezvous`
+        assume(not (goes_apart(spec.trunk) and reads_in_backward(spec.trunk)))
+    return plan, spec
 
 
 @settings(
-    max_examples=CAMPAIGN or 150,
+    max_examples=CAMPAIGN or 130,
     derandomize=not CAMPAIGN,
     deadline=None,
     database=None,
@@ -327,6 +330,13 @@ def cases(draw: Any) -> tuple[Plan, Spec]:
 @given(cases())
 @example((Plan(stage=3, loss="in turn", evaluates=True), Spec(1, (Part("linear", used="ranks in turn"),))))
 @example((Plan(autocast=True, evaluates=True), Spec(1, (Part("linear"), Part("borrowed", used="ranks in turn")))))
+@example((Plan(stage=1, bucket_bytes=64, autocast=True), Spec(1, (Part("layer norm", used="even ranks"),))))
+@example(
+    (
+        Plan(stage=3, units=("Chain",), evaluates=True),
+        Spec(1, (Part("residual", children=(Part("borrowed", used="ranks in turn"),), used="even ranks"),)),
+    )
+)
 def test_a_random_model_trains_as_under_ddp(case: tuple[Plan, Spec]) -> None:
     plan, spec = case
     expected = on_all_ranks(under_ddp, spec, plan)
