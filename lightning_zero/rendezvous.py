@@ -86,12 +86,16 @@ class Rendezvous:
         """Whether it has been begun and waits to be wanted."""
         return number in self._ahead
 
+    def open(self) -> None:
+        """Ranks may go ways of their own from here on, until they meet."""
+        self.is_open = True
+
     def want(self, number: int) -> None:
         """Returns when this rank has been served."""
         if self._mesh.shard.size == 1:
             self._gathers[number].serve(True)
             return
-        self.is_open = True
+        self.open()
         with self.undisturbed():
             if self._expected and self._follow(number):
                 return
@@ -102,6 +106,7 @@ class Rendezvous:
 
         Any other collective of ours but a reduction of gradients does so first; see `ended`.
         """
+        self.is_open = False
         if self._mesh.shard.size == 1 or not self._gathers:
             return
         with self.undisturbed():
@@ -114,7 +119,6 @@ class Rendezvous:
             if self._dropped is not None:  # on all ranks, as they have wanted the same
                 self._not_ahead.add(self._dropped)
         self._begin_round()
-        self.is_open = False
 
     @contextmanager
     def ended(self) -> Iterator[None]:

@@ -282,7 +282,7 @@ class ZeroStrategy(DDPStrategy):
         self.engine.schedule.start_pass()
         if self.broadcast_buffers and self._buffers_are_stale and self.engine is self._trained:
             self.engine.broadcast_buffers()
-        self.engine.rendezvous.is_open = True  # others may have no further batch: meet no more before all have done
+        self.engine.rendezvous.open()  # others may have no further batch: meet no more before all have done
         yield
         self._buffers_are_stale = synchronises
         if not torch.is_grad_enabled():
