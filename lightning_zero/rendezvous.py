@@ -20,6 +20,7 @@ start are started by all at the same place of the order: none can wait in one fo
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
 import torch
@@ -46,6 +47,20 @@ class _Signal(NamedTuple):
     work: Work
 
 
+@dataclass
+class _Round:
+    """What this rank knows of the time since ranks have met."""
+
+    key: tuple[int, bool] = (_DONE, False)  # how it began: what was wanted first, and whether gradients are
+    expected: list[int] = field(default_factory=list)  # what is wanted, if it goes on as the last such; else empty
+    issued: int = 0  # how many of the expected are begun
+    wanted: list[int] = field(default_factory=list)
+    ahead: list[int] = field(default_factory=list)  # begun and not wanted yet
+    signal: _Signal | None = None  # of the last want
+    agree: bool = True  # as far as is known, all ranks want the same
+    dropped: int | None = None  # what was begun ahead in vain: it was still in use
+
+
 @final
 class Rendezvous:
     """Agrees on what is gathered next, among the ranks that share shards.
@@ -65,17 +80,8 @@ class Rendezvous:
         self.start_reductions: Callable[[int], None] = lambda number: None  # of so many groups of that order
         self.went_apart = False  # since its user has last looked
         self.is_open = False  # a pass has begun, or anything was wanted, since ranks have met
-        self._begin_round()
+        self._round = _Round()
         self._guard(self.meet)
-
-    def _begin_round(self) -> None:
-        self._expected: list[int] = []
-        self._issued = 0  # how many of them
-        self._wanted: list[int] = []
-        self._ahead: list[int] = []  # begun and not wanted yet
-        self._signal: _Signal | None = None  # of the last want
-        self._agree = True  # as far as is known, all ranks want the same in this round
-        self._dropped: int | None = None  # what was begun ahead in vain: it was still in use
 
     def enroll(self, label: str, serve: Callable[[bool], None], is_held: Callable[[], bool] | None = None) -> int:
         """Returns the number under which `want` asks for it; enroll the same on every rank. See `_Gather`."""
@@ -84,7 +90,7 @@ class Rendezvous:
 
     def is_ahead(self, number: int) -> bool:
         """Whether it has been begun and waits to be wanted."""
-        return number in self._ahead
+        return number in self._round.ahead
 
     def open(self) -> None:
         """Ranks may go ways of their own from here on, until they meet."""
@@ -97,7 +103,7 @@ class Rendezvous:
             return
         self.open()
         with self.undisturbed():
-            if self._expected and self._follow(number):
+            if self._round.expected and self._follow(number):
                 return
             self._ask(number)
 
@@ -110,15 +116,15 @@ class Rendezvous:
         if self._mesh.shard.size == 1 or not self._gathers:
             return
         with self.undisturbed():
-            if self._expected and not self._others_part() and len(self._wanted) < len(self._expected):
+            if self._round.expected and not self._others_part() and len(self._round.wanted) < len(self._round.expected):
                 self._part()
             while any(want != _DONE for want in self._exchange(_DONE)):
                 pass
-        if self._wanted and self._agree:
-            self._rounds[self._key] = self._wanted
-            if self._dropped is not None:  # on all ranks, as they have wanted the same
-                self._not_ahead.add(self._dropped)
-        self._begin_round()
+        if self._round.wanted and self._round.agree:
+            self._rounds[self._round.key] = self._round.wanted
+            if self._round.dropped is not None:  # on all ranks, as they have wanted the same
+                self._not_ahead.add(self._round.dropped)
+        self._round = _Round()
 
     @contextmanager
     def ended(self) -> Iterator[None]:
@@ -145,58 +151,58 @@ class Rendezvous:
         """Goes on as expected; False where ranks go, or this one wants to go, another way."""
         if self._others_part():
             return False
-        at = len(self._wanted)
-        is_expected = at < len(self._expected) and self._expected[at] == number
+        at = len(self._round.wanted)
+        is_expected = at < len(self._round.expected) and self._round.expected[at] == number
         if is_expected and self.is_ahead(number) and not self._take(number):
-            self._dropped, is_expected = number, False
+            self._round.dropped, is_expected = number, False
         if not is_expected:
             self._part()
             return False
-        self._wanted.append(number)
+        self._round.wanted.append(number)
         self._issue(at, keep=True)
         self._send_signal(at, parts=False)
         return True
 
     def _take(self, number: int) -> bool:
         """Takes what was begun ahead; whether it is there."""
-        self._ahead.remove(number)
+        self._round.ahead.remove(number)
         is_held = self._gathers[number].is_held
         return is_held is not None and is_held()
 
     def _issue(self, at: int, *, keep: bool) -> None:
         """Begins what all ranks begin when they want the gather `at`: this one, and those that follow it."""
-        while self._issued < len(self._expected) and self._issued <= at + self._prefetch:
-            number = self._expected[self._issued]
-            if self._issued > at and not self._may_be_ahead(number, at):
+        while self._round.issued < len(self._round.expected) and self._round.issued <= at + self._prefetch:
+            number = self._round.expected[self._round.issued]
+            if self._round.issued > at and not self._may_be_ahead(number, at):
                 break
             self._gathers[number].serve(keep)
-            if keep and self._issued > at:
-                self._ahead.append(number)
-            self._issued += 1
+            if keep and self._round.issued > at:
+                self._round.ahead.append(number)
+            self._round.issued += 1
 
     def _may_be_ahead(self, number: int, at: int) -> bool:
         """The same on every rank."""
-        is_in_use = number in self._not_ahead or number in self._expected[at : self._issued]
+        is_in_use = number in self._not_ahead or number in self._round.expected[at : self._round.issued]
         return self._gathers[number].is_held is not None and not is_in_use
 
     def _part(self) -> None:
         """Tells the others, and takes part in what they begin before they hear of it."""
-        at = len(self._wanted)
-        if at < len(self._expected):
+        at = len(self._round.wanted)
+        if at < len(self._round.expected):
             self._issue(at, keep=False)
             self._send_signal(at, parts=True)
             self._others_part()
-        self._expected = []
+        self._round.expected = []
 
     def _send_signal(self, at: int, *, parts: bool) -> None:
-        label = self._gathers[self._expected[at]].label
+        label = self._gathers[self._round.expected[at]].label
         rows = torch.empty(self._mesh.shard.size, 2, dtype=torch.int64)
         mine = torch.tensor([parts, self.complete()])
-        self._signal = _Signal(rows, self._mesh.shard.all_gather_host(rows, mine, f"signal at {label}"))
+        self._round.signal = _Signal(rows, self._mesh.shard.all_gather_host(rows, mine, f"signal at {label}"))
 
     def _others_part(self) -> bool:
         """Hears the signals of the last want."""
-        signal, self._signal = self._signal, None
+        signal, self._round.signal = self._round.signal, None
         if signal is None:
             return False
         signal.work.wait()
@@ -204,37 +210,37 @@ class Rendezvous:
         self.start_reductions(int(complete.min()))
         if not parting.any():
             return False
-        self._expected = []
+        self._round.expected = []
         return True
 
     # -- apart
 
     def _ask(self, number: int) -> None:
         if self.is_ahead(number) and self._take(number):  # begun before ranks went apart
-            self._wanted.append(number)
+            self._round.wanted.append(number)
             return
-        begins = not self._wanted
+        begins = not self._round.wanted
         self._exchange(number)
-        self._wanted.append(number)
-        if begins and self._agree:
-            self._expected = self._rounds.pop(self._key, [])
-            self._issued = min(1, len(self._expected))
+        self._round.wanted.append(number)
+        if begins and self._round.agree:
+            self._round.expected = self._rounds.pop(self._round.key, [])
+            self._round.issued = min(1, len(self._round.expected))
             self._issue(0, keep=True)
 
     def _exchange(self, number: int) -> list[int]:
         """Says what this rank wants, hears what the others want, and serves it."""
         comm = self._mesh.shard
         rows = torch.empty(comm.size, 4, dtype=torch.int64)
-        mine = torch.tensor([number, len(self._wanted), torch.is_grad_enabled(), self.complete()])
+        mine = torch.tensor([number, len(self._round.wanted), torch.is_grad_enabled(), self.complete()])
         try:
             comm.all_gather_host(rows, mine, "rendezvous").wait()
         except RankTimeoutError as error:
             what = "had done" if number == _DONE else f"wanted {self._gathers[number].label}"
             raise RankTimeoutError(f"Rank {comm.rank} {what}. {error}") from error
-        if not self._wanted:
-            self._key = (number, torch.is_grad_enabled())
-        self._agree &= bool((rows[:, :3] == rows[0, :3]).all())
-        self.went_apart |= not self._agree
+        if not self._round.wanted:
+            self._round.key = (number, torch.is_grad_enabled())
+        self._round.agree &= bool((rows[:, :3] == rows[0, :3]).all())
+        self.went_apart |= not self._round.agree
         self.start_reductions(int(rows[:, 3].min()))
         wants = rows[:, 0].tolist()
         for want in sorted(set(wants) - {_DONE}):
