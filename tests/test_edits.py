@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,18 +31,21 @@ RUNS = [
 Outcome = Callable[..., list[dict[str, Any]]]  # of the ranks
 
 
-@pytest.fixture(scope="module")
-def outcome(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def runs_once(ranks: RankPool, fit: Callable[..., dict[str, Any]], path: Path) -> Outcome:
     """`outcome(strategy, name, precision)` fits once, whoever asks."""
-    path = tmp_path_factory.mktemp("edits") / "run.ckpt"
 
     @functools.cache
-    def run(strategy: str | int, name: str, precision: str) -> list[dict[str, Any]]:
+    def outcome(strategy: str | int, name: str, precision: str) -> list[dict[str, Any]]:
         given = {"stage": strategy} if isinstance(strategy, int) else strategy
-        received = two_ranks.run(edit_jobs.fit, given, name, precision, path)
+        received = ranks.run(fit, given, name, precision, path)
         return tree_map_only(Tensor, torch.clone, received)  # what ranks send holds an open file each
 
-    return run
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def outcome(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return runs_once(two_ranks, edit_jobs.fit, tmp_path_factory.mktemp("edits") / "run.ckpt")
 
 
 def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:

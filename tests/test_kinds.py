@@ -1,35 +1,17 @@
 """Parameters of every kind train, save and resume as under DDP: whole runs on two real ranks, at every stage."""
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import pytest
-import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 import kind_jobs
 from ranks import RankPool
-from test_edits import DDP, differing
+from test_edits import DDP, Outcome, differing, runs_once
 
 STAGES = [1, 2, 3]
-
-Outcome = Callable[..., list[dict[str, Any]]]  # of the ranks
 
 
 @pytest.fixture(scope="module")
 def outcome(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """`outcome(strategy, name, precision)` fits once, whoever asks."""
-    path = tmp_path_factory.mktemp("kinds") / "run.ckpt"
-
-    @functools.cache
-    def run(strategy: str | int, name: str, precision: str) -> list[dict[str, Any]]:
-        given = {"stage": strategy} if isinstance(strategy, int) else strategy
-        received = two_ranks.run(kind_jobs.fit, given, name, precision, path)
-        return tree_map_only(Tensor, torch.clone, received)  # what ranks send holds an open file each
-
-    return run
+    return runs_once(two_ranks, kind_jobs.fit, tmp_path_factory.mktemp("kinds") / "run.ckpt")
 
 
 def assert_as_under_ddp(outcome: Outcome, name: str, precision: str, stage: int) -> None:
