@@ -411,6 +411,7 @@ class Engine:
                 access.is_lost = True
             return
         self.settle()  # which meets: nobody must ask for what is let go of below
+        self.rendezvous.forget()
         for shard in self._shards:  # first, so that whole parameters take their place and not more
             shard.free()
         for access in self._accesses:

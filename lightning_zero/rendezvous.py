@@ -126,6 +126,10 @@ class Rendezvous:
                 self._not_ahead.add(self._round.dropped)
         self._round = _Round()
 
+    def forget(self) -> None:
+        """Expects nothing from here on: what was wanted in earlier rounds is about to be let go of."""
+        self._rounds.clear()
+
     @contextmanager
     def ended(self) -> Iterator[None]:
         """Meets, once, and then leaves the collectives inside alone."""
