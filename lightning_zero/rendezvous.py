@@ -139,7 +139,10 @@ class Rendezvous:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Leaves the collectives inside alone: they are the rendezvous itself, or follow one at once."""
+        """Leaves the collectives inside alone: they are the rendezvous itself, or follow one at once.
+
+        What fails inside is fatal (a lost rank): no `finally`, or what comes after would meet, and wait once more.
+        """
         before = self._mesh.shard.before_next
         self._guard(None)
         yield
