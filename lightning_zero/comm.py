@@ -15,11 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Literal, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from lightning_zero.board import Board
 
 T = TypeVar("T")
 Reduction = Literal["sum", "max", "min"]
@@ -120,6 +123,11 @@ class Comm(ABC):
         """`all_gather` of small host tensors, whatever device the other collectives run on."""
         return self._all_gather_host(full, shard, self._begin("host", name, shard, (self.size - 1) * shard.nbytes))
 
+    @property
+    @abstractmethod
+    def board(self) -> Board:
+        """For agreements among these ranks that are no collectives."""
+
     @abstractmethod
     def split(self, groups: Sequence[Sequence[int]]) -> "Comm":
         """The communicator of the one among `groups` (of ranks) that holds this rank. Call it on every rank, with the
@@ -161,6 +169,11 @@ class LocalComm(Comm):
 
     def __init__(self) -> None:
         super().__init__(rank=0, size=1)
+        self._board = Board(dist.HashStore(), 0, 1, timedelta.max)
+
+    @property
+    def board(self) -> Board:
+        return self._board
 
     def split(self, groups: Sequence[Sequence[int]]) -> Comm:
         return self
@@ -184,6 +197,10 @@ class LocalComm(Comm):
 @final
 class CountingComm(Comm):
     """Rank `rank` of an imagined world: counts what would be sent, moves nothing. For rehearsals."""
+
+    @property
+    def board(self) -> Board:
+        raise NotImplementedError("A rehearsal saves nothing.")
 
     def split(self, groups: Sequence[Sequence[int]]) -> Comm:
         mine = _group_of(self.rank, groups)
@@ -221,6 +238,10 @@ class GlooComm(Comm):
         self._group = group
         self._wait_timeout = wait_timeout
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    @cached_property
+    def board(self) -> Board:
+        return Board(self._store(), self.rank, self.size, self._wait_timeout)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Comm:
         return GlooComm(_own_subgroup("gloo", self.rank, groups), self._wait_timeout, sanitize=self.sanitize)
@@ -285,13 +306,14 @@ class GlooComm(Comm):
             except RuntimeError as error:
                 raise self._lost(peer, key, error) from error
 
+    def _store(self) -> dist.Store:
+        return dist.PrefixStore(f"lightning_zero/{self._group.group_name}", dist.distributed_c10d._get_default_store())
+
     def _lost(self, peer: int, key: str, error: RuntimeError) -> RankTimeoutError:
         """Tells the others, through the store, where this rank waits, and listens for where they do."""
         told = [f"rank {self.rank} was in {key!r}, waiting for rank {peer}"]
         try:
-            store = dist.PrefixStore(
-                f"lightning_zero/{self._group.group_name}", dist.distributed_c10d._get_default_store()
-            )
+            store = self._store()
             store.set(f"lost/{self.rank}", told[0])
             for rank in self._peers:
                 told.append(_hear(store, rank))
@@ -323,6 +345,10 @@ class NcclComm(Comm):
         super().__init__(control.rank, control.size, sanitize=control.sanitize)
         self._group = group
         self._control = control
+
+    @property
+    def board(self) -> Board:
+        return self._control.board
 
     def split(self, groups: Sequence[Sequence[int]]) -> Comm:
         return NcclComm(_own_subgroup("nccl", self.rank, groups), self._control.split(groups))
@@ -377,6 +403,7 @@ class ThreadWorld:
     _read: Counter[str] = field(default_factory=Counter)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _failed: bool = False
+    store: dist.Store = field(default_factory=dist.HashStore)
 
     def run(self, function: Callable[[Comm], T]) -> list[T]:
         """Calls `function(comm)` on every rank and returns the results in rank order.
@@ -437,6 +464,11 @@ class ThreadComm(Comm):
         super().__init__(self._members.index(rank), len(self._members))
         self._world = world
         self._prefix = "" if members is None else f"among {self._members}: "
+
+    @cached_property
+    def board(self) -> Board:
+        store = dist.PrefixStore(self._prefix, self._world.store)
+        return Board(store, self.rank, self.size, timedelta(seconds=self._world.wait_timeout))
 
     def split(self, groups: Sequence[Sequence[int]]) -> Comm:
         rank = self._members[self.rank]

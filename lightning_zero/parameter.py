@@ -19,40 +19,9 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.group import ShardGroup
+from lightning_zero.lazy import METADATA
 
 _no_interception = torch._C.DisableTorchFunctionSubclass
-
-_METADATA = {
-    *(
-        getattr(Tensor, name).__get__
-        for name in (
-            *(
-                "shape",
-                "device",
-                "requires_grad",
-                "grad",
-                "grad_fn",
-                "grad_dtype",
-                "is_leaf",
-                "ndim",
-                "layout",
-                "names",
-            ),
-            *("is_cuda", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_cpu", "is_nested", "retains_grad"),
-            *("output_nr", "itemsize", "nbytes", "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "_base"),
-        )
-        if hasattr(Tensor, name)
-    ),
-    *(getattr(Tensor, name).__set__ for name in ("requires_grad", "grad", "_backward_hooks")),
-    *(
-        getattr(Tensor, name)
-        for name in (
-            *("size", "dim", "numel", "nelement", "ndimension", "requires_grad_", "register_hook", "is_contiguous"),
-            *("register_post_accumulate_grad_hook", "is_floating_point", "is_complex", "element_size", "__len__"),
-            *("retain_grad", "stride", "storage_offset", "get_device", "is_inference"),
-        )
-    ),
-}
 
 _BY_IDENTITY = {torch.autograd.grad, torch.autograd.backward}  # parameters name nodes of the graph here
 
@@ -221,7 +190,7 @@ class RestingParameter(Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA:
             with _no_interception():
                 return func(*args, **kwargs)
         if func == _DTYPE:  # slot wrappers are made anew at each look-up

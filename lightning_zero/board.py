@@ -1,0 +1,140 @@
+"""`Board`: a few words between ranks through the store of the process group, never through a collective.
+
+Saving a checkpoint needs two agreements: that every rank has come, and that every rank has written. They must hold
+when ranks are slow, dead, or not there at all, next to collectives under way, and from a background thread. So every
+rank writes one key, rank 0 reads them all, and one key carries its verdict back:
+
+    rank 1   post ------------.            .--> verdict
+    rank 0   post -> all there? -> decide -+--> verdict         missing after `wait_timeout`: the verdict says who
+    rank 2   post ------------'            '--> verdict
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, final
+
+from torch.distributed import Store
+
+Record = dict[str, Any]  # plain data, small
+
+_LOOK_AGAIN = 0.002  # s; doubles up to the next
+_LOOK_SLOWLY = 0.25  # s
+_BEATS_IN_TIMEOUT = 5  # so that one late beat is not taken for death
+
+
+class AgreementError(RuntimeError):
+    """What ranks wanted to do together did not happen: one was missing, or one had an error. The same on all ranks."""
+
+
+@final
+class Board:
+    """One rank's view.
+
+    Args:
+        store: shared by all ranks.
+        rank: of this process.
+        size: number of ranks.
+        wait_timeout: how long a rank may show no sign of life before the others give up.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, wait_timeout: timedelta) -> None:
+        self._store = store
+        self.rank = rank
+        self.size = size
+        self._wait_timeout = wait_timeout
+        self._beats = 0
+        self._last_beat = -math.inf
+        self._heard: str | None = None  # the latest verdict's key
+
+    def clone(self) -> "Board":
+        """The same board for another thread: a store answers one thread at a time."""
+        return Board(self._store.clone(), self.rank, self.size, self._wait_timeout)
+
+    def agree(
+        self,
+        topic: str,
+        record: Record,
+        decide: Callable[[list[Record]], Record],
+        absent: str = "ranks {missing} never came",
+    ) -> Record:
+        """Every rank calls it with its record; rank 0 calls `decide(records)`; every rank returns what that returns.
+
+        Args:
+            topic: names this agreement; never used before.
+            record: what this rank has to say. Under the key "error" it says why there is nothing to decide.
+            decide: called on rank 0 once all records are there, in rank order, and none has an error.
+            absent: says, with ``{missing}``, what it means that ranks did not come.
+
+        Raises:
+            AgreementError: on every rank that came, with the same words, when a rank shows no life for
+                `wait_timeout`, when a record has an error, or when `decide` raises.
+        """
+        self._last_beat = -math.inf
+        self.beat()
+        self._store.set(f"{topic}/{self.rank}", json.dumps(record))
+        verdict = self._decide(topic, decide, absent) if self.rank == 0 else self._hear(topic, absent)
+        if "refused" in verdict:
+            raise AgreementError(verdict["refused"])
+        return verdict
+
+    def beat(self) -> None:
+        """Says that this rank is alive; to be called in the course of long work. Costs a few messages a timeout."""
+        now = time.monotonic()
+        if now - self._last_beat >= self._wait_timeout.total_seconds() / _BEATS_IN_TIMEOUT:
+            self._last_beat = now
+            self._beats += 1
+            self._store.set(f"beat/{self.rank}", str(self._beats))
+
+    def _decide(self, topic: str, decide: Callable[[list[Record]], Record], absent: str) -> Record:
+        keys = [f"{topic}/{rank}" for rank in range(self.size)]
+        try:
+            self._wait_for(set(range(self.size)), lambda rank: self._has(keys[rank]), topic, absent)
+            records: list[Record] = [json.loads(self._store.get(key)) for key in keys]
+            errors = [f"rank {rank}: {record['error']}" for rank, record in enumerate(records) if "error" in record]
+            verdict = {"refused": "; ".join(errors)} if errors else decide(records)
+        except AgreementError as error:
+            verdict = {"refused": str(error)}
+        except Exception as error:  # every rank must hear of it
+            verdict = {"refused": f"{type(error).__name__}: {error}"}
+        self._store.set(f"{topic}/verdict", json.dumps(verdict))
+        for key in keys:
+            self._store.delete_key(key)
+        if self._heard is not None:  # all have come here, so all have heard the one before
+            self._store.delete_key(self._heard)
+        self._heard = f"{topic}/verdict"
+        return verdict
+
+    def _hear(self, topic: str, absent: str) -> Record:
+        verdict = f"{topic}/verdict"
+        self._wait_for({0}, lambda _: self._has(verdict), topic, absent)
+        return dict(json.loads(self._store.get(verdict)))
+
+    def _has(self, key: str) -> bool:
+        return bool(self._store.check([key]))
+
+    def _wait_for(self, ranks: set[int], has_come: Callable[[int], bool], topic: str, absent: str) -> None:
+        """Until all of `ranks` have come, or one of them has shown no life for too long."""
+        pause = _LOOK_AGAIN
+        lives: dict[int, tuple[str, float]] = {}  # rank -> its latest beat, and when we saw that first
+        while ranks := {rank for rank in ranks if not has_come(rank)}:
+            self.beat()
+            now = time.monotonic()
+            for rank in ranks:
+                key = f"beat/{rank}"
+                beat = self._store.get(key).decode() if self._has(key) else ""
+                if rank not in lives or lives[rank][0] != beat:
+                    lives[rank] = (beat, now)
+                if now - lives[rank][1] > self._wait_timeout.total_seconds():
+                    self._give_up(topic, ranks, absent)
+            time.sleep(pause)
+            pause = min(2 * pause, _LOOK_SLOWLY)
+
+    def _give_up(self, topic: str, ranks: set[int], absent: str) -> None:
+        """Raises, and leaves word for ranks that wait for this one elsewhere."""
+        missing = [rank for rank in range(self.size) if not self._has(f"{topic}/{rank}")] or sorted(ranks)
+        told = absent.format(missing=missing)
+        self._store.set(f"lost/{self.rank}", told)
+        raise AgreementError(told)

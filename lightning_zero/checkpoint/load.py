@@ -1,0 +1,186 @@
+"""Reading a checkpoint: as tensors that are read when they are needed (`ZeroStrategy`), or all at once (anybody)."""
+
+import io
+import os
+import zlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint.folder import CheckpointError, Folder
+from lightning_zero.checkpoint.manifest import Entry, Manifest, read_manifest
+from lightning_zero.checkpoint.shard import ShardReader, open_shard
+from lightning_zero.checkpoint.tree import Decoder
+from lightning_zero.extents import Extent
+from lightning_zero.lazy import LazyTensor, Stored
+
+RESUMED = ("model:", "optimizer ")  # names of what ranks read by range, or not at all
+
+
+@final
+class StoredTensor(Stored):
+    """A tensor of a checkpoint."""
+
+    def __init__(self, entry: Entry, reader: ShardReader) -> None:
+        super().__init__(entry.name, entry.shape, entry.dtype)
+        self._entry = entry
+        self._reader = reader
+
+    def whole(self) -> Tensor:
+        found = torch.empty(self.shape, dtype=self.dtype)
+        self.read(Extent.of_whole(self.name, self.shape), found.view(-1))
+        return found
+
+    def read(self, extent: Extent, into: Tensor) -> None:
+        self._reader.read(self._entry, extent, into)
+
+
+@final
+class StoredCheckpoint:
+    """A checkpoint in its folder.
+
+    Args:
+        url: of the folder.
+
+    Raises:
+        CheckpointError: see `read_manifest`.
+    """
+
+    def __init__(self, url: str | os.PathLike[str]) -> None:
+        self.folder = Folder(url)
+        self.manifest: Manifest = read_manifest(self.folder)
+        self.reader = ShardReader(self.folder, self.manifest)
+        self.left_out: list[str] = []  # classes of objects that the last `tree` did not read
+
+    def tree(self, *, objects: bool = False) -> dict[str, Any]:
+        """What was saved, with a `LazyTensor` for every tensor; the same one wherever the same tensor stood.
+
+        Args:
+            objects: unpickle what had to be pickled, which runs whatever code it names; otherwise it is left out.
+        """
+        made = {name: LazyTensor(StoredTensor(entry, self.reader)) for name, entry in self.manifest.tensors.items()}
+        return self._decode(made.__getitem__, objects)
+
+    def check_sizes(self) -> None:
+        """Raises CheckpointError when a file is missing or short."""
+        for file in self.manifest.files:
+            open_shard(self.folder, file).close()
+
+    def load(self, *, objects: bool = False) -> dict[str, Any]:
+        """What was saved, with all tensors in memory; tied ones are one tensor."""
+        made: dict[str, Tensor] = {}
+
+        def read(name: str) -> Tensor:
+            if name not in made:
+                made[name] = StoredTensor(self.manifest.tensors[name], self.reader).whole()
+            return made[name]
+
+        return self._decode(read, objects)
+
+    def _decode(self, tensor: Callable[[str], Tensor], objects: bool) -> dict[str, Any]:
+        found = self._objects() if objects else None
+        decoder = Decoder(tensor, self.manifest.partials, found)
+        try:
+            tree = decoder.decode(self.manifest.tree)
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"{self.folder}: its tree cannot be believed: {error}.") from error
+        self.left_out = decoder.left_out
+        return dict(tree)
+
+    def _objects(self) -> list[Any]:
+        raw = self._objects_file()
+        return [] if raw is None else list(torch.load(io.BytesIO(raw), map_location="cpu", weights_only=False))
+
+    def _objects_file(self) -> bytes | None:
+        file = self.manifest.objects
+        if file is None:
+            return None
+        try:
+            raw = self.folder.read(file.name)
+        except FileNotFoundError:
+            raise CheckpointError(f"{self.folder}: {file.name} is missing.") from None
+        if zlib.crc32(raw) != file.crc32:
+            raise CheckpointError(f"{self.folder.file(file.name)} is damaged: its checksum does not match.")
+        return raw
+
+    def verify_rest(self, part: int, parts: int) -> None:
+        """Checks what a resume does not read: the shards' headers, pickled objects, what single ranks left.
+
+        Args:
+            part: which share of it, of `parts` that the ranks divide among them.
+            parts: how many shares there are.
+
+        Raises:
+            CheckpointError: for the first file that is not what it was.
+        """
+        for number in range(part, len(self.manifest.files), parts):
+            self.reader.check_header(number)
+        rest = [entry for name, entry in self.manifest.tensors.items() if not name.startswith(RESUMED)]
+        for entry in rest[part::parts]:
+            StoredTensor(entry, self.reader).whole()
+        if part == 0:
+            self._objects_file()
+
+    def verify(self) -> list[str]:
+        """What is wrong: a sentence for each file that is missing, short or altered."""
+        checks: list[Callable[[], Any]] = [
+            partial(self.reader.check_file, number) for number in range(len(self.manifest.files))
+        ]
+        return [problem for check in [*checks, self._objects_file] if (problem := _problem_of(check))]
+
+    def close(self) -> None:
+        self.reader.close()
+
+
+def _problem_of(check: Callable[[], Any]) -> str | None:
+    try:
+        check()
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def verify(url: str | os.PathLike[str]) -> list[str]:
+    """What is wrong with a checkpoint: nothing, or a sentence for each file that is missing, short or altered."""
+    try:
+        checkpoint = StoredCheckpoint(url)
+    except CheckpointError as error:
+        return [str(error)]
+    return checkpoint.verify()
+
+
+class Found(NamedTuple):
+    """The newest complete checkpoint of a folder, and what was passed over because it is not complete."""
+
+    newest: Folder | None
+    skipped: list[str]
+
+
+def find_newest(url: str | os.PathLike[str]) -> Found:
+    """Looks among the checkpoints in a folder for the one saved last. Only manifests and sizes are looked at."""
+    parent = Folder(url)
+    found: list[tuple[float, int, str]] = []
+    skipped = []
+    for name in parent.names():
+        folder = parent.inside(name)
+        if folder.fs.isfile(folder.path):
+            continue
+        if name.startswith("."):
+            if name.endswith(".saving"):
+                skipped.append(f"{folder}: a save that was not finished")
+            continue
+        try:
+            checkpoint = StoredCheckpoint(folder.url)
+            checkpoint.check_sizes()
+        except CheckpointError as error:
+            skipped.append(str(error))
+            continue
+        about = checkpoint.manifest.about
+        is_link = folder.is_local and Path(folder.path).is_symlink()
+        found.append((about.get("saved_at", 0.0), not is_link, folder.url))
+    newest = max(found, default=None)
+    return Found(newest and Folder(newest[2]), skipped)

@@ -1,0 +1,306 @@
+"""A shard: the pieces that one rank writes, as a safetensors file, with a checksum for every block of it."""
+
+import json
+import math
+import sys
+import zlib
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint.folder import CheckpointError, Folder, Stream
+from lightning_zero.checkpoint.manifest import BLOCK_BYTES, Entry, Manifest, Piece, ShardFile, read_manifest
+from lightning_zero.checkpoint.tree import dtype_named
+from lightning_zero.extents import Extent
+
+METADATA_KEY = "lightning_zero"
+_CHUNK_BYTES = 1 << 24  # moves at once, between device, host and disk
+_LONGEST_HEADER = 100_000_000  # bytes; the safetensors library's own limit
+
+# https://github.com/huggingface/safetensors#format; what is not here is written as bytes.
+_SAFE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+
+
+class Range(NamedTuple):
+    """Something to write: a flat tensor, and which elements of which tensor it is."""
+
+    extent: Extent
+    values: Tensor
+
+
+class Written(NamedTuple):
+    """What became of a shard."""
+
+    nbytes: int
+    checks_nbytes: int
+    checks_crc32: int
+
+
+def header_of(named: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: dict[str, str]) -> bytes:
+    """The head of a safetensors file whose tensors follow in this order.
+
+    Args:
+        named: name, dtype and shape of each.
+        metadata: text that goes with it.
+    """
+    plain: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for name, dtype, shape in named:
+        nbytes = math.prod(shape) * dtype.itemsize
+        safe, safe_shape = (_SAFE_NAMES[dtype], list(shape)) if dtype in _SAFE_NAMES else ("U8", [nbytes])
+        plain[name] = {"dtype": safe, "shape": safe_shape, "data_offsets": [offset, offset + nbytes]}
+        offset += nbytes
+    text = json.dumps(plain, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def chunks_of(values: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor, a chunk of whole blocks at a time; what is on the host is not copied."""
+    flat = values.detach().reshape(-1)
+    step = _CHUNK_BYTES // flat.itemsize
+    for start in range(0, flat.numel(), step):
+        host = flat[start : start + step].cpu().contiguous()
+        yield memoryview(host.view(torch.uint8).numpy())
+
+
+def write_shard(
+    stream: Stream, checks: Stream, ranges: Sequence[Range], partials: dict[str, Any], beat: Callable[[], None]
+) -> Written:
+    """Writes what a rank has.
+
+    Args:
+        stream: the safetensors file.
+        checks: the file of its checksums.
+        ranges: what to write.
+        partials: this rank's part of what only it knows (`tree.Partial`), encoded.
+        beat: called now and then.
+    """
+    ranges = sorted(ranges, key=lambda item: -item.values.itemsize)  # so that every tensor is aligned
+    names, extents = [], {}
+    for extent, values in ranges:
+        is_whole = extent.numel == math.prod(extent.shape)
+        name = _free_name(extent.name, extents)
+        names.append((name, values.dtype, extent.shape if is_whole else (extent.numel,)))
+        extents[name] = [
+            *(extent.name, str(values.dtype).removeprefix("torch."), extent.shape, extent.start, extent.stop),
+            *(extent.box_offset, extent.box_shape),
+        ]
+    metadata = json.dumps({"extents": extents, "partials": partials}, separators=(",", ":"))
+    head = header_of(names, {"format": "pt", METADATA_KEY: metadata})
+    table = array("I", [zlib.crc32(head)])
+    nbytes = len(head)
+    stream.write(head)
+    for _, values in ranges:
+        for chunk in chunks_of(values):
+            table.extend(zlib.crc32(chunk[at : at + BLOCK_BYTES]) for at in range(0, len(chunk), BLOCK_BYTES))
+            stream.write(chunk)
+            nbytes += len(chunk)
+            beat()
+    if sys.byteorder == "big":
+        table.byteswap()
+    packed = table.tobytes()
+    checks.write(packed)
+    return Written(nbytes, len(packed), zlib.crc32(packed))
+
+
+def _free_name(name: str, taken: dict[str, Any]) -> str:
+    """A rank may own several ranges of one tensor."""
+    number = 1
+    free = name
+    while free in taken:
+        number += 1
+        free = f"{name}#{number}"
+    return free
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a shard says of itself."""
+
+    pieces: list[tuple[torch.dtype, Extent, int]]  # dtype, extent, offset in the file
+    partials: dict[str, Any]
+
+
+def read_header(folder: Folder, name: str) -> Header:
+    """The head of a shard that `write_shard` wrote.
+
+    Raises:
+        CheckpointError: when it is not one.
+    """
+    with folder.open(name) as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > _LONGEST_HEADER:
+            raise CheckpointError(f"{folder.file(name)} is not a shard: its header would have {length} bytes.")
+        plain = json.loads(stream.read(length))
+    metadata = json.loads(plain.pop("__metadata__")[METADATA_KEY])
+    pieces = []
+    for key, (of, dtype, shape, start, stop, box_offset, box_shape) in metadata["extents"].items():
+        extent = Extent(
+            name=of,
+            shape=tuple(shape),
+            box_offset=tuple(box_offset),
+            box_shape=tuple(box_shape),
+            start=start,
+            stop=stop,
+        )
+        pieces.append((dtype_named(dtype), extent, 8 + length + plain[key]["data_offsets"][0]))
+    return Header(pieces, metadata["partials"])
+
+
+class ShardReader:
+    """Reads ranges of a checkpoint's tensors, and checks every block that it touches.
+
+    Args:
+        folder: of the checkpoint.
+        manifest: its manifest.
+    """
+
+    def __init__(self, folder: Folder, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.bytes_read = 0  # of shards and their checksums
+        self._tables: dict[int, Any] = {}
+        self._streams: dict[int, Any] = {}
+        self._buffer = bytearray()
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.close()
+        self._streams.clear()
+        self._tables.clear()
+        self._buffer = bytearray()
+
+    def read(self, entry: Entry, extent: Extent, into: Tensor) -> None:
+        """Fills a flat tensor ``(extent.numel,)`` of any dtype and device with a range of `entry`."""
+        for piece in entry.pieces:
+            for run in extent.overlaps(piece.extent):
+                self._read_run(entry, piece, run.theirs, into[run.mine : run.mine + run.numel])
+
+    def _read_run(self, entry: Entry, piece: Piece, start: int, into: Tensor) -> None:
+        """Elements from `start` on of a piece, a chunk of whole blocks at a time."""
+        size = entry.dtype.itemsize
+        first, last = start * size, (start + into.numel()) * size
+        done = 0
+        for at in range(first // BLOCK_BYTES * BLOCK_BYTES, last, _CHUNK_BYTES):
+            chunk = self._blocks(piece, at, min(at + _CHUNK_BYTES, -(-last // BLOCK_BYTES) * BLOCK_BYTES))
+            mine = chunk[max(first - at, 0) : last - at]
+            values = torch.frombuffer(mine, dtype=entry.dtype) if len(mine) else into.new_empty(0)
+            into[done : done + values.numel()].copy_(values)
+            done += values.numel()
+
+    def _blocks(self, piece: Piece, begin: int, end: int) -> memoryview:
+        """Bytes ``[begin, end)`` of a piece, which start at a block, checked; valid until the next call."""
+        end = min(end, piece.nbytes)
+        if len(self._buffer) < end - begin:
+            self._buffer = bytearray(end - begin)
+        chunk = memoryview(self._buffer)[: end - begin]
+        stream = self._stream(piece.file)
+        stream.seek(piece.offset + begin)
+        _read_exactly(stream, chunk)
+        self.bytes_read += len(chunk)
+        table = self._table(piece.file)
+        block = self.manifest.first_blocks[piece.file, piece.offset] + begin // BLOCK_BYTES
+        for at in range(0, len(chunk), BLOCK_BYTES):
+            if zlib.crc32(chunk[at : at + BLOCK_BYTES]) != table[block + at // BLOCK_BYTES]:
+                raise CheckpointError(
+                    f"{self.folder.file(self.manifest.files[piece.file].name)} is damaged: the checksum of "
+                    f"{piece.extent.name!r} does not match at byte {piece.offset + begin + at}. Resume from another "
+                    "checkpoint; `lightning-zero verify` tells which are whole."
+                )
+        return chunk
+
+    def check_header(self, number: int) -> None:
+        """Raises CheckpointError unless the head of a shard is what was written."""
+        stream, file = self._stream(number), self.manifest.files[number]
+        pieces = self.manifest.pieces_of(number)
+        head = bytearray(pieces[0].offset if pieces else file.nbytes)
+        stream.seek(0)
+        _read_exactly(stream, memoryview(head))
+        self.bytes_read += len(head)
+        if zlib.crc32(head) != self._table(number)[0]:
+            raise CheckpointError(f"{self.folder.file(file.name)} is damaged: the checksum of its header differs.")
+
+    def check_file(self, number: int) -> None:
+        """Raises CheckpointError unless every byte of a shard is what was written."""
+        self.check_header(number)
+        pieces = self.manifest.pieces_of(number)
+        end = pieces[0].offset if pieces else self.manifest.files[number].nbytes
+        for piece in pieces:
+            if piece.offset != end:
+                raise CheckpointError(f"{self.folder.file(self.manifest.files[number].name)} has bytes of no tensor.")
+            for begin in range(0, piece.nbytes, _CHUNK_BYTES):
+                self._blocks(piece, begin, begin + _CHUNK_BYTES)
+            end += piece.nbytes
+
+    def _stream(self, number: int) -> Any:
+        if number not in self._streams:
+            self._streams[number] = open_shard(self.folder, self.manifest.files[number])
+        return self._streams[number]
+
+    def _table(self, number: int) -> Any:
+        if number not in self._tables:
+            file = self.manifest.files[number]
+            self._tables[number] = read_checks(self.folder, file)
+            self.bytes_read += 4 * len(self._tables[number])
+        return self._tables[number]
+
+
+def open_shard(folder: Folder, file: ShardFile) -> Any:
+    """The shard, once it is known to have the bytes that it should."""
+    try:
+        found = folder.size(file.name)
+        if found == file.nbytes:
+            return folder.open(file.name)
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: {file.name} is missing. {_census(folder)}") from None
+    raise CheckpointError(f"{folder.file(file.name)} has {found} bytes and should have {file.nbytes}.")
+
+
+def _census(folder: Folder) -> str:
+    names = set(folder.names())
+    files = read_manifest(folder).files
+    return f"{sum(file.name in names for file in files)} of {len(files)} shards are there."
+
+
+def read_checks(folder: Folder, file: ShardFile) -> "array[int]":
+    """The checksums of a shard, ``(blocks,)``."""
+    try:
+        raw = folder.read(file.checks)
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: {file.checks} is missing.") from None
+    if zlib.crc32(raw) != file.checks_crc32:
+        raise CheckpointError(f"{folder.file(file.checks)} is damaged: its own checksum does not match.")
+    table = array("I", raw)
+    if sys.byteorder == "big":
+        table.byteswap()
+    return table
+
+
+def _read_exactly(stream: Any, into: memoryview) -> None:
+    while into:
+        got = stream.readinto(into)
+        if not got:
+            raise CheckpointError(f"{getattr(stream, 'path', stream)} ends too early.")
+        into = into[got:]

@@ -1,0 +1,282 @@
+"""A checkpoint's nested containers as JSON and back; tensors leave it for the shards, and nothing is pickled.
+
+What JSON knows is written as it is. Everything else is an object with the key ``"$"`` that says what it stands for:
+
+    {"$": "tensor", "name": "model:net.0.weight"}      values in the shards
+    {"$": "tuple", "items": [1, 2]}                            and list, set, dict with other keys than strings ...
+    {"$": "objects", "number": 0, "class": "app.Tokenizer"}     pickled in a file of its own, read on opt-in only
+"""
+
+import argparse
+import base64
+import importlib
+import math
+import pathlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any, final
+
+import numpy
+import torch
+from torch import Tensor
+
+from lightning_zero.lazy import LazyTensor
+
+TAG = "$"
+OBJECTS = "objects"  # the kind of leaf that needs the opt-in
+
+Leaf = LazyTensor | Tensor
+
+
+@final
+class Partial(dict[Any, Any]):
+    """A dictionary of which each rank has some of the items: the state of optimizers, whose parameters are spread.
+
+    Args:
+        name: the same on all ranks; the writer merges what they have under it.
+        items: of this rank.
+    """
+
+    def __init__(self, name: str, items: Mapping[Any, Any]) -> None:
+        super().__init__(items)
+        self.name = name
+
+
+_CLASSES = {  # of hyper-parameters, by the name that Lightning files under "hparams_type"
+    "lightning.fabric.utilities.data.AttributeDict",
+    "omegaconf.dictconfig.DictConfig",
+    "omegaconf.listconfig.ListConfig",
+}
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+@final
+class Encoder:
+    """Turns values into JSON, and gathers what does not fit in.
+
+    Attributes:
+        tensors: name -> tensor; one that is found in several places, or is the same object, has one name.
+        partials: what was found as `Partial`, encoded, by name.
+        objects: what nothing else fits, with the place where it was found.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Leaf] = {}
+        self.partials: dict[str, Any] = {}
+        self.objects: list[tuple[str, Any]] = []
+        self._names: dict[int, str] = {}
+
+    def encode(self, value: Any, place: str = "") -> Any:
+        """`value` as JSON. `place` says where it stands, for names and messages."""
+        if value is None or type(value) in (bool, int, str):
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else {TAG: "float", "value": repr(value)}
+        for kind, write in self._writers:
+            if type(value) is kind:
+                return write(self, value, place)
+        if isinstance(value, Tensor):
+            return self._tensor(value, place)
+        if isinstance(value, pathlib.PurePath):
+            return {TAG: "path", "value": str(value)}
+        if isinstance(value, numpy.generic) and value.dtype.kind in "biufc":
+            return {TAG: "numpy", "dtype": str(value.dtype), "value": self.encode(value.item(), place)}
+        if isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf" and value.dtype.isnative:
+            return {TAG: "array", "of": self._tensor(torch.from_numpy(value.copy()), place)}
+        if isinstance(value, type) and _full_name(value) in _CLASSES:
+            return {TAG: "class", "name": _full_name(value)}
+        if _full_name(type(value)) in _CLASSES:
+            return {TAG: "instance", "class": _full_name(type(value)), "of": self.encode(_plain(value), place)}
+        return self._object(value, place)
+
+    def _tensor(self, tensor: Tensor, place: str) -> Any:
+        if isinstance(tensor, LazyTensor):
+            name, leaf = tensor.source.name, tensor
+        elif _is_plain(tensor):
+            name, leaf = self._names.setdefault(id(tensor), place), tensor
+        else:
+            return self._object(tensor, place)
+        self.tensors.setdefault(name, leaf)
+        return {TAG: "tensor", "name": name}
+
+    def _object(self, value: Any, place: str) -> Any:
+        self.objects.append((place, value))
+        return {TAG: OBJECTS, "number": len(self.objects) - 1, "class": _full_name(type(value))}
+
+    def _dict(self, value: Mapping[Any, Any], place: str) -> Any:
+        if TAG not in value and all(type(key) is str for key in value):
+            return {key: self.encode(item, f"{place}/{key}" if place else key) for key, item in value.items()}
+        return {TAG: "dict", "items": self._items(value, place)}
+
+    def _items(self, value: Mapping[Any, Any], place: str) -> list[Any]:
+        return [[self.encode(key, place), self.encode(item, f"{place}/{key}")] for key, item in value.items()]
+
+    def _sequence(self, value: Iterable[Any], place: str) -> list[Any]:
+        return [self.encode(item, f"{place}/{number}") for number, item in enumerate(value)]
+
+    def _partial(self, value: Partial, place: str) -> Any:
+        self.partials[value.name] = self._items(value, place)
+        return {TAG: "partial", "name": value.name}
+
+    _writers: tuple[tuple[type, Callable[["Encoder", Any, str], Any]], ...] = (
+        (dict, _dict),
+        (list, _sequence),
+        (Partial, _partial),
+        (tuple, lambda self, value, place: {TAG: "tuple", "items": self._sequence(value, place)}),
+        (OrderedDict, lambda self, value, place: {TAG: "ordered", "items": self._items(value, place)}),
+        (set, lambda self, value, place: {TAG: "set", "items": self._sequence(sorted(value, key=repr), place)}),
+        (
+            frozenset,
+            lambda self, value, place: {TAG: "frozenset", "items": self._sequence(sorted(value, key=repr), place)},
+        ),
+        (
+            deque,
+            lambda self, value, place: {
+                TAG: "deque",
+                "items": self._sequence(value, place),
+                "maxlen": value.maxlen,
+            },
+        ),
+        (argparse.Namespace, lambda self, value, place: {TAG: "namespace", "of": self._dict(vars(value), place)}),
+        (bytes, lambda self, value, place: {TAG: "bytes", "value": base64.b64encode(value).decode()}),
+        (complex, lambda self, value, place: {TAG: "complex", "value": repr(value)}),
+        (timedelta, lambda self, value, place: {TAG: "timedelta", "value": value.total_seconds()}),
+        (torch.Size, lambda self, value, place: {TAG: "size", "items": list(value)}),
+        (torch.dtype, lambda self, value, place: {TAG: "dtype", "value": str(value).removeprefix("torch.")}),
+        (torch.device, lambda self, value, place: {TAG: "device", "value": str(value)}),
+    )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether shape, dtype and values say all about it."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_meta
+    )
+
+
+def _plain(value: Any) -> Any:
+    """The contents of a configuration object as plain containers, interpolations as they were written."""
+    if hasattr(value, "_get_node"):
+        return importlib.import_module("omegaconf").OmegaConf.to_container(value, resolve=False)
+    return dict(value)
+
+
+def merge(partials: Iterable[list[Any]]) -> Any:
+    """The items that ranks have of a `Partial`, as one encoded dictionary; what several have is taken from the first.
+
+    Args:
+        partials: the encoded items of each rank, in rank order.
+    """
+    merged: dict[Any, dict[str, Any]] = {}
+    for items in partials:
+        for key, state in items:
+            held = merged.setdefault(key, {})
+            for name, leaf in state.items():
+                held.setdefault(name, leaf)
+    return {TAG: "dict", "items": [[key, merged[key]] for key in sorted(merged)]}
+
+
+@final
+class Decoder:
+    """The reverse of `Encoder`.
+
+    Args:
+        tensor: makes the tensor of a name.
+        partials: encoded dictionaries by the name of the `Partial` they were.
+        objects: what was pickled, by number; None where the user has not opted in.
+    """
+
+    def __init__(
+        self, tensor: Callable[[str], Tensor], partials: Mapping[str, Any], objects: list[Any] | None
+    ) -> None:
+        self._tensor = tensor
+        self._partials = partials
+        self._objects = objects
+        self.left_out: list[str] = []  # classes of objects that were not read
+
+    def decode(self, value: Any) -> Any:
+        """The value that was encoded. Objects that are not read are left out of the container that held them.
+
+        Raises:
+            ValueError: for what no `Encoder` writes.
+        """
+        if isinstance(value, list):
+            return self._sequence(value)
+        if not isinstance(value, dict):
+            return value
+        if TAG not in value:
+            return {key: self.decode(item) for key, item in value.items() if self._is_there(item)}
+        try:
+            return self._readers[value[TAG]](self, value)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{value.get(TAG)!r} is not a kind of value that this version knows") from error
+
+    def _is_there(self, item: Any) -> bool:
+        if self._objects is not None or not isinstance(item, dict) or item.get(TAG) != OBJECTS:
+            return True
+        self.left_out.append(str(item.get("class")))
+        return False
+
+    def _sequence(self, items: list[Any]) -> list[Any]:
+        return [self.decode(item) for item in items if self._is_there(item)]
+
+    def _items(self, value: dict[str, Any]) -> list[tuple[Any, Any]]:
+        return [(self.decode(key), self.decode(item)) for key, item in value["items"] if self._is_there(item)]
+
+    def _instance(self, value: dict[str, Any]) -> Any:
+        return _class(value["class"])(self.decode(value["of"]))
+
+    _readers: Mapping[str, Callable[["Decoder", dict[str, Any]], Any]] = {
+        "tensor": lambda self, value: self._tensor(value["name"]),
+        "dict": lambda self, value: dict(self._items(value)),
+        "ordered": lambda self, value: OrderedDict(self._items(value)),
+        "partial": lambda self, value: self.decode(self._partials[value["name"]]),
+        "tuple": lambda self, value: tuple(self._sequence(value["items"])),
+        "set": lambda self, value: set(self._sequence(value["items"])),
+        "frozenset": lambda self, value: frozenset(self._sequence(value["items"])),
+        "deque": lambda self, value: deque(self._sequence(value["items"]), value["maxlen"]),
+        "namespace": lambda self, value: argparse.Namespace(**self.decode(value["of"])),
+        "float": lambda self, value: float(value["value"]),
+        "bytes": lambda self, value: base64.b64decode(value["value"]),
+        "complex": lambda self, value: complex(value["value"]),
+        "timedelta": lambda self, value: timedelta(seconds=value["value"]),
+        "path": lambda self, value: pathlib.Path(value["value"]),
+        "size": lambda self, value: torch.Size(value["items"]),
+        "dtype": lambda self, value: dtype_named(value["value"]),
+        "device": lambda self, value: torch.device(value["value"]),
+        "numpy": lambda self, value: numpy.dtype(value["dtype"]).type(self.decode(value["value"])),
+        "array": lambda self, value: self._tensor(value["of"]["name"]).numpy(),
+        "class": lambda self, value: _class(value["name"]),
+        "instance": _instance,
+        OBJECTS: lambda self, value: self._objects[value["number"]] if self._objects is not None else None,
+    }
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """`torch.float32` of ``"float32"``.
+
+    Raises:
+        ValueError: when torch has no such dtype.
+    """
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is not a dtype of torch")
+    return found
+
+
+def _class(name: str) -> Any:
+    """One of the few classes that a checkpoint may name; a plain dictionary where its package is not installed."""
+    if name not in _CLASSES:
+        raise ValueError(f"a checkpoint may not name the class {name!r}")
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ImportError:
+        return dict
