@@ -7,7 +7,7 @@ engine.close()                      # the module is whole again
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -28,6 +28,7 @@ from lightning_zero.assembly import (
 from lightning_zero.comm import Comm
 from lightning_zero.gradient import GradientShard
 from lightning_zero.group import Kind, ShardGroup
+from lightning_zero.lazy import LazyTensor, Stored
 from lightning_zero.ledger import Category, Ledger
 from lightning_zero.mesh import Mesh
 from lightning_zero.optimizer import PieceStepper
@@ -35,6 +36,7 @@ from lightning_zero.parameter import Access
 from lightning_zero.rendezvous import Rendezvous
 from lightning_zero.saved import SavedParameters
 from lightning_zero.schedule import Schedule
+from lightning_zero.spread import SpreadParameter
 from lightning_zero.stage import STAGES, Partition
 from lightning_zero.units import as_written
 
@@ -357,13 +359,77 @@ class Engine:
                     state.update(dict.fromkeys(names.get(id(parameter), ()), whole))
         return {as_written(name): value for name, value in state.items()}
 
+    def spread_state_dict(self) -> dict[str, Any]:
+        """`module.state_dict()` to be written by all ranks together: a `LazyTensor` for every parameter of a group."""
+        lazy = {
+            id(parameter): LazyTensor(SpreadParameter(access.group, index))
+            for access in self._accesses
+            for index, parameter in enumerate(access.group.parameters)
+        }
+        return {
+            as_written(name): lazy.get(id(value), value.detach() if isinstance(value, Tensor) else value)
+            for name, value in self.module.state_dict(keep_vars=True).items()
+        }
+
+    def load(self, stored: Mapping[Parameter, Stored]) -> None:
+        """Parameters take the values of a checkpoint; each rank reads what it owns. A collective.
+
+        Raises:
+            Exception: on every rank the same, when reading fails on one.
+        """
+        grouped = {parameter for group in self._groups for parameter in group.parameters}
+        rest = [parameter for parameter in stored if parameter not in grouped]
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), self._failing_together("reading the model"):
+            for group in self._groups:
+                group.load({at: stored[p] for at, p in enumerate(group.parameters) if p in stored})
+            for parameter in rest if self.mesh.world.rank == 0 else []:
+                parameter.copy_(stored[parameter].whole())
+        with torch.no_grad():
+            for group in self._groups:
+                group.release()
+                group.publish_loaded()
+            for number, parameter in enumerate(rest):  # every rank holds all of them
+                values = parameter.detach().contiguous()
+                self.mesh.world.broadcast(values, f"loaded {number}")
+                parameter.copy_(values)
+
+    @contextmanager
+    def _failing_together(self, doing: str) -> Iterator[None]:
+        """What fails on one rank inside fails on all; nothing inside may wait for other ranks."""
+        failed: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failed = error
+        told = self.mesh.world.all_gather_object(None if failed is None else str(failed), doing)
+        for rank, reason in enumerate(told):
+            if reason is not None:
+                raise RuntimeError(f"rank {rank}, {doing}: {reason}") from failed
+
+    @property
+    def _groups(self) -> list[ShardGroup]:
+        return [access.group for access in self._accesses]
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """`optimizer.state_dict()` as one device would have it. A collective. Works after `close` too."""
         with self.rendezvous.ended():
             return self._steppers[optimizer].full_state_dict(self.comm)
 
-    def load_optimizer_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        self._steppers[optimizer].load_full_state_dict(state_dict)
+    def spread_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The same, to be written by all ranks together; see `PieceStepper.spread_state_dict`."""
+        return self._steppers[optimizer].spread_state_dict(f"optimizer {list(self._steppers).index(optimizer)}")
+
+    def load_optimizer_states(self, state_dicts: Sequence[Mapping[str, Any]]) -> None:
+        """Optimizers take the states of any strategy's checkpoint, in order. A collective.
+
+        Raises:
+            RuntimeError: on every rank the same, when reading fails on one.
+        """
+        steppers = list(self._steppers.values())
+        with self._failing_together("reading the optimizers"):
+            cut = [stepper.cut_state_dict(state) for stepper, state in zip(steppers, state_dicts, strict=True)]
+        for stepper, state in zip(steppers, cut, strict=True):
+            stepper.load_cut_state_dict(state)
 
     @property
     def is_spread(self) -> bool:

@@ -9,6 +9,7 @@ Tensors of a group (N ranks, S = shard_numel; *owned* is S where the optimizer i
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
@@ -17,7 +18,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_zero.comm import Work
-from lightning_zero.extents import Layout, Piece
+from lightning_zero.extents import Extent, Layout, Piece
+from lightning_zero.lazy import Stored
 from lightning_zero.ledger import Category, Ledger
 from lightning_zero.mesh import Mesh
 from lightning_zero.rendezvous import Rendezvous
@@ -135,6 +137,15 @@ class ShardGroup:
             return self.layout.piece(index, self.comm.rank)
         span = self.layout.spans[index]
         return Piece(start=0, stop=span.numel, shard_start=span.offset)
+
+    def share(self, index: int) -> Piece:
+        """What this rank writes of parameter `index`, in place in an owned array: of what it owns, its part among the
+        replicas that own the same."""
+        piece = self.layout.piece(index, self.comm.rank)
+        parts, part = self.replicate.size, self.replicate.rank
+        start, stop = (piece.start + piece.numel * at // parts for at in (part, part + 1))
+        owned = self.piece(index)
+        return Piece(start=start, stop=stop, shard_start=owned.shard_start + start - owned.start)
 
     def piece_of(self, owned: Tensor, index: int) -> Tensor:
         """The piece of parameter `index` in an owned array: flat, or in the parameter's shape when it is all of it
@@ -255,6 +266,27 @@ class ShardGroup:
             return []
         return self._all_gather(self.full_param, self.owned_param, "publish")
 
+    def load(self, stored: Mapping[int, Stored]) -> None:
+        """Reads what this rank owns of parameters into the master; `publish_loaded` must follow, on every rank.
+
+        Args:
+            stored: index of a parameter -> where its values are.
+        """
+        for index, source in stored.items():
+            piece = self.layout.piece(index, self.comm.rank)
+            start = piece.shard_start if self.partition.optimizer else self.layout.spans[index].offset + piece.start
+            extent = Extent.of_whole(source.name, source.shape, piece.start, piece.stop)
+            source.read(extent, self.master[start : start + piece.numel])
+
+    def publish_loaded(self) -> None:
+        """Every rank gets of what was loaded what it holds. A collective."""
+        if not self.partition.optimizer:
+            own = self.rows(self.master)[self.comm.rank]
+            for work in self._all_gather(self.master, own, "loaded"):
+                work.wait()
+        for work in self.begin_publish():
+            work.wait()
+
     # -- whole values in the declared dtype
 
     def full_master(self) -> Tensor:
@@ -328,6 +360,10 @@ class ShardGroup:
         self._storages.pop(self.full_param.untyped_storage()._cdata, None)
         self.full_param = self.owned_param = self.master = self.full_param.new_empty(0)
         self.views = []
+
+    @property
+    def is_freed(self) -> bool:
+        return not self.views
 
     def _all_gather(self, full: Tensor, shard: Tensor, purpose: str) -> list[Work]:
         rows = self.rows(full)

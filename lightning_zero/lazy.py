@@ -6,7 +6,7 @@ ranges it needs and never asks for the whole.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, final
@@ -87,6 +87,20 @@ class Stored(Source):
     @abstractmethod
     def read(self, extent: Extent, into: Tensor) -> None:
         """Reads one range of the values into a flat tensor of any dtype and device."""
+
+
+@final
+class Partial(dict[Any, Any]):
+    """A dictionary of which each rank has some of the items: the state of optimizers, whose parameters are spread.
+
+    Args:
+        name: the same on all ranks; the writer merges what they have under it.
+        items: of this rank.
+    """
+
+    def __init__(self, name: str, items: Mapping[Any, Any]) -> None:
+        super().__init__(items)
+        self.name = name
 
 
 @final

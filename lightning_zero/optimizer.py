@@ -15,8 +15,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.comm import Comm
+from lightning_zero.extents import Extent
 from lightning_zero.gradient import GradientShard
+from lightning_zero.lazy import LazyTensor, Partial, Stored
 from lightning_zero.ledger import Category, Ledger
+from lightning_zero.spread import OfOneRank, SpreadState
+from lightning_zero.units import as_written
 
 _no_interception = torch._C.DisableTorchFunctionSubclass
 
@@ -155,15 +159,19 @@ class PieceStepper:
 
     def _cut(self, parameter: Parameter, name: str, value: Any) -> Any:
         # A 0-d parameter's moments look like its step count; torch tells them apart by this name too.
-        if not isinstance(value, Tensor) or value.shape != parameter.shape or name == "step":
+        if not isinstance(value, Tensor):
             return value
-        if parameter in self._left_alone:
-            return value
+        stored = value.source if isinstance(value, LazyTensor) else None
+        is_whole = value.shape != parameter.shape or name == "step" or parameter in self._left_alone
+        if is_whole or not self.home(parameter)[0].group.partition.optimizer:
+            return value if stored is None else stored.whole()
         shard, index = self.home(parameter)
-        if not shard.group.partition.optimizer:
-            return value
         piece = shard.group.piece(index)
-        return value.reshape(-1)[piece.start : piece.stop].clone()
+        if not isinstance(stored, Stored):
+            return value.reshape(-1)[piece.start : piece.stop].clone()
+        mine = torch.empty(piece.numel, dtype=stored.dtype, device=shard.group.kind.device)
+        stored.read(Extent.of_whole(stored.name, stored.shape, piece.start, piece.stop), mine)
+        return mine
 
     def full_state_dict(self, comm: Comm) -> dict[str, Any]:
         """`optimizer.state_dict()` as one device would have it. A collective; every rank gets all of it."""
@@ -217,17 +225,60 @@ class PieceStepper:
         whole = torch.cat([row[piece.start : piece.stop] for row, piece in zip(rows, pieces, strict=True)])
         return whole.view(span.shape)
 
-    def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The reverse of `full_state_dict`, from any strategy's checkpoint."""
+    def spread_state_dict(self, name: str) -> dict[str, Any]:
+        """`optimizer.state_dict()` to be written by all ranks together: each has the parameters that it owns any of,
+        with a `LazyTensor` for what is cut like its parameter.
+
+        Args:
+            name: of this optimizer, in the names of its tensors.
+        """
+        local = self.optimizer.state_dict()
+        whole = self._names_of_whole_state()
+        mine: dict[int, dict[str, Any]] = {}
+        for index, state in local["state"].items():
+            if (parameter := self.parameters[index]) in self._left_alone:
+                continue
+            shard, at = self.home(parameter)
+            group, share = shard.group, shard.group.share(at)
+            is_first = share.start == 0 and (share.numel > 0 or not group.layout.spans[at].numel)
+            full_name = f"{name}:{as_written(group.layout.spans[at].name)}"
+            mine[index] = {
+                key: LazyTensor(SpreadState(f"{full_name}:{key}", group, at, value))
+                if isinstance(value, Tensor) and key not in whole
+                else _of_one(f"{full_name}:{key}", value)
+                for key, value in state.items()
+                if is_first or (share.numel and isinstance(value, Tensor) and key not in whole)
+            }
+        return {**local, "state": Partial(name, mine)}
+
+    def _names_of_whole_state(self) -> set[str]:
+        """Names of state tensors that are not cut like their parameters. A short piece may have the shape of one by
+        chance, so one that fits nowhere else decides for all."""
+        found = set()
+        for parameter, state in self.optimizer.state.items():
+            assert isinstance(parameter, Parameter)
+            if parameter in self._left_alone or not self._owns_any(parameter):
+                continue
+            shard, index = self.home(parameter)
+            shape = shard.group.piece_of(shard.group.master, index).shape
+            found |= {name for name, value in state.items() if isinstance(value, Tensor) and value.shape != shape}
+        return found
+
+    def cut_state_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Of any strategy's `optimizer.state_dict()` what this rank steps; of stored tensors only that is read."""
         parameters = self.parameters
-        cut = {
+        state = {
             index: {name: self._cut(parameters[index], name, value) for name, value in state.items()}
             for index, state in state_dict["state"].items()
             if self._owns_any(parameters[index])
         }
+        return {**state_dict, "state": state}
+
+    def load_cut_state_dict(self, cut: dict[str, Any]) -> None:
+        """The optimizer goes on from what `cut_state_dict` gave."""
         self.enter()  # so that torch casts the state to the dtype of the master, not of the resting weight
         try:
-            self.optimizer.load_state_dict({**state_dict, "state": cut})
+            self.optimizer.load_state_dict(cut)
         finally:
             self.exit()
 
@@ -236,6 +287,10 @@ class PieceStepper:
             return True
         shard, index = self.home(parameter)
         return shard.group.piece(index).numel > 0 or not shard.group.layout.spans[index].numel
+
+
+def _of_one(name: str, value: Any) -> Any:
+    return LazyTensor(OfOneRank(name, value)) if isinstance(value, Tensor) else value
 
 
 class _Cut:

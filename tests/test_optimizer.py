@@ -82,7 +82,7 @@ def test_full_state_loads_at_any_stage_and_world(stage: int, world: int, other_s
         model = clone(start)
         optimizer, _ = adamw(model)
         engine = Engine(model, [optimizer], stage=other_stage, comm=comm)
-        engine.load_optimizer_state(optimizer, saved)
+        engine.load_optimizer_states([saved])
         return engine.optimizer_state(optimizer)
 
     saved = on(world, save)

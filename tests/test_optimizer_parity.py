@@ -68,7 +68,7 @@ def test_training_resumed_at_another_stage_goes_on_as_if_never_stopped(stage: in
 
     def second_half(model: Any, engine: Any, optimizer: Any, comm: Comm) -> dict[str, Tensor]:
         model.load_state_dict(weights)
-        engine.load_optimizer_state(optimizer, copy.deepcopy(state))  # torch keeps the tensors it is given
+        engine.load_optimizer_states([copy.deepcopy(state)])  # torch keeps the tensors it is given
         train(model, optimizer, range(2, 4))
         return state_of(model, engine)
 

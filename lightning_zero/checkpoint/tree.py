@@ -21,26 +21,12 @@ import numpy
 import torch
 from torch import Tensor
 
-from lightning_zero.lazy import LazyTensor
+from lightning_zero.lazy import LazyTensor, Partial
 
 TAG = "$"
 OBJECTS = "objects"  # the kind of leaf that needs the opt-in
 
 Leaf = LazyTensor | Tensor
-
-
-@final
-class Partial(dict[Any, Any]):
-    """A dictionary of which each rank has some of the items: the state of optimizers, whose parameters are spread.
-
-    Args:
-        name: the same on all ranks; the writer merges what they have under it.
-        items: of this rank.
-    """
-
-    def __init__(self, name: str, items: Mapping[Any, Any]) -> None:
-        super().__init__(items)
-        self.name = name
 
 
 _CLASSES = {  # of hyper-parameters, by the name that Lightning files under "hparams_type"
