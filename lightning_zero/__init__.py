@@ -1,6 +1,20 @@
 """ZeRO for PyTorch Lightning."""
 
+from lightning_zero import interop
+from lightning_zero.checkpoint import CheckpointError, verify
+from lightning_zero.checkpoint.export import consolidate, export_safetensors
 from lightning_zero.config import ActivationCheckpointing, Checkpoint, Offload
 from lightning_zero.strategy import ZeroStrategy
 
-__all__ = ["ActivationCheckpointing", "Checkpoint", "Offload", "ZeroStrategy"]
+__all__ = [
+    "ActivationCheckpointing",
+    "Checkpoint",
+    "CheckpointError",
+    "Offload",
+    "ZeroStrategy",
+    "consolidate",
+    "export_safetensors",
+    "verify",
+]
+
+interop.install()

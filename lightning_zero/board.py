@@ -51,7 +51,8 @@ class Board:
 
     def clone(self) -> "Board":
         """The same board for another thread: a store answers one thread at a time."""
-        return Board(self._store.clone(), self.rank, self.size, self._wait_timeout)
+        store = self._store.clone()  # type: ignore[attr-defined]
+        return Board(store, self.rank, self.size, self._wait_timeout)
 
     def agree(
         self,

@@ -7,7 +7,7 @@ engine.close()                      # the module is whole again
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -371,11 +371,15 @@ class Engine:
             for name, value in self.module.state_dict(keep_vars=True).items()
         }
 
-    def load(self, stored: Mapping[Parameter, Stored]) -> None:
+    def load(self, stored: Mapping[Parameter, Stored], verify: Callable[[], None]) -> None:
         """Parameters take the values of a checkpoint; each rank reads what it owns. A collective.
 
+        Args:
+            stored: where the values of the module's parameters are.
+            verify: checks this rank's share of what is not read.
+
         Raises:
-            Exception: on every rank the same, when reading fails on one.
+            RuntimeError: on every rank the same, when reading fails on one.
         """
         grouped = {parameter for group in self._groups for parameter in group.parameters}
         rest = [parameter for parameter in stored if parameter not in grouped]
@@ -384,6 +388,7 @@ class Engine:
                 group.load({at: stored[p] for at, p in enumerate(group.parameters) if p in stored})
             for parameter in rest if self.mesh.world.rank == 0 else []:
                 parameter.copy_(stored[parameter].whole())
+            verify()
         with torch.no_grad():
             for group in self._groups:
                 group.release()

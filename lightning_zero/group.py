@@ -151,8 +151,10 @@ class ShardGroup:
         """The piece of parameter `index` in an owned array: flat, or in the parameter's shape when it is all of it
         by design (nothing partitioned), so that optimizers that look at shapes work there unchanged."""
         piece = self.piece(index)
-        view = owned[piece.shard_start : piece.shard_stop]
-        return view if self.partition.optimizer else view.view(self.layout.spans[index].shape)
+        return owned[piece.shard_start : piece.shard_stop].view(self.piece_shape(index))
+
+    def piece_shape(self, index: int) -> tuple[int, ...]:
+        return (self.piece(index).numel,) if self.partition.optimizer else self.layout.spans[index].shape
 
     def rows(self, full: Tensor) -> Tensor:
         """A full flat array as ``(N, S)``, a row per rank."""

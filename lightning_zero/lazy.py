@@ -112,7 +112,8 @@ class LazyTensor(Tensor):
     @staticmethod
     def __new__(cls, source: Source) -> "LazyTensor":
         with torch.inference_mode(False):
-            self = torch.Tensor._make_wrapper_subclass(cls, source.shape, dtype=source.dtype, device="cpu")
+            host = torch.device("cpu")
+            self = torch.Tensor._make_wrapper_subclass(cls, source.shape, dtype=source.dtype, device=host)
         self.source = source
         return self
 
@@ -147,6 +148,11 @@ class LazyTensor(Tensor):
 
 def _whole(value: Any) -> Any:
     return value.source.whole() if isinstance(value, LazyTensor) else value
+
+
+def materialize(tree: Any) -> Any:
+    """Containers with the values of the lazy tensors in them."""
+    return tree_map(_whole, tree, is_leaf=lambda value: isinstance(value, LazyTensor))
 
 
 _RECEIVER: ContextVar[Callable[[Parameter, Stored], None] | None] = ContextVar("receiver", default=None)

@@ -260,7 +260,7 @@ class PieceStepper:
             if parameter in self._left_alone or not self._owns_any(parameter):
                 continue
             shard, index = self.home(parameter)
-            shape = shard.group.piece_of(shard.group.master, index).shape
+            shape = shard.group.piece_shape(index)
             found |= {name for name, value in state.items() if isinstance(value, Tensor) and value.shape != shape}
         return found
 

@@ -47,6 +47,15 @@ class Resident:
             access.group.serve(keep)
 
 
+@dataclass
+class StopRequest:
+    """Whether the job is to stop. `here` is set by a signal's handler; the other ranks hear of it with the message that
+    ends their next backward."""
+
+    here: bool = False
+    anywhere: bool = False  # as of the latest backward that was reduced: the same on all ranks
+
+
 @final
 class Schedule:
     """Hooks on modules and parameters that call gather, release, collect and reduce at the right moments.
@@ -99,6 +108,7 @@ class Schedule:
         self._end: weakref.ref[_EndOfBackward] | None = None  # ... or whose end autograd tells: alive until then
         self._is_unfinished = False  # a backward has begun and not been finished: under way, or it has failed
         self._keeps_graph = False  # this backward makes a graph of its own, which saves views of parameters
+        self.stop = StopRequest()
         self.reduces = True  # whether the next end of backward reduces
         self._casts = _Casts()
         self._collectors: list[tuple[Parameter, int]] = []  # and the id of its hook
@@ -382,17 +392,19 @@ class Schedule:
         self._learn_order()
 
     def _agree_on_used(self) -> dict[GradientShard, set[int]]:
-        """Which parameters had a gradient on any rank; one small message."""
+        """Which parameters had a gradient on any rank, and whether one is to stop; one small message."""
         counts = [len(shard.group.parameters) for shard in self._order]
-        mine = torch.zeros(sum(counts), dtype=torch.uint8)
+        mine = torch.zeros(sum(counts) + 1, dtype=torch.uint8)
+        mine[-1] = self.stop.here
         start = 0
         for shard, count in zip(self._order, counts, strict=True):
             mine[[start + index for index in shard.used]] = 1
             start += count
         anywhere = self._comm.all_reduce(mine, "used parameters", "max") if self._comm.size > 1 else mine
+        self.stop.anywhere = bool(anywhere[-1])
         return {
             shard: set(flags.nonzero().flatten().tolist())
-            for shard, flags in zip(self._order, anywhere.split(counts), strict=True)
+            for shard, flags in zip(self._order, anywhere[:-1].split(counts), strict=True)
         }
 
     def _learn_order(self) -> None:

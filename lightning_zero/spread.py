@@ -1,4 +1,4 @@
-"""What ranks own of parameters and optimizer state, as a checkpoint writes it: each rank its ranges, nobody the whole."""
+"""What ranks own of parameters and optimizer state, as checkpoints hold it: each rank its ranges, nobody the whole."""
 
 from typing import final
 
@@ -85,4 +85,3 @@ class OfOneRank(Spread):
 
     def pieces(self) -> list[tuple[Extent, Tensor]]:
         return [(Extent.of_whole(self.name, self.shape), self._values.reshape(-1))]
-

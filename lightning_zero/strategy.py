@@ -1,16 +1,21 @@
 """`ZeroStrategy`: the stages under `lightning.Trainer`."""
 
+import logging
+import os
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -22,6 +27,9 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zero import randomness
+from lightning_zero.callbacks import First, Preemption
+from lightning_zero.checkpoint import CheckpointError, CheckpointKeeper
 from lightning_zero.comm import Comm, make_comm
 from lightning_zero.config import (
     ActivationCheckpointing,
@@ -36,9 +44,14 @@ from lightning_zero.config import (
     seconds_from,
 )
 from lightning_zero.engine import Engine, Options
+from lightning_zero.lazy import LazyTensor, Partial, materialize, receiving
 from lightning_zero.precision import _ScaledGradients, _ShardedGradients, adapt
+from lightning_zero.schedule import StopRequest
+from lightning_zero.spread import OfOneRank
 from lightning_zero.stage import STAGES
 from lightning_zero.units import as_written
+
+log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT = 1800.0  # s; torch's own for gloo
 
@@ -130,7 +143,7 @@ class ZeroStrategy(DDPStrategy):
         self.activation_checkpointing = policy_from(
             ActivationCheckpointing, activation_checkpointing, "activation_checkpointing"
         )
-        self.checkpoint = policy_from(Checkpoint, checkpoint, "checkpoint") or Checkpoint(format="full")
+        self.checkpoint = policy_from(Checkpoint, checkpoint, "checkpoint") or Checkpoint()
         self.broadcast_buffers = broadcast_buffers
         self.max_skipped_steps = max_skipped_steps
         self._param_dtype = dtype_from(param_dtype, "param_dtype")
@@ -149,6 +162,8 @@ class ZeroStrategy(DDPStrategy):
         self.engine: Engine | None = None
         self._trained: Engine | None = None  # the engine of the latest fit: it knows the optimizers' pieces
         self._comm: Comm | None = None
+        self._keeper: CheckpointKeeper | None = None
+        self._resumed_state: dict[str, Any] | None = None  # what the checkpoint says of the ranks that saved it
         self._device_mesh: DeviceMesh | None = None
         self._failed = False
         self._blocked = False  # Lightning accumulates: the next backward is not the last of its step
@@ -181,16 +196,14 @@ class ZeroStrategy(DDPStrategy):
         if self.world_size == 1:  # one rank draws its data as one device does, or it could not equal strategy="auto"
             trainer._accelerator_connector.use_distributed_sampler = False
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(callback, _EndOfEvaluation) for callback in callbacks):
-            callbacks.insert(0, _EndOfEvaluation())
+        if not any(isinstance(callback, First) for callback in callbacks):
+            callbacks[:] = [First(self), *callbacks, Preemption(self)]
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self._refuse_offload_from_device()
-        if self._comm is None:
-            backend = self._process_group_backend
-            self._comm = make_comm(self.root_device, self._wait_timeout, backend=backend, sanitize=self._sanitize)
+        comm = self._ensure_comm()
         if fitting:
             self.setup_optimizers(trainer)
         self._close_engine()
@@ -198,10 +211,12 @@ class ZeroStrategy(DDPStrategy):
             module,
             self.optimizers if fitting else [],
             stage=self.stage,
-            comm=self._comm,
+            comm=comm,
             device=self.root_device,
             options=self._engine_options(),
         )
+        if self._keeper is not None and self._keeper.has_stored:
+            self.engine.load(self._keeper.take_stored(), self._keeper.verify_rest)
         self._buffers_are_stale = True
         self._failed = False
         self.setup_precision_plugin()
@@ -213,6 +228,20 @@ class ZeroStrategy(DDPStrategy):
             if foreign := self.engine.foreign_parameters:
                 rank_zero_info(_told_of(foreign))
         self._attach_precision()
+
+    def _ensure_comm(self) -> Comm:
+        if self._comm is None:
+            backend = self._process_group_backend
+            self._comm = make_comm(self.root_device, self._wait_timeout, backend=backend, sanitize=self._sanitize)
+        return self._comm
+
+    @property
+    def keeper(self) -> CheckpointKeeper:
+        """The checkpoints of this run."""
+        if self._keeper is None:
+            in_background = self.checkpoint.async_save
+            self._keeper = CheckpointKeeper(self._ensure_comm(), in_background=in_background, warn=rank_zero_warn)
+        return self._keeper
 
     def _engine_options(self) -> Options:
         plugin = self.precision_plugin
@@ -383,31 +412,145 @@ class ZeroStrategy(DDPStrategy):
         """Bytes this rank has sent, by operation, and by what they cross: ``replicate ...`` between shard groups."""
         return self.engine.mesh.bytes_sent if self.engine is not None else {}
 
-    # -- checkpoints: Lightning's ordinary single file
+    # -- checkpoints
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.checkpoint.format == "sharded"
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        return cast(CheckpointIO, DDPStrategy.checkpoint_io.fget(self))  # type: ignore[attr-defined]
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        if self._is_sharded and io is not None and type(io) is not TorchCheckpointIO:
+            raise ValueError(
+                f"{type(io).__name__} writes single files, and checkpoints are folders of shards. Leave it out (for "
+                "saves in the background there is Checkpoint(async_save=True)), or choose single files: "
+                "ZeroStrategy(checkpoint=Checkpoint(format='full'))."
+            )
+        self._checkpoint_io = io
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole model, in its declared dtypes, on every rank (as DDP)."""
+        """The whole model in its declared dtypes: by default with lazy entries, in the format "full" on every rank."""
         assert self.lightning_module is not None
+        self.keeper.saver.muster()
         if self.engine is None or self.engine.closed:
             return {as_written(name): value for name, value in self.lightning_module.state_dict().items()}
         self.engine.settle()
+        if self._is_sharded:
+            return self.engine.spread_state_dict()
         return self.engine.full_state_dict(copy=self.is_global_zero)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """A checkpoint of a compiled model loads into one that is not, and the reverse."""
-        assert self.lightning_module is not None
-        own = {as_written(name): name for name in self.lightning_module.state_dict()}
-        state = {own.get(as_written(name), name): value for name, value in checkpoint["state_dict"].items()}
-        self.lightning_module.load_state_dict(state, strict=strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         assert self._trained is not None
+        if self._is_sharded:
+            return self._trained.spread_optimizer_state(optimizer)
         return self._trained.optimizer_state(optimizer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Writes a folder of shards, or in the format "full" Lightning's single file. Call it on every rank.
+
+        Raises:
+            CheckpointError: on every rank the same, when one cannot write; what was there before is untouched.
+        """
+        self.end_rendezvous()  # ranks may have looked at lazy entries in hooks, alone
+        if not self._is_sharded:
+            write = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
+            self.keeper.saver.together("write a single file", write)
+            return
+        if storage_options is not None:
+            raise TypeError("storage_options go to a CheckpointIO plugin; checkpoints are folders of shards here.")
+        trainer = self._trainer
+        path = os.fspath(filepath)
+        if _is_last(trainer, path) and self.keeper.link_latest(path, trainer.global_step):
+            return
+        if "optimizer_states" in checkpoint:
+            checkpoint["lightning_zero"] = self._state_of_ranks()
+        about = {"epoch": trainer.current_epoch, "stage": self.stage}
+        self.keeper.save(checkpoint, path, trainer.global_step, about)
+
+    @property
+    def _trainer(self) -> "pl.Trainer":
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    def _state_of_ranks(self) -> dict[str, Any]:
+        """What a resumed fit needs and no tensor of the model holds; each rank has its own random state."""
+        rank, plugin = self.global_rank, self.precision_plugin
+        mine = {
+            name: LazyTensor(OfOneRank(f"rank {rank}:{name}", value)) if isinstance(value, Tensor) else value
+            for name, value in randomness.capture(self.root_device).items()
+        }
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        return {
+            "random": Partial("random", {rank: mine}),
+            "world": self.world_size,
+            "seed": int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())),
+            "step": self._trainer.global_step,
+            "is_mid_epoch": not progress.is_last_batch,
+            "skipped_steps": getattr(plugin, "skipped_steps", 0),
+        }
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            self.keeper.remove(os.fspath(filepath))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """A checkpoint of any strategy. Of a sharded one this reads the manifest, and each rank later what it owns."""
+        self._resumed_state = None
+        checkpoint = self.keeper.open(os.fspath(checkpoint_path), objects=weights_only is False)
+        if checkpoint is not None:
+            self._resumed_state = checkpoint.get("lightning_zero")
+            return checkpoint
+        try:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        except (RuntimeError, EOFError, KeyError, OSError, pickle.UnpicklingError) as error:
+            if "weights_only" in str(error):  # torch says how to opt in to objects of one's own
+                raise
+            raise CheckpointError(
+                f"ckpt_path={str(checkpoint_path)!r} is not a Lightning checkpoint: {error}"
+            ) from error
+        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+            raise CheckpointError(
+                f"ckpt_path={str(checkpoint_path)!r} is not a Lightning checkpoint: it has no 'state_dict'. "
+                "Pass what Trainer.save_checkpoint wrote."
+            )
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """A checkpoint of a compiled model loads into one that is not, and the reverse.
+
+        Args:
+            checkpoint: with its "state_dict".
+            strict: raise, with all their names, when keys are missing, unexpected or of another shape. Otherwise load
+                the rest and warn.
+        """
+        module = self.lightning_module
+        assert module is not None
+        own = {as_written(name): name for name in module.state_dict()}
+        state = {own.get(as_written(name), name): value for name, value in checkpoint["state_dict"].items()}
+        reshaped = [] if strict else _reshaped(module, state)
+        with receiving(self.keeper.receive):
+            left = module.load_state_dict(
+                {name: value for name, value in state.items() if name not in reshaped}, strict=strict
+            )
+        missing = [name for name in left.missing_keys if name not in reshaped]
+        if missing or left.unexpected_keys or reshaped:
+            rank_zero_warn(
+                f"strict_loading=False: missing in the checkpoint {missing}, unexpected in it {left.unexpected_keys}, "
+                f"of another shape {reshaped}. These were left as they are."
+            )
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -418,23 +561,39 @@ class ZeroStrategy(DDPStrategy):
                 f"The checkpoint has the state of {len(states)} optimizers; configure_optimizers() returns "
                 f"{len(self.optimizers)}. Resume with the optimizers it was saved with."
             )
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            self.engine.load_optimizer_state(optimizer, state)
+        self.engine.load_optimizer_states(states)
+        if self._resumed_state is not None:
+            plugin = self.precision_plugin
+            if isinstance(plugin, _ScaledGradients):
+                plugin.skipped_steps = self._resumed_state["skipped_steps"]
+            self._restore_random_state(self._resumed_state)
 
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        try:
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        except (RuntimeError, EOFError, KeyError, IsADirectoryError, pickle.UnpicklingError) as error:
-            if "weights_only" in str(error):  # torch says how to opt in to objects of one's own
-                raise
-            raise ValueError(f"ckpt_path={str(checkpoint_path)!r} is not a Lightning checkpoint: {error}") from error
-        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-            raise ValueError(
-                f"ckpt_path={str(checkpoint_path)!r} is not a Lightning checkpoint: it has no 'state_dict'. "
-                "Pass a file that Trainer.save_checkpoint wrote."
-            )
-        return checkpoint
+    def _restore_random_state(self, saved: dict[str, Any]) -> None:
+        if saved["world"] == self.world_size:
+            randomness.restore(materialize(saved["random"][self.global_rank]), self.root_device)
+            return
+        randomness.derive(saved["seed"], saved["step"], self.global_rank)
+        rank_zero_info(
+            f"The checkpoint is of {saved['world']} ranks, and there are {self.world_size}: each takes a new random "
+            "state, made of seed, step and rank."
+        )
+
+    def before_first_batch(self) -> None:
+        """In the middle of an epoch the data loader is made anew, which draws; the run that was saved did not."""
+        saved, self._resumed_state = self._resumed_state, None
+        if saved is not None:
+            if saved["is_mid_epoch"]:
+                self._restore_random_state(saved)
+            self.keeper.close()
+
+    def poll_saves(self) -> None:
+        """Raises what a save in the background failed with."""
+        if self._keeper is not None:
+            self._keeper.saver.poll()
+
+    @property
+    def stop_request(self) -> StopRequest:
+        return self._running_engine.schedule.stop
 
     # -- the end
 
@@ -448,6 +607,7 @@ class ZeroStrategy(DDPStrategy):
         module = self.lightning_module
         if module is not None:
             vars(module).pop("lr_scheduler_step", None)
+        self._finish_saves()
         if self._close_engine():
             super().teardown()
             return
@@ -458,6 +618,17 @@ class ZeroStrategy(DDPStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+    def _finish_saves(self) -> None:
+        if self._keeper is None:
+            return
+        self._keeper.close()
+        try:
+            self._keeper.saver.wait()
+        except CheckpointError as error:
+            if not self._failed:
+                raise
+            log.error("%s", error)  # another error is on its way out already
 
     def _close_engine(self) -> bool:
         """Makes the model whole when all ranks are there and it fits; says whether it is."""
@@ -503,16 +674,25 @@ class ZeroStrategy(DDPStrategy):
             )
 
 
-class _EndOfEvaluation(pl.Callback):
-    """The first callback, so that metrics are not synchronised with ranks that still evaluate."""
-
-    def on_validation_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        cast(ZeroStrategy, trainer.strategy).end_rendezvous()
-
-    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
-
-
 ZeroStrategy.register_strategies(StrategyRegistry)
+
+
+def _is_last(trainer: "pl.Trainer", path: str) -> bool:
+    """Whether `ModelCheckpoint(save_last=True)` asks for a second copy of what it has just saved."""
+    return any(
+        isinstance(callback, ModelCheckpoint) and callback.save_last and callback.last_model_path == path
+        for callback in trainer.checkpoint_callbacks
+    )
+
+
+def _reshaped(module: Module, state: Mapping[str, Any]) -> list[str]:
+    """Names of entries that are tensors of another shape than the module's."""
+    own = module.state_dict()
+    return [
+        name
+        for name, value in state.items()
+        if isinstance(value, Tensor) and isinstance(own.get(name), Tensor) and own[name].shape != value.shape
+    ]
 
 
 def _stage_from(stage: Any) -> int:
@@ -528,14 +708,12 @@ def _refuse_what_is_not_there_yet(strategy: ZeroStrategy, tensor_parallel_size: 
         "activation_checkpointing": strategy.activation_checkpointing is not None,
         "tensor_parallel_size": tensor_parallel_size > 1,
         "granularity='tensor'": granularity != "element",
-        "checkpoint format 'sharded'": strategy.checkpoint.format != "full",
-        "async_save": strategy.checkpoint.async_save,
         "offload to 'nvme'": strategy.offload is not None
         and "nvme" in (strategy.offload.optimizer, strategy.offload.parameters),
     }
     for argument, is_asked in missing.items():
         if is_asked:
-            raise NotImplementedError(f"{argument} is not there yet. Leave it out; Checkpoint(format='full') works.")
+            raise NotImplementedError(f"{argument} is not there yet. Leave it out.")
 
 
 def _available_host_bytes() -> int | None:

@@ -1,7 +1,8 @@
 """Checkpoints: a folder of safetensors shards and a JSON manifest, complete or absent, for any number of ranks."""
 
 from lightning_zero.checkpoint.folder import CheckpointError, Folder
+from lightning_zero.checkpoint.keeper import CheckpointKeeper
 from lightning_zero.checkpoint.load import StoredCheckpoint, find_newest, verify
 from lightning_zero.checkpoint.save import Saver
 
-__all__ = ["CheckpointError", "Folder", "Saver", "StoredCheckpoint", "find_newest", "verify"]
+__all__ = ["CheckpointError", "CheckpointKeeper", "Folder", "Saver", "StoredCheckpoint", "find_newest", "verify"]

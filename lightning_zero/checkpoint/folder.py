@@ -1,4 +1,4 @@
-"""Where a checkpoint lies, on any file system that fsspec knows, and how it comes to be there all at once or not at all.
+"""Where a checkpoint lies, on any file system that fsspec knows, and how it comes to be there all at once or never.
 
     DIR/
       shard-00000-of-00002-5f3a9c1e.safetensors   what rank 0 wrote; opens with the safetensors library
@@ -47,7 +47,7 @@ class Folder:
         self.url = str(url)
         self.fs, path = url_to_fs(self.url)
         self.is_local = isinstance(self.fs, LocalFileSystem)
-        self.path: str = os.path.abspath(path) if self.is_local else path.rstrip("/")
+        self.path: str = str(Path(path).absolute()) if self.is_local else path.rstrip("/")
 
     def __str__(self) -> str:
         return self.path if self.is_local else self.fs.unstrip_protocol(self.path)

@@ -63,7 +63,7 @@ class StoredCheckpoint:
             objects: unpickle what had to be pickled, which runs whatever code it names; otherwise it is left out.
         """
         made = {name: LazyTensor(StoredTensor(entry, self.reader)) for name, entry in self.manifest.tensors.items()}
-        return self._decode(made.__getitem__, objects)
+        return self.decode(made.__getitem__, objects)
 
     def check_sizes(self) -> None:
         """Raises CheckpointError when a file is missing or short."""
@@ -79,9 +79,10 @@ class StoredCheckpoint:
                 made[name] = StoredTensor(self.manifest.tensors[name], self.reader).whole()
             return made[name]
 
-        return self._decode(read, objects)
+        return self.decode(read, objects)
 
-    def _decode(self, tensor: Callable[[str], Tensor], objects: bool) -> dict[str, Any]:
+    def decode(self, tensor: Callable[[str], Tensor], objects: bool) -> dict[str, Any]:
+        """What was saved, with `tensor(name)` for every tensor."""
         found = self._objects() if objects else None
         decoder = Decoder(tensor, self.manifest.partials, found)
         try:

@@ -12,6 +12,7 @@ A piece is elements ``[start, stop)``, in C order, of the whole tensor; where a 
 ranges it needs. Everything is checked before it is believed, for a manifest may come from anywhere.
 """
 
+import itertools
 import json
 import math
 import re
@@ -167,7 +168,7 @@ def read_manifest(folder: Folder) -> Manifest:
     """The manifest of a checkpoint.
 
     Raises:
-        CheckpointError: when `folder` holds none, or one that is damaged, of a future version, or claims what cannot be.
+        CheckpointError: when `folder` holds none, or one that is damaged, of a future version, or claims nonsense.
     """
     try:
         raw = folder.read(MANIFEST)
@@ -232,9 +233,7 @@ def _entry(name: str, plain: dict[str, Any], files: tuple[ShardFile, ...]) -> En
         nbytes = (stop - start) * dtype.itemsize
         if offset + nbytes > files[number].nbytes:
             raise ValueError(f"a piece of {name!r} lies outside of {files[number].name}")
-        extent = Extent(
-            name=name, shape=shape, box_offset=box_offset, box_shape=box_shape, start=start, stop=stop
-        )
+        extent = Extent(name=name, shape=shape, box_offset=box_offset, box_shape=box_shape, start=start, stop=stop)
         pieces.append(Piece(extent, number, offset, nbytes))
     entry = Entry(name, dtype, shape, tuple(pieces))
     refuse_gaps(entry)
@@ -247,7 +246,7 @@ def refuse_gaps(entry: Entry) -> None:
     if held != math.prod(entry.shape):
         raise ValueError(f"the pieces of {entry.name!r} hold {held} elements, and it has {math.prod(entry.shape)}")
     in_order = sorted((piece.extent for piece in entry.pieces), key=lambda extent: (extent.box_offset, extent.start))
-    for one, other in zip(in_order, in_order[1:], strict=False):
+    for one, other in itertools.pairwise(in_order):
         if next(one.overlaps(other), None):
             raise ValueError(f"two pieces of {entry.name!r} overlap")
 

@@ -1,9 +1,9 @@
 """Saving: every rank writes a shard of what it owns, and rank 0 makes a checkpoint of them once all are there.
 
-    all ranks   agree to come: path and name of this save             (Board)
-    each rank   its shard and checksums, beside the place             no rank gathers, no plan is exchanged
-    all ranks   agree that all is written                             (Board)
-    rank 0      manifest from the shards' own headers, then one rename
+all ranks   agree to come: path and name of this save             (Board)
+each rank   its shard and checksums, beside the place             no rank gathers, no plan is exchanged
+all ranks   agree that all is written                             (Board)
+rank 0      manifest from the shards' own headers, then one rename
 """
 
 import io
@@ -69,6 +69,16 @@ class Saver:
         """
         self._musters += 1
         self._agree(self._board, f"muster {self._musters}", {}, lambda _: {})
+
+    def together(self, doing: str, write: Callable[[], None]) -> None:
+        """Every rank calls `write`, and all of them hear when one fails."""
+        self._saves += 1
+        record: Record = {}
+        try:
+            write()
+        except Exception as error:  # the other ranks must hear of it
+            record = {"error": f"{type(error).__name__}: {error}"}
+        self._agree(self._board, f"save {self._saves}: {doing}", record, lambda _: {})
 
     def save(self, tree: dict[str, Any], url: str, about: dict[str, Any]) -> None:
         """Writes `tree` to the folder `url`; where that holds a checkpoint, the new one takes its place in one step.
@@ -209,13 +219,13 @@ def _write_files(job: _Job, board: Board) -> Record:
 
 def _commit(job: _Job, records: list[Record]) -> Record:
     """On rank 0: what all ranks wrote becomes the checkpoint."""
-    files, tensors, partials = [], {}, {}
+    files: list[ShardFile] = []
+    tensors: dict[str, Entry] = {}
+    partials: dict[str, list[Any]] = {}
     written = job.draft.written()
     for rank, record in enumerate(records):
         name = _shard_name(rank, len(records), job.token)
-        files.append(
-            ShardFile(f"{name}.safetensors", record["nbytes"], f"{name}.crc32", record["checks_crc32"])
-        )
+        files.append(ShardFile(f"{name}.safetensors", record["nbytes"], f"{name}.crc32", record["checks_crc32"]))
         try:
             if written.size(files[-1].name) != record["nbytes"]:
                 raise CheckpointError(f"{files[-1].name} is shorter than rank {rank} wrote it")

@@ -82,7 +82,7 @@ def chunks_of(values: Tensor) -> Iterator[memoryview]:
     step = _CHUNK_BYTES // flat.itemsize
     for start in range(0, flat.numel(), step):
         host = flat[start : start + step].cpu().contiguous()
-        yield memoryview(host.view(torch.uint8).numpy())
+        yield host.view(torch.uint8).numpy().data
 
 
 def write_shard(
@@ -98,7 +98,8 @@ def write_shard(
         beat: called now and then.
     """
     ranges = sorted(ranges, key=lambda item: -item.values.itemsize)  # so that every tensor is aligned
-    names, extents = [], {}
+    names: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
+    extents: dict[str, list[Any]] = {}
     for extent, values in ranges:
         is_whole = extent.numel == math.prod(extent.shape)
         name = _free_name(extent.name, extents)

@@ -26,8 +26,6 @@ from lightning_zero.lazy import LazyTensor, Partial
 TAG = "$"
 OBJECTS = "objects"  # the kind of leaf that needs the opt-in
 
-Leaf = LazyTensor | Tensor
-
 
 _CLASSES = {  # of hyper-parameters, by the name that Lightning files under "hparams_type"
     "lightning.fabric.utilities.data.AttributeDict",
@@ -51,7 +49,7 @@ class Encoder:
     """
 
     def __init__(self) -> None:
-        self.tensors: dict[str, Leaf] = {}
+        self.tensors: dict[str, Tensor] = {}
         self.partials: dict[str, Any] = {}
         self.objects: list[tuple[str, Any]] = []
         self._names: dict[int, str] = {}
@@ -81,12 +79,12 @@ class Encoder:
 
     def _tensor(self, tensor: Tensor, place: str) -> Any:
         if isinstance(tensor, LazyTensor):
-            name, leaf = tensor.source.name, tensor
+            name = tensor.source.name
         elif _is_plain(tensor):
-            name, leaf = self._names.setdefault(id(tensor), place), tensor
+            name = self._names.setdefault(id(tensor), place)
         else:
             return self._object(tensor, place)
-        self.tensors.setdefault(name, leaf)
+        self.tensors.setdefault(name, tensor)
         return {TAG: "tensor", "name": name}
 
     def _object(self, value: Any, place: str) -> Any:
@@ -179,9 +177,7 @@ class Decoder:
         objects: what was pickled, by number; None where the user has not opted in.
     """
 
-    def __init__(
-        self, tensor: Callable[[str], Tensor], partials: Mapping[str, Any], objects: list[Any] | None
-    ) -> None:
+    def __init__(self, tensor: Callable[[str], Tensor], partials: Mapping[str, Any], objects: list[Any] | None) -> None:
         self._tensor = tensor
         self._partials = partials
         self._objects = objects

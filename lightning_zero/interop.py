@@ -1,0 +1,96 @@
+"""Lightning's own readers and callbacks, made to know folders; `import lightning_zero` is enough.
+
+Two functions of Lightning are wrapped, and nothing else of it is touched:
+
+- its loader of files (`pl_load`), so that `MyModule.load_from_checkpoint(folder)` and `Trainer(strategy="ddp")` read a
+  sharded checkpoint as they read a file. (Without the import, ``zero://folder`` does the same through fsspec.)
+- `ModelCheckpoint._find_last_checkpoints`, so that ``ckpt_path="last"`` takes the newest checkpoint that is complete.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io import torch_io
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core import saving
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from lightning_zero.callbacks import PREEMPTED
+from lightning_zero.checkpoint import CheckpointError, Folder, StoredCheckpoint, find_newest
+from lightning_zero.checkpoint.manifest import hint
+
+Loader = Callable[..., Any]
+
+
+def reading_folders(load: Loader) -> Loader:
+    """Lightning's loader of files, which also reads the folder of a sharded checkpoint."""
+
+    @functools.wraps(load)
+    def load_file_or_folder(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        folder = _folder_of_checkpoint(path)
+        if folder is None:
+            return load(path, map_location=map_location, weights_only=weights_only)
+        if not folder.is_checkpoint:
+            raise CheckpointError(f"{path} is not a checkpoint: {hint(folder)}")
+        found = StoredCheckpoint(path)
+        tree = found.load(objects=weights_only is False)
+        found.verify_rest(0, 1)
+        found.close()
+        if found.left_out:
+            rank_zero_warn(
+                f"{path} holds pickled objects that were not read ({', '.join(found.left_out)}). If you trust it, pass "
+                "weights_only=False."
+            )
+        return tree_map(functools.partial(_to, map_location=map_location), tree)
+
+    return load_file_or_folder
+
+
+def _folder_of_checkpoint(path: Any) -> Folder | None:
+    """What is to be read as a folder, or refused; None for what is Lightning's own business."""
+    if not isinstance(path, str | os.PathLike) or str(path).startswith(("http://", "https://", "zero://")):
+        return None
+    folder = Folder(path)
+    is_ours = folder.is_checkpoint or folder.parent.is_checkpoint or (folder.is_local and folder.fs.isdir(folder.path))
+    return folder if is_ours else None
+
+
+def _to(value: Any, map_location: Any) -> Any:
+    if not isinstance(value, Tensor) or not isinstance(map_location, str | torch.device):
+        return value
+    return value.to(map_location)
+
+
+def finding_complete(find: Callable[..., set[str]]) -> Callable[..., set[str]]:
+    """Lightning's search for the checkpoint that ``ckpt_path="last"`` means, which also looks inside."""
+
+    @functools.wraps(find)
+    def find_complete(self: ModelCheckpoint, trainer: Any) -> set[str]:
+        candidates = find(self, trainer)
+        parent = str(self._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+        newest, skipped = find_newest(parent)
+        for problem in skipped:
+            rank_zero_warn(f"ckpt_path='last' passes over {problem}")
+        files = {path for path in candidates if self._fs.isfile(path)}
+        preempted = Folder(parent).inside(PREEMPTED)
+        if preempted.fs.isfile(preempted.path):
+            files.add(str(preempted))
+        return files if newest is None else {str(newest)}
+
+    return find_complete
+
+
+def install() -> None:
+    """Wraps both, once."""
+    for module in (saving, torch_io):
+        if not hasattr(module.pl_load, "__wrapped__"):
+            module.pl_load = reading_folders(module.pl_load)
+    if not hasattr(ModelCheckpoint._find_last_checkpoints, "__wrapped__"):
+        ModelCheckpoint._find_last_checkpoints = finding_complete(  # type: ignore[method-assign]
+            ModelCheckpoint._find_last_checkpoints
+        )

@@ -1,0 +1,43 @@
+"""The random state of a rank: python's, numpy's, torch's and its device's, saved and restored together."""
+
+import hashlib
+import random
+from typing import Any
+
+import numpy
+import torch
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    """The state of every generator of this process, as tensors and plain values."""
+    version, words, gauss = random.getstate()
+    mersenne = numpy.random.get_state(legacy=False)
+    state = {
+        "python": torch.tensor(words),
+        "python_rest": [version, gauss],
+        "numpy": torch.from_numpy(mersenne["state"]["key"].astype("int64")),
+        "numpy_rest": [int(mersenne["state"]["pos"]), int(mersenne["has_gauss"]), float(mersenne["gauss"])],
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore(state: dict[str, Any], device: torch.device) -> None:
+    """The reverse of `capture`. What the checkpoint's device had and this one lacks is passed over."""
+    version, gauss = state["python_rest"]
+    random.setstate((version, tuple(state["python"].tolist()), gauss))
+    numpy.random.set_state(("MT19937", state["numpy"].numpy().astype("uint32"), *state["numpy_rest"]))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def derive(*key: int) -> None:
+    """Seeds every generator from what the arguments come to, where there is no saved state to go on from."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    seed = int.from_bytes(digest[:4], "little")
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
