@@ -424,6 +424,11 @@ class Engine:
         """The same, to be written by all ranks together; see `PieceStepper.spread_state_dict`."""
         return self._steppers[optimizer].spread_state_dict(f"optimizer {list(self._steppers).index(optimizer)}")
 
+    @property
+    def optimizer_parameters(self) -> list[list[str]]:
+        """Of each optimizer, the names of its parameters in order."""
+        return [stepper.parameter_names for stepper in self._steppers.values()]
+
     def load_optimizer_states(self, state_dicts: Sequence[Mapping[str, Any]]) -> None:
         """Optimizers take the states of any strategy's checkpoint, in order. A collective.
 

@@ -88,8 +88,9 @@ def finding_complete(find: Callable[..., set[str]]) -> Callable[..., set[str]]:
 def install() -> None:
     """Wraps both, once."""
     for module in (saving, torch_io):
-        if not hasattr(module.pl_load, "__wrapped__"):
-            module.pl_load = reading_folders(module.pl_load)
+        load = vars(module)["pl_load"]
+        if not hasattr(load, "__wrapped__"):
+            vars(module)["pl_load"] = reading_folders(load)
     if not hasattr(ModelCheckpoint._find_last_checkpoints, "__wrapped__"):
         ModelCheckpoint._find_last_checkpoints = finding_complete(  # type: ignore[method-assign]
             ModelCheckpoint._find_last_checkpoints

@@ -225,6 +225,15 @@ class PieceStepper:
         whole = torch.cat([row[piece.start : piece.stop] for row, piece in zip(rows, pieces, strict=True)])
         return whole.view(span.shape)
 
+    @property
+    def parameter_names(self) -> list[str]:
+        """Of the parameters, as `state_dict` numbers them; empty for what the engine does not hold."""
+        names = []
+        for parameter in self.parameters:
+            shard, index = self._homes.get(parameter, (None, 0))
+            names.append("" if shard is None else as_written(shard.group.layout.spans[index].name))
+        return names
+
     def spread_state_dict(self, name: str) -> dict[str, Any]:
         """`optimizer.state_dict()` to be written by all ranks together: each has the parameters that it owns any of,
         with a `LazyTensor` for what is cut like its parameter.

@@ -492,6 +492,7 @@ class ZeroStrategy(DDPStrategy):
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         return {
             "random": Partial("random", {rank: mine}),
+            "optimizer_parameters": [] if self._trained is None else self._trained.optimizer_parameters,
             "world": self.world_size,
             "seed": int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())),
             "step": self._trainer.global_step,

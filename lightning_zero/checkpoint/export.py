@@ -42,7 +42,7 @@ def consolidate(url: str | os.PathLike[str], out: str | os.PathLike[str], *, obj
     if place.fs.isdir(place.path):
         raise CheckpointError(f"{out} is a folder; name the file to write, such as {out}/model.ckpt.")
     beside = str(Path(place.path).parent) if place.is_local else None
-    with tempfile.NamedTemporaryFile(dir=beside, prefix=".consolidating-", delete=False) as scratch:
+    with tempfile.NamedTemporaryFile(dir=beside, prefix="consolidating-", suffix=".tmp", delete=False) as scratch:
         try:
             write_single_file(checkpoint, scratch.name, objects=objects)
             if place.is_local:
@@ -85,7 +85,7 @@ def write_single_file(checkpoint: StoredCheckpoint, path: str, *, objects: bool 
 def _places(tree: Any, saved: Any) -> dict[int, int]:
     """id of a tensor in `tree` -> offset in the file of the one that stands in the same place of `saved`."""
     pairs = zip(_tensors(tree), _tensors(saved), strict=True)
-    return {id(one): other.untyped_storage()._checkpoint_offset for one, other in pairs if one.numel()}
+    return {id(one): int(other.untyped_storage()._checkpoint_offset or 0) for one, other in pairs if one.numel()}
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

@@ -18,7 +18,8 @@ from lightning_zero.checkpoint.tree import Decoder
 from lightning_zero.extents import Extent
 from lightning_zero.lazy import LazyTensor, Stored
 
-RESUMED = ("model:", "optimizer ")  # names of what ranks read by range, or not at all
+# Beginnings of the names of what ranks read by range, or not at all.
+RESUMED = ("model:", "state_dict/", "optimizer ", "optimizer_states/")
 
 
 @final
