@@ -91,8 +91,12 @@ class Checkpoint:
     """How `Trainer.save_checkpoint` writes.
 
     Args:
-        format: ``"full"`` is Lightning's ordinary single ``.ckpt``; ``"sharded"`` a folder of safetensors shards.
-        async_save: go on training while the snapshot is written.
+        format: ``"sharded"``: a folder to which every rank writes what it owns, complete or absent whatever is killed
+            when; ``"full"``: Lightning's ordinary single file, for which every rank gathers the whole model.
+        async_save: during fit, go on training while a copy of what is saved is written (sharded only).
+
+    Raises:
+        ValueError: for an unknown format, or ``async_save`` with ``"full"``.
     """
 
     format: Literal["sharded", "full"] = "sharded"
@@ -101,6 +105,13 @@ class Checkpoint:
     def __post_init__(self) -> None:
         if self.format not in ("sharded", "full"):
             raise ValueError(f"Checkpoint(format={self.format!r}) is unknown. Write format='sharded' or format='full'.")
+        if not isinstance(self.async_save, bool):
+            raise ValueError(f"Checkpoint(async_save={self.async_save!r}) is neither True nor False.")
+        if self.async_save and self.format == "full":
+            raise ValueError(
+                "Checkpoint(format='full', async_save=True): single files are written at once. Leave async_save out, or "
+                "use Lightning's AsyncCheckpointIO plugin."
+            )
 
 
 def policy_from(kind: type[Policy], value: Policy | Mapping[str, Any] | None, argument: str) -> Policy | None:

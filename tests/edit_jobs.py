@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parametrizations, prune
 
-from jobs import CLASSES, FEATURES, loader, state_of, trainer
+from jobs import CLASSES, FEATURES, loader, read_checkpoint, state_of, trainer
 
 WIDTH = 19  # divides evenly by nothing
 IN_THE_WAY = "modified by an inplace operation"  # torch's words, where backward needs what was there before
@@ -486,7 +486,7 @@ def fit(strategy: Any, name: str, precision: str, path: Path) -> dict[str, Any]:
         return {**outcome, "error": IN_THE_WAY}
     run.save_checkpoint(path)
     run.strategy.barrier()
-    checkpoint = torch.load(path, weights_only=False)
+    checkpoint = read_checkpoint(path)
     run.strategy.barrier()
     saved = {f"{part}.{name}": value for part in checkpoint for name, value in tensors_of(checkpoint[part])}
     return {**outcome, "weights": state_of(model), "saved": saved}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero import ZeroStrategy
+from lightning_zero.checkpoint import Folder, StoredCheckpoint
 
 SAMPLES, FEATURES, CLASSES = 48, 12, 5
 
@@ -107,6 +108,15 @@ def trainer(strategy: Any, world: int, **kwargs: Any) -> L.Trainer:
     return L.Trainer(strategy=strategy_from(strategy), **{**defaults, **kwargs})
 
 
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """What Lightning knows of a checkpoint, from a file or from a folder of shards."""
+    if not path.is_dir():
+        return torch.load(path, weights_only=False)
+    saved = StoredCheckpoint(path).load()
+    saved.pop("lightning_zero", None)
+    return saved
+
+
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
@@ -158,10 +168,10 @@ def whole_life(strategy: Any, world: int) -> dict[str, Any]:
     predictions = run.predict(model, loader(seed=3))
     path = Path(run.strategy.broadcast(f"/tmp/lightning_zero_{id(model)}.ckpt"))
     run.save_checkpoint(path)
-    checkpoint = torch.load(path, weights_only=False)
+    checkpoint = read_checkpoint(path)
     run.strategy.barrier()
     if run.is_global_zero:
-        path.unlink()
+        Folder(path).remove()
     run.fit_loop.max_epochs = 2
     run.fit(model, loader(shuffle=True))
     assert predictions is not None
@@ -334,7 +344,7 @@ def fit_buffers(strategy: Any, path: Path, precision: str) -> dict[str, Any]:
     run.strategy.barrier()
     return {
         "buffers": {name: value.clone() for name, value in model.named_buffers()},
-        "saved": torch.load(path, weights_only=False)["state_dict"],
+        "saved": read_checkpoint(path)["state_dict"],
     }
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from edit_jobs import tensors_of
-from jobs import CLASSES, FEATURES, loader, state_of, trainer
+from jobs import CLASSES, FEATURES, loader, read_checkpoint, state_of, trainer
 
 WIDTH = 9  # divides evenly by nothing
 SAMPLES = 32  # four steps on two ranks
@@ -535,7 +535,7 @@ def fit(strategy: Any, name: str, precision: str, path: Path) -> dict[str, Any]:
     run.fit(model, loader(samples=SAMPLES))
     run.save_checkpoint(path)
     run.strategy.barrier()
-    checkpoint = torch.load(path, weights_only=False)
+    checkpoint = read_checkpoint(path)
     L.seed_everything(2, verbose=False)
     again = MODULES[name]()
     resumed = trainer(strategy, 2, precision=precision, max_epochs=2)

@@ -149,7 +149,7 @@ def adapted(tmp_path_factory) -> Path:
 def weights(adapted) -> Weights:
     from lora import LoraLanguageModel  # takes seconds
 
-    checkpoint = torch.load(adapted / "checkpoints" / "latest.ckpt", weights_only=True)
+    checkpoint = StoredCheckpoint(adapted / "checkpoints" / "latest.ckpt").load()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)  # the seed in conf/train.yaml
         model = LoraLanguageModel(**checkpoint["hyper_parameters"])
