@@ -159,7 +159,7 @@ _RECEIVER: ContextVar[Callable[[Parameter, Stored], None] | None] = ContextVar("
 
 
 @contextmanager
-def receiving(receiver: Callable[[Parameter, Stored], None]) -> Iterator[None]:
+def receiving(receiver: Callable[[Parameter, Stored], None] | None) -> Iterator[None]:
     """Inside, `parameter.copy_(lazy)` of stored values reads nothing: `receiver(parameter, source)` notes it instead.
 
     So `Module.load_state_dict`, with all that users do in its hooks, says what goes where, and each rank reads only the

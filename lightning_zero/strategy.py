@@ -27,7 +27,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero import randomness
+from lightning_zero import resume
 from lightning_zero.callbacks import First, Preemption
 from lightning_zero.checkpoint import CheckpointError, CheckpointKeeper
 from lightning_zero.comm import Comm, make_comm
@@ -44,10 +44,9 @@ from lightning_zero.config import (
     seconds_from,
 )
 from lightning_zero.engine import Engine, Options
-from lightning_zero.lazy import LazyTensor, Partial, materialize, receiving
 from lightning_zero.precision import _ScaledGradients, _ShardedGradients, adapt
+from lightning_zero.resume import Ranks
 from lightning_zero.schedule import StopRequest
-from lightning_zero.spread import OfOneRank
 from lightning_zero.stage import STAGES
 from lightning_zero.units import as_written
 
@@ -473,32 +472,25 @@ class ZeroStrategy(DDPStrategy):
         if _is_last(trainer, path) and self.keeper.link_latest(path, trainer.global_step):
             return
         if "optimizer_states" in checkpoint:
-            checkpoint["lightning_zero"] = self._state_of_ranks()
+            checkpoint[resume.KEY] = self._ranks.capture(
+                trainer.global_step,
+                is_mid_epoch=not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch,
+                skipped_steps=getattr(self.precision_plugin, "skipped_steps", 0),
+                optimizer_parameters=[] if self._trained is None else self._trained.optimizer_parameters,
+            )
         about = {"epoch": trainer.current_epoch, "stage": self.stage}
         self.keeper.save(checkpoint, path, trainer.global_step, about)
+        if self.engine is None or self.engine.closed:
+            self.keeper.saver.wait()  # nobody would look for its errors later
 
     @property
     def _trainer(self) -> "pl.Trainer":
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 
-    def _state_of_ranks(self) -> dict[str, Any]:
-        """What a resumed fit needs and no tensor of the model holds; each rank has its own random state."""
-        rank, plugin = self.global_rank, self.precision_plugin
-        mine = {
-            name: LazyTensor(OfOneRank(f"rank {rank}:{name}", value)) if isinstance(value, Tensor) else value
-            for name, value in randomness.capture(self.root_device).items()
-        }
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        return {
-            "random": Partial("random", {rank: mine}),
-            "optimizer_parameters": [] if self._trained is None else self._trained.optimizer_parameters,
-            "world": self.world_size,
-            "seed": int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())),
-            "step": self._trainer.global_step,
-            "is_mid_epoch": not progress.is_last_batch,
-            "skipped_steps": getattr(plugin, "skipped_steps", 0),
-        }
+    @property
+    def _ranks(self) -> Ranks:
+        return Ranks(self.global_rank, self.world_size, self.root_device, rank_zero_info)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -511,7 +503,7 @@ class ZeroStrategy(DDPStrategy):
         self._resumed_state = None
         checkpoint = self.keeper.open(os.fspath(checkpoint_path), objects=weights_only is False)
         if checkpoint is not None:
-            self._resumed_state = checkpoint.get("lightning_zero")
+            self._resumed_state = checkpoint.get(resume.KEY)
             return checkpoint
         try:
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
@@ -530,28 +522,18 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """A checkpoint of a compiled model loads into one that is not, and the reverse.
+        """See `resume.load_state_dict`. With ``strict=False`` what does not match is left as it is, and told.
 
         Args:
             checkpoint: with its "state_dict".
-            strict: raise, with all their names, when keys are missing, unexpected or of another shape. Otherwise load
-                the rest and warn.
+            strict: `LightningModule.strict_loading`.
         """
-        module = self.lightning_module
-        assert module is not None
-        own = {as_written(name): name for name in module.state_dict()}
-        state = {own.get(as_written(name), name): value for name, value in checkpoint["state_dict"].items()}
-        reshaped = [] if strict else _reshaped(module, state)
-        with receiving(self.keeper.receive):
-            left = module.load_state_dict(
-                {name: value for name, value in state.items() if name not in reshaped}, strict=strict
-            )
-        missing = [name for name in left.missing_keys if name not in reshaped]
-        if missing or left.unexpected_keys or reshaped:
-            rank_zero_warn(
-                f"strict_loading=False: missing in the checkpoint {missing}, unexpected in it {left.unexpected_keys}, "
-                f"of another shape {reshaped}. These were left as they are."
-            )
+        assert self.lightning_module is not None
+        is_running = self.engine is not None and not self.engine.closed  # else `setup` will read what ranks own
+        receiver = None if is_running else self.keeper.receive
+        left = resume.load_state_dict(self.lightning_module, checkpoint["state_dict"], strict=strict, receiver=receiver)
+        if any(left):
+            rank_zero_warn(f"strict_loading=False: {left}. These stay as they are.")
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -567,24 +549,14 @@ class ZeroStrategy(DDPStrategy):
             plugin = self.precision_plugin
             if isinstance(plugin, _ScaledGradients):
                 plugin.skipped_steps = self._resumed_state["skipped_steps"]
-            self._restore_random_state(self._resumed_state)
-
-    def _restore_random_state(self, saved: dict[str, Any]) -> None:
-        if saved["world"] == self.world_size:
-            randomness.restore(materialize(saved["random"][self.global_rank]), self.root_device)
-            return
-        randomness.derive(saved["seed"], saved["step"], self.global_rank)
-        rank_zero_info(
-            f"The checkpoint is of {saved['world']} ranks, and there are {self.world_size}: each takes a new random "
-            "state, made of seed, step and rank."
-        )
+            self._ranks.restore_random(self._resumed_state)
 
     def before_first_batch(self) -> None:
         """In the middle of an epoch the data loader is made anew, which draws; the run that was saved did not."""
         saved, self._resumed_state = self._resumed_state, None
         if saved is not None:
             if saved["is_mid_epoch"]:
-                self._restore_random_state(saved)
+                self._ranks.restore_random(saved)
             self.keeper.close()
 
     def poll_saves(self) -> None:
@@ -608,11 +580,16 @@ class ZeroStrategy(DDPStrategy):
         module = self.lightning_module
         if module is not None:
             vars(module).pop("lr_scheduler_step", None)
-        self._finish_saves()
+        unsaved = self._finish_saves()
         if self._close_engine():
             super().teardown()
-            return
-        # Lightning's teardown would move the model to the CPU, and by that read parameters whose values are not here.
+        else:
+            self._teardown_spread()
+        if unsaved is not None and not self._failed:
+            raise unsaved
+
+    def _teardown_spread(self) -> None:
+        """Lightning's would move the model to the CPU, and by that read parameters whose values are not here."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()
@@ -620,16 +597,18 @@ class ZeroStrategy(DDPStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
-    def _finish_saves(self) -> None:
+    def _finish_saves(self) -> CheckpointError | None:
+        """Waits for what is written in the background; returns what that failed with."""
         if self._keeper is None:
-            return
+            return None
         self._keeper.close()
         try:
             self._keeper.saver.wait()
         except CheckpointError as error:
-            if not self._failed:
-                raise
-            log.error("%s", error)  # another error is on its way out already
+            if self._failed:
+                log.error("%s", error)  # another error is on its way out already
+            return error
+        return None
 
     def _close_engine(self) -> bool:
         """Makes the model whole when all ranks are there and it fits; says whether it is."""
@@ -684,16 +663,6 @@ def _is_last(trainer: "pl.Trainer", path: str) -> bool:
         isinstance(callback, ModelCheckpoint) and callback.save_last and callback.last_model_path == path
         for callback in trainer.checkpoint_callbacks
     )
-
-
-def _reshaped(module: Module, state: Mapping[str, Any]) -> list[str]:
-    """Names of entries that are tensors of another shape than the module's."""
-    own = module.state_dict()
-    return [
-        name
-        for name, value in state.items()
-        if isinstance(value, Tensor) and isinstance(own.get(name), Tensor) and own[name].shape != value.shape
-    ]
 
 
 def _stage_from(stage: Any) -> int:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from lightning_zero.checkpoint import StoredCheckpoint
 from lightning_zero.sweep import read_summary
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -172,7 +172,7 @@ def test_r60_registered_names_make_the_strategy() -> None:
         ({"offload": {"path": "/x"}}, ValueError, "Give `path` exactly when a tier is 'nvme'"),
         ({"offload": 3}, TypeError, r"offload=3 must be Offload\(\.\.\.\)"),
         ({"checkpoint": {"format": "zip"}}, ValueError, "format='zip'"),
-        ({"checkpoint": {"async_save": 1}}, ValueError, r"async_save=1 is neither True nor False"),
+        ({"checkpoint": {"async_save": 1}}, ValueError, r"async_save=1\) is neither True nor False"),
         ({"units": "torch.nn.Lineer"}, ValueError, "cannot be imported"),
         ({"units": 3}, TypeError, "units=3 must be 'auto'"),
         ({"tensor_parallel_size": 2}, NotImplementedError, "tensor_parallel_size is not there yet"),

@@ -1,0 +1,108 @@
+"""What a fit goes on from besides tensors of the model: the ranks' random state, counters; and how a module is loaded."""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from lightning_zero import randomness
+from lightning_zero.lazy import LazyTensor, Partial, Stored, materialize, receiving
+from lightning_zero.spread import OfOneRank
+from lightning_zero.units import as_written
+
+KEY = "lightning_zero"  # of the checkpoint's entry
+
+
+@final
+class Ranks:
+    """The ranks of a run, seen from one of them.
+
+    Args:
+        rank: of this process.
+        world: how many there are.
+        device: whose generator is saved too.
+        tell: called with what the user should know.
+    """
+
+    def __init__(self, rank: int, world: int, device: torch.device, tell: Callable[[str], None]) -> None:
+        self._rank = rank
+        self._world = world
+        self._device = device
+        self._tell = tell
+
+    def capture(self, step: int, **counters: Any) -> dict[str, Any]:
+        """The entry of a checkpoint; every rank adds its own random state.
+
+        Args:
+            step: optimizer steps so far.
+            counters: plain values to keep beside.
+        """
+        mine = {
+            name: LazyTensor(OfOneRank(f"rank {self._rank}:{name}", value)) if isinstance(value, Tensor) else value
+            for name, value in randomness.capture(self._device).items()
+        }
+        seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
+        random = Partial("random", {self._rank: mine})
+        return {"world": self._world, "step": step, "seed": seed, "random": random, **counters}
+
+    def restore_random(self, saved: Mapping[str, Any]) -> None:
+        """The random state that this rank had; where there are more or fewer ranks now, a new one for each."""
+        if saved["world"] == self._world:
+            randomness.restore(materialize(saved["random"][self._rank]), self._device)
+            return
+        randomness.derive(saved["seed"], saved["step"], self._rank)
+        self._tell(
+            f"The checkpoint is of {saved['world']} ranks, and there are {self._world}: each takes a new random state, "
+            "made of seed, step and rank."
+        )
+
+
+class Incompatible(NamedTuple):
+    """Keys that a checkpoint and a module do not share, or not in one shape."""
+
+    missing: list[str]  # in the checkpoint
+    unexpected: list[str]  # in the checkpoint
+    reshaped: list[str]
+
+    def __str__(self) -> str:
+        return (
+            f"missing in the checkpoint {self.missing}, unexpected in it {self.unexpected}, of another shape "
+            f"{self.reshaped}"
+        )
+
+
+def load_state_dict(
+    module: Module,
+    state: Mapping[str, Any],
+    *,
+    strict: bool,
+    receiver: Callable[[Parameter, Stored], None] | None,
+) -> Incompatible:
+    """`module.load_state_dict`, with all that users do in its hooks. A checkpoint of a compiled model loads into one
+    that is not, and the reverse.
+
+    Args:
+        module: to load into.
+        state: its `state_dict`; of lazy entries nothing is read that `receiver` takes note of.
+        strict: raise when keys do not match. Otherwise load what does.
+        receiver: see `lazy.receiving`; None reads everything now.
+
+    Raises:
+        RuntimeError: torch's own, with every name, when `strict` and keys or shapes do not match.
+    """
+    own = module.state_dict()
+    names = {as_written(name): name for name in own}
+    state = {names.get(as_written(name), name): value for name, value in state.items()}
+    reshaped = [] if strict else [name for name in state if _shape(own.get(name)) not in (None, _shape(state[name]))]
+    with receiving(receiver):
+        left = module.load_state_dict({k: v for k, v in state.items() if k not in reshaped}, strict=strict)
+    return Incompatible(
+        [name for name in left.missing_keys if name not in reshaped], list(left.unexpected_keys), reshaped
+    )
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
