@@ -109,8 +109,8 @@ class Checkpoint:
             raise ValueError(f"Checkpoint(async_save={self.async_save!r}) is neither True nor False.")
         if self.async_save and self.format == "full":
             raise ValueError(
-                "Checkpoint(format='full', async_save=True): single files are written at once. Leave async_save out, or "
-                "use Lightning's AsyncCheckpointIO plugin."
+                "Checkpoint(format='full', async_save=True): single files are written at once. Leave async_save out, "
+                "or use Lightning's AsyncCheckpointIO plugin."
             )
 
 

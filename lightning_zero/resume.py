@@ -1,4 +1,4 @@
-"""What a fit goes on from besides tensors of the model: the ranks' random state, counters; and how a module is loaded."""
+"""What a fit goes on from besides tensors of the model: random state and counters; and how a module is loaded."""
 
 import os
 from collections.abc import Callable, Mapping

@@ -1,0 +1,399 @@
+"""Whole Trainer runs that save and resume, called on real ranks by the tests of checkpoints."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import jobs
+from jobs import Wide, read_checkpoint, state_of
+from lightning_zero.lazy import LazyTensor
+
+GLOBAL_BATCH, STEPS = 24, 5  # per epoch
+FEATURES, WIDTH, CLASSES = 7, 13, 5
+
+
+def trainer(strategy: Any, world: int, **kwargs: Any) -> L.Trainer:
+    return jobs.trainer(strategy, world, use_distributed_sampler=False, **kwargs)
+
+
+class Everything(L.LightningModule):
+    """Tied and frozen weights, a parameter without dimensions, one in bf16, buffers of several kinds."""
+
+    def __init__(self, dropout: float = 0.0, optimizer: str = "adamw") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.inner = nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.Tanh(), nn.Dropout(dropout), nn.Linear(WIDTH, WIDTH))
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+        self.blocks[1].weight = self.blocks[0].weight
+        self.norm = nn.LayerNorm(WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.halves = nn.Parameter(torch.randn(3).bfloat16(), requires_grad=False)
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+        self.register_buffer("count", torch.tensor(2**40 + 1))
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+        self.losses: list[float] = []
+        self.started: dict[str, Any] = {}  # states when fit began
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        hidden = self.inner(x)
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden))
+        hidden = self.norm(hidden + self.frozen(hidden)) * self.scale
+        if self.hparams.dropout:  # every generator that a user may draw from
+            hidden = hidden * (1 + 0.1 * random.random() + 0.1 * numpy.random.rand() + 0.1 * torch.rand(()))
+        loss = nn.functional.cross_entropy(self.head(hidden), y)
+        self.losses.append(loss.item())
+        self.count += 1
+        self.log("loss", loss.detach(), sync_dist=True)
+        self.log("improving", -float(self.global_step))
+        return loss
+
+    def on_train_start(self) -> None:
+        strategy = self.trainer.strategy
+        engine = getattr(strategy, "engine", None)
+        if engine is not None:
+            self.started = {
+                "state_dict": engine.full_state_dict(copy=True),
+                "optimizer": [engine.optimizer_state(optimizer) for optimizer in strategy.optimizers],
+            }
+
+    def configure_optimizers(self) -> Any:
+        trainable = [p for p in self.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trainable if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in trainable if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        optimizer: torch.optim.Optimizer
+        if self.hparams.optimizer == "adamw":
+            optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        else:
+            optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class ResumableLoader(DataLoader):
+    """Goes on with the batch after the last one it gave, as torchdata's StatefulDataLoader does."""
+
+    given, skip = 0, 0
+
+    def __iter__(self) -> Any:
+        self.given, skip, self.skip = self.skip, self.skip, 0
+        for number, batch in enumerate(super().__iter__()):
+            if number >= skip:
+                self.given += 1
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.skip = state["given"]
+
+
+def data(world: int, *, steps: int = STEPS, kind: type[DataLoader] = DataLoader) -> DataLoader:
+    """Global batches that do not depend on the number of ranks."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(GLOBAL_BATCH * steps, FEATURES, generator=generator)
+    y = torch.randint(0, CLASSES, (GLOBAL_BATCH * steps,), generator=generator)
+    dataset = TensorDataset(x, y)
+    sampler: Any = DistributedSampler(dataset, num_replicas=world, rank=int(os.environ["RANK"]), shuffle=False)
+    return kind(dataset, batch_size=GLOBAL_BATCH // world, sampler=sampler)
+
+
+def fit(
+    strategy: Any,
+    world: int,
+    epochs: int,
+    *,
+    resume: Any = None,
+    save: Any = None,
+    loader: DataLoader | None = None,
+    module: dict[str, Any] | None = None,
+    seed: int = 1,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """Fits to the end of `epochs`, from a checkpoint or anew, and saves."""
+    L.seed_everything(seed, verbose=False)
+    model = Everything(**(module or {}))
+    run = trainer(strategy, world, max_epochs=epochs, **kwargs)
+    run.fit(model, data(world) if loader is None else loader, ckpt_path=resume)
+    if save is not None:
+        run.save_checkpoint(save)
+    keeper = getattr(run.strategy, "keeper", None)
+    return {
+        "losses": model.losses,
+        "weights": state_of(model),
+        "started": model.started,
+        "lr": run.optimizers[0].param_groups[0]["lr"],
+        "step": run.global_step,
+        "bytes_read": None if keeper is None else keeper.bytes_read,
+        "ties": model.blocks[1].weight is model.blocks[0].weight,
+    }
+
+
+class SaveAt(L.Callback):
+    """Saves in the middle of fit, when the optimizer has taken `step` steps."""
+
+    def __init__(self, step: int, path: Any) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, run: L.Trainer, *_: Any) -> None:
+        if run.global_step == self.step:
+            run.save_checkpoint(self.path)
+
+
+def fit_saving_at(strategy: Any, world: int, epochs: int, step: int, path: Any, **kwargs: Any) -> dict[str, Any]:
+    return fit(strategy, world, epochs, callbacks=[SaveAt(step, path)], **kwargs)
+
+
+def resumable(world: int, steps: int) -> DataLoader:
+    return data(world, steps=steps, kind=ResumableLoader)
+
+
+def fit_with_dropout(strategy: Any, world: int, epochs: int, **kwargs: Any) -> dict[str, Any]:
+    """Each rank draws from every generator in every step."""
+    return fit(strategy, world, epochs, module={"dropout": 0.3}, **kwargs)
+
+
+def fit_in_mid_epoch(
+    strategy: Any, world: int, steps: int, *, save: Any = None, resume: Any = None, seed: int = 1
+) -> dict[str, Any]:
+    """An epoch of `steps` with a loader that can be resumed; saves after half of them."""
+    callbacks = [] if save is None else [SaveAt(steps // 2, save)]
+    loader = resumable(world, steps)
+    return fit_with_dropout(strategy, world, 1, resume=resume, callbacks=callbacks, loader=loader, seed=seed)
+
+
+# -- ModelCheckpoint
+
+
+def fit_keeping(
+    strategy: Any, world: int, folder: Any, *, epochs: int = 2, seed: int = 1, resume: Any = None, **kwargs: Any
+) -> dict[str, Any]:
+    """Ten steps with a `ModelCheckpoint(**kwargs)`; where everything is afterwards."""
+    L.seed_everything(seed, verbose=False)
+    model = Everything()
+    callback = ModelCheckpoint(dirpath=folder, **kwargs)
+    run = trainer(strategy, world, max_epochs=epochs, callbacks=[callback], enable_checkpointing=True)
+    run.fit(model, data(world), ckpt_path=resume)
+    run.strategy.barrier()
+    return {
+        "best": callback.best_model_path,
+        "last": callback.last_model_path,
+        "kept": sorted(callback.best_k_models),
+        "losses": model.losses,
+        "step": run.global_step,
+    }
+
+
+def evaluate_from(strategy: Any, world: int, path: Any) -> dict[str, Tensor]:
+    """The weights that `test` sees when it starts from a checkpoint."""
+    seen: dict[str, Tensor] = {}
+
+    class Looks(Everything):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            with self.trainer.strategy.full_parameters():
+                seen.update(state_of(self))
+
+    trainer(strategy, world).test(Looks(), data(world), ckpt_path=path, verbose=False)
+    return seen
+
+
+def error_of(function: Any, *args: Any, **kwargs: Any) -> str | None:
+    """What a function raises, or None."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def fit_from_weights_only(strategy: Any, world: int, path: Any) -> str | None:
+    return error_of(fit, strategy, world, 2, resume=path)
+
+
+# -- user hooks
+
+
+class Lora(Everything):
+    """Keeps only what trains, under other names, as adapters are saved; and an addition of its own."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        assert isinstance(state["inner.0.weight"], LazyTensor | nn.Parameter | Tensor)
+        del state["frozen.weight"], state["frozen.bias"]
+        state["renamed.weight"] = state.pop("head.weight")
+        checkpoint["moved"] = {"inner.0.bias": state.pop("inner.0.bias")}
+        state["scale"] = state["scale"] * 2
+        checkpoint["mine"] = {"list": [1, 2.5, None, "x"], "tensor": torch.arange(3)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        state["head.weight"] = state.pop("renamed.weight")
+        state.update(checkpoint["moved"])
+        state["scale"] = state["scale"] / 2
+        self.strict_loading = False
+        self.mine = checkpoint["mine"]
+
+
+def fit_with_hooks(strategy: Any, world: int, path: Path) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    model = Lora()
+    run = trainer(strategy, world, callbacks=[SaveAt(3, path)])
+    run.fit(model, data(world))
+    run.strategy.barrier()
+    saved = read_checkpoint(path)
+    L.seed_everything(1, verbose=False)
+    again = Lora()
+    trainer(strategy, world, max_epochs=2).fit(again, data(world), ckpt_path=path)
+    return {"saved": saved["state_dict"], "moved": saved["moved"], "mine": again.mine, "losses": again.losses}
+
+
+# -- memory and wire
+
+
+def cost_of_saving(strategy: Any, path: Path) -> dict[str, int]:
+    """Of a save in mid-fit: bytes it puts on the wire, and what it adds to the peak of memory. 32 MB of parameters."""
+    cost: dict[str, int] = {}
+
+    class Measure(L.Callback):
+        def on_train_batch_end(self, run: L.Trainer, *_: Any) -> None:
+            if run.global_step != 2:
+                return
+            sent = sum(run.strategy.communication_report().values())  # type: ignore[attr-defined]
+            before = peak_resident_bytes()
+            run.save_checkpoint(path)
+            cost["peak"] = peak_resident_bytes() - before
+            cost["wire"] = sum(run.strategy.communication_report().values()) - sent  # type: ignore[attr-defined]
+
+    run = trainer(strategy, 2, max_steps=3, callbacks=[Measure()])
+    run.fit(Wide(1024, 8), DataLoader(TensorDataset(torch.zeros(8, 1)), batch_size=1))
+    return cost
+
+
+def peak_resident_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+
+
+def resident_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmRSS")).split()[1])
+
+
+# -- saves in the background
+
+
+def save_and_overwrite(strategy: Any, path: Path) -> dict[str, Any]:
+    """Every parameter changes right after an asynchronous save has returned."""
+    found: dict[str, Any] = {}
+
+    class Overwrite(L.Callback):
+        def on_train_batch_end(self, run: L.Trainer, model: Any, *_: Any) -> None:
+            if run.global_step != 2:
+                return
+            found["before"] = {name: p.detach().clone() for name, p in model.named_parameters()}
+            run.save_checkpoint(path)
+            found["was_there"] = path.exists()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(7.0)
+
+    L.seed_everything(1, verbose=False)
+    trainer(strategy, 2, callbacks=[Overwrite()]).fit(Everything(), data(2))
+    return found
+
+
+def save_in_background_to(strategy: Any, path: Any, *, then: str) -> dict[str, Any]:
+    """The error of an asynchronous save that fails, and the step at which it came."""
+    model = Everything()
+    callbacks = [SaveAt(2 if then == "goes on" else STEPS, path)]
+    run = trainer(strategy, 2, callbacks=callbacks)
+
+    class Slowly(L.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            time.sleep(0.3)
+
+    if then == "goes on":
+        run.callbacks.append(Slowly())
+    return {"error": error_of(run.fit, model, data(2)), "step": len(model.losses)}
+
+
+def save_fifty_times(strategy: Any, path: Path) -> list[int]:
+    """Resident bytes after each of fifty asynchronous saves of 50 MB."""
+    resident: list[int] = []
+
+    class Often(L.Callback):
+        def on_train_batch_end(self, run: L.Trainer, *_: Any) -> None:
+            run.save_checkpoint(path)
+            run.strategy.keeper.saver.wait()  # type: ignore[attr-defined]
+            resident.append(resident_bytes())
+
+    run = trainer(strategy, 2, max_steps=50, callbacks=[Often()])
+    run.fit(Wide(1024, 4), DataLoader(TensorDataset(torch.zeros(100, 1)), batch_size=1))
+    return resident
+
+
+# -- preemption
+
+
+class Signal(L.Callback):
+    """Sends a signal to this process in the middle of a step, on one rank."""
+
+    def __init__(self, number: int, rank: int, step: int) -> None:
+        self.number, self.rank, self.step = number, rank, step
+
+    def on_before_zero_grad(self, run: L.Trainer, *_: Any) -> None:
+        if run.global_rank == self.rank and run.global_step == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+def fit_until_told_to_stop(strategy: Any, folder: Path, number: int, rank: int, **kwargs: Any) -> dict[str, Any]:
+    """How a job ends that gets a signal before its third step, and where it left its checkpoint."""
+    before = signal.getsignal(number)
+    L.seed_everything(1, verbose=False)
+    model = Everything()
+    keep = ModelCheckpoint(dirpath=folder, save_last=True)
+    callbacks = [keep, Signal(number, rank, 2)]
+    run = trainer(strategy, 2, max_epochs=2, callbacks=callbacks, enable_checkpointing=True, **kwargs)
+    code: Any = "it went on"
+    try:
+        run.fit(model, resumable(2, STEPS))
+    except SystemExit as leaving:
+        code = leaving.code
+    return {
+        "code": code,
+        "losses": model.losses,
+        "step": run.global_step,
+        "handler_is_back": signal.getsignal(number) == before,
+    }
+
+
+def fit_from_last(strategy: Any, folder: Path) -> dict[str, Any]:
+    """The same job, started again."""
+    L.seed_everything(7, verbose=False)
+    model = Everything()
+    keep = ModelCheckpoint(dirpath=folder, save_last=True)
+    run = trainer(strategy, 2, max_epochs=2, callbacks=[keep], enable_checkpointing=True)
+    run.fit(model, resumable(2, STEPS), ckpt_path="last")
+    return {"losses": model.losses, "weights": state_of(model)}
+
+
+def fit_undisturbed(strategy: Any) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    model = Everything()
+    trainer(strategy, 2, max_epochs=2).fit(model, resumable(2, STEPS))
+    return {"losses": model.losses, "weights": state_of(model)}
