@@ -7,6 +7,7 @@ issue different operations wait for each other, and say so, instead of silently 
 Shapes: N ranks; a *full* array is ``(N, columns)`` with one row per rank, a *shard* is ``(columns,)``.
 """
 
+import itertools
 import pickle
 import threading
 import zlib
@@ -36,6 +37,8 @@ _REDUCE: dict[Reduction, Callable[[Tensor], Tensor]] = {
 # torch 2.13 renamed the two single-tensor collectives; both names are tried, 2.11 has only the older.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_MADE = itertools.count()  # communicators of this process; all ranks make the same ones, in the same order
 
 _GRACE = timedelta(seconds=3)  # after a timed-out wait: how long to listen for what the other ranks report
 
@@ -237,6 +240,7 @@ class GlooComm(Comm):
         super().__init__(dist.get_rank(group), dist.get_world_size(group), sanitize=sanitize)
         self._group = group
         self._wait_timeout = wait_timeout
+        self._number = next(_MADE)
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
 
     @cached_property
@@ -307,7 +311,9 @@ class GlooComm(Comm):
                 raise self._lost(peer, key, error) from error
 
     def _store(self) -> dist.Store:
-        return dist.PrefixStore(f"lightning_zero/{self._group.group_name}", dist.distributed_c10d._get_default_store())
+        # By number: what an earlier one left there (the verdict on its first save) must not be taken for this one's.
+        prefix = f"lightning_zero/{self._group.group_name}/{self._number}"
+        return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
 
     def _lost(self, peer: int, key: str, error: RuntimeError) -> RankTimeoutError:
         """Tells the others, through the store, where this rank waits, and listens for where they do."""
@@ -413,6 +419,7 @@ class ThreadWorld:
         """
         results: list[Any] = [None] * self.size
         errors: list[BaseException] = []
+        self.store = dist.HashStore()
 
         def rank_main(rank: int) -> None:
             try:

@@ -366,10 +366,13 @@ class Engine:
             for access in self._accesses
             for index, parameter in enumerate(access.group.parameters)
         }
-        return {
-            as_written(name): lazy.get(id(value), value.detach() if isinstance(value, Tensor) else value)
-            for name, value in self.module.state_dict(keep_vars=True).items()
-        }
+        state = self.module.state_dict(keep_vars=True)
+        for name, value in state.items():
+            if id(value) in lazy:
+                state[name] = lazy[id(value)]
+            elif isinstance(value, Tensor):
+                state[name] = value.detach()
+        return {as_written(name): value for name, value in state.items()}
 
     def load(self, stored: Mapping[Parameter, Stored], verify: Callable[[], None]) -> None:
         """Parameters take the values of a checkpoint; each rank reads what it owns. A collective.
@@ -440,11 +443,6 @@ class Engine:
             cut = [stepper.cut_state_dict(state) for stepper, state in zip(steppers, state_dicts, strict=True)]
         for stepper, state in zip(steppers, cut, strict=True):
             stepper.load_cut_state_dict(state)
-
-    @property
-    def is_spread(self) -> bool:
-        """Whether some parameter rests as something else than its whole, declared values."""
-        return any(access.is_needed for access in self._accesses)
 
     # -- reports
 

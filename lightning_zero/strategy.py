@@ -616,7 +616,7 @@ class ZeroStrategy(DDPStrategy):
             return True
         if self._failed and self.engine.mesh.world.size > 1:
             self.engine.close(whole=False)
-            return not self.engine.is_spread
+            return False
         if not self._fits_whole(self.engine):
             rank_zero_info(
                 "The model stays sharded: whole copies do not fit into host memory. Reading a parameter gathers it "
