@@ -182,6 +182,11 @@ class ZeroStrategy(DDPStrategy):
     @override
     def setup_distributed(self) -> None:
         """DDP seeds every rank anew here. One rank keeps its random state, so that it equals a single device."""
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
+            rank_zero_warn(
+                "torchrun's shared store keeps the addresses of dead ranks, and ranks that are started again may "
+                "connect to those (pytorch issue 135712). Start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."
+            )
         with isolate_rng() if self.num_nodes * self.num_processes == 1 else nullcontext():
             super().setup_distributed()
 

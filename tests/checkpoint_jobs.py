@@ -65,7 +65,7 @@ class Everything(L.LightningModule):
         engine = getattr(strategy, "engine", None)
         if engine is not None:
             self.started = {
-                "state_dict": engine.full_state_dict(copy=True),
+                "state_dict": {name: value.clone() for name, value in engine.full_state_dict(copy=True).items()},
                 "optimizer": [engine.optimizer_state(optimizer) for optimizer in strategy.optimizers],
             }
 
@@ -223,6 +223,11 @@ def error_of(function: Any, *args: Any, **kwargs: Any) -> str | None:
 
 def fit_from_weights_only(strategy: Any, world: int, path: Any) -> str | None:
     return error_of(fit, strategy, world, 2, resume=path)
+
+
+def resume_from_last(strategy: Any, world: int, folder: Any, *, epochs: int = 3) -> dict[str, Any]:
+    """A job that was started again: where it looks for its checkpoints is all it is told."""
+    return fit_keeping(strategy, world, folder, epochs=epochs, resume="last", save_top_k=1, every_n_train_steps=100)
 
 
 # -- user hooks
@@ -390,6 +395,18 @@ def fit_from_last(strategy: Any, folder: Path) -> dict[str, Any]:
     run = trainer(strategy, 2, max_epochs=2, callbacks=[keep], enable_checkpointing=True)
     run.fit(model, resumable(2, STEPS), ckpt_path="last")
     return {"losses": model.losses, "weights": state_of(model)}
+
+
+def logged_losses(strategy: Any, world: int, epochs: int) -> list[float]:
+    """Of the global batches, as they are logged."""
+    logged: list[float] = []
+
+    class Listen(L.Callback):
+        def on_train_batch_end(self, run: L.Trainer, *_: Any) -> None:
+            logged.append(run.callback_metrics["loss"].item())
+
+    fit(strategy, world, epochs, callbacks=[Listen()])
+    return logged
 
 
 def fit_undisturbed(strategy: Any) -> dict[str, Any]:

@@ -32,6 +32,7 @@ OPTION_STATES: dict[tuple[str, str], dict] = {
     ("activation_checkpointing", "offload"): {"offload": True},
     ("activation_checkpointing", "contiguous"): {"contiguous": True},
     ("checkpoint", "sharded"): {},
+    ("checkpoint", "background"): {"async_save": True},
     ("checkpoint", "full"): {"format": "full"},
 }
 
