@@ -36,12 +36,12 @@ def checkpoints_in(url: str) -> list[str]:
     return [name for name in Folder(url).names() if Folder(url).inside(name).is_checkpoint]
 
 
-@pytest.mark.parametrize("place", ["memory", "file", "bucket"])
+@pytest.mark.parametrize("place", ["memory", "disk", "bucket"])
 def test_r49_save_keep_resume_consolidate_and_find_the_last(
     place: str, bucket: Path, pool_of: Callable[[int], RankPool]
 ) -> None:
     """In memory there is one process, and two elsewhere."""
-    url = {"memory": "memory://run/kept", "file": f"file://{bucket}/kept", "bucket": "bucket://run/kept"}[place]
+    url = {"memory": "memory://run/kept", "disk": f"{bucket}/kept", "bucket": "bucket://run/kept"}[place]
     world = 1 if place == "memory" else 2
     pool = pool_of(world)
     run = pool.run(in_bucket, jobs.fit_keeping, bucket, {"stage": 2}, world, url, **SETTINGS)[0]
@@ -55,6 +55,14 @@ def test_r49_save_keep_resume_consolidate_and_find_the_last(
     again = pool.run(in_bucket, jobs.resume_from_last, bucket, {"stage": 3}, world, url)
     straight = pool.run(jobs.fit, {"stage": 2}, world, 3)
     assert [run["losses"] for run in again] == [run["losses"][10:] for run in straight]
+
+
+def test_r49_a_file_url_is_a_path(two_ranks: RankPool, tmp_path: Path) -> None:
+    """(Not as a `dirpath` of `ModelCheckpoint`: Lightning itself takes that for a path relative to where it runs.)"""
+    url = f"file://{tmp_path}/a.ckpt"
+    two_ranks.run(jobs.fit, {"stage": 1}, 2, 1, save=url)
+    assert verify(tmp_path / "a.ckpt") == verify(url) == []
+    assert len(two_ranks.run(jobs.fit, {"stage": 2}, 2, 2, resume=url)[0]["losses"]) == jobs.STEPS
 
 
 def test_r49_a_checkpoint_in_a_bucket_becomes_a_file_in_a_bucket(bucket: Path, two_ranks: RankPool) -> None:
