@@ -30,6 +30,8 @@ class Attended(Protocol):
 
     def poll_saves(self) -> None: ...
 
+    def finish_saves(self) -> None: ...
+
     @property
     def stop_request(self) -> StopRequest: ...
 
@@ -96,6 +98,7 @@ class Preemption(pl.Callback):
         else:
             path = str(Folder(_folder_of(trainer)).inside(PREEMPTED))
             trainer.save_checkpoint(path)
+            self._strategy.finish_saves()  # a job whose save failed must not end with 0
             rank_zero_info(f"Told to stop: saved step {trainer.global_step} to {path}. Resume with ckpt_path='last'.")
         raise SIGTERMException
 

@@ -569,6 +569,11 @@ class ZeroStrategy(DDPStrategy):
         if self._keeper is not None:
             self._keeper.saver.poll()
 
+    def finish_saves(self) -> None:
+        """Waits for saves in the background; raises what one failed with."""
+        if self._keeper is not None:
+            self._keeper.saver.wait()
+
     @property
     def stop_request(self) -> StopRequest:
         return self._running_engine.schedule.stop
@@ -585,7 +590,7 @@ class ZeroStrategy(DDPStrategy):
         module = self.lightning_module
         if module is not None:
             vars(module).pop("lr_scheduler_step", None)
-        unsaved = self._finish_saves()
+        unsaved = self._unsaved()
         if self._close_engine():
             super().teardown()
         else:
@@ -602,13 +607,12 @@ class ZeroStrategy(DDPStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
-    def _finish_saves(self) -> CheckpointError | None:
-        """Waits for what is written in the background; returns what that failed with."""
-        if self._keeper is None:
-            return None
-        self._keeper.close()
+    def _unsaved(self) -> CheckpointError | None:
+        """What a save in the background failed with."""
+        if self._keeper is not None:
+            self._keeper.close()
         try:
-            self._keeper.saver.wait()
+            self.finish_saves()
         except CheckpointError as error:
             if self._failed:
                 log.error("%s", error)  # another error is on its way out already

@@ -236,3 +236,19 @@ def test_text_that_cannot_be_used_is_refused_with_advice(tmp_path, content, erro
             (path / name).write_text(text)
     with pytest.raises(error, match=advice):
         TextData(path=path, context=16).setup("fit")
+
+
+def test_a_training_that_changes_machines_twice_has_the_losses_of_one_that_does_not(tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "examples/resume_on_other_world.py", "--folder", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    head, *rows = done.stdout.splitlines()
+    assert head.split()[:3] == ["epoch", "validation", "loss"]
+    assert [row.split()[0] for row in rows] == ["0", "1", "2"]
+    for row in rows:
+        loss, uninterrupted = map(float, row.split()[-2:])
+        assert loss == pytest.approx(uninterrupted, rel=1e-6)
+    assert (tmp_path / "leg0.ckpt").is_dir()
+    assert (tmp_path / "leg1.ckpt").is_dir()
+    assert (tmp_path / "leg2.ckpt").is_file()  # plain Lightning's own
