@@ -2,15 +2,18 @@
 
 import datetime
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 import jobs
+from lightning_zero.checkpoint import verify
 from lightning_zero.comm import GlooComm, LocalComm, NcclComm
 from lightning_zero.engine import Engine
 from models import adamw, assorted, clone
@@ -38,6 +41,38 @@ def test_one_gpu_equals_the_plain_strategy_bit_for_bit(stage: int, precision: st
     found, expected = fit_on_gpu({"stage": stage}, precision), fit_on_gpu("auto", precision)
     assert found["losses"] == expected["losses"]
     assert all(torch.equal(found["weights"][name], value) for name, value in expected["weights"].items())
+
+
+def fit_with_checkpoints(
+    strategy: Any, folder: Path, epochs: int, accelerator: str = "gpu", resume: Path | None = None
+) -> dict[str, Any]:
+    """Saves in the middle of fit, after every epoch."""
+    L.seed_everything(1, verbose=False)
+    model = jobs.Classifier()
+    keep = ModelCheckpoint(dirpath=folder, filename="{epoch}", every_n_epochs=1, save_top_k=-1)
+    run = L.Trainer(
+        accelerator=accelerator, devices=1, strategy=jobs.strategy_from(strategy), max_epochs=epochs, callbacks=[keep],
+        logger=False, enable_progress_bar=False, enable_model_summary=False, deterministic="warn",
+    )  # fmt: skip
+    run.fit(model, jobs.loader(), ckpt_path=resume)
+    return {"losses": model.losses, "weights": jobs.state_of(model)}
+
+
+@pytest.mark.parametrize("asynchronously", [False, True])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_checkpoint_of_the_device_goes_on_there_bit_for_bit_and_on_the_host(
+    stage: int, asynchronously: bool, tmp_path: Path
+) -> None:
+    strategy = {"stage": stage, "checkpoint": {"async_save": asynchronously}}
+    straight = fit_with_checkpoints(strategy, tmp_path / "straight", 2)
+    first = tmp_path / "straight" / "epoch=0.ckpt"
+    assert verify(first) == []
+    again = fit_with_checkpoints(strategy, tmp_path / "again", 2, resume=first)
+    steps = len(straight["losses"]) // 2
+    assert again["losses"] == straight["losses"][steps:]
+    assert all(torch.equal(again["weights"][name], value) for name, value in straight["weights"].items())
+    on_host = fit_with_checkpoints(strategy, tmp_path / "host", 2, "cpu", resume=first)
+    assert on_host["losses"] == pytest.approx(straight["losses"][steps:], rel=1e-4)
 
 
 def test_the_engine_holds_on_the_device_what_the_ledger_says() -> None:
