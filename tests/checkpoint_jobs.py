@@ -10,12 +10,12 @@ from typing import Any
 import lightning as L
 import numpy
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import jobs
-from jobs import Wide, read_checkpoint, state_of
+from jobs import Classifier, Wide, read_checkpoint, state_of
 from lightning_zero.lazy import LazyTensor
 
 GLOBAL_BATCH, STEPS = 24, 5  # per epoch
@@ -228,6 +228,40 @@ def fit_from_weights_only(strategy: Any, world: int, path: Any) -> str | None:
 def resume_from_last(strategy: Any, world: int, folder: Any, *, epochs: int = 3) -> dict[str, Any]:
     """A job that was started again: where it looks for its checkpoints is all it is told."""
     return fit_keeping(strategy, world, folder, epochs=epochs, resume="last", save_top_k=1, every_n_train_steps=100)
+
+
+class Tunable(Classifier):
+    """Has a learning rate to be found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 1e-2
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+
+def find_a_learning_rate(strategy: Any, folder: Path) -> dict[str, Any]:
+    """Lightning's finder saves, trains, and goes back to what it saved, in the middle of fit."""
+    L.seed_everything(1, verbose=False)
+    model = Tunable()
+    finder = LearningRateFinder(num_training_steps=6, min_lr=1e-5, max_lr=1e-1, early_stop_threshold=None)
+    jobs.trainer(strategy, 2, callbacks=[finder], default_root_dir=folder).fit(model, jobs.loader())
+    return {"losses": model.losses, "left": sorted(os.listdir(folder))}
+
+
+def go_on_from_the_best(strategy: Any, folder: Path) -> dict[str, Any]:
+    """fit, test and validate from the best checkpoint, and fit from it again, in one process."""
+    L.seed_everything(1, verbose=False)
+    model = Classifier()
+    keep = ModelCheckpoint(dirpath=folder, monitor="val_loss", save_top_k=1)
+    run = jobs.trainer(strategy, 2, callbacks=[keep], max_epochs=3, enable_checkpointing=True)
+    run.fit(model, jobs.loader(), jobs.loader(seed=1))
+    tested = run.test(model, jobs.loader(seed=2), ckpt_path="best", verbose=False)[0]["test_loss"]
+    validated = run.validate(dataloaders=jobs.loader(seed=1), verbose=False)[0]["val_loss"]  # of the best, too
+    run.fit_loop.max_epochs = 4
+    run.fit(model, jobs.loader(), jobs.loader(seed=1), ckpt_path="best")
+    return {"test": tested, "validation": validated, "losses": model.losses, "best": Path(keep.best_model_path).name}
 
 
 # -- user hooks
