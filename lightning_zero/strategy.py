@@ -3,6 +3,7 @@
 import logging
 import os
 import pickle
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -511,7 +512,7 @@ class ZeroStrategy(DDPStrategy):
             self._resumed_state = checkpoint.get(resume.KEY)
             return checkpoint
         try:
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+            checkpoint = self._load_single_file(checkpoint_path, weights_only)
         except (RuntimeError, EOFError, KeyError, OSError, pickle.UnpicklingError) as error:
             if "weights_only" in str(error):  # torch says how to opt in to objects of one's own
                 raise
@@ -524,6 +525,12 @@ class ZeroStrategy(DDPStrategy):
                 "Pass what Trainer.save_checkpoint wrote."
             )
         return checkpoint
+
+    def _load_single_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
+        """Mapped into memory where that can be: the ranks of a machine share it, and read of it what they own."""
+        if type(self.checkpoint_io) is TorchCheckpointIO and zipfile.is_zipfile(path):
+            return cast(dict[str, Any], torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only))
+        return super().load_checkpoint(path, weights_only=weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
