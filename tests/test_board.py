@@ -1,0 +1,103 @@
+"""Agreements through the store: the same verdict on every rank, and the names of those who are not there."""
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_zero.board import AgreementError, Board
+from lightning_zero.comm import LocalComm, ThreadWorld
+
+
+def total(records: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"total": sum(record["value"] for record in records)}
+
+
+def error_of(function: Any, *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(AgreementError) as raised:
+        function(*args, **kwargs)
+    return str(raised.value)
+
+
+def test_every_rank_hears_what_rank_0_decides_from_all_records() -> None:
+    found = ThreadWorld(4, 10).run(lambda comm: comm.board.agree("sum", {"value": comm.rank}, total))
+    assert found == [{"total": 6}] * 4
+
+
+def test_one_rank_agrees_with_itself() -> None:
+    assert LocalComm().board.agree("sum", {"value": 3}, total) == {"total": 3}
+
+
+def test_what_one_rank_failed_with_is_raised_on_all_in_the_same_words() -> None:
+    def agree(comm: Any) -> str:
+        record = {"error": "no space"} if comm.rank == 2 else {"value": 1}
+        return error_of(comm.board.agree, "sum", record, total)
+
+    assert ThreadWorld(3, 10).run(agree) == ["rank 2: no space"] * 3
+
+
+def test_what_rank_0_cannot_decide_is_raised_on_all() -> None:
+    def refuse(_: Any) -> Any:
+        raise ValueError("not like this")
+
+    def agree(comm: Any) -> str:
+        return error_of(comm.board.agree, "sum", {}, refuse)
+
+    assert ThreadWorld(3, 10).run(agree) == ["ValueError: not like this"] * 3
+
+
+@pytest.mark.parametrize("absent", [{0}, {1}, {2, 3}, {0, 3}])
+def test_ranks_that_do_not_come_are_named_in_time_by_all_that_did(absent: set[int]) -> None:
+    def agree(comm: Any) -> str | None:
+        if comm.rank in absent:
+            return None
+        return error_of(comm.board.agree, "sum", {"value": 1}, total, "come here; missing: {missing}")
+
+    started = time.monotonic()
+    found = ThreadWorld(4, 0.5).run(agree)
+    assert time.monotonic() - started < 5
+    for rank, error in enumerate(found):
+        assert error == (None if rank in absent else f"come here; missing: {sorted(absent)}")
+
+
+def test_a_rank_that_is_slow_but_shows_life_is_waited_for() -> None:
+    def agree(comm: Any) -> Any:
+        if comm.rank == 1:
+            for _ in range(15):
+                time.sleep(0.1)
+                comm.board.beat()
+        return comm.board.agree("sum", {"value": 1}, total)
+
+    assert ThreadWorld(2, 0.5).run(agree) == [{"total": 2}] * 2
+
+
+def test_two_threads_of_each_rank_agree_side_by_side() -> None:
+    def agree(comm: Any) -> Any:
+        found: list[Any] = []
+        other = comm.board.clone()
+        thread = threading.Thread(target=lambda: found.append(other.agree("behind", {"value": 2}, total)))
+        thread.start()
+        in_front = comm.board.agree("before", {"value": 1}, total)
+        thread.join()
+        return in_front, found[0]
+
+    assert ThreadWorld(3, 10).run(agree) == [({"total": 3}, {"total": 6})] * 3
+
+
+def test_the_store_does_not_grow_with_agreements() -> None:
+    store = dist.HashStore()
+    boards = [Board(store, rank, 2, timedelta(seconds=10)) for rank in range(2)]
+    keys = []
+    for number in range(20):
+        threads = [
+            threading.Thread(target=board.agree, args=(f"sum {number}", {"value": 1}, total)) for board in boards
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        keys.append(store.num_keys())
+    assert keys[-1] == keys[1]

@@ -1,0 +1,115 @@
+"""A tensor whose values are elsewhere: what can be known of it without them, and when they are brought."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.extents import Extent
+from lightning_zero.lazy import LazyTensor, Stored, materialize, receiving
+
+
+class Counted(Stored):
+    """Ones, which counts how often they are asked for."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__("ones", shape, dtype)
+        self.reads = 0
+
+    def whole(self) -> Tensor:
+        self.reads += 1
+        return torch.ones(self.shape, dtype=self.dtype)
+
+    def read(self, extent: Extent, into: Tensor) -> None:
+        self.reads += 1
+        into.fill_(1.0)
+
+
+@pytest.fixture
+def source() -> Counted:
+    return Counted((3, 4))
+
+
+def test_metadata_is_known_without_values(source: Counted) -> None:
+    lazy = LazyTensor(source)
+    assert isinstance(lazy, Tensor)
+    assert (lazy.shape, lazy.dtype, lazy.ndim, lazy.numel(), lazy.nbytes) == ((3, 4), torch.float32, 2, 12, 48)
+    assert lazy.device.type == "cpu"
+    assert not lazy.requires_grad
+    assert lazy.is_floating_point()
+    assert len(lazy) == 3
+    assert "ones" in repr(lazy)
+    assert isinstance(lazy.detach(), LazyTensor)
+    assert source.reads == 0
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda lazy: lazy + 1,
+        lambda lazy: lazy[1:],
+        lambda lazy: lazy.half(),
+        lambda lazy: lazy.clone(),
+        lambda lazy: lazy.cpu(),
+        lambda lazy: lazy.numpy(),
+        lambda lazy: lazy.tolist(),
+        lambda lazy: lazy.sum().item(),
+        lambda lazy: torch.cat([lazy, torch.zeros(1, 4)]),
+        lambda lazy: copy.deepcopy(lazy),
+        lambda lazy: torch.save(lazy, io.BytesIO()),
+        lambda lazy: torch.equal(lazy, torch.ones(3, 4)),
+        lambda lazy: lazy.data_ptr(),
+    ],
+)
+def test_whoever_looks_at_values_gets_them(look: object, source: Counted) -> None:
+    found = look(LazyTensor(source))  # type: ignore[operator]
+    assert source.reads == 1
+    assert not isinstance(found, LazyTensor)
+
+
+def test_a_copy_and_a_saved_one_are_plain_tensors(source: Counted) -> None:
+    lazy, file = LazyTensor(source), io.BytesIO()
+    torch.save({"a": lazy}, file)
+    file.seek(0)
+    for found in (copy.deepcopy(lazy), torch.load(file)["a"]):
+        assert type(found) is Tensor
+        assert torch.equal(found, torch.ones(3, 4))
+
+
+def test_materialize_reaches_into_containers(source: Counted) -> None:
+    found = materialize({"a": [LazyTensor(source), 3], "b": (torch.zeros(1), "x")})
+    assert torch.equal(found["a"][0], torch.ones(3, 4))
+    assert found["a"][1] == 3
+    assert found["b"][1] == "x"
+
+
+def test_loading_notes_what_goes_where_and_reads_nothing(source: Counted) -> None:
+    module = nn.Linear(4, 3, bias=False)
+    noted = {}
+    with receiving(noted.__setitem__):
+        module.load_state_dict({"weight": LazyTensor(source)})
+    assert noted == {module.weight: source}
+    assert source.reads == 0
+
+
+def test_buffers_and_other_shapes_are_not_noted() -> None:
+    module = nn.BatchNorm1d(3)
+    sources = {name: Counted(tuple(value.shape), value.dtype) for name, value in module.state_dict().items()}
+    noted = {}
+    with receiving(noted.__setitem__):
+        module.load_state_dict({name: LazyTensor(source) for name, source in sources.items()})
+    assert set(noted.values()) == {sources["weight"], sources["bias"]}
+    assert torch.equal(module.running_mean, torch.ones(3))
+
+
+def test_outside_of_a_load_a_copy_reads(source: Counted) -> None:
+    module = nn.Linear(4, 3, bias=False)
+    module.load_state_dict({"weight": LazyTensor(source)})
+    assert torch.equal(module.weight, torch.ones(3, 4))
+
+
+def test_another_shape_is_torchs_own_error(source: Counted) -> None:
+    with pytest.raises(RuntimeError, match=r"size mismatch for weight.*\[3, 4\].*\[3, 5\]"):
+        nn.Linear(5, 3, bias=False).load_state_dict({"weight": LazyTensor(source)})

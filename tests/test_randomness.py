@@ -1,0 +1,61 @@
+"""Random state of a rank, and what a fit goes on from."""
+
+import random
+
+import numpy
+import pytest
+import torch
+
+from lightning_zero import randomness
+from lightning_zero.lazy import materialize
+from lightning_zero.resume import Ranks
+
+HOST = torch.device("cpu")
+
+
+def draw() -> tuple[float, ...]:
+    numbers = (random.random(), random.gauss(0, 1), float(numpy.random.rand()), float(numpy.random.randn()))
+    return (*numbers, *torch.rand(3).tolist(), *torch.randn(17).tolist())
+
+
+def test_every_generator_goes_on_where_it_was() -> None:
+    draw()  # half a pair of normal numbers is kept for the next time: that is state, too
+    state = randomness.capture(HOST)
+    expected = [draw(), draw()]
+    draw()
+    randomness.restore(state, HOST)
+    assert [draw(), draw()] == expected
+
+
+def test_derived_states_differ_by_seed_step_and_rank_and_are_the_same_again() -> None:
+    keys = [(0, 10, 0), (0, 10, 1), (0, 11, 0), (1, 10, 0)]
+    first, second = [], []
+    for drawn in (first, second):
+        for key in keys:
+            randomness.derive(*key)
+            drawn.append(draw())
+    assert first == second
+    assert len(set(first)) == len(keys)
+
+
+def test_as_many_ranks_go_on_with_their_own_numbers() -> None:
+    said: list[str] = []
+    saved = Ranks(1, 2, HOST, said.append).capture(5)
+    expected = draw()
+    Ranks(1, 2, HOST, said.append).restore_random({**saved, "random": materialize(dict(saved["random"]))})
+    assert draw() == expected
+    assert said == []
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_more_or_fewer_ranks_take_new_numbers_and_say_so(world: int) -> None:
+    said: list[str] = []
+    saved = Ranks(0, 2, HOST, said.append).capture(5)
+    before = draw()
+    drawn = []
+    for rank in range(world):
+        Ranks(rank, world, HOST, said.append).restore_random(saved)
+        drawn.append(draw())
+    assert before not in drawn
+    assert len(set(drawn)) == world
+    assert f"of 2 ranks, and there are {world}" in said[0]
