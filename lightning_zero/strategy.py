@@ -2,22 +2,16 @@
 
 import logging
 import os
-import pickle
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -25,12 +19,10 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import Module, Parameter
-from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero import resume
 from lightning_zero.callbacks import First, Preemption
-from lightning_zero.checkpoint import CheckpointError, CheckpointKeeper
+from lightning_zero.checkpointing import CheckpointingStrategy
 from lightning_zero.comm import Comm, make_comm
 from lightning_zero.config import (
     ActivationCheckpointing,
@@ -46,17 +38,15 @@ from lightning_zero.config import (
 )
 from lightning_zero.engine import Engine, Options
 from lightning_zero.precision import _ScaledGradients, _ShardedGradients, adapt
-from lightning_zero.resume import Ranks
 from lightning_zero.schedule import StopRequest
 from lightning_zero.stage import STAGES
-from lightning_zero.units import as_written
 
 log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT = 1800.0  # s; torch's own for gloo
 
 
-class ZeroStrategy(DDPStrategy):
+class ZeroStrategy(CheckpointingStrategy):
     """ZeRO (arXiv 1910.02054) as a strategy: DDP's numbers, with model states partitioned over the ranks.
 
     Args:
@@ -162,8 +152,6 @@ class ZeroStrategy(DDPStrategy):
         self.engine: Engine | None = None
         self._trained: Engine | None = None  # the engine of the latest fit: it knows the optimizers' pieces
         self._comm: Comm | None = None
-        self._keeper: CheckpointKeeper | None = None
-        self._resumed_state: dict[str, Any] | None = None  # what the checkpoint says of the ranks that saved it
         self._device_mesh: DeviceMesh | None = None
         self._failed = False
         self._blocked = False  # Lightning accumulates: the next backward is not the last of its step
@@ -239,14 +227,6 @@ class ZeroStrategy(DDPStrategy):
             backend = self._process_group_backend
             self._comm = make_comm(self.root_device, self._wait_timeout, backend=backend, sanitize=self._sanitize)
         return self._comm
-
-    @property
-    def keeper(self) -> CheckpointKeeper:
-        """The checkpoints of this run."""
-        if self._keeper is None:
-            in_background = self.checkpoint.async_save
-            self._keeper = CheckpointKeeper(self._ensure_comm(), in_background=in_background, warn=rank_zero_warn)
-        return self._keeper
 
     def _engine_options(self) -> Options:
         plugin = self.precision_plugin
@@ -417,170 +397,6 @@ class ZeroStrategy(DDPStrategy):
         """Bytes this rank has sent, by operation, and by what they cross: ``replicate ...`` between shard groups."""
         return self.engine.mesh.bytes_sent if self.engine is not None else {}
 
-    # -- checkpoints
-
-    @property
-    def _is_sharded(self) -> bool:
-        return self.checkpoint.format == "sharded"
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        return cast(CheckpointIO, DDPStrategy.checkpoint_io.fget(self))  # type: ignore[attr-defined]
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        if self._is_sharded and io is not None and type(io) is not TorchCheckpointIO:
-            raise ValueError(
-                f"{type(io).__name__} writes single files, and checkpoints are folders of shards. Leave it out (for "
-                "saves in the background there is Checkpoint(async_save=True)), or choose single files: "
-                "ZeroStrategy(checkpoint=Checkpoint(format='full'))."
-            )
-        self._checkpoint_io = io
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole model in its declared dtypes: by default with lazy entries, in the format "full" on every rank."""
-        assert self.lightning_module is not None
-        self.keeper.saver.muster()
-        if self.engine is None or self.engine.closed:
-            return {as_written(name): value for name, value in self.lightning_module.state_dict().items()}
-        self.engine.settle()
-        if self._is_sharded:
-            return self.engine.spread_state_dict()
-        return self.engine.full_state_dict(copy=self.is_global_zero)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
-        assert self._trained is not None
-        if self._is_sharded:
-            return self._trained.spread_optimizer_state(optimizer)
-        return self._trained.optimizer_state(optimizer)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes a folder of shards, or in the format "full" Lightning's single file. Call it on every rank.
-
-        Raises:
-            CheckpointError: on every rank the same, when one cannot write; what was there before is untouched.
-        """
-        self.end_rendezvous()  # ranks may have looked at lazy entries in hooks, alone
-        if not self._is_sharded:
-            write = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
-            self.keeper.saver.together("write a single file", write)
-            return
-        if storage_options is not None:
-            raise TypeError("storage_options go to a CheckpointIO plugin; checkpoints are folders of shards here.")
-        trainer = self._trainer
-        path = os.fspath(filepath)
-        if _is_last(trainer, path) and self.keeper.link_latest(path, trainer.global_step):
-            return
-        if "optimizer_states" in checkpoint:
-            checkpoint[resume.KEY] = self._ranks.capture(
-                trainer.global_step,
-                is_mid_epoch=not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch,
-                skipped_steps=getattr(self.precision_plugin, "skipped_steps", 0),
-                optimizer_parameters=[] if self._trained is None else self._trained.optimizer_parameters,
-            )
-        about = {"epoch": trainer.current_epoch, "stage": self.stage}
-        self.keeper.save(checkpoint, path, trainer.global_step, about)
-        if self.engine is None or self.engine.closed:
-            self.keeper.saver.wait()  # nobody would look for its errors later
-
-    @property
-    def _trainer(self) -> "pl.Trainer":
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
-
-    @property
-    def _ranks(self) -> Ranks:
-        return Ranks(self.global_rank, self.world_size, self.root_device, rank_zero_info)
-
-    @override
-    def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
-            self.keeper.remove(os.fspath(filepath))
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """A checkpoint of any strategy. Of a sharded one this reads the manifest, and each rank later what it owns."""
-        self._resumed_state = None
-        checkpoint = self.keeper.open(os.fspath(checkpoint_path), objects=weights_only is False)
-        if checkpoint is not None:
-            self._resumed_state = checkpoint.get(resume.KEY)
-            return checkpoint
-        try:
-            checkpoint = self._load_single_file(checkpoint_path, weights_only)
-        except (RuntimeError, EOFError, KeyError, OSError, pickle.UnpicklingError) as error:
-            if "weights_only" in str(error):  # torch says how to opt in to objects of one's own
-                raise
-            raise CheckpointError(
-                f"ckpt_path={str(checkpoint_path)!r} is not a Lightning checkpoint: {error}"
-            ) from error
-        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-            raise CheckpointError(
-                f"ckpt_path={str(checkpoint_path)!r} is not a Lightning checkpoint: it has no 'state_dict'. "
-                "Pass what Trainer.save_checkpoint wrote."
-            )
-        return checkpoint
-
-    def _load_single_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        """Mapped into memory where that can be: the ranks of a machine share it, and read of it what they own."""
-        if type(self.checkpoint_io) is TorchCheckpointIO and zipfile.is_zipfile(path):
-            return cast(dict[str, Any], torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only))
-        return super().load_checkpoint(path, weights_only=weights_only)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """See `resume.load_state_dict`. With ``strict=False`` what does not match is left as it is, and told.
-
-        Args:
-            checkpoint: with its "state_dict".
-            strict: `LightningModule.strict_loading`.
-        """
-        assert self.lightning_module is not None
-        is_running = self.engine is not None and not self.engine.closed  # else `setup` will read what ranks own
-        receiver = None if is_running else self.keeper.receive
-        left = resume.load_state_dict(self.lightning_module, checkpoint["state_dict"], strict=strict, receiver=receiver)
-        if any(left):
-            rank_zero_warn(f"strict_loading=False: {left}. These stay as they are.")
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self.engine is not None
-        states = checkpoint["optimizer_states"]
-        if len(states) != len(self.optimizers):
-            raise ValueError(
-                f"The checkpoint has the state of {len(states)} optimizers; configure_optimizers() returns "
-                f"{len(self.optimizers)}. Resume with the optimizers it was saved with."
-            )
-        self.engine.load_optimizer_states(states)
-        if self._resumed_state is not None:
-            plugin = self.precision_plugin
-            if isinstance(plugin, _ScaledGradients):
-                plugin.skipped_steps = self._resumed_state["skipped_steps"]
-            self._ranks.restore_random(self._resumed_state)
-
-    def before_first_batch(self) -> None:
-        """In the middle of an epoch the data loader is made anew, which draws; the run that was saved did not."""
-        saved, self._resumed_state = self._resumed_state, None
-        if saved is not None:
-            if saved["is_mid_epoch"]:
-                self._ranks.restore_random(saved)
-            self.keeper.close()
-
-    def poll_saves(self) -> None:
-        """Raises what a save in the background failed with."""
-        if self._keeper is not None:
-            self._keeper.saver.poll()
-
-    def finish_saves(self) -> None:
-        """Waits for saves in the background; raises what one failed with."""
-        if self._keeper is not None:
-            self._keeper.saver.wait()
-
     @property
     def stop_request(self) -> StopRequest:
         return self._running_engine.schedule.stop
@@ -613,18 +429,6 @@ class ZeroStrategy(DDPStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-    def _unsaved(self) -> CheckpointError | None:
-        """What a save in the background failed with."""
-        if self._keeper is not None:
-            self._keeper.close()
-        try:
-            self.finish_saves()
-        except CheckpointError as error:
-            if self._failed:
-                log.error("%s", error)  # another error is on its way out already
-            return error
-        return None
 
     def _close_engine(self) -> bool:
         """Makes the model whole when all ranks are there and it fits; says whether it is."""
@@ -671,14 +475,6 @@ class ZeroStrategy(DDPStrategy):
 
 
 ZeroStrategy.register_strategies(StrategyRegistry)
-
-
-def _is_last(trainer: "pl.Trainer", path: str) -> bool:
-    """Whether `ModelCheckpoint(save_last=True)` asks for a second copy of what it has just saved."""
-    return any(
-        isinstance(callback, ModelCheckpoint) and callback.save_last and callback.last_model_path == path
-        for callback in trainer.checkpoint_callbacks
-    )
 
 
 def _stage_from(stage: Any) -> int:
