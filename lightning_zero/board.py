@@ -16,7 +16,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, final
 
-from torch.distributed import Store
+from torch.distributed import DistError, PrefixStore, Store
 
 Record = dict[str, Any]  # plain data, small
 
@@ -26,7 +26,16 @@ _BEATS_IN_TIMEOUT = 5  # so that one late beat is not taken for death
 
 
 class AgreementError(RuntimeError):
-    """What ranks wanted to do together did not happen: one was missing, or one had an error. The same on all ranks."""
+    """What ranks wanted to do together did not happen: one was missing, or one had an error. The same on all ranks.
+
+    Args:
+        told: what happened.
+        is_verdict: it is what rank 0 decided. Otherwise rank 0 was lost, and nobody knows what it decided, if anything.
+    """
+
+    def __init__(self, told: str, *, is_verdict: bool = False) -> None:
+        super().__init__(told)
+        self.is_verdict = is_verdict
 
 
 @final
@@ -47,11 +56,13 @@ class Board:
         self._wait_timeout = wait_timeout
         self._beats = 0
         self._last_beat = -math.inf
+        self._waits_at = ""  # the topic
         self._heard: str | None = None  # the latest verdict's key
 
     def clone(self) -> "Board":
-        """The same board for another thread: a store answers one thread at a time."""
-        store = self._store.clone()  # type: ignore[attr-defined]
+        """A board for another thread of each rank: a store answers one thread at a time. The signs of life are its own,
+        too, or a rank whose other thread goes on would seem alive here."""
+        store = PrefixStore("clone", self._store.clone())  # type: ignore[attr-defined]
         return Board(store, self.rank, self.size, self._wait_timeout)
 
     def agree(
@@ -73,12 +84,17 @@ class Board:
             AgreementError: on every rank that came, with the same words, when a rank shows no life for
                 `wait_timeout`, when a record has an error, or when `decide` raises.
         """
-        self._last_beat = -math.inf
-        self.beat()
-        self._store.set(f"{topic}/{self.rank}", json.dumps(record))
-        verdict = self._decide(topic, decide, absent) if self.rank == 0 else self._hear(topic, absent)
+        self._waits_at, self._last_beat = topic, -math.inf
+        try:
+            self.beat()
+            self._store.set(f"{topic}/{self.rank}", json.dumps(record))
+            verdict = self._decide(topic, decide, absent) if self.rank == 0 else self._hear(topic, absent)
+        except DistError as error:  # rank 0's process holds the store, unless a launcher does
+            raise AgreementError(f"rank 0 has died, or its store does not answer ({type(error).__name__})") from error
+        finally:
+            self._waits_at = ""
         if "refused" in verdict:
-            raise AgreementError(verdict["refused"])
+            raise AgreementError(verdict["refused"], is_verdict=True)
         return verdict
 
     def beat(self) -> None:
@@ -87,7 +103,7 @@ class Board:
         if now - self._last_beat >= self._wait_timeout.total_seconds() / _BEATS_IN_TIMEOUT:
             self._last_beat = now
             self._beats += 1
-            self._store.set(f"beat/{self.rank}", str(self._beats))
+            self._store.set(f"beat/{self.rank}", f"{self._beats} {self._waits_at}")
 
     def _decide(self, topic: str, decide: Callable[[list[Record]], Record], absent: str) -> Record:
         keys = [f"{topic}/{rank}" for rank in range(self.size)]
@@ -119,23 +135,30 @@ class Board:
     def _wait_for(self, ranks: set[int], has_come: Callable[[int], bool], topic: str, absent: str) -> None:
         """Until all of `ranks` have come, or one of them has shown no life for too long."""
         pause = _LOOK_AGAIN
-        lives: dict[int, tuple[str, float]] = {}  # rank -> its latest beat, and when we saw that first
+        beats: dict[int, str] = {}
+        seen: dict[int, float] = {}  # rank -> when it last showed life
         while ranks := {rank for rank in ranks if not has_come(rank)}:
             self.beat()
             now = time.monotonic()
             for rank in ranks:
                 key = f"beat/{rank}"
                 beat = self._store.get(key).decode() if self._has(key) else ""
-                if rank not in lives or lives[rank][0] != beat:
-                    lives[rank] = (beat, now)
-                if now - lives[rank][1] > self._wait_timeout.total_seconds():
-                    self._give_up(topic, ranks, absent)
+                # Who waits elsewhere will not come: without this, two ranks that wait at two topics would take each
+                # other's signs of life for work, and wait for ever.
+                is_elsewhere = beat.partition(" ")[2] not in ("", topic)
+                if rank not in seen or (beats[rank] != beat and not is_elsewhere):
+                    seen[rank] = now
+                beats[rank] = beat
+            lost = {rank for rank in ranks if now - seen[rank] > self._wait_timeout.total_seconds()}
+            if lost:
+                self._give_up(topic, lost, alive=ranks - lost, absent=absent)
             time.sleep(pause)
             pause = min(2 * pause, _LOOK_SLOWLY)
 
-    def _give_up(self, topic: str, ranks: set[int], absent: str) -> None:
+    def _give_up(self, topic: str, lost: set[int], alive: set[int], absent: str) -> None:
         """Raises, and leaves word for ranks that wait for this one elsewhere."""
-        missing = [rank for rank in range(self.size) if not self._has(f"{topic}/{rank}")] or sorted(ranks)
-        told = absent.format(missing=missing)
+        # Of those that this rank has not watched, who posted nothing is missing too.
+        silent = {rank for rank in range(self.size) if not self._has(f"{topic}/{rank}")}
+        told = absent.format(missing=sorted(silent - alive) or sorted(lost))
         self._store.set(f"lost/{self.rank}", told)
         raise AgreementError(told)

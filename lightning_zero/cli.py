@@ -1,4 +1,4 @@
-"""``lightning-zero``: what is to be done with checkpoints outside of training.
+"""``lightning-zero``: what is done with checkpoints of `ZeroStrategy` outside of training.
 
     lightning-zero inspect DIR                           what is inside; reads the manifest only
     lightning-zero verify DIR [DIR ...]                  names every file that is missing, short or altered
@@ -7,16 +7,18 @@
     lightning-zero import DCP DIR                        from a torch.distributed.checkpoint folder, FSDP's too
     lightning-zero export DIR DCP                        to one
 
-The exit status is 0 when all is well and 1 otherwise.
+DIR is a path or a URL (``s3://...``). The exit status is 0 when all is well, 1 when something is wrong with a
+checkpoint, and 2 when the command line cannot be understood.
 """
 
 import argparse
 import math
+import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 
-from lightning_zero.checkpoint import CheckpointError, StoredCheckpoint
+from lightning_zero.checkpoint import CheckpointError, Folder, StoredCheckpoint
 from lightning_zero.checkpoint.dcp import export_dcp, import_dcp
 from lightning_zero.checkpoint.export import consolidate, export_safetensors
 from lightning_zero.checkpoint.manifest import Entry
@@ -31,44 +33,67 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # whoever reads has seen enough: `lightning-zero inspect DIR | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains as it exits
+        return 1
     except OSError as error:
-        print(f"error: {error.strerror or error}: {error.filename}", file=sys.stderr)
+        print(f"error: {error.strerror or error}" + (f": {error.filename}" * bool(error.filename)), file=sys.stderr)
         return 1
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="lightning-zero", description="Checkpoints of ZeroStrategy, outside of training."
+        prog="lightning-zero",
+        usage="lightning-zero [-h] COMMAND ...",
+        description=(__doc__ or "").replace("``", ""),
+        epilog="What a command takes besides: lightning-zero COMMAND --help",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", help=argparse.SUPPRESS, prog="lightning-zero")
 
-    inspect = commands.add_parser("inspect", help="tell what is inside, by the manifest alone")
-    inspect.add_argument("dir")
-    inspect.set_defaults(run=_inspect)
+    def command(name: str, run: Callable[[argparse.Namespace], int | None], about: str) -> argparse.ArgumentParser:
+        one = commands.add_parser(name, description=about)
+        one.set_defaults(run=run, refuse=one.error)
+        return one
 
-    verify = commands.add_parser("verify", help="read everything; name what is missing, short or altered")
-    verify.add_argument("dirs", nargs="+", metavar="dir")
-    verify.set_defaults(run=_verify)
+    inspect = command("inspect", _inspect, "Tells what is inside, by the manifest only.")
+    inspect.add_argument("dir", type=_place, metavar="DIR", help="the checkpoint's folder, a path or URL")
 
-    one = commands.add_parser("consolidate", help="write one ordinary Lightning file, or safetensors")
-    one.add_argument("dir")
-    one.add_argument("out", help="the file to write; with --safetensors the folder")
+    verify = command("verify", _verify, "Reads everything, and names every file that is missing, short or altered.")
+    verify.add_argument("dirs", type=_place, nargs="+", metavar="DIR", help="the checkpoints' folders")
+
+    one = command("consolidate", _consolidate, "Writes one ordinary Lightning file, or the model as safetensors.")
+    one.add_argument("dir", type=_place, metavar="DIR", help="the checkpoint's folder")
+    one.add_argument("out", type=_place, metavar="OUT", help="the file to write; with --safetensors the folder")
+    one.add_argument("--objects", action="store_true", help="unpickle objects of your own, and include them")
     one.add_argument("--safetensors", action="store_true", help="the model only, as Hugging Face writes it")
-    one.add_argument("--prefix", default="", help="of the names to write; it is cut off (try 'model.')")
-    one.add_argument("--shard-gb", type=float, default=5.0, help="most that one safetensors file holds (default 5)")
-    one.add_argument("--objects", action="store_true", help="unpickle and include objects of your own")
-    one.set_defaults(run=_consolidate)
+    one.add_argument("--prefix", default=None, help="write only what is named so, without it (often 'model.')")
+    one.add_argument("--shard-gb", type=_positive, default=None, help="most that one of its files holds (default 5)")
 
-    bring = commands.add_parser("import", help="make a checkpoint of a torch.distributed.checkpoint folder")
-    bring.add_argument("dcp")
-    bring.add_argument("dir")
-    bring.set_defaults(run=lambda options: import_dcp(options.dcp, options.dir))
+    bring = command("import", _import, "Makes a checkpoint of a torch.distributed.checkpoint folder (FSDP's).")
+    bring.add_argument("dcp", type=_place, metavar="DCP", help="the folder with .metadata, which is unpickled")
+    bring.add_argument("dir", type=_place, metavar="DIR", help="the checkpoint's folder to write")
 
-    take = commands.add_parser("export", help="write a torch.distributed.checkpoint folder")
-    take.add_argument("dir")
-    take.add_argument("dcp")
-    take.set_defaults(run=lambda options: export_dcp(options.dir, options.dcp))
+    take = command("export", _export, "Makes a torch.distributed.checkpoint folder, laid out as FSDPStrategy does.")
+    take.add_argument("dir", type=_place, metavar="DIR", help="the checkpoint's folder")
+    take.add_argument("dcp", type=_place, metavar="DCP", help="the folder to write; new, or empty")
     return parser
+
+
+def _place(text: str) -> str:
+    """A path or URL that fsspec understands."""
+    try:
+        Folder(text)
+    except (ValueError, ImportError) as error:  # no such protocol; the package for it is not installed
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
+    return text
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
 
 
 def _inspect(options: argparse.Namespace) -> None:
@@ -77,10 +102,10 @@ def _inspect(options: argparse.Namespace) -> None:
     about = {key: value for key, value in manifest.about.items() if key != "saved_at"}
     saved_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.about.get("saved_at", 0.0)))
     print(checkpoint.folder)
-    print("  " + ", ".join(f"{key} {value}" for key, value in about.items()) + f", saved {saved_at}")
-    print(f"  {len(manifest.files)} shards, {len(manifest.tensors)} tensors, {_size(manifest.nbytes)}")
+    print("  " + ", ".join([*(f"{key} {value}" for key, value in about.items()), f"saved {saved_at}"]))
+    print(f"  {_count(manifest.files, 'shard')}, {_count(manifest.tensors, 'tensor')}, {_size(manifest.nbytes)}")
     if manifest.objects:
-        print(f"  pickled objects (read on opt-in only): {', '.join(manifest.objects.classes)}")
+        print(f"  pickled objects, left out unless asked for: {', '.join(manifest.objects.classes)}")
     _print_table(_rows(manifest.tensors.values()))
     model = checkpoint.tree().get("state_dict", {})
     rows = [("parameter or buffer", "dtype", "shape", "size")]
@@ -108,11 +133,17 @@ def _part_of(name: str) -> str:
         return "model"
     if name.startswith("optimizer "):
         return f"{name.partition(':')[0]}, {name.rpartition(':')[2]}"
+    if name.startswith("optimizer_states/"):  # of a checkpoint that was imported
+        return f"optimizer {name.split('/')[1]}, {name.rpartition('/')[2]}"
     return "random state" if name.startswith("rank ") else name.partition("/")[0]
 
 
 def _short(entry: Entry) -> str:
     return str(entry.dtype).removeprefix("torch.")
+
+
+def _count(items: Sized, noun: str) -> str:
+    return f"{len(items):,} {noun}" + "s" * (len(items) != 1)
 
 
 def _size(nbytes: int) -> str:
@@ -146,13 +177,34 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _consolidate(options: argparse.Namespace) -> None:
+    if options.safetensors and options.objects:
+        options.refuse("--objects has nothing to do with --safetensors, which holds tensors only")
+    if not options.safetensors and (options.prefix is not None or options.shard_gb is not None):
+        options.refuse("--prefix and --shard-gb go with --safetensors")
     if options.safetensors:
-        shard_bytes = int(options.shard_gb * 10**9)
-        names = export_safetensors(options.dir, options.out, prefix=options.prefix, shard_bytes=shard_bytes)
+        shard_bytes = int((options.shard_gb or 5) * 10**9)
+        names = export_safetensors(options.dir, options.out, prefix=options.prefix or "", shard_bytes=shard_bytes)
         print(f"wrote {', '.join(names)} to {options.out}")
     else:
-        consolidate(options.dir, options.out, objects=options.objects)
+        left_out = consolidate(options.dir, options.out, objects=options.objects)
         print(f"wrote {options.out}")
+        _tell_left_out(left_out, "--objects includes them, by running whatever code they name")
+
+
+def _import(options: argparse.Namespace) -> None:
+    import_dcp(options.dcp, options.dir)
+    print(f"wrote {options.dir}")
+
+
+def _export(options: argparse.Namespace) -> None:
+    left_out = export_dcp(options.dir, options.dcp)
+    print(f"wrote {options.dcp}")
+    _tell_left_out(left_out, "consolidate --objects has them")
+
+
+def _tell_left_out(classes: Sequence[str], hint: str) -> None:
+    if classes:
+        print(f"left out what had been pickled ({', '.join(sorted(set(classes)))}); {hint}", file=sys.stderr)
 
 
 if __name__ == "__main__":

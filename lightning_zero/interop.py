@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import fsspec
 import torch
 from lightning.fabric.plugins.io import torch_io
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
@@ -22,6 +23,8 @@ from torch.utils._pytree import tree_map
 
 from lightning_zero.callbacks import PREEMPTED
 from lightning_zero.checkpoint import CheckpointError, Folder, StoredCheckpoint, find_newest
+from lightning_zero.checkpoint.export import ZeroFileSystem
+from lightning_zero.checkpoint.folder import MANIFEST
 from lightning_zero.checkpoint.manifest import hint
 
 Loader = Callable[..., Any]
@@ -80,13 +83,17 @@ def finding_complete(find: Callable[..., set[str]]) -> Callable[..., set[str]]:
         preempted = Folder(parent).inside(PREEMPTED)
         if preempted.fs.isfile(preempted.path):
             files.add(str(preempted))
-        return files if newest is None else {str(newest)}
+        if newest is None:
+            return files
+        # Lightning asks when it was modified, which an object store knows of files only.
+        return {str(newest) if newest.is_local else f"{newest}/{MANIFEST}"}
 
     return find_complete
 
 
 def install() -> None:
-    """Wraps both, once."""
+    """Wraps both, once. Makes ``zero://`` known where the package is not installed, too, and has no entry point."""
+    fsspec.register_implementation("zero", ZeroFileSystem, clobber=True)
     for module in (saving, torch_io):
         load = vars(module)["pl_load"]
         if not hasattr(load, "__wrapped__"):

@@ -10,6 +10,15 @@ from lightning_zero.lazy import Spread
 from lightning_zero.units import as_written
 
 
+def is_first(group: ShardGroup, index: int) -> bool:
+    """Whether this rank is the one that writes what there is once of parameter `index`: that which writes its first
+    element too, or rank 0 where it has none."""
+    if not group.layout.spans[index].numel:
+        return group.comm.rank == group.replicate.rank == 0
+    share = group.share(index)
+    return share.start == 0 and share.numel > 0
+
+
 @final
 class SpreadParameter(Spread):
     """A parameter in its declared dtype. Reading it is a collective.
@@ -32,8 +41,10 @@ class SpreadParameter(Spread):
     def pieces(self) -> list[tuple[Extent, Tensor]]:
         self._refuse_freed()
         share = self._group.share(self._index)
+        if not (share.numel or is_first(self._group, self._index)):
+            return []
         values = self._group.master[share.shard_start : share.shard_stop]
-        return [(Extent.of_whole(self.name, self.shape, share.start, share.stop), values)] if share.numel else []
+        return [(Extent.of_whole(self.name, self.shape, share.start, share.stop), values)]
 
     def _refuse_freed(self) -> None:
         if self._group.is_freed:
@@ -68,8 +79,10 @@ class SpreadState(Spread):
 
     def pieces(self) -> list[tuple[Extent, Tensor]]:
         share, owned = self._group.share(self._index), self._group.piece(self._index)
+        if not (share.numel or is_first(self._group, self._index)):
+            return []
         values = self._piece[share.start - owned.start : share.stop - owned.start]
-        return [(Extent.of_whole(self.name, self.shape, share.start, share.stop), values)] if share.numel else []
+        return [(Extent.of_whole(self.name, self.shape, share.start, share.stop), values)]
 
 
 @final

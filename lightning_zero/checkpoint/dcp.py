@@ -5,12 +5,16 @@ trust.
 """
 
 import os
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import metadata
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -21,6 +25,8 @@ from lightning_zero.comm import LocalComm
 
 META = "meta.pt"  # where Lightning's FSDP and ModelParallel strategies put what is neither model nor optimizer
 _MODEL_KEYS = ("model", "state_dict")  # FSDPStrategy's and torch's examples, ModelParallelStrategy's
+_OPTIMIZER_KEY = re.compile(r"optim(?:izer)?(?:_(\d+))?")
+_NAMES = "optimizer_parameters"  # of our checkpoints: what stands in the place of each number in the optimizers' states
 
 
 def import_dcp(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
@@ -31,58 +37,97 @@ def import_dcp(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> N
         out: the checkpoint's folder.
 
     Raises:
-        CheckpointError: when `source` is no DCP folder, or holds no model.
+        CheckpointError: when `source` is no DCP folder, holds no model, or an optimizer's state is flattened.
     """
-    if not (Folder(source).fs.isfile(Folder(source).file(".metadata"))):
+    folder = Folder(source)
+    if not folder.fs.isfile(folder.file(".metadata")):
         raise CheckpointError(f"{source} is not a folder of torch.distributed.checkpoint: it has no .metadata.")
     found: dict[str, Any] = {}
-    _load_state_dict(
-        found,
-        storage_reader=dcp.FileSystemReader(source),
-        planner=_EmptyStateDictLoadPlanner(),
-        no_dist=True,
-    )
+    # Lightning goes on from nothing that does not say which version wrote it.
+    tree: dict[str, Any] = {"epoch": 0, "global_step": 0, "pytorch-lightning_version": metadata.version("lightning")}
+    with _failing_as(f"{source} cannot be read"):
+        _load_state_dict(
+            found,
+            storage_reader=dcp.FileSystemReader(folder.path) if folder.is_local else FsspecReader(str(folder)),
+            planner=_EmptyStateDictLoadPlanner(),
+            no_dist=True,
+        )
+        if folder.fs.isfile(folder.file(META)):
+            with folder.open(META) as stream:
+                tree |= torch.load(stream, map_location="cpu", weights_only=False)
     model_key = next((key for key in _MODEL_KEYS if key in found), None)
     if model_key is None:
         raise CheckpointError(f"{source} has none of {list(_MODEL_KEYS)} at its top, but {list(found)[:5]}.")
-    meta = Folder(source)
-    tree: dict[str, Any] = {"epoch": 0, "global_step": 0, "lr_schedulers": []}
-    if meta.fs.isfile(meta.file(META)):
-        with meta.open(META) as stream:
-            tree |= torch.load(stream, map_location="cpu", weights_only=False)
     tree["state_dict"] = found[model_key]
-    optimizers = [found[key] for key in sorted(found) if key.startswith(("optimizer_", "optim"))]
-    names = [_parameter_names(optimizer) for optimizer in optimizers]
-    tree["optimizer_states"] = [_by_number(state, known) for state, known in zip(optimizers, names, strict=True)]
+    optimizers = [found[key] for key in sorted(filter(_OPTIMIZER_KEY.fullmatch, found), key=_number_of)]
+    if optimizers:  # without them Lightning says that there is only a model
+        names = [_parameter_names(optimizer, source) for optimizer in optimizers]
+        tree["optimizer_states"] = [_by_number(state, known) for state, known in zip(optimizers, names, strict=True)]
+        tree[_NAMES] = names
+        tree.setdefault("lr_schedulers", [])
     Saver(LocalComm().board).save(tree, os.fspath(out), {"step": tree["global_step"], "imported_from": str(source)})
 
 
-def export_dcp(url: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
+def export_dcp(url: str | os.PathLike[str], out: str | os.PathLike[str]) -> list[str]:
     """Writes a checkpoint as a DCP folder, laid out as Lightning's `FSDPStrategy` does.
 
     Args:
         url: the checkpoint's folder.
         out: the folder to write; must not exist, or be empty.
 
+    Returns:
+        The classes of pickled objects, which were left out.
+
     Raises:
         CheckpointError: when the checkpoint is damaged, or there is something at `out`.
     """
-    if Folder(out).names():
+    folder = Folder(out)
+    if folder.names():
         raise CheckpointError(f"{out} is not empty. Name a new folder.")
     checkpoint = StoredCheckpoint(url)
     tree = checkpoint.load()
-    names = tree.pop("lightning_zero", {}).get("optimizer_parameters", [])
+    checkpoint.close()
+    imported = tree.pop(_NAMES, [])
+    names = tree.pop("lightning_zero", {}).get(_NAMES) or imported
+    optimizers = tree.pop("optimizer_states", [])
+    if len(names) != len(optimizers):
+        raise CheckpointError(f"{url} does not say which parameters its {len(optimizers)} optimizers have.")
     state = {"model": tree.pop("state_dict")} | {
-        f"optimizer_{number}": _by_name(optimizer, names[number])
-        for number, optimizer in enumerate(tree.pop("optimizer_states", []))
+        f"optimizer_{number}": _by_name(optimizer, known)
+        for number, (optimizer, known) in enumerate(zip(optimizers, names, strict=True))
     }
-    with warnings.catch_warnings():  # it says that there is one process
-        warnings.simplefilter("ignore")
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(out), no_dist=True)
-    torch.save(tree, os.path.join(out, META))  # noqa: PTH118
+    with warnings.catch_warnings(), _failing_as(f"{out} cannot be written"):
+        warnings.simplefilter("ignore")  # it says that there is one process
+        writer = dcp.FileSystemWriter(folder.path) if folder.is_local else FsspecWriter(str(folder))
+        dcp.save(state, storage_writer=writer, no_dist=True)
+        with folder.fs.open(folder.file(META), "wb") as stream:
+            torch.save(tree, stream)
+    return checkpoint.left_out
 
 
-def _parameter_names(optimizer: Mapping[str, Any]) -> list[str]:
+@contextmanager
+def _failing_as(what: str) -> Iterator[None]:
+    """Errors of DCP, which wraps them in one that no `except Exception` catches, as a CheckpointError."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        reason = next(iter(error.failures.values()))[0]
+        raise CheckpointError(f"{what}: {type(reason).__name__}: {reason}") from error
+    except Exception as error:
+        raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _number_of(key: str) -> int:
+    matched = _OPTIMIZER_KEY.fullmatch(key)
+    return int((matched and matched[1]) or 0)
+
+
+def _parameter_names(optimizer: Mapping[str, Any], source: Any) -> list[str]:
+    if "param_groups" not in optimizer:
+        raise CheckpointError(
+            f"{source} has an optimizer's state by the keys {list(optimizer)[:2]}...: it was flattened, and which "
+            "parameters form a group is lost. Save it without flatten_optimizer_state_dict."
+        )
     return [name for group in optimizer["param_groups"] for name in group["params"]]
 
 
@@ -98,9 +143,11 @@ def _by_number(optimizer: Mapping[str, Any], names: list[str]) -> dict[str, Any]
 
 
 def _by_name(optimizer: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    """The reverse. Frozen parameters have no name there, nor any state."""
     return {
-        "state": {names[number]: state for number, state in optimizer["state"].items()},
+        "state": {names[number]: state for number, state in optimizer["state"].items() if names[number]},
         "param_groups": [
-            {**group, "params": [names[number] for number in group["params"]]} for group in optimizer["param_groups"]
+            {**group, "params": [names[number] for number in group["params"] if names[number]]}
+            for group in optimizer["param_groups"]
         ],
     }

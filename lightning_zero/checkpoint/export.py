@@ -1,108 +1,188 @@
 """A checkpoint in other formats: Lightning's single file, Hugging Face's safetensors. Written as a stream: of the
 tensors no more than a chunk is in memory at a time."""
 
-import itertools
+import io
 import json
 import os
+import pickle
+import posixpath
+import re
+import secrets
+import struct
+import sys
 import tempfile
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, final
 
 import fsspec
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.serialization import skip_data
+from torch.storage import TypedStorage, UntypedStorage
 
 from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.load import StoredCheckpoint
 from lightning_zero.checkpoint.manifest import Entry
-from lightning_zero.checkpoint.shard import chunks_of, header_of
+from lightning_zero.checkpoint.shard import _SAFE_NAMES, chunks_of, header_of
 from lightning_zero.extents import Extent
 from lightning_zero.lazy import LazyTensor
 
 _CHUNK_BYTES = 1 << 24
 INDEX = "model.safetensors.index.json"
+_EXPORTED = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(INDEX))
 
 
-def consolidate(url: str | os.PathLike[str], out: str | os.PathLike[str], *, objects: bool = False) -> None:
+def consolidate(url: str | os.PathLike[str], out: str | os.PathLike[str], *, objects: bool = False) -> list[str]:
     """Writes a checkpoint as one ordinary Lightning file, optimizer and all, that needs nothing of ours to be read.
 
     Args:
         url: the checkpoint's folder.
-        out: path or URL of the file.
+        out: path or URL of the file; it comes to be there whole or not at all.
         objects: include what had to be pickled (this unpickles it).
+
+    Returns:
+        The classes of pickled objects that were left out.
 
     Raises:
         CheckpointError: when the checkpoint is damaged, or `out` is a folder.
     """
-    checkpoint = StoredCheckpoint(url)
-    place = Folder(out)
-    if place.fs.isdir(place.path):
-        raise CheckpointError(f"{out} is a folder; name the file to write, such as {out}/model.ckpt.")
-    beside = str(Path(place.path).parent) if place.is_local else None
-    with tempfile.NamedTemporaryFile(dir=beside, prefix="consolidating-", suffix=".tmp", delete=False) as scratch:
-        try:
-            write_single_file(checkpoint, scratch.name, objects=objects)
-            if place.is_local:
-                Path(scratch.name).chmod(0o666 & ~_umask())
-                Path(scratch.name).replace(place.path)
-            else:
-                place.fs.put_file(scratch.name, place.path)
-        finally:
-            Path(scratch.name).unlink(missing_ok=True)
-            checkpoint.close()
+    with closing(StoredCheckpoint(url)) as checkpoint:
+        place = Folder(out)
+        _refuse_inside_checkpoint(place, place.parent)
+        if place.fs.isdir(place.path):
+            raise CheckpointError(f"{out} is a folder; name the file to write, such as {place.inside('model.ckpt')}.")
+        with _arriving(place) as scratch:
+            write_single_file(checkpoint, scratch, objects=objects)
+        return checkpoint.left_out
 
 
-def write_single_file(checkpoint: StoredCheckpoint, path: str, *, objects: bool = False) -> None:
-    """`torch.save` of a checkpoint without its values, and then these, each to its place in the file."""
-    entries = {}
-    with FakeTensorMode():
-
-        def fake(name: str) -> Tensor:
-            entry = checkpoint.manifest.tensors[name]
-            if name not in entries:
-                entries[name] = torch.empty(entry.shape, dtype=entry.dtype)
-            return entries[name]
-
-        tree = checkpoint.decode(fake, objects)
-    with skip_data(materialize_fake_tensors=True):
-        torch.save(tree, path)
-    with FakeTensorMode():  # tells where the values of each tensor are to be
-        saved = torch.load(path, weights_only=False)
-    places = _places(tree, saved)
-    with Path(path).open("r+b") as file:
-        for name, tensor in entries.items():
-            if id(tensor) in places:
-                file.seek(places[id(tensor)])
-                for chunk in chunks(checkpoint, checkpoint.manifest.tensors[name]):
-                    file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
+def _refuse_inside_checkpoint(*folders: Folder) -> None:
+    """A checkpoint's folder holds its own files only: the next save to it refuses to touch any other."""
+    for folder in folders:
+        if folder.is_checkpoint:
+            raise CheckpointError(
+                f"{folder} is a checkpoint, and nothing else may be written there. Name another place."
+            )
 
 
-def _places(tree: Any, saved: Any) -> dict[int, int]:
-    """id of a tensor in `tree` -> offset in the file of the one that stands in the same place of `saved`."""
-    pairs = zip(_tensors(tree), _tensors(saved), strict=True)
-    return {id(one): int(other.untyped_storage()._checkpoint_offset or 0) for one, other in pairs if one.numel()}
+@contextmanager
+def _arriving(place: Folder) -> Iterator[Path]:
+    """A file to write, which becomes `place` when the context ends well and goes away when it does not."""
+    place.parent.fs.makedirs(place.parent.path, exist_ok=True)
+    beside = Path(place.path).parent if place.is_local else Path(tempfile.gettempdir())
+    scratch = beside / f".{posixpath.basename(place.path)}.{secrets.token_hex(4)}.tmp"
+    try:
+        yield scratch
+        if place.is_local:
+            scratch.replace(place.path)
+        else:
+            place.fs.put_file(str(scratch), place.path)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        yield from itertools.chain.from_iterable(map(_tensors, tree.values()))
-    elif isinstance(tree, list | tuple):
-        yield from itertools.chain.from_iterable(map(_tensors, tree))
+def write_single_file(checkpoint: StoredCheckpoint, path: Path, *, objects: bool = False) -> None:
+    """What `torch.save` would write of a checkpoint, without ever holding it.
+
+    That is a zip file, not compressed: ``data.pkl`` has the containers, and each tensor in it names the file, such as
+    ``data/7``, that has its values.
+    """
+    pickled = io.BytesIO()
+    pickler = _Pickler(pickled)
+    pickler.dump(checkpoint.tree(objects=objects))
+    scratch = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
+    with path.open("wb") as raw:
+        with zipfile.ZipFile(raw, "w") as archive:
+            _put(archive, "data.pkl", [pickled.getbuffer()])
+            _put(archive, "byteorder", [sys.byteorder.encode()])
+            for number, values in enumerate(pickler.values):
+                if isinstance(values, UntypedStorage):
+                    content = chunks_of(torch.empty(0, dtype=torch.uint8).set_(values))
+                else:
+                    content = chunks(checkpoint, checkpoint.manifest.tensors[values], scratch)
+                _put(archive, f"data/{number}", content)
+            _put(archive, "version", [b"3\n"])
+        raw.flush()
+        os.fsync(raw.fileno())
 
 
-def chunks(checkpoint: StoredCheckpoint, entry: Entry) -> Iterator[memoryview]:
-    """The bytes of a tensor in C order, checked, a chunk at a time."""
+def _put(archive: zipfile.ZipFile, name: str, content: Iterable[Any]) -> None:
+    """Adds a file whose bytes start at a multiple of 64, as torch writes them: tensors can be mapped from there."""
+    info = zipfile.ZipInfo(f"archive/{name}")
+    assert archive.fp is not None
+    start = archive.fp.tell() + 30 + len(info.filename) + 4 + 20  # header, name, this extra field and the one of zip64
+    info.extra = struct.pack("<2sH", b"FB", -start % 64) + b"Z" * (-start % 64)
+    with archive.open(info, "w", force_zip64=True) as file:
+        for chunk in content:
+            file.write(chunk)
+
+
+class _Later(NamedTuple):
+    """Stands for the storage of a lazy tensor."""
+
+    name: str
+    kind: TypedStorage | UntypedStorage  # an empty one of its dtype
+    numel: int
+    nbytes: int
+
+
+@final
+class _Pickler(pickle.Pickler):
+    """Pickles in `torch.save`'s format. Values do not go through it: it gives them numbers, and they are written after.
+
+    (`torch.serialization.skip_data` leaves room for values in a file that torch writes, but does not tell what belongs
+    where, nor has the file then the checksums that other readers of zip files look at.)
+
+    Attributes:
+        values: by number: the name of a tensor of the checkpoint, or what a pickled object brought along.
+    """
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=2)
+        self.values: list[str | UntypedStorage] = []
+        self._numbers: dict[Any, int] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, LazyTensor):
+            return NotImplemented
+        # What torch does for a tensor of this dtype, with another storage and shape.
+        rebuild, (kind, _, _, _, *rest) = torch.empty(0, dtype=value.source.dtype).__reduce_ex__(2)
+        shape, strides = value.source.shape, torch.empty(value.source.shape, device="meta").stride()
+        return rebuild, (_Later(value.source.name, kind, value.numel(), value.nbytes), 0, shape, strides, *rest)
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, _Later):
+            is_typed = isinstance(value.kind, TypedStorage)
+            return self._storage(value.name, value.name, value.kind, value.numel if is_typed else value.nbytes)
+        if isinstance(value, TypedStorage):
+            return self._storage(value._untyped_storage._cdata, value._untyped_storage, value, value._size())
+        if isinstance(value, UntypedStorage):
+            return self._storage(value._cdata, value, value, value.nbytes())
+        return None
+
+    def _storage(self, key: Any, values: str | UntypedStorage, kind: TypedStorage | UntypedStorage, size: int) -> Any:
+        if key not in self._numbers:
+            self._numbers[key] = len(self.values)
+            self.values.append(values)
+        name = kind._pickle_storage_type() if isinstance(kind, TypedStorage) else "UntypedStorage"
+        return "storage", getattr(torch, name), str(self._numbers[key]), "cpu", size
+
+
+def chunks(checkpoint: StoredCheckpoint, entry: Entry, scratch: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor in C order, checked, a chunk at a time; each is valid until the next one.
+
+    Args:
+        checkpoint: that has it.
+        entry: the tensor.
+        scratch: ``(_CHUNK_BYTES,)`` uint8. One for all tensors: an allocation for each chunk is returned to the system
+            late, and makes the process grow by several.
+    """
     numel, step = entry.nbytes // entry.dtype.itemsize, _CHUNK_BYTES // entry.dtype.itemsize
     for start in range(0, numel, step):
         stop = min(start + step, numel)
-        values = torch.empty(stop - start, dtype=entry.dtype)
+        values = scratch[: (stop - start) * entry.dtype.itemsize].view(entry.dtype)
         checkpoint.reader.read(entry, Extent.of_whole(entry.name, entry.shape, start, stop), values)
         yield from chunks_of(values)
 
@@ -114,40 +194,59 @@ def export_safetensors(
 
     Args:
         url: the checkpoint's folder.
-        out: the folder to write to.
+        out: the folder to write to. An earlier export gives way; other files, such as ``config.json``, may be there.
         prefix: of the names to write (``"model."`` for a transformers model held as ``self.model``); it is cut off.
             The default writes all names as they are.
         shard_bytes: the most that one file holds; a larger tensor has one to itself.
 
     Returns:
         Names of the files, without the index.
+
+    Raises:
+        CheckpointError: when the checkpoint is damaged, holds nothing of that prefix or a dtype that safetensors lacks,
+            or `out` is a file.
     """
-    checkpoint = StoredCheckpoint(url)
-    entries = {
-        name.removeprefix(prefix): checkpoint.manifest.tensors[lazy.source.name]
-        for name, lazy in checkpoint.tree()["state_dict"].items()
-        if isinstance(lazy, LazyTensor) and name.startswith(prefix)
-    }
-    if not entries:
-        raise CheckpointError(f"{url} has no tensor whose name begins with {prefix!r}.")
-    groups = _fill(entries, shard_bytes)
-    names = [f"model-{at:05}-of-{len(groups):05}.safetensors" for at in range(1, len(groups) + 1)]
-    names = names if len(groups) > 1 else ["model.safetensors"]
-    target = Folder(out)
-    target.fs.makedirs(target.path, exist_ok=True)
-    for name, group in zip(names, groups, strict=True):
-        with target.fs.open(target.file(name), "wb") as file:
-            file.write(header_of([(key, e.dtype, e.shape) for key, e in group.items()], {"format": "pt"}))
-            for entry in group.values():
-                for chunk in chunks(checkpoint, entry):
-                    file.write(chunk)
-    if len(names) > 1:
-        total = sum(entry.nbytes for entry in entries.values())
-        weight_map = {key: name for name, group in zip(names, groups, strict=True) for key in group}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        target.fs.pipe_file(target.file(INDEX), json.dumps(index, indent=2).encode())
-    checkpoint.close()
+    with closing(StoredCheckpoint(url)) as checkpoint:
+        entries = {
+            name.removeprefix(prefix): checkpoint.manifest.tensors[lazy.source.name]
+            for name, lazy in checkpoint.tree()["state_dict"].items()
+            if isinstance(lazy, LazyTensor) and name.startswith(prefix)
+        }
+        if not entries:
+            raise CheckpointError(f"{url} has no tensor whose name begins with {prefix!r}.")
+        for name, entry in entries.items():
+            if entry.dtype not in _SAFE_NAMES:
+                raise CheckpointError(f"safetensors has no {entry.dtype}, which {name!r} of {url} is.")
+        groups = _fill(entries, shard_bytes)
+        names = [f"model-{at:05}-of-{len(groups):05}.safetensors" for at in range(1, len(groups) + 1)]
+        names = names if len(groups) > 1 else ["model.safetensors"]
+        target = Folder(out)
+        _refuse_inside_checkpoint(target, target.parent)
+        if target.fs.isfile(target.path):
+            raise CheckpointError(f"{out} is a file; name the folder to write to.")
+        with ExitStack() as arriving:  # all of them come to be there, or none
+            for name, group in zip(names, groups, strict=True):
+                _write_safetensors(checkpoint, group, arriving.enter_context(_arriving(target.inside(name))))
+            if len(names) > 1:
+                total = sum(entry.nbytes for entry in entries.values())
+                weight_map = {key: name for name, group in zip(names, groups, strict=True) for key in group}
+                index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+                arriving.enter_context(_arriving(target.inside(INDEX))).write_text(json.dumps(index, indent=2))
+    for name in target.names():  # of an earlier export, which transformers might prefer to this one
+        if _EXPORTED.fullmatch(name) and name not in (*names, INDEX if len(names) > 1 else ""):
+            target.fs.rm_file(target.file(name))
     return names
+
+
+def _write_safetensors(checkpoint: StoredCheckpoint, group: dict[str, Entry], path: Path) -> None:
+    scratch = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
+    with path.open("wb") as file:
+        file.write(header_of([(key, entry.dtype, entry.shape) for key, entry in group.items()], {"format": "pt"}))
+        for entry in group.values():
+            for chunk in chunks(checkpoint, entry, scratch):
+                file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _fill(entries: dict[str, Entry], shard_bytes: int) -> list[dict[str, Entry]]:
@@ -160,12 +259,6 @@ def _fill(entries: dict[str, Entry], shard_bytes: int) -> list[dict[str, Entry]]
         groups[-1][name] = entry
         held += entry.nbytes
     return groups
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 class ZeroFileSystem(fsspec.AbstractFileSystem):
@@ -182,8 +275,9 @@ class ZeroFileSystem(fsspec.AbstractFileSystem):
         return path if isinstance(path, list) else str(path).removeprefix("zero://")
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
-        checkpoint = StoredCheckpoint(self._strip_protocol(path))
-        return {"name": path, "size": checkpoint.manifest.nbytes, "type": "file"}
+        if not self.exists(path):
+            raise FileNotFoundError(path)
+        return {"name": path, "size": None, "type": "file"}  # it is not known before the file is written
 
     def exists(self, path: str, **_: Any) -> bool:
         return Folder(self._strip_protocol(path)).is_checkpoint
@@ -195,7 +289,10 @@ class ZeroFileSystem(fsspec.AbstractFileSystem):
     def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
         if mode != "rb":
             raise CheckpointError("zero:// is for reading; save to the folder itself.")
-        with tempfile.TemporaryDirectory() as folder:
-            single = str(Path(folder) / "checkpoint.ckpt")
-            write_single_file(StoredCheckpoint(self._strip_protocol(path)), single)
-            return Path(single).open("rb")  # its name goes away, the file stays until it is closed
+        with (
+            closing(StoredCheckpoint(self._strip_protocol(path))) as checkpoint,
+            tempfile.TemporaryDirectory() as folder,
+        ):
+            single = Path(folder) / "checkpoint.ckpt"
+            write_single_file(checkpoint, single)
+            return single.open("rb")  # its name goes away, the file stays until it is closed

@@ -13,12 +13,14 @@ manifest is what counts there too. So a kill at any moment leaves the old checkp
 """
 
 import contextlib
+import errno
 import fcntl
 import io
 import os
 import posixpath
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +30,12 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 MANIFEST = "manifest.json"
-_OURS = re.compile(r"(shard-\d{5}-of-\d{5}-[0-9a-f]{8}\.(safetensors|crc32)|objects-[0-9a-f]{8}\.pt|manifest\.json)")
+_OURS = re.compile(
+    r"shard-\d{5}-of-\d{5}-[0-9a-f]{8}\.(safetensors|crc32)|objects-[0-9a-f]{8}\.pt|manifest\.json"
+    r"|\.nfs[0-9a-f]+"  # how NFS keeps what was deleted while somebody reads it
+)
+# What a file system answers that cannot make the names in a folder last: there is nothing more to be done there.
+_NO_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
 
 
 class CheckpointError(RuntimeError):
@@ -47,7 +54,9 @@ class Folder:
         self.url = str(url)
         self.fs, path = url_to_fs(self.url)
         self.is_local = isinstance(self.fs, LocalFileSystem)
-        self.path: str = str(Path(path).absolute()) if self.is_local else path.rstrip("/")
+        if not self.is_local:  # an object store knows files, not folders: there the manifest stands for its folder
+            path = path.rstrip("/").removesuffix(f"/{MANIFEST}")
+        self.path: str = str(Path(path).absolute()) if self.is_local else path
 
     def __str__(self) -> str:
         return self.path if self.is_local else self.fs.unstrip_protocol(self.path)
@@ -76,23 +85,52 @@ class Folder:
         return sorted(posixpath.basename(path.rstrip("/")) for path in found)
 
     def open(self, name: str) -> IO[bytes]:
-        return self.fs.open(self.file(name), "rb")
+        with self._reading(name):
+            return self.fs.open(self.file(name), "rb")
 
     def read(self, name: str) -> bytes:
-        with self.open(name) as stream:
+        with self._reading(name), self.open(name) as stream:
             return stream.read()
 
     def size(self, name: str) -> int:
         self.fs.invalidate_cache(self.path)
-        return int(self.fs.size(self.file(name)))
+        with self._reading(name):
+            return int(self.fs.size(self.file(name)))
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        """A disk that fails says which file it is about, as damage does; that a file is not there, who asks for it
+        explains."""
+        try:
+            yield
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.file(name)}: {error.strerror or error}") from error
+
+    def refuse_other_folder(self) -> None:
+        """Raises CheckpointError when this is a folder of something else than a checkpoint, which is not to be lost."""
+        names = self.names()
+        strange = [name for name in names if not _OURS.fullmatch(name)]
+        has_shards = any(name.startswith("shard-") for name in names)
+        # A killed save leaves shards without a manifest on an object store, and on no disk; a manifest.json without
+        # shards belongs to some other program.
+        is_ours = has_shards and (self.is_checkpoint or not self.is_local)
+        if names and (strange or not is_ours):
+            shown = ", ".join((strange or names)[:3])
+            raise CheckpointError(
+                f"{self} is a folder that is not a checkpoint (it holds {shown}). Choose another path, or empty it."
+            )
 
     def remove(self) -> None:
         """Takes the checkpoint away: first from under its name, so that nobody finds half of one. A link only goes
         itself. Nothing happens where there is nothing."""
         if not self.is_local:
-            if self.fs.exists(self.path):
-                with contextlib.suppress(FileNotFoundError):
-                    self.fs.rm_file(self.file(MANIFEST))
+            if MANIFEST in (names := self.names()):
+                self.fs.rm_file(self.file(MANIFEST))
+            if files := [self.file(name) for name in names if name != MANIFEST]:
+                self.fs.rm(files, recursive=True)
+            with contextlib.suppress(FileNotFoundError):  # an object store has no folder to remove
                 self.fs.rm(self.path, recursive=True)
             return
         path = Path(self.path)
@@ -100,14 +138,23 @@ class Folder:
             path.unlink()
         elif path.is_dir():
             going = path.with_name(f".{path.name}.deleting")
-            shutil.rmtree(going, ignore_errors=True)  # of an earlier run that was killed
-            path.rename(going)
             shutil.rmtree(going, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):  # somebody was faster
+                path.rename(going)
+            shutil.rmtree(going, ignore_errors=True)
+            for left in path.parent.glob(".*.deleting"):  # by jobs that were killed here; nobody else looks for them
+                if all(_OURS.fullmatch(name) for name in Folder(left).names()):
+                    shutil.rmtree(left, ignore_errors=True)
 
     def link_to(self, target: "Folder") -> None:
-        """Makes this path a link to a checkpoint beside it, in one step, whatever link was there."""
+        """Makes this path a link to a checkpoint beside it, in one step, whatever link was there.
+
+        Raises:
+            CheckpointError: when it is a folder of something else than a checkpoint.
+        """
         path = Path(self.path)
         if path.is_dir() and not path.is_symlink():
+            self.refuse_other_folder()
             self.remove()
         coming = path.with_name(f".{path.name}.linking")
         coming.unlink(missing_ok=True)
@@ -116,45 +163,60 @@ class Folder:
         _sync(path.parent)
 
 
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Errors of the system inside say which file they are about; those of an open file do not by themselves."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
+
+
 @final
 class Stream:
-    """A file of a draft. `write` takes all it is given; leaving the context makes sure that the disk has it."""
+    """A file of a draft. `write` takes all it is given; `sync` makes sure that the disk has it."""
 
     SYNC_BYTES = 1 << 28  # let no more than this wait for the disk, so that the last sync is short
 
-    def __init__(self, raw: Any, *, has_disk: bool) -> None:
+    def __init__(self, raw: Any, path: str, *, has_disk: bool) -> None:
         self._raw = raw
+        self._path = path
         self._has_disk = has_disk
         self._unsynced = 0
 
     def write(self, data: Any) -> None:
         rest = memoryview(data).cast("B")
-        while rest:
-            written = self._raw.write(rest)
-            if not written:
-                raise OSError(f"wrote nothing of {len(rest)} bytes")
-            self._unsynced += written
-            rest = rest[written:]
+        with _naming(self._path):
+            while rest:
+                written = self._raw.write(rest)
+                if not written:
+                    raise OSError(f"wrote nothing of {len(rest)} bytes")
+                self._unsynced += written
+                rest = rest[written:]
         if self._unsynced >= self.SYNC_BYTES:
             self.sync()
 
     def sync(self) -> None:
         if self._has_disk:
-            os.fsync(self._raw.fileno())
+            with _naming(self._path):
+                os.fsync(self._raw.fileno())
         self._unsynced = 0
 
 
 @final
 class Draft:
-    """A checkpoint while it is written. Rank 0 calls `begin`, then every rank may `create` files, and rank 0 ends it
-    with `commit` or `discard`.
+    """A checkpoint while it is written. Rank 0 calls `begin`, then every rank may `create` files; rank 0 may `commit`
+    them, and calls `close` at last.
 
     Args:
         folder: where the checkpoint is to be.
+        token: eight hexadecimal digits, in the names of all its files and of no other checkpoint's.
     """
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: Folder, token: str) -> None:
         self.folder = folder
+        self.token = token
+        self.is_committed = False
         self._lock: IO[Any] | None = None
         self._target = Path(folder.path)
         self._beside = self._target.with_name(f".{self._target.name}.saving")
@@ -164,51 +226,51 @@ class Draft:
         return str(self._beside) if self.folder.is_local else self.folder.path
 
     def begin(self) -> None:
-        """Raises CheckpointError when something else than a checkpoint is in the place, or another job writes there."""
+        """Raises CheckpointError when something else than a checkpoint is in the place, or another job writes there;
+        then there is nothing to close."""
         folder = self.folder
         if folder.fs.isfile(folder.path):
             raise CheckpointError(
                 f"{folder} is a file, and a sharded checkpoint is a folder. Remove it, choose another path, or write "
                 "single files: ZeroStrategy(checkpoint=Checkpoint(format='full'))."
             )
-        strange = [name for name in folder.names() if not _OURS.fullmatch(name)]
-        if strange or (folder.is_local and folder.names() and not folder.is_checkpoint):
-            shown = ", ".join(strange[:3] or folder.names()[:3])
-            raise CheckpointError(
-                f"{folder} is a folder that is not a checkpoint (it holds {shown}). Choose another path, or empty it."
-            )
-        if not folder.is_local:
-            folder.fs.makedirs(folder.path, exist_ok=True)
-            return
         try:
+            folder.refuse_other_folder()
+            if not folder.is_local:
+                folder.fs.makedirs(folder.path, exist_ok=True)
+                return
             self._target.parent.mkdir(parents=True, exist_ok=True)
             self._lock = self._acquire()
             shutil.rmtree(self._beside, ignore_errors=True)  # what a killed job left: nobody else is writing
             self._beside.mkdir()
-        except PermissionError as error:
-            raise CheckpointError(f"no permission to write to {self._target.parent}: {error.strerror}") from error
+        except OSError as error:
+            self._release()
+            raise CheckpointError(f"cannot write to {folder.parent}: {error}") from error
 
     def _acquire(self) -> IO[Any]:
         """Holds a lock file that the system lets go of when this process dies."""
         path = self._target.with_name(f".{self._target.name}.lock")
         while True:
-            lock = path.open("a")
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise CheckpointError(
-                    f"another job is saving to {self.folder} at this moment. Give each job a path of its own."
-                ) from None
-            except OSError:
-                return lock  # a file system without locks
-            with contextlib.suppress(FileNotFoundError):
-                if os.fstat(lock.fileno()).st_ino == path.stat().st_ino:
+            with contextlib.ExitStack() as unless_held:
+                lock = unless_held.enter_context(path.open("a"))
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise CheckpointError(
+                        f"another job is saving to {self.folder} at this moment. Give each job a path of its own."
+                    ) from None
+                except OSError:  # a file system without locks
+                    unless_held.pop_all()
                     return lock
-            lock.close()  # its last holder took it away in between
+                with contextlib.suppress(FileNotFoundError):  # its last holder took it away in between
+                    if os.fstat(lock.fileno()).st_ino == path.stat().st_ino:
+                        unless_held.pop_all()
+                        return lock
 
     def _release(self) -> None:
         if self._lock is not None:
-            Path(self._lock.name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                Path(self._lock.name).unlink()
             self._lock.close()
             self._lock = None
 
@@ -216,62 +278,134 @@ class Draft:
     def create(self, name: str) -> Iterator[Stream]:
         """A new file, on the disk when the context ends."""
         path = posixpath.join(self._where, name)
-        if not self.folder.is_local:
-            with self.folder.fs.open(path, "wb") as raw:
-                yield Stream(raw, has_disk=False)
-            return
-        with io.FileIO(path, "w") as raw:
-            stream = Stream(raw, has_disk=True)
+        with _naming(path):
+            raw = io.FileIO(path, "w") if self.folder.is_local else self.folder.fs.open(path, "wb")
+        stream = Stream(raw, path, has_disk=self.folder.is_local)
+        try:
             yield stream
             stream.sync()
+        finally:
+            with _naming(path):
+                raw.close()
 
     def written(self) -> Folder:
         """Where the files are before `commit`."""
         return Folder(self._where) if self.folder.is_local else self.folder
 
-    def commit(self, manifest: bytes) -> None:
-        """The files become the checkpoint."""
+    def commit(self, manifest: bytes) -> str | None:
+        """The files become the checkpoint, in one step.
+
+        Returns:
+            None, or what went wrong after that step: the new checkpoint is in its place all the same.
+
+        Raises:
+            Exception: what went wrong before that step: everything is as it was.
+        """
         if not self.folder.is_local:
             self._commit_by_manifest(manifest)
-            return
+            return None
         with self.create(MANIFEST) as stream:
             stream.write(manifest)
         _sync(self._beside)
-        if self._target.is_symlink():
-            self._target.unlink()  # it gives way to a checkpoint of this name; what it showed stays where it is
-        if self.folder.is_checkpoint:
-            self._join()
-        else:
-            self._beside.rename(self._target)
-        _sync(self._target.parent)
-        self._release()
+        joins = self._is_folder and self.folder.is_checkpoint
+        old = self._join(manifest) if joins else self._replace(manifest)
+        self.is_committed = True
+        try:
+            _sync(self._target)
+            _sync(self._target.parent)
+        except OSError as error:  # the step may be lost with the power: the files that it would come back to must stay
+            return f"the disk does not confirm that it will last ({error})"
+        for name in old:
+            with contextlib.suppress(OSError):  # the next save to this place tries again
+                (self._target / name).unlink()
+        return None
 
-    def _join(self) -> None:
-        """The new files join the old ones; then the manifest changes over."""
-        before, new = self.folder.names(), [path for path in self._beside.iterdir() if path.name != MANIFEST]
-        for path in new:
-            path.rename(self._target / path.name)
-        _sync(self._target)
-        (self._beside / MANIFEST).replace(self._target / MANIFEST)
-        _sync(self._target)
-        for name in set(before) - {MANIFEST}:
-            (self._target / name).unlink()
-        self._beside.rmdir()
+    @property
+    def _is_folder(self) -> bool:
+        """Whether there is one in the place itself: joining one that a link shows would replace another checkpoint."""
+        try:
+            return stat.S_ISDIR(self._target.lstat().st_mode)
+        except FileNotFoundError:
+            return False
+
+    def _join(self, manifest: bytes) -> set[str]:
+        """The new files join the old ones; then the manifest changes over. Returns the names of the old ones."""
+        old = set(self.folder.names()) - {MANIFEST}
+        new = [path.name for path in self._beside.iterdir() if path.name != MANIFEST]
+        try:
+            for name in new:
+                (self._beside / name).rename(self._target / name)
+            _sync(self._target)
+            (self._beside / MANIFEST).replace(self._target / MANIFEST)
+        except OSError:
+            if not self._is_in_place(manifest):
+                for name in new:
+                    with contextlib.suppress(OSError):
+                        (self._target / name).unlink()
+                raise
+        with contextlib.suppress(OSError):
+            self._beside.rmdir()
+        return old
+
+    def _replace(self, manifest: bytes) -> set[str]:
+        """The new folder takes the place of nothing, of an empty folder or of a link."""
+        shown = self._target.readlink() if self._target.is_symlink() else None
+        try:
+            if shown is not None:
+                self._target.unlink()  # what it showed stays where it is
+            self._beside.rename(self._target)
+        except OSError:
+            if not self._is_in_place(manifest):
+                if shown is not None and not self._target.is_symlink():
+                    self._target.symlink_to(shown)
+                raise
+        return set()
+
+    def _is_in_place(self, manifest: bytes) -> bool:
+        """Whether the step was done although the system said that it failed; network file systems may.
+
+        Raises:
+            OSError: when that cannot be told. Then nothing may be cleared away.
+        """
+        try:
+            return self.folder.read(MANIFEST) == manifest
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def _commit_by_manifest(self, manifest: bytes) -> None:
         fs = self.folder.fs
-        before = self.folder.names() if self.folder.is_checkpoint else []
+        old = [name for name in self.folder.names() if _OURS.fullmatch(name)]  # those of killed saves, too
+        try:
+            fs.pipe_file(self.folder.file(MANIFEST), manifest)
+        except Exception:
+            if not self._is_in_place(manifest):
+                raise
+        self.is_committed = True
         kept = manifest.decode()
-        fs.pipe_file(self.folder.file(MANIFEST), manifest)
-        for name in before:
+        for name in old:
             if name != MANIFEST and name not in kept:
-                fs.rm_file(self.folder.file(name))
+                with contextlib.suppress(Exception):  # the next save to this place tries again
+                    fs.rm_file(self.folder.file(name))
 
-    def discard(self) -> None:
-        """Nothing of it remains; the checkpoint that was there before is untouched."""
-        if self.folder.is_local:
+    def close(self) -> None:
+        """Nothing remains of it but what was committed. Never raises: no save fails for what it leaves behind."""
+        if not self.folder.is_local:
+            with contextlib.suppress(Exception):
+                self._remove_uploaded()
+            return
+        if not self.is_committed:
             shutil.rmtree(self._beside, ignore_errors=True)
-            self._release()
+        self._release()
+
+    def _remove_uploaded(self) -> None:
+        try:
+            manifest = self.folder.read(MANIFEST).decode()
+        except FileNotFoundError:
+            manifest = ""
+        if self.token not in manifest:
+            for name in self.folder.names():
+                if f"-{self.token}." in name:
+                    self.folder.fs.rm_file(self.folder.file(name))
 
 
 def _sync(path: Path) -> None:
@@ -279,5 +413,8 @@ def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
     finally:
         os.close(handle)

@@ -32,6 +32,7 @@ class StoredTensor(Stored):
         self._reader = reader
 
     def whole(self) -> Tensor:
+        self._reader.open(self._entry)  # before memory is asked for: a manifest may claim any size
         found = torch.empty(self.shape, dtype=self.dtype)
         self.read(Extent.of_whole(self.name, self.shape), found.view(-1))
         return found
@@ -87,11 +88,11 @@ class StoredCheckpoint:
         found = self._objects() if objects else None
         decoder = Decoder(tensor, self.manifest.partials, found)
         try:
-            tree = decoder.decode(self.manifest.tree)
-        except (ValueError, KeyError) as error:
+            tree = dict(decoder.decode(self.manifest.tree))
+        except (ValueError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{self.folder}: its tree cannot be believed: {error}.") from error
         self.left_out = decoder.left_out
-        return dict(tree)
+        return tree
 
     def _objects(self) -> list[Any]:
         raw = self._objects_file()

@@ -17,7 +17,6 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -33,6 +32,7 @@ VERSION = 1
 # The unit of verification. A reader takes whole blocks, so a rank's range costs up to two blocks more than it holds:
 # with blocks of 1 MiB, eight ranks that resume a checkpoint of 64 MB would read it several times over.
 BLOCK_BYTES = 8192
+_MOST_DIMENSIONS = 64  # before their sizes are multiplied
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=-]*")
 _SEAL = ',"crc32":"%08x"}\n'
 _SEAL_BYTES = len(_SEAL % 0)
@@ -172,7 +172,7 @@ def read_manifest(folder: Folder) -> Manifest:
     """
     try:
         raw = folder.read(MANIFEST)
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise CheckpointError(f"{folder} is not a checkpoint: {hint(folder)}") from None
     except PermissionError as error:
         raise CheckpointError(f"no permission to read {folder.file(MANIFEST)}") from error
@@ -200,32 +200,41 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
 
 
 def _from_plain(plain: dict[str, Any]) -> Manifest:
+    about, tree, partials = (_dict(plain[key], key) for key in ("about", "tree", "partials"))
+    if type(about.get("saved_at", 0.0)) not in (int, float):
+        raise ValueError(f"it was saved at {about['saved_at']!r}")
     files = tuple(
         ShardFile(_name(f["name"]), _count(f["bytes"]), _name(f["checks"]), _count(f["checks_crc32"]))
         for f in plain["files"]
     )
-    objects = plain["objects"] and ObjectsFile(**plain["objects"])
-    if objects:
-        _name(objects.name)
-    tensors = {name: _entry(name, entry, files) for name, entry in plain["tensors"].items()}
+    tensors = {name: _entry(name, entry, files) for name, entry in _dict(plain["tensors"], "tensors").items()}
     if sum(entry.nbytes for entry in tensors.values()) > sum(file.nbytes for file in files):
         raise ValueError("its tensors have more bytes than its files")
-    return Manifest(
-        about=dict(plain["about"]),
+    manifest = Manifest(
+        about=about,
         files=files,
         tensors=tensors,
-        tree=plain["tree"],
-        partials=dict(plain["partials"]),
-        objects=objects,
+        tree=tree,
+        partials=partials,
+        objects=None if plain["objects"] is None else _objects(**plain["objects"]),
     )
+    for number, file in enumerate(files):
+        for one, other in itertools.pairwise(piece for piece in manifest.pieces_of(number) if piece.nbytes):
+            if one.offset + one.nbytes > other.offset:
+                raise ValueError(f"two pieces share bytes of {file.name}")
+    return manifest
 
 
 def _entry(name: str, plain: dict[str, Any], files: tuple[ShardFile, ...]) -> Entry:
-    dtype, shape = dtype_named(plain["dtype"]), _counts(plain["shape"])
+    dtype, shape = dtype_named(plain["dtype"]), _shape(plain["shape"])
+    if str(dtype).startswith("torch.q"):
+        raise ValueError(f"{name!r} is {dtype}, and quantised tensors are not kept as tensors")
     pieces = []
     for number, offset, start, stop, *box in plain["pieces"]:
         _count(number), _count(offset), _count(start), _count(stop)
-        box_offset, box_shape = (_counts(box[0]), _counts(box[1])) if box else ((0,) * len(shape), shape)
+        if number >= len(files):
+            raise ValueError(f"a piece of {name!r} is in file {number} of {len(files)}")
+        box_offset, box_shape = map(_shape, box) if box else ((0,) * len(shape), shape)
         if not (len(box_offset) == len(box_shape) == len(shape)) or not start <= stop <= math.prod(box_shape):
             raise ValueError(f"a piece of {name!r} lies outside of the tensor")
         if any(a + b > c for a, b, c in zip(box_offset, box_shape, shape, strict=True)):
@@ -241,14 +250,42 @@ def _entry(name: str, plain: dict[str, Any], files: tuple[ShardFile, ...]) -> En
 
 
 def refuse_gaps(entry: Entry) -> None:
-    """Raises ValueError unless the pieces hold every element of the tensor once."""
-    held = sum(piece.extent.numel for piece in entry.pieces)
+    """Raises ValueError unless the pieces hold every element of the tensor once.
+
+    Otherwise reading would leave what nobody wrote as the memory was.
+    """
+    extents = [piece.extent for piece in entry.pieces if piece.extent.numel]
+    held = sum(extent.numel for extent in extents)
     if held != math.prod(entry.shape):
         raise ValueError(f"the pieces of {entry.name!r} hold {held} elements, and it has {math.prod(entry.shape)}")
-    in_order = sorted((piece.extent for piece in entry.pieces), key=lambda extent: (extent.box_offset, extent.start))
-    for one, other in itertools.pairwise(in_order):
-        if next(one.overlaps(other), None):
+    if any(e.shape != entry.shape for e in extents) or sum(piece.nbytes for piece in entry.pieces) != entry.nbytes:
+        raise ValueError(f"the pieces of {entry.name!r} are of tensors of several shapes or dtypes")
+    by_box: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Extent]] = {}
+    for extent in extents:
+        by_box.setdefault((extent.box_offset, extent.box_shape), []).append(extent)
+    if extents and not _is_grid(list(by_box), entry.shape):
+        raise ValueError(f"the boxes of {entry.name!r} do not tile it")
+    for (_, box_shape), inside in by_box.items():
+        bounds = sorted((extent.start, extent.stop) for extent in inside)
+        if any(start < stop for (_, stop), (start, _) in itertools.pairwise(bounds)):
             raise ValueError(f"two pieces of {entry.name!r} overlap")
+        if sum(extent.numel for extent in inside) != math.prod(box_shape):
+            raise ValueError(f"the pieces of {entry.name!r} leave a gap")
+
+
+def _is_grid(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> bool:
+    """Whether different boxes are all that come of cutting every dimension at some places, as tensor parallelism does.
+
+    That they fill the tensor without overlap follows, and need not be looked for pair by pair.
+    """
+    cells = 1
+    for dimension, size in enumerate(shape):
+        cuts = sorted({(offset[dimension], box[dimension]) for offset, box in boxes})
+        ends = [0, *(start + length for start, length in cuts)]
+        if [start for start, _ in cuts] != ends[:-1] or ends[-1] != size:
+            return False
+        cells *= len(cuts)
+    return cells == len(boxes)
 
 
 def _name(value: Any) -> str:
@@ -264,8 +301,26 @@ def _count(value: Any) -> int:
     return value
 
 
-def _counts(values: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(_count(value) for value in values)
+def _shape(values: Any) -> tuple[int, ...]:
+    """One that torch can make a tensor of, however wide its elements are."""
+    if not isinstance(values, list):
+        raise ValueError(f"{values!r} is no shape")
+    shape = tuple(_count(value) for value in values)
+    if len(shape) > _MOST_DIMENSIONS or math.prod(max(size, 1) for size in shape) >= 2**59:
+        raise ValueError(f"a tensor of {len(shape)} dimensions, {shape[:3]}..., does not exist")
+    return shape
+
+
+def _dict(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what!r} is a {type(value).__name__}")
+    return value
+
+
+def _objects(name: Any, nbytes: Any, crc32: Any, classes: Any) -> ObjectsFile:
+    if not isinstance(classes, list) or not all(isinstance(found, str) for found in classes):
+        raise ValueError(f"{classes!r} are no names of classes")
+    return ObjectsFile(_name(name), _count(nbytes), _count(crc32), classes)
 
 
 def hint(folder: Folder) -> str:

@@ -27,16 +27,16 @@ from lightning_zero.extents import Extent
 from lightning_zero.lazy import LazyTensor, Spread
 
 _ABSENT = "save_checkpoint must be called on all ranks; missing: {missing}"
+_STOPPED = "ranks {missing} stopped while they saved: they were killed, or their disk does not answer"
 
 
 class _Job(NamedTuple):
     """What this rank has to write."""
 
-    draft: Draft
-    token: str
     ranges: list[Range]
     partials: dict[str, Any]
-    objects: list[tuple[str, Any]]  # rank 0's
+    objects: bytes | None  # pickled, by rank 0
+    classes: list[str]  # of these objects
     tree: Any  # rank 0's, encoded
     about: dict[str, Any]
 
@@ -59,7 +59,7 @@ class Saver:
         self._warn = warn
         self._saves = 0
         self._musters = 0
-        self._failed = False  # the latest save
+        self._saving: Future[None] | None = None  # the latest save in the background, until its failure is known
 
     def muster(self) -> None:
         """Waits until all ranks are about to save.
@@ -68,17 +68,17 @@ class Saver:
             CheckpointError: on every rank that came, when one does not.
         """
         self._musters += 1
-        self._agree(self._board, f"muster {self._musters}", {}, lambda _: {})
+        self._agree(f"muster {self._musters}", {}, lambda _: {})
 
     def together(self, doing: str, write: Callable[[], None]) -> None:
         """Every rank calls `write`, and all of them hear when one fails."""
         self._saves += 1
-        record: Record = {}
-        try:
+
+        def written() -> Record:
             write()
-        except Exception as error:  # the other ranks must hear of it
-            record = {"error": f"{type(error).__name__}: {error}"}
-        self._agree(self._board, f"save {self._saves}: {doing}", record, lambda _: {})
+            return {}
+
+        self._agree(f"save {self._saves}: {doing}", _told(written), lambda _: {})
 
     def save(self, tree: dict[str, Any], url: str, about: dict[str, Any]) -> None:
         """Writes `tree` to the folder `url`; where that holds a checkpoint, the new one takes its place in one step.
@@ -92,96 +92,147 @@ class Saver:
             about: what `inspect` tells beside.
 
         Raises:
-            CheckpointError: the same on every rank. What was there before is untouched.
+            CheckpointError: the same on every rank; says whether what was there before is untouched.
         """
         self.wait()
         self._saves += 1
-        encoder = Encoder()
+        jobs: list[_Job] = []  # none where this rank has failed already, which the others hear of in `_begin`
+
+        def prepare() -> Record:
+            jobs.append(self._prepare(tree, about))
+            return {}
+
+        draft = self._begin(url, _told(prepare))
+        if self._executor is None:
+            self._write(draft, jobs[0])
+        else:
+            self._saving = self._submit(self._write, draft, jobs[0])
+
+    def _prepare(self, tree: dict[str, Any], about: dict[str, Any]) -> _Job:
+        """Everything that looks at the values of `tree`, so that they may change as soon as `save` returns."""
+        encoder, is_first = Encoder(), self._board.rank == 0
         encoded = encoder.encode(tree)
-        draft, token = self._begin(url)
-        is_first = self._board.rank == 0
-        job = _Job(
-            draft,
-            token,
-            [item for tensor in encoder.tensors.items() for item in _ranges_of(*tensor, is_first)],
+        ranges = [item for tensor in encoder.tensors.items() for item in _ranges_of(*tensor, is_first)]
+        if self._executor is not None:
+            ranges = [Range(extent, values.to("cpu", copy=True)) for extent, values in ranges]
+        objects = encoder.objects if is_first else []
+        packed = io.BytesIO()
+        if objects:
+            torch.save([value for _, value in objects], packed)
+            self._warn(
+                f"The checkpoint holds objects that are no plain data: {_places(objects)}. They are pickled into a "
+                "file of their own, and read again only with weights_only=False."
+            )
+        return _Job(
+            ranges,
             encoder.partials,
-            encoder.objects if is_first else [],
+            packed.getvalue() if objects else None,
+            sorted({f"{type(value).__module__}.{type(value).__qualname__}" for _, value in objects}),
             encoded if is_first else None,
             {**about, "world": self._board.size, "saved_at": time.time()},
         )
-        if job.objects:
-            self._warn(
-                f"The checkpoint holds objects that are no plain data: {_places(job.objects)}. They are pickled into a "
-                "file of their own, and read again only with weights_only=False."
-            )
-        if self._executor is None:
-            self._write(job)
-        else:
-            self._submit(self._write, job._replace(ranges=[Range(e, v.to("cpu", copy=True)) for e, v in job.ranges]))
 
     def remove(self, folder: Folder) -> None:
         """Removes a checkpoint, after the save under way is complete, and not at all if that fails."""
-        if self._executor is None:
-            folder.remove()
-        else:
-            self._submit(lambda: None if self._failed else folder.remove())
+        self._after_saving(folder.remove)
 
     def link(self, link: Folder, target: Folder) -> None:
         """Makes `link` show `target`, when that is complete."""
-        if self._executor is None:
-            link.link_to(target)
-        else:
-            self._submit(lambda: None if self._failed else link.link_to(target))
+        self._after_saving(partial(link.link_to, target))
 
     def poll(self) -> None:
         """Raises what a save in the background has failed with; to be called now and then."""
         while self._futures and self._futures[0].done():
-            self._futures.popleft().result()
+            self._take_result()
 
     def wait(self) -> None:
         """Until nothing is under way any more; raises what failed."""
         while self._futures:
-            self._futures.popleft().result()
+            self._take_result()
 
-    def _submit(self, task: Callable[..., None], *args: Any) -> None:
+    def _take_result(self) -> None:
+        future = self._futures.popleft()
+        if future.exception() is not None and future is self._saving:
+            self._saving = None  # what is removed from now on, is removed by somebody who knows
+        future.result()
+
+    def _submit(self, task: Callable[..., None], *args: Any) -> Future[None]:
         assert self._executor is not None
         self._futures.append(self._executor.submit(task, *args))
+        return self._futures[-1]
 
-    def _agree(self, board: Board, topic: str, record: Record, decide: Callable[[list[Record]], Record]) -> Record:
+    def _after_saving(self, task: Callable[[], None]) -> None:
+        if self._executor is None:
+            task()
+        else:
+            saving = self._saving
+            self._submit(lambda: None if saving is not None and saving.exception() is not None else task())
+
+    def _agree(self, topic: str, record: Record, decide: Callable[[list[Record]], Record]) -> Record:
         try:
-            return board.agree(topic, record, decide, _ABSENT)
+            return self._board.agree(topic, record, decide, _ABSENT)
         except AgreementError as error:
             raise CheckpointError(str(error)) from None
 
-    def _begin(self, url: str) -> tuple[Draft, str]:
+    def _begin(self, url: str, record: Record) -> Draft:
         """The same place and name on every rank."""
         mine: list[Draft] = []
 
         def decide(records: list[Record]) -> Record:
-            mine.append(Draft(Folder(url)))
-            mine[0].begin()
-            return {"url": str(url), "token": secrets.token_hex(4)}
+            draft = Draft(Folder(url), secrets.token_hex(4))
+            draft.begin()
+            mine.append(draft)
+            return {"url": str(url), "token": draft.token}
 
-        found = self._agree(self._board, f"save {self._saves}", {}, decide)
-        return mine[0] if mine else Draft(Folder(found["url"])), found["token"]
+        try:
+            found = self._agree(f"save {self._saves}", record, _in_words(decide))
+        except BaseException:
+            for draft in mine:  # its verdict has reached nobody
+                draft.close()
+            raise
+        return mine[0] if mine else Draft(Folder(found["url"]), found["token"])
 
-    def _write(self, job: _Job) -> None:
+    def _write(self, draft: Draft, job: _Job) -> None:
         board = self._thread_board
         try:
-            record = _write_files(job, board)
-        except Exception as error:  # the other ranks must hear of it
-            record = {"error": f"{type(error).__name__}: {error}"}
-        try:
-            self._failed = True
-            self._agree(board, f"save {self._saves} is written", record, partial(_commit, job))
-            self._failed = False
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"Saving {job.draft.folder} failed: {error}. What was there before is untouched."
-            ) from None
+            record = _told(partial(_write_files, draft, job, board))
+            decide = _in_words(partial(_commit, draft, job, board.beat))
+            done = board.agree(f"save {self._saves} is written", record, decide, _STOPPED)
+        except AgreementError as error:
+            if draft.is_committed:  # on rank 0, which could not tell the others any more
+                there = "The new checkpoint is complete."
+            elif error.is_verdict:
+                there = "What was there before is untouched."
+            else:
+                there = "What is there is complete: what was there before, or the new checkpoint."
+            raise CheckpointError(f"Saving {draft.folder} failed: {error}. {there}") from None
         finally:
-            if self._failed and board.rank == 0:
-                job.draft.discard()
+            if board.rank == 0:
+                draft.close()
+        if "doubt" in done:
+            raise CheckpointError(f"{draft.folder} is saved, but {done['doubt']}. Do not remove older checkpoints yet.")
+
+
+def _told(doing: Callable[[], Record]) -> Record:
+    """What it returns, or its error as a record that the other ranks hear of."""
+    try:
+        return doing()
+    except CheckpointError as error:
+        return {"error": str(error)}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _in_words(decide: Callable[[list[Record]], Record]) -> Callable[[list[Record]], Record]:
+    """`decide` whose errors of ours are told without the name of their class."""
+
+    def told(records: list[Record]) -> Record:
+        try:
+            return decide(records)
+        except CheckpointError as error:
+            raise AgreementError(str(error)) from error
+
+    return told
 
 
 def _ranges_of(name: str, tensor: Any, is_first: bool) -> list[Range]:
@@ -203,28 +254,26 @@ def _shard_name(rank: int, world: int, token: str) -> str:
     return f"shard-{rank:05}-of-{world:05}-{token}"
 
 
-def _write_files(job: _Job, board: Board) -> Record:
-    name = _shard_name(board.rank, board.size, job.token)
-    with job.draft.create(f"{name}.safetensors") as shard, job.draft.create(f"{name}.crc32") as checks:
+def _write_files(draft: Draft, job: _Job, board: Board) -> Record:
+    name = _shard_name(board.rank, board.size, draft.token)
+    with draft.create(f"{name}.safetensors") as shard, draft.create(f"{name}.crc32") as checks:
         written = write_shard(shard, checks, job.ranges, job.partials, board.beat)
     record: Record = written._asdict()
-    if job.objects:
-        packed = io.BytesIO()
-        torch.save([value for _, value in job.objects], packed)
-        with job.draft.create(f"objects-{job.token}.pt") as stream:
-            stream.write(packed.getbuffer())
-        record["objects"] = [packed.getbuffer().nbytes, zlib.crc32(packed.getbuffer())]
+    if job.objects is not None:
+        with draft.create(_objects_name(draft)) as stream:
+            stream.write(job.objects)
     return record
 
 
-def _commit(job: _Job, records: list[Record]) -> Record:
+def _commit(draft: Draft, job: _Job, beat: Callable[[], None], records: list[Record]) -> Record:
     """On rank 0: what all ranks wrote becomes the checkpoint."""
     files: list[ShardFile] = []
     tensors: dict[str, Entry] = {}
     partials: dict[str, list[Any]] = {}
-    written = job.draft.written()
+    written = draft.written()
     for rank, record in enumerate(records):
-        name = _shard_name(rank, len(records), job.token)
+        beat()  # thousands of shards on a slow disk take their time
+        name = _shard_name(rank, len(records), draft.token)
         files.append(ShardFile(f"{name}.safetensors", record["nbytes"], f"{name}.crc32", record["checks_crc32"]))
         try:
             if written.size(files[-1].name) != record["nbytes"]:
@@ -249,15 +298,17 @@ def _commit(job: _Job, records: list[Record]) -> Record:
         tensors=tensors,
         tree=job.tree,
         partials={name: merge(items) for name, items in partials.items()},
-        objects=_objects_of(job, records[0]),
+        objects=_objects_of(draft, job),
     )
-    job.draft.commit(manifest.to_bytes())
-    return {}
+    doubt = draft.commit(manifest.to_bytes())
+    return {} if doubt is None else {"doubt": doubt}
 
 
-def _objects_of(job: _Job, record: Record) -> ObjectsFile | None:
-    if "objects" not in record:
+def _objects_name(draft: Draft) -> str:
+    return f"objects-{draft.token}.pt"
+
+
+def _objects_of(draft: Draft, job: _Job) -> ObjectsFile | None:
+    if job.objects is None:
         return None
-    nbytes, crc32 = record["objects"]
-    classes = sorted({f"{type(value).__module__}.{type(value).__qualname__}" for _, value in job.objects})
-    return ObjectsFile(f"objects-{job.token}.pt", nbytes, crc32, classes)
+    return ObjectsFile(_objects_name(draft), len(job.objects), zlib.crc32(job.objects), job.classes)

@@ -78,7 +78,7 @@ def header_of(named: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata:
 
 def chunks_of(values: Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor, a chunk of whole blocks at a time; what is on the host is not copied."""
-    flat = values.detach().reshape(-1)
+    flat = values.detach().resolve_conj().resolve_neg().reshape(-1)
     step = _CHUNK_BYTES // flat.itemsize
     for start in range(0, flat.numel(), step):
         host = flat[start : start + step].cpu().contiguous()
@@ -100,9 +100,11 @@ def write_shard(
     ranges = sorted(ranges, key=lambda item: -item.values.itemsize)  # so that every tensor is aligned
     names: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
     extents: dict[str, list[Any]] = {}
+    taken = {"__metadata__"}  # the format's own key
     for extent, values in ranges:
         is_whole = extent.numel == math.prod(extent.shape)
-        name = _free_name(extent.name, extents)
+        name = _free_name(extent.name, taken)
+        taken.add(name)
         names.append((name, values.dtype, extent.shape if is_whole else (extent.numel,)))
         extents[name] = [
             *(extent.name, str(values.dtype).removeprefix("torch."), extent.shape, extent.start, extent.stop),
@@ -126,7 +128,7 @@ def write_shard(
     return Written(nbytes, len(packed), zlib.crc32(packed))
 
 
-def _free_name(name: str, taken: dict[str, Any]) -> str:
+def _free_name(name: str, taken: set[str]) -> str:
     """A rank may own several ranges of one tensor."""
     number = 1
     free = name
@@ -154,7 +156,14 @@ def read_header(folder: Folder, name: str) -> Header:
         length = int.from_bytes(stream.read(8), "little")
         if length > _LONGEST_HEADER:
             raise CheckpointError(f"{folder.file(name)} is not a shard: its header would have {length} bytes.")
-        plain = json.loads(stream.read(length))
+        raw = stream.read(length)
+    try:
+        return _header_from(json.loads(raw), 8 + length)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder.file(name)} is not a shard: {type(error).__name__}: {error}.") from error
+
+
+def _header_from(plain: dict[str, Any], data_start: int) -> Header:
     metadata = json.loads(plain.pop("__metadata__")[METADATA_KEY])
     pieces = []
     for key, (of, dtype, shape, start, stop, box_offset, box_shape) in metadata["extents"].items():
@@ -166,7 +175,7 @@ def read_header(folder: Folder, name: str) -> Header:
             start=start,
             stop=stop,
         )
-        pieces.append((dtype_named(dtype), extent, 8 + length + plain[key]["data_offsets"][0]))
+        pieces.append((dtype_named(dtype), extent, data_start + plain[key]["data_offsets"][0]))
     return Header(pieces, metadata["partials"])
 
 
@@ -193,8 +202,14 @@ class ShardReader:
         self._tables.clear()
         self._buffer = bytearray()
 
+    def open(self, entry: Entry) -> None:
+        """Raises CheckpointError when a file that holds part of `entry` is missing or short."""
+        for piece in entry.pieces:
+            self._stream(piece.file)
+
     def read(self, entry: Entry, extent: Extent, into: Tensor) -> None:
         """Fills a flat tensor ``(extent.numel,)`` of any dtype and device with a range of `entry`."""
+        assert extent.shape == entry.shape, (extent, entry.shape)  # a part of it would stay as the memory was
         for piece in entry.pieces:
             for run in extent.overlaps(piece.extent):
                 self._read_run(entry, piece, run.theirs, into[run.mine : run.mine + run.numel])
@@ -254,6 +269,8 @@ class ShardReader:
             for begin in range(0, piece.nbytes, _CHUNK_BYTES):
                 self._blocks(piece, begin, begin + _CHUNK_BYTES)
             end += piece.nbytes
+        if end != self.manifest.files[number].nbytes:
+            raise CheckpointError(f"{self.folder.file(self.manifest.files[number].name)} has bytes of no tensor.")
 
     def _stream(self, number: int) -> Any:
         if number not in self._streams:
@@ -264,6 +281,8 @@ class ShardReader:
         if number not in self._tables:
             file = self.manifest.files[number]
             self._tables[number] = read_checks(self.folder, file)
+            if len(self._tables[number]) != 1 + sum(piece.blocks for piece in self.manifest.pieces_of(number)):
+                raise CheckpointError(f"{self.folder.file(file.checks)} has checksums of another file.")
             self.bytes_read += 4 * len(self._tables[number])
         return self._tables[number]
 

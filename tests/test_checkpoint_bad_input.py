@@ -1,0 +1,581 @@
+"""What is no checkpoint, or not of this model, or cannot be written: one error, the same on all ranks, in seconds."""
+
+import json
+import os
+import pickle
+import re
+import shutil
+import tempfile
+import time
+import warnings
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins import AsyncCheckpointIO
+from torch import nn
+
+import jobs
+from jobs import Classifier, loader, state_of
+from lightning_zero import Checkpoint, ZeroStrategy, consolidate
+from lightning_zero.checkpoint import StoredCheckpoint, verify
+from ranks import RankPool, run_alone
+
+SHARDED: dict[str, Any] = {"stage": 3, "wait_timeout": 10}
+FULL: dict[str, Any] = {**SHARDED, "checkpoint": {"format": "full"}}
+FORMATS = pytest.mark.parametrize("strategy", [SHARDED, FULL], ids=["sharded", "full"])
+QUICK: dict[str, Any] = {"limit_train_batches": 2}
+
+
+# -- what ranks do
+
+
+def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def fitted(strategy: Any, model: L.LightningModule | None = None, **kwargs: Any) -> L.Trainer:
+    L.seed_everything(1, verbose=False)
+    run = jobs.trainer(strategy, 2, **QUICK, **kwargs)
+    run.fit(model or Classifier(), loader())
+    return run
+
+
+def save(strategy: Any, path: Any, model: str = "Classifier", **kwargs: Any) -> None:
+    fitted(strategy, MODELS[model]()).save_checkpoint(path, **kwargs)
+
+
+def errors_of_saving(strategy: Any, paths: list[Any], *, unprivileged: bool = False) -> list[tuple[str | None, float]]:
+    """Of one save to each path: its error and its seconds."""
+    run = fitted(strategy)
+    found = []
+    for path in paths:
+        started = time.monotonic()
+        with nobody(unprivileged):
+            error = error_of(run.save_checkpoint, path)
+        found.append((error, time.monotonic() - started))
+    return found
+
+
+class nobody:
+    """Inside, a process of root has no more rights than others, whose files' permissions mean nothing to it."""
+
+    def __init__(self, really: bool) -> None:
+        self._really = really and os.geteuid() == 0
+
+    def __enter__(self) -> None:
+        if self._really:
+            os.seteuid(65534)
+
+    def __exit__(self, *_: Any) -> None:
+        if self._really:
+            os.seteuid(0)
+
+
+def errors_of_resuming(strategy: Any, paths: list[Any], model: str = "Classifier", **kwargs: Any) -> list[Any]:
+    """Of one fit from each path: its error and its seconds."""
+    found = []
+    for path in paths:
+        run = jobs.trainer(strategy, 2, **QUICK, max_epochs=2)
+        started = time.monotonic()
+        error = error_of(run.fit, MODELS[model](), loader(), ckpt_path=path, **kwargs)
+        found.append((error, time.monotonic() - started))
+    return found
+
+
+class Other(Classifier):
+    """Has another width, another name and one layer more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0] = nn.Linear(jobs.FEATURES, 23)
+        self.net[1] = nn.BatchNorm1d(23)
+        self.net[3] = nn.Sequential(nn.Linear(23, 19), nn.LayerNorm(19))
+        self.again = nn.Linear(19, 19)
+        self.renamed, self.unused = self.unused, None
+        self.more = nn.ModuleList([nn.Linear(3, 3)])
+
+
+class Lenient(Other):
+    def __init__(self) -> None:
+        super().__init__()
+        self.strict_loading = False
+
+
+class TwoOptimizers(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net.parameters(), lr=0.1), torch.optim.SGD([self.temperature], lr=0.1)]
+
+
+class OtherGroups(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.net.parameters(), lr=0.1)
+
+
+class Tokenizer:
+    """An object of the user's own."""
+
+    def __init__(self) -> None:
+        self.words = ["a", "b"]
+
+
+class HasTokenizer(Classifier):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["tokenizer"] = Tokenizer()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.tokenizer = checkpoint.get("tokenizer")
+
+
+MODELS: dict[str, type[Classifier]] = {
+    model.__name__: model for model in (Classifier, Other, Lenient, TwoOptimizers, OtherGroups, HasTokenizer)
+}
+
+
+# -- what is in their way
+
+
+@pytest.fixture(scope="module")
+def saved(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of one sharded checkpoint, `a.ckpt`, and one full one, `full.ckpt`."""
+    folder = tmp_path_factory.mktemp("saved")
+    two_ranks.run(save, SHARDED, folder / "a.ckpt")
+    two_ranks.run(save, FULL, folder / "full.ckpt")
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(saved, tmp_path / "saved"))
+
+
+def the_same(told: list[list[tuple[str | None, float]]]) -> list[str]:
+    """What all ranks say alike, each time within seconds."""
+    for of_rank in told:
+        for _, seconds in of_rank:
+            assert seconds < 8
+        assert [error for error, _ in of_rank] == [error for error, _ in told[0]]
+    return [error or "" for error, _ in told[0]]
+
+
+def test_what_is_no_place_for_a_checkpoint_is_named_on_all_ranks(folder: Path, two_ranks: RankPool) -> None:
+    (folder / "photos").mkdir()
+    (folder / "photos" / "cat.jpeg").touch()
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    paths = {
+        folder / "full.ckpt": f"{folder}/full.ckpt is a file, and a sharded checkpoint is a folder. Remove it,",
+        folder / "photos": f"{folder}/photos is a folder that is not a checkpoint (it holds cat.jpeg).",
+        folder: f"{folder} is a folder that is not a checkpoint (it holds a.ckpt, full.ckpt, photos).",
+        folder / "full.ckpt" / "below": f"cannot write to {folder}/full.ckpt: ",
+        folder / "a.ckpt" / "manifest.json": f"{folder}/a.ckpt/manifest.json is a file, and a sharded",
+        "/proc/nowhere/a.ckpt": "cannot write to /proc/nowhere: ",
+    }
+    told = the_same(two_ranks.run(errors_of_saving, SHARDED, list(paths)))
+    for error, expected in zip(told, paths.values(), strict=True):
+        assert error.startswith(f"CheckpointError: {expected}")
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_single_file_does_not_take_the_place_of_a_folder(folder: Path, two_ranks: RankPool) -> None:
+    (told,) = the_same(two_ranks.run(errors_of_saving, FULL, [folder / "a.ckpt"]))
+    assert told.startswith("CheckpointError: rank 0: IsADirectoryError: ")
+    assert verify(folder / "a.ckpt") == []
+
+
+@FORMATS
+def test_without_permission_to_write_all_ranks_say_so(strategy: Any, two_ranks: RankPool) -> None:
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        folder.chmod(0o755)
+        (folder / "writable").mkdir(mode=0o777)
+        (folder / "writable").chmod(0o777)
+        (folder / "mine").mkdir(mode=0o555)
+        paths = [folder / "writable" / "a.ckpt", folder / "mine" / "a.ckpt"]
+        told = the_same(two_ranks.run(errors_of_saving, strategy, paths, unprivileged=True))
+        assert told[0] == ""
+        assert told[1].startswith("CheckpointError: ")
+        assert "Permission denied" in told[1]
+        assert str(folder / "mine") in told[1]
+        assert os.listdir(folder / "mine") == []
+        (folder / "mine").chmod(0o755)
+
+
+# -- what is no checkpoint to go on from
+
+
+def test_what_is_no_checkpoint_to_go_on_from_is_named_on_all_ranks(folder: Path, two_ranks: RankPool) -> None:
+    (folder / "empty").mkdir()
+    (folder / "runs").mkdir()
+    (folder / "runs" / "notes.txt").write_text("notes")
+    (folder / "words.ckpt").write_text("these are words")
+    (folder / "list.ckpt").write_bytes(pickle.dumps([1, 2]))
+    torch.save({"weights": torch.zeros(2)}, folder / "weights.ckpt")
+    (folder / "empty.ckpt").touch()
+    (folder / "short.ckpt").write_bytes((folder / "full.ckpt").read_bytes()[:-1000])
+    (folder / "nowhere.ckpt").symlink_to("gone.ckpt")
+    shard = next((folder / "a.ckpt").glob("*.safetensors"))
+    lightnings = "is not a Lightning checkpoint: "
+    paths = {
+        folder: f"{folder} is not a checkpoint: it is a folder of checkpoints; pass one of them: a.ckpt.",
+        folder / "empty": "is not a checkpoint: the folder is empty.",
+        folder / "runs": "is not a checkpoint: it has no manifest.json: a save that was not finished, or another kind",
+        folder / "missing.ckpt": f"{folder}/missing.ckpt",
+        folder / "nowhere.ckpt": f"{folder}/nowhere.ckpt",
+        folder / "a.ckpt" / "manifest.json": f"it is a file of the checkpoint {folder}/a.ckpt; pass that folder.",
+        shard: f"it is a file of the checkpoint {folder}/a.ckpt; pass that folder.",
+        folder / "words.ckpt": lightnings,
+        folder / "list.ckpt": lightnings,
+        folder / "weights.ckpt": f"{lightnings}it has no 'state_dict'. Pass what Trainer.save_checkpoint wrote.",
+        folder / "empty.ckpt": lightnings,
+        folder / "short.ckpt": lightnings,
+    }
+    told = the_same(two_ranks.run(errors_of_resuming, SHARDED, list(paths)))
+    for error, (path, expected) in zip(told, paths.items(), strict=True):
+        assert error.startswith(("CheckpointError: ", "FileNotFoundError: ")), path
+        assert expected in error, path
+        assert str(path) in error, path
+
+
+def resealed(manifest: Path, **changes: Any) -> None:
+    """Writes a manifest with other entries, and a checksum that is right."""
+    plain = {**json.loads(manifest.read_text()), **changes}
+    plain.pop("crc32")
+    body = json.dumps(plain, separators=(",", ":"))[:-1].encode()
+    manifest.write_bytes(body + b',"crc32":"%08x"}\n' % zlib.crc32(body))
+
+
+def flip(path: Path, at: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 4
+    path.write_bytes(raw)
+
+
+def shard_of(rank: int, path: Path) -> Path:
+    return next(path.glob(f"shard-{rank:05}-*.safetensors"))
+
+
+def place_of(name: str, rank: int, path: Path) -> int:
+    """The first byte, in a rank's shard, of what that rank wrote of a tensor."""
+    pieces = StoredCheckpoint(path).manifest.tensors[name].pieces
+    return next(piece.offset for piece in pieces if piece.file == rank and piece.nbytes)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "manifest cut": (
+        lambda path: os.truncate(path / "manifest.json", 300),
+        "manifest.json is damaged (its checksum does not match, or its end is missing)",
+    ),
+    "manifest flipped": (lambda path: flip(path / "manifest.json", 200), "manifest.json is damaged"),
+    "manifest zeroed": (
+        lambda path: (path / "manifest.json").write_bytes(b"\0" * 5000),
+        "manifest.json is damaged",
+    ),
+    "future": (
+        lambda path: resealed(path / "manifest.json", version=2),
+        "has format version 2, and this lightning_zero reads version 1. Install the version",
+    ),
+    "shard missing": (lambda path: shard_of(1, path).unlink(), "is missing. 1 of 2 shards are there."),
+    "shard cut": (lambda path: os.truncate(shard_of(1, path), 500), "has 500 bytes and should have"),
+    "shard of another": (
+        lambda path: shutil.copy(shard_of(0, path), shard_of(1, path)),
+        r"shard-00001\S* (has \d+ bytes and should have|is damaged)",
+    ),
+    "first weight flipped": (
+        lambda path: flip(shard_of(0, path), place_of("model:net.0.weight", 0, path)),
+        r"shard-00000\S* is damaged: the checksum of 'model:net.0.weight' does not match at byte \d+",
+    ),
+    "last weight flipped": (
+        lambda path: flip(shard_of(1, path), place_of("model:again.bias", 1, path)),
+        r"shard-00001\S* is damaged: the checksum of 'model:again.bias' does not match at byte \d+",
+    ),
+    "buffer flipped": (
+        lambda path: flip(shard_of(0, path), place_of("state_dict/net.1.running_mean", 0, path)),
+        r"shard-00000\S* is damaged: the checksum of 'state_dict/net.1.running_mean'",
+    ),
+    "header flipped": (lambda path: flip(shard_of(1, path), 40), r"shard-00001\S* is damaged: the checksum of its"),
+    "checksums flipped": (
+        lambda path: flip(shard_of(1, path).with_suffix(".crc32"), 5),
+        r"shard-00001\S*crc32 is damaged: its own checksum does not match",
+    ),
+    "checksums missing": (
+        lambda path: shard_of(0, path).with_suffix(".crc32").unlink(),
+        r"shard-00000\S*crc32 is missing",
+    ),
+    "optimizer flipped": (lambda path: flip(shard_of(1, path), shard_of(1, path).stat().st_size - 1), "is damaged"),
+}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_damaged_checkpoint_is_refused_on_all_ranks_whichever_reads_the_damage(
+    stage: int, saved: Path, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    paths = []
+    for name, (damage, _) in DAMAGES.items():
+        paths.append(Path(shutil.copytree(saved / "a.ckpt", tmp_path / name.replace(" ", "_"))))
+        damage(paths[-1])
+    told = the_same(two_ranks.run(errors_of_resuming, {**SHARDED, "stage": stage}, paths))
+    for error, path, (name, (_, expected)) in zip(told, paths, DAMAGES.items(), strict=True):
+        assert re.search(re.escape(expected) if "(" in expected and "\\" not in expected else expected, error), name
+        assert str(path) in error, name
+
+
+# -- a checkpoint of another model
+
+
+def test_r47_a_checkpoint_of_another_model_names_every_key_in_one_error_on_all_ranks(
+    saved: Path, two_ranks: RankPool
+) -> None:
+    for file in ("a.ckpt", "full.ckpt"):
+        (told,) = the_same(two_ranks.run(errors_of_resuming, SHARDED, [saved / file], "Other"))
+        for expected in (
+            'Missing key(s) in state_dict: "renamed.weight", "renamed.bias", "more.0.weight", "more.0.bias"',
+            'Unexpected key(s) in state_dict: "unused.weight", "unused.bias"',
+            "size mismatch for net.0.weight: copying a param with shape torch.Size([19, 12]) from checkpoint",
+            "size mismatch for net.1.running_mean",
+            "size mismatch for net.3.0.weight",
+        ):
+            assert expected in told
+
+
+def load_leniently(strategy: Any, path: Any) -> dict[str, Any]:
+    """Validates a model of which the checkpoint fits in part; what it was, what it is then, and what was told."""
+    L.seed_everything(7, verbose=False)
+    model = Lenient()
+    before = state_of(model)
+    run = jobs.trainer(strategy, 2)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        run.validate(model, loader(seed=1), ckpt_path=path, verbose=False)
+    told = [str(item.message) for item in warned if "strict_loading" in str(item.message)]
+    return {"before": before, "after": state_of(model), "told": told}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("file", ["a.ckpt", "full.ckpt"])
+def test_r47_strict_loading_false_loads_the_rest_and_tells_the_three_lists(
+    file: str, stage: int, saved: Path, two_ranks: RankPool
+) -> None:
+    found = two_ranks.run(load_leniently, {**SHARDED, "stage": stage}, saved / file)
+    values = StoredCheckpoint(saved / "a.ckpt").load()["state_dict"]
+    missing = ["renamed.weight", "renamed.bias", "more.0.weight", "more.0.bias"]
+    reshaped = [f"net.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias")]
+    reshaped += ["net.1.running_mean", "net.1.running_var", "net.3.0.weight"]
+    (told,) = found[0]["told"]
+    assert f"missing in the checkpoint {missing}, unexpected in it ['unused.weight', 'unused.bias']" in told
+    assert sorted(re.findall(r"'(net[\w.]*)'", told)) == sorted(reshaped)
+    for rank in found:
+        for name, value in rank["after"].items():
+            expected = rank["before"] if name in missing + reshaped else values
+            assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("TwoOptimizers", "The checkpoint has the state of 1 optimizers; configure_optimizers() returns 2."),
+        ("OtherGroups", "param"),
+    ],
+)
+def test_the_state_of_other_optimizers_is_refused_on_all_ranks(
+    model: str, expected: str, saved: Path, two_ranks: RankPool
+) -> None:
+    for file in ("a.ckpt", "full.ckpt"):
+        (told,) = the_same(two_ranks.run(errors_of_resuming, SHARDED, [saved / file], model))
+        assert expected in told
+
+
+# -- plugins
+
+
+class Mine(TorchCheckpointIO):
+    """A user's own."""
+
+    saved: list[str] = []  # noqa: RUF012
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        self.saved.append(str(path))
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+@pytest.mark.parametrize("plugin", [Mine, AsyncCheckpointIO])
+def test_a_checkpoint_io_plugin_is_refused_with_folders_when_the_trainer_is_made(plugin: type[CheckpointIO]) -> None:
+    with pytest.raises(ValueError, match=rf"{plugin.__name__} writes single files.*format='full'"):
+        L.Trainer(strategy=ZeroStrategy(), accelerator="cpu", devices=1, plugins=[plugin()], logger=False)
+    with pytest.raises(ValueError, match=rf"{plugin.__name__} writes single files.*format='full'"):
+        ZeroStrategy(checkpoint_io=plugin())
+    ZeroStrategy(checkpoint=Checkpoint(format="full"), checkpoint_io=plugin())
+
+
+def save_with_a_plugin(path: Any) -> list[str]:
+    Mine.saved = []
+    run = fitted(FULL, plugins=[Mine()])
+    run.save_checkpoint(path)
+    (resumed,) = errors_of_resuming(FULL, [path])
+    assert resumed[0] is None
+    return Mine.saved
+
+
+def test_a_checkpoint_io_plugin_writes_single_files(two_ranks: RankPool, tmp_path: Path) -> None:
+    assert two_ranks.run(save_with_a_plugin, tmp_path / "a.ckpt") == [[str(tmp_path / "a.ckpt")], []]
+    assert "state_dict" in torch.load(tmp_path / "a.ckpt", weights_only=True)
+
+
+# -- on one rank only
+
+
+class SavesAlone(L.Callback):
+    """One rank saves, in the middle of training."""
+
+    def __init__(self, rank: int, path: Any) -> None:
+        self.rank = rank
+        self.path = path
+
+    def on_train_batch_end(self, run: L.Trainer, model: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if run.global_rank == self.rank and batch_idx == 1:
+            run.save_checkpoint(self.path)
+
+
+def save_alone(strategy: Any, rank: int, path: Any) -> tuple[str | None, float]:
+    started = time.monotonic()
+    run = jobs.trainer(strategy, 2, callbacks=[SavesAlone(rank, path)])
+    return error_of(run.fit, Classifier(), loader()), time.monotonic() - started
+
+
+@FORMATS
+@pytest.mark.parametrize("rank", [0, 1])
+def test_r09_a_save_on_one_rank_only_ends_on_every_rank_with_the_names_of_the_missing(
+    rank: int, strategy: Any, tmp_path: Path
+) -> None:
+    found, errors = run_alone(2, save_alone, {**strategy, "wait_timeout": 5}, rank, tmp_path / "a.ckpt")
+    assert errors == [None, None]
+    for error, seconds in found:
+        assert f"save_checkpoint must be called on all ranks; missing: [{1 - rank}]" in error
+        assert seconds < 20
+    assert found[rank][0].startswith("CheckpointError: ")
+    assert os.listdir(tmp_path) == []
+
+
+def save_alone_then_together(strategy: Any, path: Any) -> list[str | None]:
+    run = fitted(strategy)
+    alone = error_of(run.save_checkpoint, path) if run.global_rank == 0 else None
+    time.sleep(0 if run.global_rank == 0 else 3)
+    return [alone, error_of(save, strategy, path)]
+
+
+@FORMATS
+def test_a_save_on_one_rank_only_does_not_spoil_those_of_the_next_trainer(
+    strategy: Any, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.ckpt"
+    alone, other = two_ranks.run(save_alone_then_together, {**strategy, "wait_timeout": 2}, path)
+    assert alone == ["CheckpointError: save_checkpoint must be called on all ranks; missing: [1]", None]
+    assert other == [None, None]
+    assert two_ranks.run(errors_of_resuming, strategy, [path])[0][0][0] is None
+
+
+# -- nothing is unpickled
+
+
+class Unpickled(AssertionError):
+    """A class was looked up by a pickle."""
+
+
+def without_pickles(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`function` where no pickle may name a class. torch's own reader of plain values is none of them."""
+
+    def find_class(self: Any, module: str, name: str) -> Any:
+        raise Unpickled(f"{module}.{name}")
+
+    class Unpickler(pickle.Unpickler):
+        pass
+
+    Unpickler.find_class = find_class  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pickle, "Unpickler", Unpickler)
+        patch.setattr(pickle, "load", lambda *_, **__: find_class(None, "pickle", "load"))
+        patch.setattr(torch.serialization, "_load", refusing(torch.serialization._load))
+        return function(*args, **kwargs)
+
+
+def refusing(load: Any) -> Any:
+    def checked(zip_file: Any, map_location: Any, pickle_module: Any, *args: Any, **kwargs: Any) -> Any:
+        if pickle_module is not torch._weights_only_unpickler:
+            raise Unpickled("torch.load")
+        return load(zip_file, map_location, pickle_module, *args, **kwargs)
+
+    return checked
+
+
+def live_without_pickles(strategy: Any, path: Any) -> dict[str, Any]:
+    """Saves, resumes, loads and consolidates."""
+    warned = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        save(strategy, path, "HasTokenizer")
+        model = HasTokenizer()
+        resumed = jobs.trainer(strategy, 2, **QUICK, max_epochs=2)
+        resumed.fit(model, loader(), ckpt_path=path)
+        loaded = HasTokenizer.load_from_checkpoint(path)
+        if resumed.is_global_zero:
+            consolidate(path, f"{path}.single")
+        warned = [str(item.message) for item in caught]
+    return {"warned": warned, "tokenizers": [model.tokenizer, loaded.tokenizer], "loaded": state_of(loaded)}
+
+
+def load_with_objects(strategy: Any, path: Any) -> list[Any]:
+    model = HasTokenizer()
+    jobs.trainer(strategy, 2, **QUICK, max_epochs=2).fit(model, loader(), ckpt_path=path, weights_only=False)
+    loaded = HasTokenizer.load_from_checkpoint(path, weights_only=False)
+    return [model.tokenizer.words, loaded.tokenizer.words]
+
+
+def test_r50_nothing_is_unpickled_but_on_request(two_ranks: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    found = two_ranks.run(without_pickles, live_without_pickles, SHARDED, path)
+    for rank in found:
+        assert rank["tokenizers"] == [None, None]
+    told = [message for message in found[0]["warned"] if "pickled" in message]
+    assert "The checkpoint holds objects that are no plain data: tokenizer (Tokenizer)." in told[0]
+    assert "read again only with weights_only=False" in told[0]
+    assert len(list(path.glob("objects-*.pt"))) == 1
+    assert all("weights_only=False" in message and "Tokenizer" in message for message in told[1:])
+    assert len(told) >= 3
+    single = torch.load(f"{path}.single", weights_only=True)
+    assert "tokenizer" not in single
+    for name, value in single["state_dict"].items():
+        assert torch.equal(value, found[0]["loaded"][name]), name
+    assert two_ranks.run(load_with_objects, SHARDED, path) == [[["a", "b"], ["a", "b"]]] * 2
+    # The shards themselves and the manifest are no pickles.
+    for shard in path.glob("shard-*"):
+        assert not shard.read_bytes().startswith((b"PK", b"\x80"))
+    assert json.loads((path / "manifest.json").read_text())["objects"]["classes"] == [
+        f"{Tokenizer.__module__}.Tokenizer"
+    ]
+
+
+def test_r50_the_test_for_pickles_notices_one(tmp_path: Path) -> None:
+    torch.save({"mine": Tokenizer()}, tmp_path / "a.pt")
+    with pytest.raises(Unpickled):
+        without_pickles(torch.load, tmp_path / "a.pt", weights_only=False)
+    with pytest.raises(Unpickled):
+        without_pickles(pickle.loads, pickle.dumps(Tokenizer()))

@@ -1,0 +1,304 @@
+"""The command line: what a person reads, and what a script can go by."""
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+import jobs
+from lightning_zero import cli
+from lightning_zero.checkpoint import Saver, StoredCheckpoint
+from lightning_zero.checkpoint.shard import ShardReader
+from lightning_zero.comm import LocalComm
+from ranks import RankPool
+
+SCRIPT = str(Path(sys.executable).with_name("lightning-zero"))
+COMMANDS = ["inspect", "verify", "consolidate", "import", "export"]
+
+
+class Tokenizer:
+    """What has to be pickled."""
+
+
+@pytest.fixture(scope="module")
+def trained(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run") / "epoch=0.ckpt"
+    two_ranks.run(jobs.save_at, path, {"stage": 2}, 2)
+    return path
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    path = tmp_path / "small"
+    tree = {"state_dict": {"model.a": torch.arange(6.0).view(2, 3), "b": torch.ones(3)}, "tokenizer": Tokenizer()}
+    Saver(LocalComm().board, warn=lambda _: None).save(tree, str(path), {"step": 5})
+    return path
+
+
+def run(*arguments: Any) -> int:
+    return cli.main([str(argument) for argument in arguments])
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Printed so far, with single spaces."""
+    return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.strip()]
+
+
+# -- as a program
+
+
+@pytest.mark.parametrize("program", [[SCRIPT], [sys.executable, "-m", "lightning_zero"]], ids=["script", "module"])
+def test_it_runs_as_a_script_and_as_a_module(program: list[str], trained: Path, tmp_path: Path) -> None:
+    done = subprocess.run([*program, "verify", trained, "there"], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.splitlines() == [
+        f"{trained}: complete, every checksum matches",
+        f"{tmp_path / 'there'} is not a checkpoint: there is no such folder.",
+    ]
+
+
+def test_a_reader_who_has_seen_enough_is_no_error(trained: Path) -> None:
+    """As in `lightning-zero inspect DIR | head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed:
+        done = subprocess.run(
+            [SCRIPT, "inspect", trained], stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_help_lists_the_five_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        run("--help")
+    told = capsys.readouterr().out
+    listed = re.findall(r"^    lightning-zero (\w+) ", told, re.MULTILINE)
+    assert list(dict.fromkeys(listed)) == COMMANDS
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        run(command, "--help")
+    told = capsys.readouterr().out
+    assert told.startswith(f"usage: lightning-zero {command} [-h]")
+    assert ("DCP" in told) == (command in ("import", "export"))
+    assert ("--safetensors" in told) == (command == "consolidate")
+
+
+def test_the_five_commands_are_the_ones_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run("convert", "x")
+    said = capsys.readouterr().err
+    assert "invalid choice: 'convert'" in said
+    assert re.findall(r"\w+", said.rpartition("choose from")[2]) == COMMANDS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["inspect"], "the following arguments are required: DIR"),
+        (["import", "a"], "the following arguments are required: DIR"),
+        (["inspect", "nosuch://x"], "nosuch://x: Protocol not known: nosuch"),
+        (["consolidate", "a", "b", "--prefix", "model."], "--prefix and --shard-gb go with --safetensors"),
+        (["consolidate", "a", "b", "--shard-gb", "1"], "--prefix and --shard-gb go with --safetensors"),
+        (["consolidate", "a", "b", "--safetensors", "--objects"], "--objects has nothing to do with --safetensors"),
+        (["consolidate", "a", "b", "--safetensors", "--shard-gb", "0"], "0 is not a positive number"),
+        (["consolidate", "a", "b", "--safetensors", "--shard-gb", "nan"], "nan is not a positive number"),
+        (["consolidate", "a", "b", "--safetensors", "--shard-gb", "two"], "invalid"),
+    ],
+    ids=" ".join,
+)
+def test_a_command_line_that_makes_no_sense_is_told_with_its_usage(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(*arguments)
+    said = capsys.readouterr().err
+    assert said.startswith("usage: lightning-zero ")
+    assert told in said
+
+
+# -- wrong paths
+
+
+def wrong_paths(trained: Path, tmp_path: Path) -> dict[str, tuple[Path, str]]:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").touch()
+    (tmp_path / "file.ckpt").touch()
+    return {
+        "nowhere": (tmp_path / "nowhere", "there is no such folder."),
+        "below a file": (tmp_path / "file.ckpt" / "x", "there is no such folder."),
+        "empty": (tmp_path / "empty", "the folder is empty."),
+        "of something else": (tmp_path / "other", "it has no manifest.json: a save that was not finished, or another"),
+        "a file": (tmp_path / "file.ckpt", "it is a file, and a sharded checkpoint is a folder."),
+        "inside": (trained / "manifest.json", f"it is a file of the checkpoint {trained}; pass that folder."),
+        "above": (trained.parent, "it is a folder of checkpoints; pass one of them: epoch=0.ckpt."),
+    }
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "consolidate", "consolidate --safetensors", "export"])
+def test_a_wrong_path_is_told_without_a_traceback_and_nothing_is_written(
+    command: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path, told in wrong_paths(trained, tmp_path).values():
+        outs = [] if command in ("inspect", "verify") else [tmp_path / "out"]
+        assert run(*command.split(), path, *outs) == 1
+        captured = capsys.readouterr()
+        said = captured.out if command == "verify" else captured.err.removeprefix("error: ")
+        assert said.startswith(f"{path} is not a checkpoint: {told}")
+        assert (captured.err if command == "verify" else captured.out) == ""
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_wrong_path_of_dcp_is_told_without_a_traceback(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path, _ in wrong_paths(trained, tmp_path).values():
+        assert run("import", path, tmp_path / "out") == 1
+        told = "is not a folder of torch.distributed.checkpoint: it has no .metadata."
+        assert capsys.readouterr().err == f"error: {path} {told}\n"
+        assert not (tmp_path / "out").exists()
+
+
+def test_what_the_system_refuses_is_told_without_a_traceback(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for command in (["consolidate"], ["consolidate", "--safetensors"], ["export"]):
+        assert run(*command, trained, tmp_path / "file" / "out") == 1
+        said = capsys.readouterr().err
+        assert said.startswith("error: ")
+        assert str(tmp_path / "file") in said
+
+
+# -- inspect
+
+
+def test_inspect_reads_the_manifest_and_no_shard(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a shard was looked at")
+
+    for name in ("read", "_stream", "_table"):
+        monkeypatch.setattr(ShardReader, name, refuse)
+    assert run("inspect", trained) == 0
+    told = lines(capsys)
+    assert told[0] == str(trained)
+    assert told[1].startswith("step 6, epoch 1, stage 2, world 2, saved 20")
+    assert re.fullmatch(r"2 shards, \d+ tensors, [\d.]+ kB", told[2])
+    assert "model int64 1 1 8 B" in told
+    assert "optimizer 0, exp_avg float32 12 823 3.3 kB" in told
+    assert "net.0.weight float32 19x12 912 B" in told
+    assert "temperature float32 scalar 4 B" in told
+    assert "again.weight float32 19x19 1.4 kB" in told
+    assert sum(line.startswith(tuple(jobs.Classifier().state_dict())) for line in told) == 20
+
+
+def test_inspect_names_what_had_to_be_pickled(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("inspect", small) == 0
+    told = lines(capsys)
+    assert told[2].startswith("1 shard, 2 tensors, ")
+    assert told[3] == f"pickled objects, left out unless asked for: {__name__}.Tokenizer"
+
+
+# -- verify
+
+
+def test_verify_tells_of_each_checkpoint_and_names_each_file_that_is_not_whole(
+    trained: Path, small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("verify", trained, small) == 0
+    assert lines(capsys) == [f"{path}: complete, every checksum matches" for path in (trained, small)]
+    shard, pickled = next(small.glob("*.safetensors")), next(small.glob("*.pt"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"!")
+    pickled.unlink()
+    assert run("verify", small, trained) == 1
+    told = lines(capsys)
+    assert [str(shard) in told[0], pickled.name in told[1]] == [True, True]
+    assert "does not match at byte" in told[0]
+    assert told[1].endswith("is missing.")
+    assert told[2] == f"{trained}: complete, every checksum matches"
+
+
+# -- consolidate
+
+
+def test_consolidate_writes_a_lightning_file(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "one.ckpt"
+    assert run("consolidate", trained, out) == 0
+    assert capsys.readouterr() == (f"wrote {out}\n", "")
+    saved = torch.load(out, weights_only=True)
+    assert len(saved["optimizer_states"][0]["state"]) == 12
+
+
+def test_consolidate_says_what_it_left_out_and_how_to_have_it(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "one.ckpt"
+    assert run("consolidate", small, out) == 0
+    said = capsys.readouterr()
+    assert said.out == f"wrote {out}\n"
+    assert said.err.startswith(f"left out what had been pickled ({__name__}.Tokenizer); --objects includes")
+    assert run("consolidate", small, out, "--objects") == 0
+    assert capsys.readouterr() == (f"wrote {out}\n", "")
+    assert isinstance(torch.load(out, weights_only=False)["tokenizer"], Tokenizer)
+
+
+def test_consolidate_writes_safetensors(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "hf"
+    assert run("consolidate", small, out, "--safetensors", "--prefix", "model.") == 0
+    assert capsys.readouterr() == (f"wrote model.safetensors to {out}\n", "")
+    assert list(load_file(out / "model.safetensors")) == ["a"]
+    assert run("consolidate", "--safetensors", "--shard-gb", "2e-8", small, out) == 0
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    assert capsys.readouterr().out == f"wrote {', '.join(names)} to {out}\n"
+    assert json.loads((out / "model.safetensors.index.json").read_text())["metadata"] == {"total_size": 36}
+
+
+# -- import and export
+
+
+def test_export_and_import_say_what_they_wrote(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("export", trained, tmp_path / "dcp") == 0
+    assert run("import", tmp_path / "dcp", tmp_path / "back") == 0
+    assert capsys.readouterr() == (f"wrote {tmp_path / 'dcp'}\nwrote {tmp_path / 'back'}\n", "")
+    assert run("inspect", tmp_path / "back") == 0
+    told = lines(capsys)
+    assert told[1].startswith(f"step 6, imported_from {tmp_path / 'dcp'}, world 1, saved 20")
+    assert "optimizer 0, exp_avg float32 12 823 3.3 kB" in told
+    assert len(StoredCheckpoint(tmp_path / "back").load()["state_dict"]) == 20
+    assert run("export", trained, tmp_path / "dcp") == 1
+    assert capsys.readouterr().err == f"error: {tmp_path / 'dcp'} is not empty. Name a new folder.\n"
+
+
+def test_export_says_what_it_left_out(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("export", small, tmp_path / "dcp") == 0
+    assert f"left out what had been pickled ({__name__}.Tokenizer)" in capsys.readouterr().err
+    assert dcp.FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata.keys() == {
+        "model.model.a",
+        "model.b",
+    }
+
+
+def test_what_is_printed_fits_a_stream_that_is_no_terminal(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain ASCII, no colours, nothing wider than the names make it."""
+    printed = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", printed)
+    assert run("inspect", trained) == 0
+    assert printed.getvalue().isascii()
+    assert max(map(len, printed.getvalue().splitlines()[3:])) < 80
