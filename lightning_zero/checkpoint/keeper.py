@@ -76,6 +76,7 @@ class CheckpointKeeper:
         Raises:
             CheckpointError: for a folder, or a file in one, that is not the checkpoint itself.
         """
+        self.saver.wait()  # it may be the one that is being written
         folder = Folder(path)
         if folder.fs.isfile(folder.path) and not folder.parent.is_checkpoint:
             return None
