@@ -14,13 +14,13 @@ manifest is what counts there too. So a kill at any moment leaves the old checkp
 
 import contextlib
 import errno
-import fcntl
 import io
 import os
 import posixpath
 import re
 import shutil
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +28,9 @@ from typing import IO, Any, final
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+
+if sys.platform != "win32":  # there, two jobs that save to one path are not told apart
+    import fcntl
 
 MANIFEST = "manifest.json"
 _OURS = re.compile(
@@ -169,7 +172,10 @@ def _naming(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
+        hint = ""
+        if isinstance(error, FileNotFoundError):
+            hint = ". Rank 0 made its folder: save to a file system that all machines share"
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}{hint}") from error
 
 
 @final
@@ -253,6 +259,9 @@ class Draft:
         while True:
             with contextlib.ExitStack() as unless_held:
                 lock = unless_held.enter_context(path.open("a"))
+                if sys.platform == "win32":
+                    unless_held.pop_all()
+                    return lock
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:

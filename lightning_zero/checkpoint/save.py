@@ -21,7 +21,7 @@ import torch
 from lightning_zero.board import AgreementError, Board, Record
 from lightning_zero.checkpoint.folder import CheckpointError, Draft, Folder
 from lightning_zero.checkpoint.manifest import Entry, Manifest, ObjectsFile, Piece, ShardFile, refuse_gaps
-from lightning_zero.checkpoint.shard import Range, read_header, write_shard
+from lightning_zero.checkpoint.shard import Header, Range, read_header, write_shard
 from lightning_zero.checkpoint.tree import Encoder, merge
 from lightning_zero.extents import Extent
 from lightning_zero.lazy import LazyTensor, Spread
@@ -268,28 +268,20 @@ def _write_files(draft: Draft, job: _Job, board: Board) -> Record:
 def _commit(draft: Draft, job: _Job, beat: Callable[[], None], records: list[Record]) -> Record:
     """On rank 0: what all ranks wrote becomes the checkpoint."""
     files: list[ShardFile] = []
-    tensors: dict[str, Entry] = {}
+    pieces: dict[str, list[Piece]] = {}
+    dtypes: dict[str, torch.dtype] = {}
     partials: dict[str, list[Any]] = {}
-    written = draft.written()
     for rank, record in enumerate(records):
         beat()  # thousands of shards on a slow disk take their time
         name = _shard_name(rank, len(records), draft.token)
         files.append(ShardFile(f"{name}.safetensors", record["nbytes"], f"{name}.crc32", record["checks_crc32"]))
-        try:
-            if written.size(files[-1].name) != record["nbytes"]:
-                raise CheckpointError(f"{files[-1].name} is shorter than rank {rank} wrote it")
-            header = read_header(written, files[-1].name)
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"rank 0 does not see {files[-1].name}, which rank {rank} wrote. Save to a file system that all "
-                "machines share"
-            ) from None
+        header = _header_of(draft, files[-1], rank)
         for dtype, extent, offset in header.pieces:
-            entry = tensors.setdefault(extent.name, Entry(extent.name, dtype, extent.shape, ()))
-            piece = Piece(extent, rank, offset, extent.numel * dtype.itemsize)
-            tensors[extent.name] = entry._replace(pieces=(*entry.pieces, piece))
+            dtypes[extent.name] = dtype
+            pieces.setdefault(extent.name, []).append(Piece(extent, rank, offset, extent.numel * dtype.itemsize))
         for name_of_partial, items in header.partials.items():
             partials.setdefault(name_of_partial, []).append(items)
+    tensors = {name: Entry(name, dtypes[name], held[0].extent.shape, tuple(held)) for name, held in pieces.items()}
     for entry in tensors.values():
         refuse_gaps(entry)
     manifest = Manifest(
@@ -302,6 +294,19 @@ def _commit(draft: Draft, job: _Job, beat: Callable[[], None], records: list[Rec
     )
     doubt = draft.commit(manifest.to_bytes())
     return {} if doubt is None else {"doubt": doubt}
+
+
+def _header_of(draft: Draft, file: ShardFile, rank: int) -> Header:
+    """What a shard says that it holds, once rank 0 sees it whole."""
+    written = draft.written()
+    try:
+        if written.size(file.name) != file.nbytes:
+            raise CheckpointError(f"{file.name} is shorter than rank {rank} wrote it")
+        return read_header(written, file.name)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"rank 0 does not see {file.name}, which rank {rank} wrote. Save to a file system that all machines share"
+        ) from None
 
 
 def _objects_name(draft: Draft) -> str:
