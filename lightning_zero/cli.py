@@ -23,6 +23,7 @@ from lightning_zero.checkpoint.dcp import export_dcp, import_dcp
 from lightning_zero.checkpoint.export import consolidate, export_safetensors
 from lightning_zero.checkpoint.manifest import Entry
 from lightning_zero.lazy import LazyTensor
+from lightning_zero.spread import WHOLE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -132,7 +133,7 @@ def _part_of(name: str) -> str:
     if name.startswith(("model:", "state_dict/")):
         return "model"
     if name.startswith("optimizer "):
-        return f"{name.partition(':')[0]}, {name.rpartition(':')[2]}"
+        return f"{name.partition(':')[0]}, {name.rpartition(':')[2].removesuffix(WHOLE)}"
     if name.startswith("optimizer_states/"):  # of a checkpoint that was imported
         return f"optimizer {name.split('/')[1]}, {name.rpartition('/')[2]}"
     return "random state" if name.startswith("rank ") else name.partition("/")[0]

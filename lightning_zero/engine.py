@@ -352,7 +352,7 @@ class Engine:
         for name, value in state.items():
             names.setdefault(id(value), []).append(name)
             if isinstance(value, Tensor) and id(value) not in grouped:
-                state[name] = value.detach()
+                state[name] = value.detach().clone() if copy else value.detach()
         for access in self._accesses:
             if any(id(parameter) in names for parameter in access.group.parameters):
                 for parameter, whole in zip(access.group.parameters, access.group.whole_values(copy=copy), strict=True):
@@ -425,7 +425,9 @@ class Engine:
 
     def spread_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The same, to be written by all ranks together; see `PieceStepper.spread_state_dict`."""
-        return self._steppers[optimizer].spread_state_dict(f"optimizer {list(self._steppers).index(optimizer)}")
+        name = f"optimizer {list(self._steppers).index(optimizer)}"
+        with self.rendezvous.ended():
+            return self._steppers[optimizer].spread_state_dict(name, self.comm)
 
     @property
     def optimizer_parameters(self) -> list[list[str]]:

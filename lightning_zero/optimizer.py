@@ -19,7 +19,7 @@ from lightning_zero.extents import Extent
 from lightning_zero.gradient import GradientShard
 from lightning_zero.lazy import LazyTensor, Partial, Stored
 from lightning_zero.ledger import Category, Ledger
-from lightning_zero.spread import OfOneRank, SpreadState
+from lightning_zero.spread import WHOLE, OfOneRank, SpreadState, is_first
 from lightning_zero.units import as_written
 
 _no_interception = torch._C.DisableTorchFunctionSubclass
@@ -163,6 +163,8 @@ class PieceStepper:
             return value
         stored = value.source if isinstance(value, LazyTensor) else None
         is_whole = value.shape != parameter.shape or name == "step" or parameter in self._left_alone
+        if stored is not None and stored.name.endswith(WHOLE):  # nothing has to be guessed by the shape
+            is_whole = True
         if is_whole or not self.home(parameter)[0].group.partition.optimizer:
             return value if stored is None else stored.whole()
         shard, index = self.home(parameter)
@@ -234,35 +236,35 @@ class PieceStepper:
             names.append("" if shard is None else as_written(shard.group.layout.spans[index].name))
         return names
 
-    def spread_state_dict(self, name: str) -> dict[str, Any]:
+    def spread_state_dict(self, name: str, comm: Comm) -> dict[str, Any]:
         """`optimizer.state_dict()` to be written by all ranks together: each has the parameters that it owns any of,
-        with a `LazyTensor` for what is cut like its parameter.
+        with a `LazyTensor` for what is cut like its parameter. A collective of a few bytes.
 
         Args:
             name: of this optimizer, in the names of its tensors.
+            comm: the ranks that the parameters are spread over.
         """
         local = self.optimizer.state_dict()
-        whole = self._names_of_whole_state()
+        whole = set().union(*comm.all_gather_object(self._names_of_whole_state(), "names of whole state"))
         mine: dict[int, dict[str, Any]] = {}
         for index, state in local["state"].items():
             if (parameter := self.parameters[index]) in self._left_alone:
                 continue
             shard, at = self.home(parameter)
             group, share = shard.group, shard.group.share(at)
-            is_first = share.start == 0 and (share.numel > 0 or not group.layout.spans[at].numel)
             full_name = f"{name}:{as_written(group.layout.spans[at].name)}"
             mine[index] = {
                 key: LazyTensor(SpreadState(f"{full_name}:{key}", group, at, value))
                 if isinstance(value, Tensor) and key not in whole
-                else _of_one(f"{full_name}:{key}", value)
+                else _of_one(f"{full_name}:{key}{WHOLE}", value)
                 for key, value in state.items()
-                if is_first or (share.numel and isinstance(value, Tensor) and key not in whole)
+                if is_first(group, at) or (share.numel and isinstance(value, Tensor) and key not in whole)
             }
         return {**local, "state": Partial(name, mine)}
 
     def _names_of_whole_state(self) -> set[str]:
-        """Names of state tensors that are not cut like their parameters. A short piece may have the shape of one by
-        chance, so one that fits nowhere else decides for all."""
+        """Names of state tensors that are not cut like their parameters. A piece may have the shape of one by chance,
+        so one that fits nowhere else decides for all, on all ranks."""
         found = set()
         for parameter, state in self.optimizer.state.items():
             assert isinstance(parameter, Parameter)

@@ -19,6 +19,9 @@ def is_first(group: ShardGroup, index: int) -> bool:
     return share.start == 0 and share.numel > 0
 
 
+WHOLE = " (whole)"  # ends the names of optimizer state that is not cut like its parameter
+
+
 @final
 class SpreadParameter(Spread):
     """A parameter in its declared dtype. Reading it is a collective.

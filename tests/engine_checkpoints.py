@@ -195,13 +195,20 @@ def receive(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[Parameter, 
 
 
 def resume(
-    comm: Comm, model: nn.Module, optimizers: Sequence[Optimizer], place: Place, checkpoint: StoredCheckpoint
+    comm: Comm,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    place: Place,
+    checkpoint: StoredCheckpoint,
+    *,
+    weights_only: bool = False,
 ) -> Engine:
     tree = checkpoint.tree()
     stored = receive(model, tree["state_dict"])
     engine = Engine(model, optimizers, stage=place.stage, comm=comm, options=place.options())
     engine.load(stored, lambda: checkpoint.verify_rest(comm.rank, comm.size))
-    engine.load_optimizer_states(tree["optimizer_states"])
+    if not weights_only:
+        engine.load_optimizer_states(tree["optimizer_states"])
     return engine
 
 
@@ -238,9 +245,10 @@ def wrong_pieces(engine: Engine, optimizers: Sequence[Optimizer], saved: Mapping
             piece = group.piece(index)
             master = group.piece_of(group.master, index).reshape(-1)
             told += differences(master, values[span.name].reshape(-1)[piece.start : piece.stop], span.name)
-        told += differences(
-            group.owned_param, group.master.to(group.kind.resting), f"what forward sees of {group.name}"
-        )
+            if not engine.partition.parameter:
+                resting = values[span.name].to(group.kind.resting)
+                told += differences(group.views[index], resting, f"what forward sees of {span.name}")
+        told += differences(group.owned_param, group.master.to(group.kind.resting), f"what is sent of {group.name}")
     grouped = {id(parameter) for group in engine._groups for parameter in group.parameters}
     for name, value in engine.module.state_dict(keep_vars=True).items():
         told += [] if id(value) in grouped else differences(value.detach(), values[name], name)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -174,6 +174,25 @@ def test_a_run_that_was_resumed_goes_on_as_if_it_had_never_stopped(
     )
 
 
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_alone_may_be_taken(
+    stage: int, world: int, start: nn.Module, saved_at: Callable[[Place], Saved]
+) -> None:
+    saved = saved_at(Place(2, 2))
+
+    def on_rank(comm: Comm, autocast: bool) -> list[str]:
+        model = strange(start, comm.rank)
+        place = Place(stage, world, autocast)
+        with contextlib.closing(StoredCheckpoint(saved.path)) as checkpoint:
+            engine = resume(comm, model, one_of_each(model), place, checkpoint, weights_only=True)
+        alone = {**saved.states, "optimizer_states": []}
+        return wrong_pieces(engine, [], alone) + differences(states_of(engine, []), alone)
+
+    for autocast in (False, True):
+        assert not any(Place(stage, world).run(functools.partial(on_rank, autocast=autocast)))
+
+
 # -- models
 
 
@@ -278,13 +297,9 @@ def optimizers_of(model: nn.Module) -> list[Optimizer]:
     return made
 
 
-def has_empty_parameter(model: nn.Module) -> bool:
-    return any(parameter.requires_grad and not parameter.numel() for parameter in model.parameters())
-
-
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @settings(
-    max_examples=CAMPAIGN or 50,
+    max_examples=CAMPAIGN or 15,
     derandomize=not CAMPAIGN,
     deadline=None,
     database=None,
@@ -296,7 +311,6 @@ def test_a_random_model_is_resumed_anywhere(
     journey: tuple[Spec, Journey, Journey], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     spec, before, after = journey
-    assume(not has_empty_parameter(build(spec, 0)))
     path = tmp_path_factory.mktemp("random") / "ckpt"
     models = [build(spec, seed) for seed in range(2 * 4)]
 
@@ -455,16 +469,13 @@ class Fixed(Plain):
         return {"trace": torch.zeros_like(parameter), "table": table}
 
 
-BY_CHANCE = "state tensors are told apart from what is cut like the parameter by their shape alone, one by one"
-
-
 @pytest.mark.parametrize(
     "shape",
     [
         (9,),
         (2, 20),
-        pytest.param((40,), marks=pytest.mark.xfail(strict=True, reason=BY_CHANCE)),  # as long as a bias
-        pytest.param((24,), marks=pytest.mark.xfail(strict=True, reason=BY_CHANCE)),  # as what a rank has of one
+        (40,),  # as long as a bias
+        (24,),  # as what a rank has of one
     ],
 )
 def test_a_tensor_of_the_state_may_have_the_shape_of_a_parameter_or_of_a_piece(
@@ -509,7 +520,6 @@ class Hollow(nn.Module):
         return self.layer(signal).sum() + self.hollow.sum()
 
 
-@pytest.mark.xfail(strict=True, reason="every rank takes itself for the first owner of a parameter without elements")
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_parameter_without_elements_has_its_state_once(stage: int, tmp_path: Path) -> None:
     start = seeded(Hollow)
@@ -536,7 +546,7 @@ def plain_states(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str,
     )
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_single_file_of_plain_torch_is_resumed_by_an_engine(
     stage: int, world: int, start: nn.Module, tmp_path: Path

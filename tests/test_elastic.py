@@ -1,4 +1,4 @@
-"""torchrun starts a job again that lost a rank or a machine; it goes on from its last complete checkpoint, by itself."""
+"""torchrun starts a job again that lost a rank or a machine: it goes on from its last checkpoint, by itself."""
 
 import os
 import subprocess
