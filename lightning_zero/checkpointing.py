@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero import resume
-from lightning_zero.checkpoint import CheckpointError, CheckpointKeeper
+from lightning_zero.checkpoint import CheckpointError, CheckpointKeeper, Folder
 from lightning_zero.comm import Comm
 from lightning_zero.config import Checkpoint
 from lightning_zero.engine import Engine
@@ -113,8 +113,9 @@ class CheckpointingStrategy(DDPStrategy, ABC):
         """
         self.end_rendezvous()  # ranks may have looked at lazy entries in hooks, alone
         if not self._is_sharded:
-            write = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
-            self.keeper.saver.together("write a single file", write)
+            self.keeper.saver.together(
+                "write a single file", partial(self._write_single_file, checkpoint, filepath, storage_options)
+            )
             return
         if storage_options is not None:
             raise TypeError("storage_options go to a CheckpointIO plugin; checkpoints are folders of shards here.")
@@ -134,6 +135,21 @@ class CheckpointingStrategy(DDPStrategy, ABC):
         if self.engine is None or self.engine.closed:
             self.keeper.saver.wait()  # nobody would look for its errors later
 
+    def _write_single_file(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+        """Lightning's own writer moves its file into a folder of that name, and passes over a lack of permission."""
+        place = Folder(path)
+        if self.is_global_zero and place.is_local and type(self.checkpoint_io) is TorchCheckpointIO:
+            if place.fs.isdir(place.path):
+                raise CheckpointError(
+                    f"{path} is a folder (a sharded checkpoint?), and format='full' writes a single file. Remove it, "
+                    "or choose another path."
+                )
+            effective = os.access in os.supports_effective_ids
+            parent = place.parent.path
+            if place.fs.isdir(parent) and not os.access(parent, os.W_OK, effective_ids=effective):
+                raise CheckpointError(f"cannot write {path}: Permission denied")
+        super().save_checkpoint(checkpoint, path, storage_options)
+
     @property
     def _trainer(self) -> "pl.Trainer":
         assert self.lightning_module is not None
@@ -152,21 +168,20 @@ class CheckpointingStrategy(DDPStrategy, ABC):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """A checkpoint of any strategy. Of a sharded one this reads the manifest, and each rank later what it owns."""
         self._resumed_state = None
-        checkpoint = self.keeper.open(os.fspath(checkpoint_path), objects=weights_only is False)
+        path = os.fspath(checkpoint_path)
+        checkpoint = self.keeper.open(path, objects=weights_only is False)
         if checkpoint is not None:
             self._resumed_state = checkpoint.get(resume.KEY)
             return checkpoint
         try:
-            checkpoint = self._load_single_file(checkpoint_path, weights_only)
-        except (RuntimeError, EOFError, KeyError, OSError, pickle.UnpicklingError) as error:
-            if "weights_only" in str(error):  # torch says how to opt in to objects of one's own
-                raise
-            raise CheckpointError(
-                f"ckpt_path={str(checkpoint_path)!r} is not a Lightning checkpoint: {error}"
-            ) from error
+            checkpoint = self._load_single_file(path, weights_only)
+        except Exception as error:  # of bytes that are no pickle, torch raises whatever it stumbles on
+            if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error) and zipfile.is_zipfile(path):
+                raise  # torch says how to opt in to objects of one's own
+            raise CheckpointError(f"ckpt_path={path!r} is not a Lightning checkpoint: {error}") from error
         if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
             raise CheckpointError(
-                f"ckpt_path={str(checkpoint_path)!r} is not a Lightning checkpoint: it has no 'state_dict'. "
+                f"ckpt_path={path!r} is not a Lightning checkpoint: it has no 'state_dict'. "
                 "Pass what Trainer.save_checkpoint wrote."
             )
         return checkpoint

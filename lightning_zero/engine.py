@@ -438,9 +438,12 @@ class Engine:
         """Optimizers take the states of any strategy's checkpoint, in order. A collective.
 
         Raises:
+            ValueError: when an optimizer has other groups of parameters.
             RuntimeError: on every rank the same, when reading fails on one.
         """
         steppers = list(self._steppers.values())
+        for stepper, state in zip(steppers, state_dicts, strict=True):
+            stepper.refuse_other_groups(state)
         with self._failing_together("reading the optimizers"):
             cut = [stepper.cut_state_dict(state) for stepper, state in zip(steppers, state_dicts, strict=True)]
         for stepper, state in zip(steppers, cut, strict=True):

@@ -275,6 +275,16 @@ class PieceStepper:
             found |= {name for name, value in state.items() if isinstance(value, Tensor) and value.shape != shape}
         return found
 
+    def refuse_other_groups(self, state_dict: Mapping[str, Any]) -> None:
+        """Raises ValueError unless a state is of as many parameters, in the same groups."""
+        saved = [len(group["params"]) for group in state_dict["param_groups"]]
+        own = [len(group["params"]) for group in self.optimizer.param_groups]
+        if saved != own:
+            raise ValueError(
+                f"The checkpoint's {type(self.optimizer).__name__} has groups of {saved} parameters, and "
+                f"configure_optimizers() makes groups of {own}. Resume with the optimizers it was saved with."
+            )
+
     def cut_state_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Of any strategy's `optimizer.state_dict()` what this rank steps; of stored tensors only that is read."""
         parameters = self.parameters

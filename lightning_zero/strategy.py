@@ -134,6 +134,7 @@ class ZeroStrategy(CheckpointingStrategy):
             ActivationCheckpointing, activation_checkpointing, "activation_checkpointing"
         )
         self.checkpoint = policy_from(Checkpoint, checkpoint, "checkpoint") or Checkpoint()
+        self.checkpoint_io = checkpoint_io  # the property has its say
         self.broadcast_buffers = broadcast_buffers
         self.max_skipped_steps = max_skipped_steps
         self._param_dtype = dtype_from(param_dtype, "param_dtype")
