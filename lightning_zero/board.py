@@ -110,8 +110,8 @@ class Board:
         try:
             self._wait_for(set(range(self.size)), lambda rank: self._has(keys[rank]), topic, absent)
             records: list[Record] = [json.loads(self._store.get(key)) for key in keys]
-            errors = [f"rank {rank}: {record['error']}" for rank, record in enumerate(records) if "error" in record]
-            verdict = {"refused": "; ".join(errors)} if errors else decide(records)
+            errors = _errors_of(records)
+            verdict = {"refused": errors} if errors else decide(records)
         except AgreementError as error:
             verdict = {"refused": str(error)}
         except Exception as error:  # every rank must hear of it
@@ -162,3 +162,14 @@ class Board:
         told = absent.format(missing=sorted(silent - alive) or sorted(lost))
         self._store.set(f"lost/{self.rank}", told)
         raise AgreementError(told)
+
+
+def _errors_of(records: list[Record]) -> str:
+    """Who said what; what several ranks say alike, once."""
+    said: dict[str, list[int]] = {}
+    for rank, record in enumerate(records):
+        if "error" in record:
+            said.setdefault(record["error"], []).append(rank)
+    return "; ".join(
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {told}" for told, ranks in said.items()
+    )

@@ -43,3 +43,18 @@ def test_step_time_compares_a_stage_with_ddp_in_one_run(tmp_path: Path) -> None:
         assert 0 < row["seconds"] < 10
         assert 100 < row["rest_mb"] <= row["peak_mb"]
         assert row["wire"] > 1.9  # at least; the counter is the machine's, and others may use it
+
+
+def test_checkpoint_io_loads_what_each_contestant_saved(tmp_path: Path) -> None:
+    """It checks the values itself."""
+    options = "--mb 24 --ranks 2 --rounds 1 --dir place --json found.json"
+    command = [sys.executable, BENCHMARKS / "checkpoint_io.py", *options.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["table"].keys() == {"torch", "dcp", "zero", "zero-nocrc", "zero-async"}
+    assert found["rounds"][0]["nbytes"] == 24_000_000
+    for row in found["table"].values():
+        assert 0 < row["blocks"] <= row["save"] < 60
+        assert 0 < row["load"] < 60
+    assert list((tmp_path / "place").iterdir()) == []

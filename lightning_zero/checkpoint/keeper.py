@@ -41,15 +41,16 @@ class CheckpointKeeper:
         self._latest = (Folder(path), step)
 
     def link_latest(self, path: str, step: int) -> bool:
-        """Makes `path` a link to the latest checkpoint, if that was saved beside it at this very step."""
+        """Makes `path` a link to the latest checkpoint, if that was saved beside it at this very step. Call it on every
+        rank: all of them hear when it fails."""
         link = Folder(path)
         if self._latest is None or not link.is_local:
             return False
         latest, saved_at = self._latest
         if saved_at != step or latest.path == link.path or str(latest.parent) != str(link.parent):
             return False
-        if self._comm.rank == 0:
-            self.saver.link(link, latest)
+        is_first = self._comm.rank == 0
+        self.saver.together("link", lambda: self.saver.link(link, latest) if is_first else None)
         return True
 
     def remove(self, path: str) -> None:

@@ -94,19 +94,19 @@ class Saver:
         Raises:
             CheckpointError: the same on every rank; says whether what was there before is untouched.
         """
-        self.wait()
         self._saves += 1
         jobs: list[_Job] = []  # none where this rank has failed already, which the others hear of in `_begin`
 
         def prepare() -> Record:
+            self.wait()  # a removal or a link fails on rank 0 alone
             jobs.append(self._prepare(tree, about))
             return {}
 
         draft = self._begin(url, _told(prepare))
         if self._executor is None:
-            self._write(draft, jobs[0])
+            self._write(self._saves, draft, jobs[0])
         else:
-            self._saving = self._submit(self._write, draft, jobs[0])
+            self._saving = self._submit(self._write, self._saves, draft, jobs[0])
 
     def _prepare(self, tree: dict[str, Any], about: dict[str, Any]) -> _Job:
         """Everything that looks at the values of `tree`, so that they may change as soon as `save` returns."""
@@ -192,12 +192,12 @@ class Saver:
             raise
         return mine[0] if mine else Draft(Folder(found["url"]), found["token"])
 
-    def _write(self, draft: Draft, job: _Job) -> None:
+    def _write(self, number: int, draft: Draft, job: _Job) -> None:
         board = self._thread_board
         try:
             record = _told(partial(_write_files, draft, job, board))
             decide = _in_words(partial(_commit, draft, job, board.beat))
-            done = board.agree(f"save {self._saves} is written", record, decide, _STOPPED)
+            done = board.agree(f"save {number} is written", record, decide, _STOPPED)
         except AgreementError as error:
             if draft.is_committed:  # on rank 0, which could not tell the others any more
                 there = "The new checkpoint is complete."
