@@ -200,6 +200,9 @@ class ZeroStrategy(CheckpointingStrategy):
         comm = self._ensure_comm()
         if fitting:
             self.setup_optimizers(trainer)
+            # Lightning's broadcast of each batch, which `Preemption` has replaced: in it a rank would wait for one
+            # that has failed as long as `timeout`, and without a word.
+            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
         self._close_engine()
         self.engine = Engine(
             module,
@@ -476,6 +479,9 @@ class ZeroStrategy(CheckpointingStrategy):
 
 
 ZeroStrategy.register_strategies(StrategyRegistry)
+
+
+def _nothing() -> None: ...
 
 
 def _stage_from(stage: Any) -> int:

@@ -473,6 +473,7 @@ MODULES = {
 
 def fit(strategy: Any, name: str, precision: str, path: Path) -> dict[str, Any]:
     """Two epochs with validation, and a checkpoint; or the error they end in."""
+    path = path.with_suffix(".folder" if isinstance(strategy, dict) else ".file")
     L.seed_everything(1, verbose=False)
     model = MODULES[name]()
     callbacks = model.callbacks_of_the_run()

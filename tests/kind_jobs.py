@@ -529,6 +529,7 @@ IN_TWO_BYTES_TOO = list(MODULES)[: list(MODULES).index("NoDimensions")]
 
 def fit(strategy: Any, name: str, precision: str, path: Path) -> dict[str, Any]:
     """An epoch, a checkpoint, and a second epoch of another model and another trainer from that file."""
+    path = path.with_suffix(".folder" if isinstance(strategy, dict) else ".file")
     L.seed_everything(1 + int(os.environ["RANK"]), verbose=False)  # all start from rank 0's
     model = MODULES[name]()
     run = trainer(strategy, 2, precision=precision)

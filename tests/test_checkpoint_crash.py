@@ -633,7 +633,6 @@ def test_no_damage_keeps_the_newest_of_the_others_from_being_found(damage: str, 
         assert all("cannot read" in problem and os.strerror(number) in problem for problem in skipped)
 
 
-@pytest.mark.xfail(strict=True, reason="load.py looks at the sizes of shards only")
 @pytest.mark.parametrize("kind", ["crc32", "pt"])
 def test_a_checkpoint_without_its_checksums_or_objects_is_not_the_newest(kind: str, tmp_path: Path) -> None:
     for version in range(2):

@@ -45,7 +45,7 @@ def runs_once(ranks: RankPool, fit: Callable[..., dict[str, Any]], path: Path) -
 
 @pytest.fixture(scope="module")
 def outcome(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return runs_once(two_ranks, edit_jobs.fit, tmp_path_factory.mktemp("edits") / "run.ckpt")
+    return runs_once(two_ranks, edit_jobs.fit, tmp_path_factory.mktemp("edits") / "run")
 
 
 def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:

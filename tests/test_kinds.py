@@ -11,7 +11,7 @@ STAGES = [1, 2, 3]
 
 @pytest.fixture(scope="module")
 def outcome(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return runs_once(two_ranks, kind_jobs.fit, tmp_path_factory.mktemp("kinds") / "run.ckpt")
+    return runs_once(two_ranks, kind_jobs.fit, tmp_path_factory.mktemp("kinds") / "run")
 
 
 def assert_as_under_ddp(outcome: Outcome, name: str, precision: str, stage: int) -> None:

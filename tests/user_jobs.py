@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from jobs import CLASSES, FEATURES, Classifier, loader, state_of, trainer
+from jobs import CLASSES, FEATURES, Classifier, loader, read_checkpoint, state_of, trainer
 
 
 class Gan(L.LightningModule):
@@ -278,7 +278,7 @@ def fit_compiled(strategy: Any, path: Path) -> dict[str, Any]:
         "losses": model.losses,
         "graphs": counters["stats"]["unique_graphs"],
         "breaks": sum(counters["graph_break"].values()),
-        "saved": torch.load(path, weights_only=True)["state_dict"],
+        "saved": read_checkpoint(path)["state_dict"],
     }
 
 

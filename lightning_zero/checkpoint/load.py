@@ -71,6 +71,10 @@ class StoredCheckpoint:
         """Raises CheckpointError when a file is missing or short."""
         for file in self.manifest.files:
             open_shard(self.folder, file).close()
+        objects = self.manifest.objects
+        rest = [file.checks for file in self.manifest.files] + ([] if objects is None else [objects.name])
+        if missing := sorted(set(rest) - set(self.folder.names())):
+            raise CheckpointError(f"{self.folder}: {missing[0]} is missing.")
 
     def load(self, *, objects: bool = False) -> dict[str, Any]:
         """What was saved, with all tensors in memory; tied ones are one tensor."""
