@@ -104,7 +104,11 @@ def run_ranks(folder: Path, options: argparse.Namespace) -> bool:
     ranks = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}) for rank in range(options.ranks)]
     deadline = time.monotonic() + options.timeout
     try:
-        return all(rank.wait(max(deadline - time.monotonic(), 0.1)) == 0 for rank in ranks)
+        for number, rank in enumerate(ranks):
+            if code := rank.wait(max(deadline - time.monotonic(), 0.1)):
+                print(f"rank {number} ended with {code}")
+                return False
+        return True
     except subprocess.TimeoutExpired:
         print(f"no end after {options.timeout:.0f} s")
         return False
