@@ -232,8 +232,8 @@ def test_r48_fifty_asynchronous_saves_leave_memory_flat(two_ranks: RankPool, tmp
     strategy = {"stage": 2, "checkpoint": {"async_save": True}}
     for resident in two_ranks.run(jobs.save_fifty_times, strategy, tmp_path / "a.ckpt"):
         assert len(resident) == 50
-        # A save is 25 MB on each rank. The allocator keeps a buffer of 8 or 16 MB more or less from one save to the next;
-        # what a leak of 0.3 MB a save would add is above that.
+        # A save is 25 MB on each rank. The allocator keeps a buffer of 8 or 16 MB more or less from one save to the
+        # next; a leak of 0.3 MB a save would still show.
         growth = statistics.median(resident[-10:]) - statistics.median(resident[5:15])
         assert growth < 12 * 2**20
 
