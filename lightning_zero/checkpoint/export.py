@@ -25,7 +25,7 @@ from torch.storage import TypedStorage, UntypedStorage
 from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.load import StoredCheckpoint
 from lightning_zero.checkpoint.manifest import Entry
-from lightning_zero.checkpoint.shard import _SAFE_NAMES, chunks_of, header_of
+from lightning_zero.checkpoint.shard import SAFE_NAMES, chunks_of, header_of
 from lightning_zero.extents import Extent
 from lightning_zero.lazy import LazyTensor
 
@@ -215,7 +215,7 @@ def export_safetensors(
         if not entries:
             raise CheckpointError(f"{url} has no tensor whose name begins with {prefix!r}.")
         for name, entry in entries.items():
-            if entry.dtype not in _SAFE_NAMES:
+            if entry.dtype not in SAFE_NAMES:
                 raise CheckpointError(f"safetensors has no {entry.dtype}, which {name!r} of {url} is.")
         groups = _fill(entries, shard_bytes)
         names = [f"model-{at:05}-of-{len(groups):05}.safetensors" for at in range(1, len(groups) + 1)]

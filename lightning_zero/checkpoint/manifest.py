@@ -89,7 +89,7 @@ class Manifest:
     """See the module's docstring.
 
     Args:
-        about: step, epoch, stage, world and versions: to be told, not to be read by.
+        about: step, epoch, stage and world: to be told, not to be read by.
         files: the shards.
         tensors: by name.
         tree: encoded.

@@ -22,7 +22,7 @@ _CHUNK_BYTES = 1 << 24  # moves at once, between device, host and disk
 _LONGEST_HEADER = 100_000_000  # bytes; the safetensors library's own limit
 
 # https://github.com/huggingface/safetensors#format; what is not here is written as bytes.
-_SAFE_NAMES = {
+SAFE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -68,7 +68,7 @@ def header_of(named: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata:
     offset = 0
     for name, dtype, shape in named:
         nbytes = math.prod(shape) * dtype.itemsize
-        safe, safe_shape = (_SAFE_NAMES[dtype], list(shape)) if dtype in _SAFE_NAMES else ("U8", [nbytes])
+        safe, safe_shape = (SAFE_NAMES[dtype], list(shape)) if dtype in SAFE_NAMES else ("U8", [nbytes])
         plain[name] = {"dtype": safe, "shape": safe_shape, "data_offsets": [offset, offset + nbytes]}
         offset += nbytes
     text = json.dumps(plain, separators=(",", ":")).encode()
