@@ -66,12 +66,20 @@ def test_strategies_that_come_and_go_leave_no_sockets_and_threads_behind(two_ran
     assert second == third
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_one_rank_may_read_weights_after_each_batch_while_the_others_go_on(precision: str, two_ranks: RankPool) -> None:
+    expected = two_ranks.run(user_jobs.read_on_rank_0_after_each_batch, DDP, precision=precision)
+    for stage in STAGES:
+        found = two_ranks.run(user_jobs.read_on_rank_0_after_each_batch, {"stage": stage}, precision=precision)
+        assert found == expected, stage
+
+
 def test_reading_a_sharded_weight_where_other_ranks_do_not_answer_ends_in_an_error_that_names_it() -> None:
-    """After a batch they are in a collective of Lightning's own."""
+    """They are in a collective of the user's own, which rank 0 comes to after its read."""
     pool = RankPool(2)
     try:
         for inbox in pool._inboxes:
-            inbox.put((user_jobs.read_on_rank_0_only, ({"stage": 3, "wait_timeout": 2},), {}))
+            inbox.put((user_jobs.read_on_rank_0_after_each_batch, ({"stage": 3, "wait_timeout": 2}, True), {}))
         rank, _, error = pool._outbox.get(timeout=60)  # rank 1 ends when rank 0's process does; here it lives on
     finally:
         for process in pool.processes:

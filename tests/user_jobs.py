@@ -430,16 +430,23 @@ def fit_routed(strategy: Any, **kwargs: Any) -> dict[str, Any]:
     return {"losses": model.losses, "weights": state_of(model)}
 
 
-def read_on_rank_0_only(strategy: Any) -> float:
+def read_on_rank_0_after_each_batch(
+    strategy: Any, others_wait_for_it: bool = False, **kwargs: Any
+) -> list[list[float]]:
+    """The losses and what rank 0 read; where `others_wait_for_it`, they are in a collective of the user's own."""
+
     class Reader(Classifier):
         def on_train_batch_end(self, *_: Any) -> None:
             if self.global_rank == 0:
-                self.net[0].weight.norm().item()
+                norms.extend(parameter.norm().item() for parameter in self.net.parameters())
+            if others_wait_for_it:
+                torch.distributed.barrier()
 
     L.seed_everything(1, verbose=False)
+    norms: list[float] = []
     model = Reader()
-    trainer(strategy, 2).fit(model, loader())
-    return model.losses[-1]
+    trainer(strategy, 2, **kwargs).fit(model, loader())
+    return [model.losses, norms]
 
 
 def add_a_group_while_training(strategy: Any) -> str | None:
