@@ -20,7 +20,8 @@ from torch.distributed import DistError, PrefixStore, Store
 
 Record = dict[str, Any]  # plain data, small
 
-_LOOK_AGAIN = 0.002  # s; doubles up to the next
+_LOOK_AGAIN = 0.002  # s; grows up to _LOOK_SLOWLY
+_GROWS = 1.25  # a pause is then at most a fourth of the wait before it: who waits for a save of 0.2 s loses little
 _LOOK_SLOWLY = 0.25  # s
 _BEATS_IN_TIMEOUT = 5  # so that one late beat is not taken for death
 
@@ -153,7 +154,7 @@ class Board:
             if lost:
                 self._give_up(topic, lost, alive=ranks - lost, absent=absent)
             time.sleep(pause)
-            pause = min(2 * pause, _LOOK_SLOWLY)
+            pause = min(_GROWS * pause, _LOOK_SLOWLY)
 
     def _give_up(self, topic: str, lost: set[int], alive: set[int], absent: str) -> None:
         """Raises, and leaves word for ranks that wait for this one elsewhere."""
