@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lightning_zero.board import Board
 from lightning_zero.checkpoint import Folder, Saver, StoredCheckpoint
-from lightning_zero.checkpoint.folder import Draft
+from lightning_zero.checkpoint.draft import Draft
 from lightning_zero.comm import Comm, ThreadWorld
 from lightning_zero.extents import Extent
 from lightning_zero.lazy import LazyTensor, Partial, Spread
@@ -266,7 +266,10 @@ def disk(
                 before("close", self.name)
 
     calls = [
-        *((os, name) for name in ("open", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir", "symlink")),
+        *(
+            (os, name)
+            for name in ("open", "fsync", "mkdir", "rename", "replace", "unlink", "remove", "rmdir", "symlink")
+        ),
         *((os, name) for name in ("listdir", "scandir", "stat", "readlink")),
         *((io, "open"), (builtins, "open"), (fcntl, "flock")),
     ]

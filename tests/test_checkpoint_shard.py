@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from engine_checkpoints import Place, resume, tree_of
 from lightning_zero.checkpoint import CheckpointError, Saver, StoredCheckpoint, verify
-from lightning_zero.checkpoint.folder import MANIFEST, Folder, Stream
+from lightning_zero.checkpoint.draft import Stream
+from lightning_zero.checkpoint.folder import MANIFEST, Folder
 from lightning_zero.checkpoint.manifest import BLOCK_BYTES, Entry, Manifest, Piece, ShardFile
 from lightning_zero.checkpoint.shard import (
     Range,

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, final
 import torch
 
 from lightning_zero.board import AgreementError, Board, Record
-from lightning_zero.checkpoint.folder import CheckpointError, Draft, Folder
+from lightning_zero.checkpoint.draft import Draft
+from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.manifest import Entry, Manifest, ObjectsFile, Piece, ShardFile, refuse_gaps
 from lightning_zero.checkpoint.shard import Header, Range, read_header, write_shard
 from lightning_zero.checkpoint.tree import Encoder, merge
@@ -179,7 +180,7 @@ class Saver:
         mine: list[Draft] = []
 
         def decide(records: list[Record]) -> Record:
-            draft = Draft(Folder(url), secrets.token_hex(4))
+            draft = Draft.of(Folder(url), secrets.token_hex(4))
             draft.begin()
             mine.append(draft)
             return {"url": str(url), "token": draft.token}
@@ -190,7 +191,7 @@ class Saver:
             for draft in mine:  # its verdict has reached nobody
                 draft.close()
             raise
-        return mine[0] if mine else Draft(Folder(found["url"]), found["token"])
+        return mine[0] if mine else Draft.of(Folder(found["url"]), found["token"])
 
     def _write(self, number: int, draft: Draft, job: _Job) -> None:
         board = self._thread_board
@@ -298,7 +299,7 @@ def _commit(draft: Draft, job: _Job, beat: Callable[[], None], records: list[Rec
 
 def _header_of(draft: Draft, file: ShardFile, rank: int) -> Header:
     """What a shard says that it holds, once rank 0 sees it whole."""
-    written = draft.written()
+    written = draft.written
     try:
         if written.size(file.name) != file.nbytes:
             raise CheckpointError(f"{file.name} is shorter than rank {rank} wrote it")

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.folder import CheckpointError, Folder, Stream
+from lightning_zero.checkpoint.draft import Stream
+from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.manifest import BLOCK_BYTES, Entry, Manifest, Piece, ShardFile, read_manifest
 from lightning_zero.checkpoint.tree import dtype_named
 from lightning_zero.extents import Extent
