@@ -169,7 +169,8 @@ class CheckpointingStrategy(DDPStrategy, ABC):
         """A checkpoint of any strategy. Of a sharded one this reads the manifest, and each rank later what it owns."""
         self._resumed_state = None
         path = os.fspath(checkpoint_path)
-        checkpoint = self.keeper.open(path, objects=weights_only is False)
+        lazy = ("state_dict", "optimizer_states", resume.KEY)  # everything else is small
+        checkpoint = self.keeper.open(path, lazy=lazy, objects=weights_only is False)
         if checkpoint is not None:
             self._resumed_state = checkpoint.get(resume.KEY)
             return checkpoint

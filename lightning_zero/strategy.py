@@ -212,7 +212,7 @@ class ZeroStrategy(CheckpointingStrategy):
             device=self.root_device,
             options=self._engine_options(),
         )
-        if self._keeper is not None and self._keeper.has_stored:
+        if self._keeper is not None and self._keeper.stored:
             self.engine.load(self._keeper.take_stored(), self._keeper.verify_rest)
         self._buffers_are_stale = True
         self._failed = False

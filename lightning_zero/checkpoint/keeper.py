@@ -1,6 +1,6 @@
 """`CheckpointKeeper`: the checkpoints of one run: the latest one, the links to it, and the one it goes on from."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, final
 
@@ -11,8 +11,6 @@ from lightning_zero.checkpoint.load import StoredCheckpoint
 from lightning_zero.checkpoint.save import Saver
 from lightning_zero.comm import Comm
 from lightning_zero.lazy import Stored, materialize
-
-READ_BY_RANGE = ("state_dict", "optimizer_states", "lightning_zero")  # everything else is small, and read at once
 
 
 @final
@@ -70,9 +68,13 @@ class CheckpointKeeper:
 
     # -- going on from one
 
-    def open(self, path: str, *, objects: bool) -> dict[str, Any] | None:
-        """What was saved to the folder `path`, with stored tensors where ranks read ranges; None for a file that is not
-        of a sharded checkpoint.
+    def open(self, path: str, *, lazy: Collection[str], objects: bool) -> dict[str, Any] | None:
+        """What was saved to the folder `path`; None for a file that is not of a sharded checkpoint.
+
+        Args:
+            path: of the folder.
+            lazy: the entries whose tensors are to be read when they are needed, range by range.
+            objects: see `StoredCheckpoint.tree`.
 
         Raises:
             CheckpointError: for a folder, or a file in one, that is not the checkpoint itself.
@@ -91,15 +93,11 @@ class CheckpointKeeper:
                 f"The checkpoint holds pickled objects that were not read ({', '.join(self._resumed.left_out)}). If "
                 "you trust it, pass weights_only=False."
             )
-        return {key: value if key in READ_BY_RANGE else materialize(value) for key, value in tree.items()}
+        return {key: value if key in lazy else materialize(value) for key, value in tree.items()}
 
     def receive(self, parameter: Parameter, source: Stored) -> None:
         """Notes what a parameter is to be."""
         self.stored[parameter] = source
-
-    @property
-    def has_stored(self) -> bool:
-        return bool(self.stored)
 
     def take_stored(self) -> dict[Parameter, Stored]:
         """What was noted since; each is to be read once."""

@@ -54,7 +54,6 @@ class Written(NamedTuple):
     """What became of a shard."""
 
     nbytes: int
-    checks_nbytes: int
     checks_crc32: int
 
 
@@ -126,7 +125,7 @@ def write_shard(
         table.byteswap()
     packed = table.tobytes()
     checks.write(packed)
-    return Written(nbytes, len(packed), zlib.crc32(packed))
+    return Written(nbytes, zlib.crc32(packed))
 
 
 def _free_name(name: str, taken: set[str]) -> str:
