@@ -15,24 +15,18 @@ Note: why a process per job
     its ranks repeat the job's command line, and what it leaves behind is killed with its session.
 """
 
-import csv
 import json
 import logging
-import math
 import os
 import shlex
-import signal
-import subprocess
 import sys
-import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any
 
 from hydra._internal.core_plugins.basic_launcher import BasicLauncherConf
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeperConf
@@ -48,10 +42,19 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-log = logging.getLogger(__name__)
+from lightning_zero.session import TAIL_LINES, End, run_in_session, sigterm_as_exit
+from lightning_zero.summary import (
+    FAILED,
+    FINISHED,
+    RUNNING,
+    collect,
+    read_summary,
+    report,
+    update_summary,
+    write_summary,
+)
 
-SUMMARY = "summary.json"
-RUNNING, FINISHED, FAILED = "running", "finished", "failed"
+log = logging.getLogger(__name__)
 
 BASIC_LAUNCHER = BasicLauncherConf._target_
 BASIC_SWEEPER = BasicSweeperConf._target_
@@ -63,38 +66,6 @@ RANK_VARIABLES = frozenset(
 )
 FAILURE = "this rank failed"  # heads the traceback in a rank's log
 CONFIG_DIGEST = "LIGHTNING_ZERO_CONFIG_DIGEST"  # from rank 0 to the ranks it starts: what config it resolved
-
-TAIL_LINES = 60  # two chained tracebacks through Lightning
-GRACE_S = 10.0  # for a job's processes to end by themselves, once it was interrupted or rank 0 is through
-
-
-# --- summary.json
-
-
-def read_summary(folder: Path) -> dict[str, Any]:
-    """The summary of the run in `folder`; empty when there is none."""
-    try:
-        return json.loads((folder / SUMMARY).read_text())
-    except FileNotFoundError:
-        return {}
-
-
-def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Replaces the summary in one move, so that a job killed meanwhile leaves the old one or the new one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{SUMMARY}.partial"
-    partial.write_text(json.dumps(summary, indent=2, default=str) + "\n")
-    partial.replace(folder / SUMMARY)
-
-
-def update_summary(folder: Path, **values: Any) -> None:
-    """Adds `values` to the summary of the run in `folder`; call it on rank 0.
-
-    The sweep's table has a column for every number and text. Its picture draws ``loss``, ``seconds_per_step``,
-    ``memory_bytes`` (category -> bytes) and ``wire_bytes_per_step``.
-    """
-    write_summary(folder, read_summary(folder) | values)
-
 
 # --- what happens around a job and a sweep
 
@@ -238,7 +209,7 @@ class ProcessLauncher(Launcher):
         for job in jobs:
             _require_a_folder_of_its_own(job, jobs)
         log.info("Launching %d jobs, each in a process of its own", len(jobs))
-        with _sigterm_as_exit():
+        with sigterm_as_exit():
             return [self._run(job) for job in jobs]
 
     def _job(self, overrides: list[str], number: int) -> "Job":
@@ -304,7 +275,7 @@ class Job:
         summary = read_summary(self.folder)
         return summary.get("status") == FINISHED and summary.get("overrides") == self.task_overrides
 
-    def record(self, end: "End", seconds: float) -> None:
+    def record(self, end: End, seconds: float) -> None:
         """Completes the summary by what only the sweep can know: how the process ended."""
         # Rank 0 may have been through before another rank failed.
         failed = end.code != 0 or any(FAILURE in text for text in self._logs().values())
@@ -313,7 +284,7 @@ class Job:
         known = {"job": self.number, "overrides": self.task_overrides, "status": status, "seconds": round(seconds, 1)}
         update_summary(self.folder, **known, **error)
 
-    def _last_words(self, end: "End") -> str:
+    def _last_words(self, end: End) -> str:
         """The tracebacks that ranks logged, the last lines of the other ranks, and of stderr if no rank logged any."""
         logs = self._logs()
         failures = {name: text[text.rindex(FAILURE) :] for name, text in logs.items() if FAILURE in text}
@@ -341,69 +312,6 @@ def _require_a_folder_of_its_own(job: Job, jobs: Sequence[Job]) -> None:
             f"Write another hydra.sweep.dir, or a hydra.sweep.subdir that tells jobs apart, such as "
             f"hydra.sweep.subdir='${{hydra.job.override_dirname}}'."
         )
-
-
-class End(NamedTuple):
-    """How a process ended."""
-
-    code: int  # its exit code; -N when signal N killed it
-    stderr_tail: str
-
-    def describe(self) -> str:
-        if self.code < 0:
-            return f"Rank 0 was killed by {signal.Signals(-self.code).name}."
-        return f"Rank 0 exited with {self.code}."
-
-
-def run_in_session(command: Sequence[str], environment: Mapping[str, str], grace_s: float = GRACE_S) -> End:
-    """Runs `command` in a session of its own, and kills what is left of the session when it ends.
-
-    When it ends well, the other processes of the session have `grace_s` to end as well.
-    """
-    process = echo = None
-    last: deque[bytes] = deque(maxlen=TAIL_LINES)
-    try:
-        with _signals_deferred():  # one that came between fork and assignment would leave the job to itself
-            process = subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.PIPE)
-            echo = threading.Thread(target=_echo, args=(process.stderr, last))
-            echo.start()
-        if process.wait() == 0:
-            _await_session(process.pid, grace_s)
-    except BaseException:  # the terminal's Ctrl-C, or our SIGTERM, does not reach another session: pass it on
-        if process is not None:
-            _signal_session(process.pid, signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(grace_s)
-        raise
-    finally:
-        if process is not None:
-            _signal_session(process.pid, signal.SIGKILL)
-            process.wait()
-        if echo is not None:
-            echo.join()  # its pipe ends with the last process of the session
-    return End(process.returncode, b"".join(last).decode(errors="replace").strip())
-
-
-def _echo(stream: IO[bytes], last: deque[bytes]) -> None:
-    with stream:
-        for line in stream:
-            last.append(line)
-            sys.stderr.write(line.decode(errors="replace"))
-            sys.stderr.flush()
-
-
-def _signal_session(leader: int, number: signal.Signals) -> None:
-    # The session's processes are also its one process group: the ranks, and their data loaders' workers.
-    with suppress(ProcessLookupError):
-        os.killpg(leader, number)
-
-
-def _await_session(leader: int, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    with suppress(ProcessLookupError):  # nobody is left
-        while time.monotonic() < end:
-            os.killpg(leader, 0)
-            time.sleep(0.05)
 
 
 def job_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -457,161 +365,3 @@ def _hydra_config(config: DictConfig) -> Iterator[None]:
         yield
     finally:
         Singleton.set_state(state)
-
-
-@contextmanager
-def _sigterm_as_exit() -> Iterator[None]:
-    """Lets SIGTERM unwind the stack, so that the running job is ended too."""
-    with _handling({signal.SIGTERM}, lambda number, _: sys.exit(128 + number)):
-        yield
-
-
-@contextmanager
-def _signals_deferred() -> Iterator[None]:
-    """Delivers SIGINT and SIGTERM when the block is done, not within it."""
-    pending: list[int] = []
-    with _handling({signal.SIGINT, signal.SIGTERM}, lambda number, _: pending.append(number)):
-        yield
-    for number in pending:
-        signal.raise_signal(number)
-
-
-@contextmanager
-def _handling(numbers: set[signal.Signals], handler: Callable[[int, Any], Any]) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
-        yield
-        return
-    previous = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, before in previous.items():
-            signal.signal(number, before)
-
-
-# --- the report of a sweep
-
-
-def collect(sweep_dir: Path) -> list[dict[str, Any]]:
-    """The summaries of all jobs in a sweep's folder, in the order of the jobs, each with its folder's name."""
-    folders = [path.parent for path in sweep_dir.rglob(SUMMARY)]
-    found = [read_summary(folder) | {"folder": str(folder.relative_to(sweep_dir))} for folder in folders]
-    return sorted(found, key=lambda job: (job["job"] is None, job["job"], job["folder"]))
-
-
-def report(jobs: Sequence[Mapping[str, Any]], sweep_dir: Path) -> None:
-    """Writes `sweep.csv` and `sweep.png` and prints the table."""
-    if not jobs:
-        return
-    labels = distinct_labels([job["overrides"] for job in jobs])
-    write_csv(jobs, sweep_dir / "sweep.csv")
-    draw(jobs, labels, sweep_dir / "sweep.png")
-    print_table(jobs, labels)
-    log.info("Table and picture: %s, %s", sweep_dir / "sweep.csv", sweep_dir / "sweep.png")
-
-
-def distinct_labels(overrides: Sequence[Sequence[str]]) -> list[str]:
-    """What tells each job from the others: its overrides without those that all jobs have."""
-    common = set(overrides[0]).intersection(*overrides)
-    return [" ".join(item for item in own if item not in common) or f"#{index}" for index, own in enumerate(overrides)]
-
-
-def write_csv(jobs: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """One row per job; a column for each value any job has, nested ones as `memory_bytes.gradient`."""
-    rows = [_flattened(job) for job in jobs]
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def _flattened(job: Mapping[str, Any]) -> dict[str, Any]:
-    row: dict[str, Any] = {}
-    for key, value in job.items():
-        if isinstance(value, Mapping):
-            row |= {f"{key}.{inner}": item for inner, item in value.items()}
-        else:
-            row[key] = shlex.join(map(str, value)) if isinstance(value, list) else value
-    return row
-
-
-def memory_total(job: Mapping[str, Any]) -> int | None:
-    """Bytes resting on a rank, all categories together."""
-    return sum(job["memory_bytes"].values()) if job.get("memory_bytes") else None
-
-
-def print_table(jobs: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> None:
-    """Prints loss, time, memory and bytes of all jobs."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("#", title="sweep")
-    table.add_column("job", min_width=14, overflow="fold")
-    for name in ("status", "loss", "s/step", "rest MB", "peak MB", "sent MB"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for job, label in zip(jobs, labels, strict=True):
-        table.add_row(
-            str(job["job"]),
-            Text(label),
-            Text(job["status"], style="green" if job["status"] == FINISHED else "red"),
-            _shown(job.get("loss"), digits=4),
-            _shown(job.get("seconds_per_step"), digits=4),
-            _shown(memory_total(job), unit=1e6, digits=2),
-            _shown(job.get("peak_resident_bytes"), unit=1e6, digits=0),
-            _shown(job.get("wire_bytes_per_step"), unit=1e6, digits=2),
-        )
-    console = Console()
-    if not console.is_terminal:  # a file or a pipe has no width of its own
-        console = Console(width=120)
-    console.print(table)
-
-
-def _shown(value: float | None, *, digits: int, unit: float = 1.0) -> str:
-    return "-" if value is None else f"{value / unit:.{digits}f}"
-
-
-def draw(jobs: Sequence[Mapping[str, Any]], labels: Sequence[str], path: Path) -> None:
-    """Draws four panels, one bar per job in each: loss, seconds per step, resting memory by category, bytes sent."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 2.2 + 0.9 * len(jobs)), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(2, 2, sharey=True)
-    endings = ["" if job["status"] == FINISHED else f" ({job['status']})" for job in jobs]
-    names = [label + ending for label, ending in zip(labels, endings, strict=True)]
-    _bars(panels[0, 0], names, "validation loss", [job.get("loss") for job in jobs])
-    _bars(panels[0, 1], names, "seconds per step", [job.get("seconds_per_step") for job in jobs])
-    _stacked_bars(panels[1, 0], names, "MB resting on rank 0", [job.get("memory_bytes") or {} for job in jobs])
-    sent = [job.get("wire_bytes_per_step") for job in jobs]
-    _bars(panels[1, 1], names, "MB sent per step by rank 0", [None if size is None else size / 1e6 for size in sent])
-    panels[0, 0].invert_yaxis()  # the first job on top; the panels share the axis
-    figure.savefig(path, dpi=110)
-
-
-def _bars(panel: Any, names: Sequence[str], title: str, values: Sequence[float | None]) -> None:
-    bars = panel.barh(range(len(names)), [value or 0.0 for value in values], color="tab:blue")
-    panel.bar_label(bars, ["not reported" if value is None else f"{value:.4g}" for value in values], padding=3)
-    _finish_panel(panel, names, title)
-
-
-def _stacked_bars(panel: Any, names: Sequence[str], title: str, parts: Sequence[Mapping[str, float]]) -> None:
-    lefts = [0.0] * len(names)
-    for category in dict.fromkeys(category for part in parts for category in part):
-        widths = [part.get(category, 0) / 1e6 for part in parts]
-        panel.barh(range(len(names)), widths, left=lefts, label=category)
-        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
-    for row, (part, right) in enumerate(zip(parts, lefts, strict=True)):
-        panel.text(right, row, f" {right:.4g}" if part else " not reported", va="center")
-    if any(parts):
-        panel.legend(fontsize="small", ncols=3, loc="upper left", bbox_to_anchor=(0.0, -0.1))
-    _finish_panel(panel, names, title)
-
-
-def _finish_panel(panel: Any, names: Sequence[str], title: str) -> None:
-    panel.set_title(title)
-    panel.set_yticks(range(len(names)), names)
-    right = panel.dataLim.x1
-    panel.set_xlim(0, 1.25 * right if 0 < right < math.inf else 1.0)  # room for the numbers

@@ -4,12 +4,8 @@ import csv
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +14,8 @@ from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
 from lightning_zero import sweep
+from lightning_zero.session import End
+from lightning_zero.summary import SUMMARY, read_summary, update_summary, write_summary
 
 ROOT = Path(__file__).resolve().parents[1]
 APP = ROOT / "tests" / "sweep_app.py"
@@ -37,7 +35,7 @@ def run_app(*arguments: str, environment: dict[str, str] | None = None) -> Done:
 
 
 def job_folders(sweep_dir: Path) -> list[Path]:
-    return sorted(path.parent for path in sweep_dir.rglob(sweep.SUMMARY))
+    return sorted(path.parent for path in sweep_dir.rglob(SUMMARY))
 
 
 def processes_that_mention(text: str) -> list[str]:
@@ -85,7 +83,7 @@ def test_r23_overrides_with_equals_signs_spaces_quotes_and_lists_survive(two_job
         cfg = OmegaConf.load(folder / ".hydra" / "config.yaml")
         assert (cfg.note, cfg.numbers) == (NOTE, [1, 2])
         assert cfg.strategy._target_.endswith(strategy)
-        summary = sweep.read_summary(folder)  # what the job itself saw, on two ranks of the same config
+        summary = read_summary(folder)  # what the job itself saw, on two ranks of the same config
         assert (summary["note"], summary["numbers"], summary["status"]) == (NOTE, [1, 2], "finished")
 
 
@@ -123,7 +121,7 @@ def failing_jobs(tmp_path_factory) -> tuple[Path, list[str], Done]:
 
 def test_a_failing_job_is_recorded_with_its_traceback_and_the_sweep_goes_on(failing_jobs):
     sweep_dir, _, _ = failing_jobs
-    summaries = [sweep.read_summary(sweep_dir / str(number)) for number in range(4)]
+    summaries = [read_summary(sweep_dir / str(number)) for number in range(4)]
     assert [summary["status"] for summary in summaries] == ["failed", "finished", "failed", "failed"]
     raised, _, zero_killed, one_killed = (summary.get("error", "") for summary in summaries)
     assert "ValueError: rank 1 was asked to fail" in raised
@@ -155,7 +153,7 @@ def test_r59_a_resumed_sweep_skips_finished_jobs_and_runs_the_others_again(faili
     done = run_app(*arguments, "fail=rank_1_raises,nobody")  # jobs 0 and 1 again; 2 and 3 stay as they are
     assert done.output.count("skipped: finished earlier") == 1
     assert (sweep_dir / "1" / "rank_0.log").stat().st_mtime_ns == log_of_the_finished
-    summaries = [sweep.read_summary(sweep_dir / str(number)) for number in range(4)]
+    summaries = [read_summary(sweep_dir / str(number)) for number in range(4)]
     assert [summary["status"] for summary in summaries] == ["finished", "finished", "failed", "failed"]
     assert "error" not in summaries[0]
     assert "2 of 4 jobs failed:" in done.output
@@ -165,7 +163,7 @@ def test_r59_a_resumed_sweep_skips_finished_jobs_and_runs_the_others_again(faili
 
 
 def test_a_folder_that_holds_another_job_is_refused_before_any_job_starts(tmp_path):
-    sweep.write_summary(tmp_path / "1", {"job": 1, "overrides": ["note=other"], "status": "finished"})
+    write_summary(tmp_path / "1", {"job": 1, "overrides": ["note=other"], "status": "finished"})
     done = run_app("-m", "note=x,y", f"hydra.sweep.dir={tmp_path}")
     assert done.code == 1
     assert "would hold two jobs: note=other and note=y" in done.output
@@ -196,69 +194,14 @@ def test_r23_a_rank_whose_config_differs_from_rank_zeros_is_stopped(monkeypatch)
 # --- a job's process
 
 
-def test_r59_twenty_jobs_leave_no_files_threads_or_processes(tmp_path):
-    # Each job leaves a child behind that would outlive it.
-    environment = {"PATH": "/bin:/usr/bin", "MARK": str(tmp_path)}
-    leaky = f"import subprocess; subprocess.Popen(['sleep', '600'], env={environment!r})"
-    held = held_by_this_process()
-    for _ in range(20):
-        assert sweep.run_in_session([sys.executable, "-S", "-c", leaky], os.environ, grace_s=0.05).code == 0
-    assert held_by_this_process() == held
-    assert processes_with_environment(f"MARK={tmp_path}") == []
-
-
-def test_a_rank_that_is_a_little_later_than_rank_zero_is_not_killed(tmp_path):
-    late = f"sleep 1; touch {tmp_path}/done"
-    rank_zero = f"import subprocess; subprocess.Popen(['sh', '-c', {late!r}])"
-    assert sweep.run_in_session([sys.executable, "-c", rank_zero], os.environ).code == 0
-    assert (tmp_path / "done").exists()
-
-
 def test_a_job_is_failed_when_a_rank_fails_after_rank_zero_was_through(tmp_path):
     job = sweep.Job(0, ["a=1"], tmp_path, OmegaConf.create({"hydra": {"overrides": {"task": ["a=1"]}}}))
-    sweep.write_summary(tmp_path, {"status": "finished"})
+    write_summary(tmp_path, {"status": "finished"})
     (tmp_path / "rank_1.log").write_text(f"[ERROR] - {sweep.FAILURE}\nTraceback ...\nValueError: late")
-    job.record(sweep.End(0, ""), seconds=1.0)
-    summary = sweep.read_summary(tmp_path)
+    job.record(End(0, ""), seconds=1.0)
+    summary = read_summary(tmp_path)
     assert (summary["status"], job.finished()) == ("failed", False)
     assert summary["error"].endswith("ValueError: late")
-
-
-def held_by_this_process() -> tuple[int, int, str]:
-    children = Path(f"/proc/self/task/{threading.main_thread().native_id}/children").read_text()
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), children
-
-
-def processes_with_environment(entry: str) -> list[int]:
-    def environment(path: Path) -> str:
-        try:
-            return (path / "environ").read_bytes().decode(errors="replace")
-        except OSError:  # ended meanwhile, or not ours
-            return ""
-
-    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if entry in environment(path)]
-
-
-def test_an_interrupted_sweep_ends_its_job_too(tmp_path):
-    pid_file = tmp_path / "pid"
-    job = f"import os, time, pathlib; pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid())); time.sleep(600)"
-    sweeping = (
-        "import os, sys; from lightning_zero import sweep\n"
-        "with sweep._sigterm_as_exit(): sweep.run_in_session([sys.executable, '-c', sys.argv[1]], os.environ)"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", sweeping, job], env={**os.environ, "PYTHONPATH": str(ROOT)})
-    pid = int(next(text for text in polled(lambda: pid_file.read_text() if pid_file.exists() else "") if text))
-    parent.send_signal(signal.SIGTERM)
-    assert parent.wait(30) == 128 + signal.SIGTERM
-    assert not Path(f"/proc/{pid}").exists()
-
-
-def polled(question, seconds: float = 60) -> Iterator:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        yield question()
-        time.sleep(0.05)
-    raise TimeoutError(f"no answer in {seconds} s")
 
 
 def test_a_jobs_environment_holds_nothing_of_another_jobs_ranks():
@@ -275,9 +218,9 @@ def test_a_sweeper_that_learns_from_results_hears_of_failures(tmp_path):
     launcher = sweep.ProcessLauncher()
     launcher.config = OmegaConf.create({"hydra": {"sweeper": {"_target_": "hydra_plugins.optuna.Sweeper"}}})
     job = sweep.Job(0, ["a=1"], tmp_path, OmegaConf.create({"hydra": {"overrides": {"task": ["a=1"]}}}))
-    sweep.write_summary(tmp_path, {"overrides": ["a=1"], "status": "finished", "return_value": 0.25})
+    write_summary(tmp_path, {"overrides": ["a=1"], "status": "finished", "return_value": 0.25})
     assert launcher._returned(job).return_value == 0.25
-    sweep.update_summary(tmp_path, status="failed", error="Rank 0 exited with 1.")
+    update_summary(tmp_path, status="failed", error="Rank 0 exited with 1.")
     with pytest.raises(RuntimeError, match="Rank 0 exited with 1"):
         _ = launcher._returned(job).return_value
     launcher.config.hydra.sweeper._target_ = sweep.BASIC_SWEEPER
@@ -297,16 +240,3 @@ def test_only_hydras_basic_launcher_is_replaced_and_only_for_the_sweep(tmp_path)
     assert isinstance(launcher, sweep.ProcessLauncher)
     callback.on_multirun_end(config)
     assert table[sweep.BASIC_LAUNCHER] is basic
-
-
-def test_labels_hold_what_tells_jobs_apart():
-    overrides = [["strategy=ddp", "seed=1"], ["strategy=zero2", "seed=1"]]
-    assert sweep.distinct_labels(overrides) == ["strategy=ddp", "strategy=zero2"]
-    assert sweep.distinct_labels([["seed=1"]]) == ["#0"]
-
-
-def test_a_summary_is_replaced_in_one_move(tmp_path):
-    sweep.write_summary(tmp_path, {"loss": 1.0})
-    sweep.update_summary(tmp_path, loss=0.5, note="x")
-    assert sweep.read_summary(tmp_path) == {"loss": 0.5, "note": "x"}
-    assert [path.name for path in tmp_path.iterdir()] == [sweep.SUMMARY]

@@ -1,0 +1,69 @@
+"""Processes that end with their session."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightning_zero.session import run_in_session
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_r59_twenty_jobs_leave_no_files_threads_or_processes(tmp_path):
+    # Each job leaves a child behind that would outlive it.
+    environment = {"PATH": "/bin:/usr/bin", "MARK": str(tmp_path)}
+    leaky = f"import subprocess; subprocess.Popen(['sleep', '600'], env={environment!r})"
+    held = held_by_this_process()
+    for _ in range(20):
+        assert run_in_session([sys.executable, "-S", "-c", leaky], os.environ, grace_s=0.05).code == 0
+    assert held_by_this_process() == held
+    assert processes_with_environment(f"MARK={tmp_path}") == []
+
+
+def test_a_rank_that_is_a_little_later_than_rank_zero_is_not_killed(tmp_path):
+    late = f"sleep 1; touch {tmp_path}/done"
+    rank_zero = f"import subprocess; subprocess.Popen(['sh', '-c', {late!r}])"
+    assert run_in_session([sys.executable, "-c", rank_zero], os.environ).code == 0
+    assert (tmp_path / "done").exists()
+
+
+def test_an_interrupted_sweep_ends_its_job_too(tmp_path):
+    pid_file = tmp_path / "pid"
+    job = f"import os, time, pathlib; pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    sweeping = (
+        "import os, sys; from lightning_zero import session\n"
+        "with session.sigterm_as_exit(): session.run_in_session([sys.executable, '-c', sys.argv[1]], os.environ)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", sweeping, job], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    pid = int(next(text for text in polled(lambda: pid_file.read_text() if pid_file.exists() else "") if text))
+    parent.send_signal(signal.SIGTERM)
+    assert parent.wait(30) == 128 + signal.SIGTERM
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def held_by_this_process() -> tuple[int, int, str]:
+    children = Path(f"/proc/self/task/{threading.main_thread().native_id}/children").read_text()
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), children
+
+
+def processes_with_environment(entry: str) -> list[int]:
+    def environment(path: Path) -> str:
+        try:
+            return (path / "environ").read_bytes().decode(errors="replace")
+        except OSError:  # ended meanwhile, or not ours
+            return ""
+
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if entry in environment(path)]
+
+
+def polled(question, seconds: float = 60) -> Iterator:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        yield question()
+        time.sleep(0.05)
+    raise TimeoutError(f"no answer in {seconds} s")

@@ -1,0 +1,16 @@
+"""What a run tells of itself, and what tells jobs apart."""
+
+from lightning_zero.summary import SUMMARY, distinct_labels, read_summary, update_summary, write_summary
+
+
+def test_labels_hold_what_tells_jobs_apart():
+    overrides = [["strategy=ddp", "seed=1"], ["strategy=zero2", "seed=1"]]
+    assert distinct_labels(overrides) == ["strategy=ddp", "strategy=zero2"]
+    assert distinct_labels([["seed=1"]]) == ["#0"]
+
+
+def test_a_summary_is_replaced_in_one_move(tmp_path):
+    write_summary(tmp_path, {"loss": 1.0})
+    update_summary(tmp_path, loss=0.5, note="x")
+    assert read_summary(tmp_path) == {"loss": 0.5, "note": "x"}
+    assert [path.name for path in tmp_path.iterdir()] == [SUMMARY]
