@@ -1,8 +1,8 @@
 """`Board`: a few words between ranks through the store of the process group, never through a collective.
 
-Saving a checkpoint needs two agreements: that every rank has come, and that every rank has written. They must hold
-when ranks are slow, dead, or not there at all, next to collectives under way, and from a background thread. So every
-rank writes one key, rank 0 reads them all, and one key carries its verdict back:
+Saving a checkpoint needs agreements: that every rank has come, and that every rank has written. They must hold when
+ranks are slow, dead, or not there at all, next to collectives under way, and from a background thread. So every rank
+writes one key, rank 0 reads them all, and one key carries its verdict back:
 
     rank 1   post ------------.            .--> verdict
     rank 0   post -> all there? -> decide -+--> verdict         missing after `wait_timeout`: the verdict says who
@@ -11,8 +11,10 @@ rank writes one key, rank 0 reads them all, and one key carries its verdict back
 
 import json
 import math
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, final
 
@@ -23,6 +25,7 @@ Record = dict[str, Any]  # plain data, small
 _LOOK_AGAIN = 0.002  # s; grows up to _LOOK_SLOWLY
 _GROWS = 1.25  # a pause is then at most a fourth of the wait before it: who waits for a save of 0.2 s loses little
 _LOOK_SLOWLY = 0.25  # s
+_LONGEST_WORK = 1800.0  # s; for so long work is believed in that cannot tell how it gets on
 _BEATS_IN_TIMEOUT = 5  # so that one late beat is not taken for death
 
 
@@ -59,6 +62,7 @@ class Board:
         self._last_beat = -math.inf
         self._waits_at = ""  # the topic
         self._heard: str | None = None  # the latest verdict's key
+        self._has_given_up = False  # and left word of it
 
     def clone(self) -> "Board":
         """A board for another thread of each rank: a store answers one thread at a time. The signs of life are its own,
@@ -88,6 +92,7 @@ class Board:
         self._waits_at, self._last_beat = topic, -math.inf
         try:
             self.beat()
+            self._forget_giving_up()
             self._store.set(f"{topic}/{self.rank}", json.dumps(record))
             verdict = self._decide(topic, decide, absent) if self.rank == 0 else self._hear(topic, absent)
         except DistError as error:  # rank 0's process holds the store, unless a launcher does
@@ -101,15 +106,45 @@ class Board:
     def beat(self) -> None:
         """Says that this rank is alive; to be called in the course of long work. Costs a few messages a timeout."""
         now = time.monotonic()
-        if now - self._last_beat >= self._wait_timeout.total_seconds() / _BEATS_IN_TIMEOUT:
+        if now - self._last_beat >= self._beat_seconds:
             self._last_beat = now
             self._beats += 1
             self._store.set(f"beat/{self.rank}", f"{self._beats} {self._waits_at}")
 
+    @property
+    def _beat_seconds(self) -> float:
+        return self._wait_timeout.total_seconds() / _BEATS_IN_TIMEOUT
+
+    @contextmanager
+    def alive(self) -> Iterator[None]:
+        """Says that this rank is alive in the course of work that cannot call `beat`. Nothing inside may use the board.
+
+        Nobody sees whether such work gets on: after half an hour it says nothing more.
+        """
+        if self.size == 1:
+            yield
+            return
+        done = threading.Event()
+        thread = threading.Thread(target=self._beat_until, args=(done,), name="lightning_zero beat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def _beat_until(self, done: threading.Event) -> None:
+        end = time.monotonic() + _LONGEST_WORK
+        while not done.wait(self._beat_seconds) and time.monotonic() < end:
+            with suppress(DistError):  # the agreement that follows will say so
+                self.beat()
+
     def _decide(self, topic: str, decide: Callable[[list[Record]], Record], absent: str) -> Record:
         keys = [f"{topic}/{rank}" for rank in range(self.size)]
+        have_come = False
         try:
             self._wait_for(set(range(self.size)), lambda rank: self._has(keys[rank]), topic, absent)
+            have_come = True
             records: list[Record] = [json.loads(self._store.get(key)) for key in keys]
             errors = _errors_of(records)
             verdict = {"refused": errors} if errors else decide(records)
@@ -120,7 +155,7 @@ class Board:
         self._store.set(f"{topic}/verdict", json.dumps(verdict))
         for key in keys:
             self._store.delete_key(key)
-        if self._heard is not None:  # all have come here, so all have heard the one before
+        if have_come and self._heard is not None:  # so all have heard the one before
             self._store.delete_key(self._heard)
         self._heard = f"{topic}/verdict"
         return verdict
@@ -162,7 +197,14 @@ class Board:
         silent = {rank for rank in range(self.size) if not self._has(f"{topic}/{rank}")}
         told = absent.format(missing=sorted(silent - alive) or sorted(lost))
         self._store.set(f"lost/{self.rank}", told)
+        self._has_given_up = True
         raise AgreementError(told)
+
+    def _forget_giving_up(self) -> None:
+        """A user may have caught the error; it must not be named as the cause of another one later."""
+        if self._has_given_up:
+            self._store.delete_key(f"lost/{self.rank}")
+            self._has_given_up = False
 
 
 def _errors_of(records: list[Record]) -> str:

@@ -2,8 +2,9 @@
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import SLURMEnvironment
@@ -12,10 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_zero.checkpoint import Folder
-from lightning_zero.schedule import StopRequest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from lightning_zero.schedule import Notice, Notices
 
 PREEMPTED = "preempted.ckpt"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -26,14 +24,12 @@ class Attended(Protocol):
 
     def end_rendezvous(self) -> None: ...
 
-    def before_first_batch(self) -> None: ...
-
-    def poll_saves(self) -> None: ...
+    def before_batch(self) -> None: ...
 
     def finish_saves(self) -> None: ...
 
     @property
-    def stop_request(self) -> StopRequest: ...
+    def notices(self) -> Notices: ...
 
 
 class First(pl.Callback):
@@ -44,8 +40,7 @@ class First(pl.Callback):
         self._strategy = strategy
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self._strategy.before_first_batch()
-        self._strategy.poll_saves()
+        self._strategy.before_batch()
 
     def on_validation_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         self._strategy.end_rendezvous()
@@ -57,7 +52,7 @@ class Preemption(pl.Callback):
     """The last callback: on SIGTERM or SIGUSR1 to any rank, all ranks save the same step and leave with code 0.
 
     Lightning saves, and calls a collective, inside the signal's handler, wherever the rank happens to be. Here the
-    handler only notes it; ranks hear of each other's notes in a message that they send anyway (`StopRequest`).
+    handler only notes it; ranks hear of each other's notes in a message that they send anyway (`Notices`).
     """
 
     def __init__(self, strategy: Attended) -> None:
@@ -75,32 +70,43 @@ class Preemption(pl.Callback):
         if threading.current_thread() is not threading.main_thread():
             return
         originals = trainer._signal_connector._original_handlers
-        for number in SIGNALS:
+        slurm = _requeueing(trainer)
+        noted = dict.fromkeys(SIGNALS, Notice.STOP)
+        if slurm is not None and slurm.requeue_signal is not None:
+            noted[slurm.requeue_signal] = Notice.STOP | Notice.REQUEUE
+        for number, notice in noted.items():
             if self._handlers.get(number) is None or signal.getsignal(number) is not self._handlers[number]:
                 theirs = originals.get(number)
-                self._handlers[number] = self._handler(theirs if callable(theirs) else None)
+                self._handlers[number] = self._handler(notice, theirs if callable(theirs) else None)
                 signal.signal(number, self._handlers[number])
 
-    def _handler(self, theirs: "Callable[..., Any] | None") -> "Callable[[int, FrameType | None], None]":
+    def _handler(self, notice: Notice, theirs: Callable[..., Any] | None) -> Callable[[int, FrameType | None], None]:
         def note(number: int, frame: FrameType | None) -> None:
-            self._strategy.stop_request.here = True
+            self._strategy.notices.here |= notice
             if theirs is not None:
                 theirs(number, frame)
 
         return note
 
     def on_train_batch_end(self, trainer: "pl.Trainer", *_: Any) -> None:
-        if not self._strategy.stop_request.anywhere or trainer.fit_loop._should_accumulate():
+        noticed = self._strategy.notices.anywhere
+        if noticed & Notice.UNSAVED:
+            self._strategy.finish_saves()  # raises why
+        if not noticed & Notice.STOP or trainer.fit_loop._should_accumulate():
             return
-        environment = trainer._accelerator_connector.cluster_environment
-        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+        if noticed & Notice.REQUEUE:
             trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)  # type: ignore[arg-type]
         else:
             path = str(Folder(_folder_of(trainer)).inside(PREEMPTED))
             trainer.save_checkpoint(path)
-            self._strategy.finish_saves()  # a job whose save failed must not end with 0
             rank_zero_info(f"Told to stop: saved step {trainer.global_step} to {path}. Resume with ckpt_path='last'.")
         raise SIGTERMException
+
+
+def _requeueing(trainer: "pl.Trainer") -> SLURMEnvironment | None:
+    """The SLURM job, where Lightning is to have it started again."""
+    environment = trainer._accelerator_connector.cluster_environment
+    return environment if isinstance(environment, SLURMEnvironment) and environment.auto_requeue else None
 
 
 def _folder_of(trainer: "pl.Trainer") -> str:

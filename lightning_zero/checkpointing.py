@@ -24,8 +24,9 @@ from lightning_zero.checkpoint import CheckpointError, CheckpointKeeper, Folder
 from lightning_zero.comm import Comm
 from lightning_zero.config import Checkpoint
 from lightning_zero.engine import Engine
-from lightning_zero.precision import _ScaledGradients
+from lightning_zero.precision import ScaledGradients
 from lightning_zero.resume import Ranks
+from lightning_zero.schedule import Notice, Notices
 from lightning_zero.units import as_written
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,11 @@ class CheckpointingStrategy(DDPStrategy, ABC):
     @abstractmethod
     def end_rendezvous(self) -> None:
         """Before collectives that are not the engine's."""
+
+    @property
+    @abstractmethod
+    def notices(self) -> Notices:
+        """Of the engine."""
 
     @property
     def keeper(self) -> CheckpointKeeper:
@@ -113,32 +119,32 @@ class CheckpointingStrategy(DDPStrategy, ABC):
         """
         self.end_rendezvous()  # ranks may have looked at lazy entries in hooks, alone
         if not self._is_sharded:
-            self.keeper.saver.together(
-                "write a single file", partial(self._write_single_file, checkpoint, filepath, storage_options)
-            )
+            write = partial(self._write_single_file, checkpoint, filepath, storage_options)
+            self.keeper.saver.together("write a single file", write)
             return
         if storage_options is not None:
             raise TypeError("storage_options go to a CheckpointIO plugin; checkpoints are folders of shards here.")
         trainer = self._trainer
         path = os.fspath(filepath)
-        if _is_last(trainer, path) and self.keeper.link_latest(path, trainer.global_step):
+        saved = _saved_before_last(trainer, path)
+        if saved is not None and self.keeper.link_latest(path, saved, trainer.global_step):
             return
         if "optimizer_states" in checkpoint:
             checkpoint[resume.KEY] = self._ranks.capture(
                 trainer.global_step,
+                [] if self._trained is None else self._trained.optimizer_parameters,
                 is_mid_epoch=not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch,
                 skipped_steps=getattr(self.precision_plugin, "skipped_steps", 0),
-                optimizer_parameters=[] if self._trained is None else self._trained.optimizer_parameters,
             )
         about = {"epoch": trainer.current_epoch, "stage": self.stage}
         self.keeper.save(checkpoint, path, trainer.global_step, about)
-        if self.engine is None or self.engine.closed:
-            self.keeper.saver.wait()  # nobody would look for its errors later
+        # Nobody would look for its errors later; and a SLURM job that is told to stop is requeued at once.
+        if self.engine is None or self.engine.closed or self.notices.anywhere & Notice.STOP:
+            self.finish_saves()
 
-    def _write_single_file(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+    def _write_single_file(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> dict[str, Any]:
         """Lightning's own writer moves its file into a folder of that name, and passes over a lack of permission."""
-        place = Folder(path)
-        if self.is_global_zero and place.is_local and type(self.checkpoint_io) is TorchCheckpointIO:
+        if self.is_global_zero and not self._has_plugin and (place := Folder(path)).is_local:
             if place.fs.isdir(place.path):
                 raise CheckpointError(
                     f"{path} is a folder (a sharded checkpoint?), and format='full' writes a single file. Remove it, "
@@ -149,6 +155,12 @@ class CheckpointingStrategy(DDPStrategy, ABC):
             if place.fs.isdir(parent) and not os.access(parent, os.W_OK, effective_ids=effective):
                 raise CheckpointError(f"cannot write {path}: Permission denied")
         super().save_checkpoint(checkpoint, path, storage_options)
+        return {}
+
+    @property
+    def _has_plugin(self) -> bool:
+        """Whether a `CheckpointIO` of the user's own writes and reads single files."""
+        return type(self.checkpoint_io) is not TorchCheckpointIO
 
     @property
     def _trainer(self) -> "pl.Trainer":
@@ -161,7 +173,9 @@ class CheckpointingStrategy(DDPStrategy, ABC):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
+        if self._has_plugin:
+            super().remove_checkpoint(filepath)
+        else:
             self.keeper.remove(os.fspath(filepath))
 
     @override
@@ -169,6 +183,8 @@ class CheckpointingStrategy(DDPStrategy, ABC):
         """A checkpoint of any strategy. Of a sharded one this reads the manifest, and each rank later what it owns."""
         self._resumed_state = None
         path = os.fspath(checkpoint_path)
+        if self._has_plugin and not _is_sharded(path):
+            return super().load_checkpoint(path, weights_only=weights_only)
         lazy = ("state_dict", "optimizer_states", resume.KEY)  # everything else is small
         checkpoint = self.keeper.open(path, lazy=lazy, objects=weights_only is False)
         if checkpoint is not None:
@@ -189,7 +205,7 @@ class CheckpointingStrategy(DDPStrategy, ABC):
 
     def _load_single_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
         """Mapped into memory where that can be: the ranks of a machine share it, and read of it what they own."""
-        if type(self.checkpoint_io) is TorchCheckpointIO and zipfile.is_zipfile(path):
+        if zipfile.is_zipfile(path):
             return cast(dict[str, Any], torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only))
         return super().load_checkpoint(path, weights_only=weights_only)
 
@@ -220,34 +236,36 @@ class CheckpointingStrategy(DDPStrategy, ABC):
         self.engine.load_optimizer_states(states)
         if self._resumed_state is not None:
             plugin = self.precision_plugin
-            if isinstance(plugin, _ScaledGradients):
+            if isinstance(plugin, ScaledGradients):
                 plugin.skipped_steps = self._resumed_state["skipped_steps"]
             self._ranks.restore_random(self._resumed_state)
 
-    def before_first_batch(self) -> None:
+    def before_batch(self) -> None:
         """In the middle of an epoch the data loader is made anew, which draws; the run that was saved did not."""
         saved, self._resumed_state = self._resumed_state, None
-        if saved is not None:
-            if saved["is_mid_epoch"]:
-                self._ranks.restore_random(saved)
-            self.keeper.close()
-
-    def poll_saves(self) -> None:
-        """Raises what a save in the background failed with."""
+        if saved is not None and saved["is_mid_epoch"]:
+            self._ranks.restore_random(saved)
         if self._keeper is not None:
-            self._keeper.saver.poll()
+            self._keeper.forget()
+            if self._keeper.saver.has_failed:
+                self.notices.here |= Notice.UNSAVED
 
     def finish_saves(self) -> None:
-        """Waits for saves in the background; raises what one failed with."""
+        """Waits for saves in the background. Call it on every rank: all of them raise what failed on one."""
         if self._keeper is not None:
-            self._keeper.saver.wait()
+            self._keeper.saver.together("finish what is being saved", self._keeper.saver.finish)
 
     def _unsaved(self) -> CheckpointError | None:
         """What a save in the background failed with."""
-        if self._keeper is not None:
-            self._keeper.close()
+        self._resumed_state = None
+        if self._keeper is None:
+            return None
+        self._keeper.forget()
         try:
-            self.finish_saves()
+            if self._failed:  # other ranks may be gone
+                self._keeper.saver.finish()
+            else:
+                self.finish_saves()
         except CheckpointError as error:
             if self._failed:
                 log.error("%s", error)  # another error is on its way out already
@@ -255,9 +273,16 @@ class CheckpointingStrategy(DDPStrategy, ABC):
         return None
 
 
-def _is_last(trainer: "pl.Trainer", path: str) -> bool:
-    """Whether `ModelCheckpoint(save_last=True)` asks for a second copy of what it has just saved."""
-    return any(
-        isinstance(callback, ModelCheckpoint) and callback.save_last and callback.last_model_path == path
-        for callback in trainer.checkpoint_callbacks
-    )
+def _saved_before_last(trainer: "pl.Trainer", path: str) -> str | None:
+    """What a `ModelCheckpoint(save_last=True)`, which asks to save `path` as the last one, saved before."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.save_last and callback.last_model_path == path:
+            return callback._last_checkpoint_saved
+    return None
+
+
+def _is_sharded(path: str) -> bool:
+    try:
+        return Folder(path).is_checkpoint
+    except ValueError:  # a scheme that fsspec does not know; a plugin may
+        return False

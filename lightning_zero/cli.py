@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence, Sized
 
-from lightning_zero.checkpoint import CheckpointError, Folder, StoredCheckpoint
+from lightning_zero.checkpoint import CheckpointError, Folder, StoredCheckpoint, verify
 from lightning_zero.checkpoint.dcp import export_dcp, import_dcp
 from lightning_zero.checkpoint.export import consolidate, export_safetensors
 from lightning_zero.checkpoint.manifest import Entry
@@ -108,7 +108,7 @@ def _inspect(options: argparse.Namespace) -> None:
     if manifest.objects:
         print(f"  pickled objects, left out unless asked for: {', '.join(manifest.objects.classes)}")
     _print_table(_rows(manifest.tensors.values()))
-    model = checkpoint.tree().get("state_dict", {})
+    model = checkpoint.model()
     rows = [("parameter or buffer", "dtype", "shape", "size")]
     for name, value in model.items():
         if isinstance(value, LazyTensor):
@@ -165,10 +165,7 @@ def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
 def _verify(options: argparse.Namespace) -> int:
     status = 0
     for path in options.dirs:
-        try:
-            problems = StoredCheckpoint(path).verify()
-        except CheckpointError as error:
-            problems = [str(error)]
+        problems = verify(path)
         for problem in problems:
             print(problem)
             status = 1

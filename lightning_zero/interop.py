@@ -10,6 +10,7 @@ Two functions of Lightning are wrapped, and nothing else of it is touched:
 import functools
 import os
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import fsspec
@@ -25,7 +26,7 @@ from lightning_zero.callbacks import PREEMPTED
 from lightning_zero.checkpoint import CheckpointError, Folder, StoredCheckpoint, find_newest
 from lightning_zero.checkpoint.export import ZeroFileSystem
 from lightning_zero.checkpoint.folder import MANIFEST
-from lightning_zero.checkpoint.manifest import hint
+from lightning_zero.checkpoint.manifest import what_was_meant
 
 Loader = Callable[..., Any]
 
@@ -39,16 +40,12 @@ def reading_folders(load: Loader) -> Loader:
         if folder is None:
             return load(path, map_location=map_location, weights_only=weights_only)
         if not folder.is_checkpoint:
-            raise CheckpointError(f"{path} is not a checkpoint: {hint(folder)}")
-        found = StoredCheckpoint(path)
-        tree = found.load(objects=weights_only is False)
-        found.verify_rest(0, 1)
-        found.close()
-        if found.left_out:
-            rank_zero_warn(
-                f"{path} holds pickled objects that were not read ({', '.join(found.left_out)}). If you trust it, pass "
-                "weights_only=False."
-            )
+            raise CheckpointError(f"{path} is not a checkpoint: {what_was_meant(folder)}")
+        with closing(StoredCheckpoint(path)) as found:
+            tree = found.load(objects=weights_only is False)
+            found.verify_rest(0, 1)
+        if left_out := found.told_left_out:
+            rank_zero_warn(left_out)
         return tree_map(functools.partial(_to, map_location=map_location), tree)
 
     return load_file_or_folder
@@ -76,15 +73,16 @@ def finding_complete(find: Callable[..., set[str]]) -> Callable[..., set[str]]:
     def find_complete(self: ModelCheckpoint, trainer: Any) -> set[str]:
         candidates = find(self, trainer)
         parent = str(self._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
-        newest, skipped = find_newest(parent)
+        newest, saved_at, skipped = find_newest(parent)
         for problem in skipped:
             rank_zero_warn(f"ckpt_path='last' passes over {problem}")
-        files = {path for path in candidates if self._fs.isfile(path)}
+        files = [path for path in candidates if self._fs.isfile(path)]
         preempted = Folder(parent).inside(PREEMPTED)
         if preempted.fs.isfile(preempted.path):
-            files.add(str(preempted))
-        if newest is None:
-            return files
+            files.append(str(preempted))
+        newer = {path for path in files if self._fs.modified(path).timestamp() > saved_at}
+        if newest is None or newer:
+            return newer
         # Lightning asks when it was modified, which an object store knows of files only.
         return {str(newest) if newest.is_local else f"{newest}/{MANIFEST}"}
 

@@ -36,7 +36,7 @@ def adapt(plugin: Precision) -> Precision:
     Raises:
         ValueError: for a plugin whose way of storing parameters we do not know.
     """
-    if isinstance(plugin, _ShardedGradients):
+    if isinstance(plugin, ShardedGradients):
         return plugin
     if not (isinstance(plugin, SUPPORTED) or type(plugin) is Precision):
         raise ValueError(
@@ -45,7 +45,7 @@ def adapt(plugin: Precision) -> Precision:
         )
     base = type(plugin)
     adapted = copy.copy(plugin)
-    bases = (_ScaledGradients, base) if isinstance(plugin, MixedPrecision) else (_ShardedGradients, base)
+    bases = (ScaledGradients, base) if isinstance(plugin, MixedPrecision) else (ShardedGradients, base)
     adapted.__class__ = type(base.__name__, bases, {"__qualname__": base.__qualname__, "__module__": base.__module__})
     return adapted
 
@@ -71,7 +71,7 @@ class SkippedStep(NamedTuple):
         )
 
 
-class _ShardedGradients(_Base):
+class ShardedGradients(_Base):
     """Backward ends with the reduction; clipping uses the global norm."""
 
     engine: Engine | None = None
@@ -79,7 +79,7 @@ class _ShardedGradients(_Base):
 
     def __reduce__(self) -> Any:
         """Pickles as the plugin it was made of (``start_method="spawn"`` sends the strategy to every rank)."""
-        base = next(base for base in type(self).__mro__[1:] if not issubclass(base, _ShardedGradients))
+        base = next(base for base in type(self).__mro__[1:] if not issubclass(base, ShardedGradients))
         return _restore, (base, {**vars(self), "engine": None})
 
     def backward(  # type: ignore[override]
@@ -103,7 +103,7 @@ class _ShardedGradients(_Base):
         self.engine.clip_by_value_(optimizer, float(clip_val))
 
 
-class _ScaledGradients(_ShardedGradients):
+class ScaledGradients(ShardedGradients):
     """fp16: one decision on overflow for all ranks; skips are said, counted and bounded."""
 
     scaler: Any

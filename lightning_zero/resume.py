@@ -14,6 +14,7 @@ from lightning_zero.spread import OfOneRank
 from lightning_zero.units import as_written
 
 KEY = "lightning_zero"  # of the checkpoint's entry
+PARAMETERS = "optimizer_parameters"  # in it: of each optimizer, the names of the parameters that its state numbers
 
 
 @final
@@ -33,11 +34,12 @@ class Ranks:
         self._device = device
         self._tell = tell
 
-    def capture(self, step: int, **counters: Any) -> dict[str, Any]:
+    def capture(self, step: int, parameters: list[list[str]], **counters: Any) -> dict[str, Any]:
         """The entry of a checkpoint; every rank adds its own random state.
 
         Args:
             step: optimizer steps so far.
+            parameters: see `PARAMETERS`.
             counters: plain values to keep beside.
         """
         mine = {
@@ -46,7 +48,8 @@ class Ranks:
         }
         seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
         random = Partial("random", {self._rank: mine})
-        return {"world": self._world, "step": step, "seed": seed, "random": random, **counters}
+        names = {PARAMETERS: parameters}
+        return {"world": self._world, "step": step, "seed": seed, "random": random, **names, **counters}
 
     def restore_random(self, saved: Mapping[str, Any]) -> None:
         """The random state that this rank had; where there are more or fewer ranks now, a new one for each."""

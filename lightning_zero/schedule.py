@@ -9,6 +9,9 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Flag, auto
+from functools import reduce
+from operator import or_
 from typing import Any, final
 
 import torch
@@ -47,13 +50,21 @@ class Resident:
             access.group.serve(keep)
 
 
-@dataclass
-class StopRequest:
-    """Whether the job is to stop. `here` is set by a signal's handler; the other ranks hear of it with the message that
-    ends their next backward."""
+class Notice(Flag):
+    """What one rank noticed, and all must act upon after the same batch."""
 
-    here: bool = False
-    anywhere: bool = False  # as of the latest backward that was reduced: the same on all ranks
+    NOTHING = 0
+    STOP = auto()  # a signal
+    REQUEUE = auto()  # the signal after which SLURM is to start the job again
+    UNSAVED = auto()  # a save in the background has failed
+
+
+@dataclass
+class Notices:
+    """Ranks hear of each other's notices with the message that ends their next backward."""
+
+    here: Notice = Notice.NOTHING
+    anywhere: Notice = Notice.NOTHING  # as of the latest backward that was reduced: the same on all ranks
 
 
 @final
@@ -108,7 +119,7 @@ class Schedule:
         self._end: weakref.ref[_EndOfBackward] | None = None  # ... or whose end autograd tells: alive until then
         self._is_unfinished = False  # a backward has begun and not been finished: under way, or it has failed
         self._keeps_graph = False  # this backward makes a graph of its own, which saves views of parameters
-        self.stop = StopRequest()
+        self.notices = Notices()
         self.reduces = True  # whether the next end of backward reduces
         self._casts = _Casts()
         self._collectors: list[tuple[Parameter, int]] = []  # and the id of its hook
@@ -392,19 +403,21 @@ class Schedule:
         self._learn_order()
 
     def _agree_on_used(self) -> dict[GradientShard, set[int]]:
-        """Which parameters had a gradient on any rank, and whether one is to stop; one small message."""
+        """Which parameters had a gradient on any rank, and what was noticed there; one small message."""
         counts = [len(shard.group.parameters) for shard in self._order]
-        mine = torch.zeros(sum(counts) + 1, dtype=torch.uint8)
-        mine[-1] = self.stop.here
-        start = 0
+        mine = torch.zeros(sum(counts) + len(Notice), dtype=torch.uint8)
+        for at, notice in enumerate(Notice):
+            mine[at] = notice in self.notices.here
+        start = len(Notice)
         for shard, count in zip(self._order, counts, strict=True):
             mine[[start + index for index in shard.used]] = 1
             start += count
         anywhere = self._comm.all_reduce(mine, "used parameters", "max") if self._comm.size > 1 else mine
-        self.stop.anywhere = bool(anywhere[-1])
+        heard = (notice for at, notice in enumerate(Notice) if anywhere[at])
+        self.notices.anywhere = reduce(or_, heard, Notice.NOTHING)
         return {
             shard: set(flags.nonzero().flatten().tolist())
-            for shard, flags in zip(self._order, anywhere[:-1].split(counts), strict=True)
+            for shard, flags in zip(self._order, anywhere[len(Notice) :].split(counts), strict=True)
         }
 
     def _learn_order(self) -> None:

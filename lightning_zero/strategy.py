@@ -37,8 +37,8 @@ from lightning_zero.config import (
     seconds_from,
 )
 from lightning_zero.engine import Engine, Options
-from lightning_zero.precision import _ScaledGradients, _ShardedGradients, adapt
-from lightning_zero.schedule import StopRequest
+from lightning_zero.precision import ScaledGradients, ShardedGradients, adapt
+from lightning_zero.schedule import Notices
 from lightning_zero.stage import STAGES
 
 log = logging.getLogger(__name__)
@@ -242,9 +242,9 @@ class ZeroStrategy(CheckpointingStrategy):
 
     def _attach_precision(self) -> None:
         plugin = self.precision_plugin
-        if isinstance(plugin, _ShardedGradients):
+        if isinstance(plugin, ShardedGradients):
             plugin.engine = self.engine
-        if isinstance(plugin, _ScaledGradients):
+        if isinstance(plugin, ScaledGradients):
             plugin.max_skipped_steps = self.max_skipped_steps
             plugin.skipped_steps, plugin.skipped_last = 0, False
 
@@ -256,7 +256,7 @@ class ZeroStrategy(CheckpointingStrategy):
     def _guard_schedulers(self, module: "pl.LightningModule") -> None:
         """A skipped fp16 step does not move the scheduler that steps with it (a declared deviation from DDP)."""
         plugin = self.precision_plugin
-        if not isinstance(plugin, _ScaledGradients) or plugin.scaler is None:
+        if not isinstance(plugin, ScaledGradients) or plugin.scaler is None:
             return
         step = module.lr_scheduler_step
 
@@ -402,8 +402,9 @@ class ZeroStrategy(CheckpointingStrategy):
         return self.engine.mesh.bytes_sent if self.engine is not None else {}
 
     @property
-    def stop_request(self) -> StopRequest:
-        return self._running_engine.schedule.stop
+    @override
+    def notices(self) -> Notices:
+        return self._running_engine.schedule.notices
 
     # -- the end
 

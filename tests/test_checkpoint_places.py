@@ -85,7 +85,7 @@ def test_r49_without_its_manifest_nothing_in_a_bucket_is_a_checkpoint(bucket: Pa
     two_ranks.run(in_bucket, jobs.fit, bucket, {"stage": 1}, 2, 1, save="bucket://run/a.ckpt")
     two_ranks.run(in_bucket, jobs.fit, bucket, {"stage": 1}, 2, 1, save="bucket://run/b.ckpt")
     fsspec.filesystem("bucket").rm_file("bucket://run/b.ckpt/manifest.json")
-    newest, skipped = find_newest("bucket://run")
+    newest, _, skipped = find_newest("bucket://run")
     assert str(newest) == "bucket://run/a.ckpt"
     (problem,) = skipped
     assert "b.ckpt is not a checkpoint" in problem
@@ -97,7 +97,7 @@ def test_r35_the_last_checkpoint_is_found_when_its_link_leads_nowhere(two_ranks:
     (tmp_path / "last.ckpt").unlink()
     (tmp_path / "last.ckpt").symlink_to("gone.ckpt")
     (tmp_path / "half.ckpt").mkdir()
-    newest, skipped = find_newest(tmp_path)
+    newest, _, skipped = find_newest(tmp_path)
     assert newest is not None
     assert newest.path == run["best"]
     assert sorted(problem.partition(" ")[0].rpartition("/")[2] for problem in skipped) == ["half.ckpt", "last.ckpt"]

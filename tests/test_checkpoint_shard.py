@@ -189,7 +189,7 @@ def test_boxes_of_tensor_parallel_ranks_come_back_as_the_whole_and_as_other_boxe
 def test_what_is_larger_than_a_chunk_is_written_and_read_in_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_zero.checkpoint.shard._CHUNK_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr("lightning_zero.checkpoint.shard.CHUNK_BYTES", 2 * BLOCK_BYTES)
     beats = []
     values = random_bits((10_000,), torch.float64, 3)
     assert [len(chunk) for chunk in chunks_of(values)] == [2 * BLOCK_BYTES] * 4 + [80_000 - 8 * BLOCK_BYTES]

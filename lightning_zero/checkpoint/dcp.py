@@ -8,7 +8,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from importlib import metadata
 from typing import Any
 
@@ -22,11 +22,11 @@ from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.load import StoredCheckpoint
 from lightning_zero.checkpoint.save import Saver
 from lightning_zero.comm import LocalComm
+from lightning_zero.resume import KEY, PARAMETERS
 
 META = "meta.pt"  # where Lightning's FSDP and ModelParallel strategies put what is neither model nor optimizer
 _MODEL_KEYS = ("model", "state_dict")  # FSDPStrategy's and torch's examples, ModelParallelStrategy's
 _OPTIMIZER_KEY = re.compile(r"optim(?:izer)?(?:_(\d+))?")
-_NAMES = "optimizer_parameters"  # of our checkpoints: what stands in the place of each number in the optimizers' states
 
 
 def import_dcp(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
@@ -63,7 +63,7 @@ def import_dcp(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> N
     if optimizers:  # without them Lightning says that there is only a model
         names = [_parameter_names(optimizer, source) for optimizer in optimizers]
         tree["optimizer_states"] = [_by_number(state, known) for state, known in zip(optimizers, names, strict=True)]
-        tree[_NAMES] = names
+        tree[PARAMETERS] = names
         tree.setdefault("lr_schedulers", [])
     Saver(LocalComm().board).save(tree, os.fspath(out), {"step": tree["global_step"], "imported_from": str(source)})
 
@@ -84,11 +84,10 @@ def export_dcp(url: str | os.PathLike[str], out: str | os.PathLike[str]) -> list
     folder = Folder(out)
     if folder.names():
         raise CheckpointError(f"{out} is not empty. Name a new folder.")
-    checkpoint = StoredCheckpoint(url)
-    tree = checkpoint.load()
-    checkpoint.close()
-    imported = tree.pop(_NAMES, [])
-    names = tree.pop("lightning_zero", {}).get(_NAMES) or imported
+    with closing(StoredCheckpoint(url)) as checkpoint:
+        tree = checkpoint.load()
+    imported = tree.pop(PARAMETERS, [])
+    names = tree.pop(KEY, {}).get(PARAMETERS) or imported
     optimizers = tree.pop("optimizer_states", [])
     if len(names) != len(optimizers):
         raise CheckpointError(f"{url} does not say which parameters its {len(optimizers)} optimizers have.")
@@ -128,14 +127,17 @@ def _parameter_names(optimizer: Mapping[str, Any], source: Any) -> list[str]:
             f"{source} has an optimizer's state by the keys {list(optimizer)[:2]}...: it was flattened, and which "
             "parameters form a group is lost. Save it without flatten_optimizer_state_dict."
         )
-    return [name for group in optimizer["param_groups"] for name in group["params"]]
+    names = [name for group in optimizer["param_groups"] for name in group["params"]]
+    if strange := sorted(optimizer.get("state", {}).keys() - set(names)):
+        raise CheckpointError(f"{source} has an optimizer's state of {strange[0]!r}, which is in none of its groups.")
+    return names
 
 
 def _by_number(optimizer: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     """An optimizer's state by the place of parameters instead of their names."""
     numbers = {name: number for number, name in enumerate(names)}
     return {
-        "state": {numbers[name]: state for name, state in optimizer["state"].items()},
+        "state": {numbers[name]: state for name, state in optimizer.get("state", {}).items()},
         "param_groups": [
             {**group, "params": [numbers[name] for name in group["params"]]} for group in optimizer["param_groups"]
         ],

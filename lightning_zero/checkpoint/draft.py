@@ -21,7 +21,7 @@ from typing import IO, Any, final
 
 from typing_extensions import override
 
-from lightning_zero.checkpoint.folder import MANIFEST, OURS, CheckpointError, Folder, sync_names
+from lightning_zero.checkpoint.folder import MANIFEST, OURS, CheckpointError, Folder, hidden_beside, sync_names
 
 if sys.platform != "win32":  # there, two jobs that save to one path are not told apart
     import fcntl
@@ -70,6 +70,10 @@ class Stream:
         self._unsynced = 0
 
 
+class InDoubtError(CheckpointError):
+    """Whether a checkpoint was replaced cannot be told."""
+
+
 class Draft(ABC):
     """A checkpoint while it is written. Rank 0 calls `begin`, then every rank may `create` files; rank 0 may `commit`
     them, and calls `close` at last.
@@ -83,6 +87,7 @@ class Draft(ABC):
         self.folder = folder
         self.token = token
         self.is_committed = False
+        self._superfluous: list[str] = []  # names of files that go at last, when no rank waits for it any more
 
     @staticmethod
     def of(folder: Folder, token: str) -> "Draft":
@@ -137,13 +142,14 @@ class Draft(ABC):
             None, or what went wrong after that step: the new checkpoint is in its place all the same.
 
         Raises:
+            InDoubtError: what is there is the old checkpoint or the new one, whole.
             Exception: what went wrong before that step: everything is as it was.
         """
         old = self._replace(manifest)
         self.is_committed = True
         doubt = self._confirm()
         if doubt is None:
-            self._remove(old)
+            self._superfluous = old
         return doubt
 
     @abstractmethod
@@ -159,20 +165,27 @@ class Draft(ABC):
             with contextlib.suppress(Exception):  # the next save to this place tries again
                 self.folder.fs.rm_file(self.folder.file(name))
 
-    @abstractmethod
     def close(self) -> None:
-        """Nothing remains of it but what was committed. Never raises: no save fails for what it leaves behind."""
+        """Nothing remains but what was committed. Never raises: no save fails for what it leaves behind."""
+        self._remove(self._superfluous)
+        self._clear_away()
+
+    @abstractmethod
+    def _clear_away(self) -> None:
+        """Never raises."""
 
     def _is_in_place(self, manifest: bytes) -> bool:
         """Whether the step was done although the system said that it failed; network file systems may.
 
         Raises:
-            OSError: when that cannot be told. Then nothing may be cleared away.
+            InDoubtError: when that cannot be told. Then nothing may be cleared away.
         """
         try:
             return self.folder.read(MANIFEST) == manifest
         except (FileNotFoundError, NotADirectoryError):
             return False
+        except Exception as error:
+            raise InDoubtError(f"the last step failed, and whether it was done cannot be told: {error}") from error
 
 
 @final
@@ -182,7 +195,7 @@ class LocalDraft(Draft):
     def __init__(self, folder: Folder, token: str) -> None:
         super().__init__(folder, token)
         self._target = Path(folder.path)
-        self._beside = self._target.with_name(f".{self._target.name}.saving")
+        self._beside = hidden_beside(self._target, "saving")
         self._lock: IO[Any] | None = None
 
     @override
@@ -198,7 +211,7 @@ class LocalDraft(Draft):
 
     def _acquire(self) -> IO[Any]:
         """Holds a lock file that the system lets go of when this process dies."""
-        path = self._target.with_name(f".{self._target.name}.lock")
+        path = hidden_beside(self._target, "lock")
         while True:
             with contextlib.ExitStack() as unless_held:
                 lock = unless_held.enter_context(path.open("a"))
@@ -294,7 +307,7 @@ class LocalDraft(Draft):
         return None
 
     @override
-    def close(self) -> None:
+    def _clear_away(self) -> None:
         if not self.is_committed:
             shutil.rmtree(self._beside, ignore_errors=True)
         self._release()
@@ -329,7 +342,7 @@ class UploadedDraft(Draft):
         return [name for name in old if name != MANIFEST and name not in kept]
 
     @override
-    def close(self) -> None:
+    def _clear_away(self) -> None:
         with contextlib.suppress(Exception):
             if not self._has_manifest:
                 self._remove([name for name in self.folder.names() if f"-{self.token}." in name])

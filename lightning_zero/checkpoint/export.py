@@ -25,11 +25,10 @@ from torch.storage import TypedStorage, UntypedStorage
 from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.load import StoredCheckpoint
 from lightning_zero.checkpoint.manifest import Entry
-from lightning_zero.checkpoint.shard import SAFE_NAMES, chunks_of, header_of
+from lightning_zero.checkpoint.shard import CHUNK_BYTES, SAFE_NAMES, chunks_of, header_of
 from lightning_zero.extents import Extent
 from lightning_zero.lazy import LazyTensor
 
-_CHUNK_BYTES = 1 << 24
 INDEX = "model.safetensors.index.json"
 _EXPORTED = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(INDEX))
 
@@ -92,7 +91,7 @@ def write_single_file(checkpoint: StoredCheckpoint, path: Path, *, objects: bool
     pickled = io.BytesIO()
     pickler = _Pickler(pickled)
     pickler.dump(checkpoint.tree(objects=objects))
-    scratch = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
+    scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
     with path.open("wb") as raw:
         with zipfile.ZipFile(raw, "w") as archive:
             _put(archive, "data.pkl", [pickled.getbuffer()])
@@ -101,7 +100,7 @@ def write_single_file(checkpoint: StoredCheckpoint, path: Path, *, objects: bool
                 if isinstance(values, UntypedStorage):
                     content = chunks_of(torch.empty(0, dtype=torch.uint8).set_(values))
                 else:
-                    content = chunks(checkpoint, checkpoint.manifest.tensors[values], scratch)
+                    content = stored_chunks_of(checkpoint, checkpoint.manifest.tensors[values], scratch)
                 _put(archive, f"data/{number}", content)
             _put(archive, "version", [b"3\n"])
         raw.flush()
@@ -170,16 +169,16 @@ class _Pickler(pickle.Pickler):
         return "storage", getattr(torch, name), str(self._numbers[key]), "cpu", size
 
 
-def chunks(checkpoint: StoredCheckpoint, entry: Entry, scratch: Tensor) -> Iterator[memoryview]:
+def stored_chunks_of(checkpoint: StoredCheckpoint, entry: Entry, scratch: Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor in C order, checked, a chunk at a time; each is valid until the next one.
 
     Args:
         checkpoint: that has it.
         entry: the tensor.
-        scratch: ``(_CHUNK_BYTES,)`` uint8. One for all tensors: an allocation for each chunk is returned to the system
+        scratch: ``(CHUNK_BYTES,)`` uint8. One for all tensors: an allocation for each chunk is returned to the system
             late, and makes the process grow by several.
     """
-    numel, step = entry.nbytes // entry.dtype.itemsize, _CHUNK_BYTES // entry.dtype.itemsize
+    numel, step = entry.nbytes // entry.dtype.itemsize, CHUNK_BYTES // entry.dtype.itemsize
     for start in range(0, numel, step):
         stop = min(start + step, numel)
         values = scratch[: (stop - start) * entry.dtype.itemsize].view(entry.dtype)
@@ -209,7 +208,7 @@ def export_safetensors(
     with closing(StoredCheckpoint(url)) as checkpoint:
         entries = {
             name.removeprefix(prefix): checkpoint.manifest.tensors[lazy.source.name]
-            for name, lazy in checkpoint.tree()["state_dict"].items()
+            for name, lazy in checkpoint.model().items()
             if isinstance(lazy, LazyTensor) and name.startswith(prefix)
         }
         if not entries:
@@ -239,11 +238,11 @@ def export_safetensors(
 
 
 def _write_safetensors(checkpoint: StoredCheckpoint, group: dict[str, Entry], path: Path) -> None:
-    scratch = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
+    scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
     with path.open("wb") as file:
         file.write(header_of([(key, entry.dtype, entry.shape) for key, entry in group.items()], {"format": "pt"}))
         for entry in group.values():
-            for chunk in chunks(checkpoint, entry, scratch):
+            for chunk in stored_chunks_of(checkpoint, entry, scratch):
                 file.write(chunk)
         file.flush()
         os.fsync(file.fileno())

@@ -50,6 +50,12 @@ class Folder:
             path = path.rstrip("/").removesuffix(f"/{MANIFEST}")
         self.path: str = str(Path(path).absolute()) if self.is_local else path
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Folder) and str(other) == str(self)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
     def __str__(self) -> str:
         return self.path if self.is_local else self.fs.unstrip_protocol(self.path)
 
@@ -115,8 +121,8 @@ class Folder:
             )
 
     def remove(self) -> None:
-        """Takes the checkpoint away: first from under its name, so that nobody finds half of one. A link only goes
-        itself. Nothing happens where there is nothing."""
+        """Takes the checkpoint away, so that nobody finds half of one. A link only goes itself. Nothing happens where
+        there is nothing."""
         if not self.is_local:
             if MANIFEST in (names := self.names()):
                 self.fs.rm_file(self.file(MANIFEST))
@@ -129,14 +135,22 @@ class Folder:
         if path.is_symlink() or path.is_file():
             path.unlink()
         elif path.is_dir():
-            going = path.with_name(f".{path.name}.deleting")
-            shutil.rmtree(going, ignore_errors=True)
-            with contextlib.suppress(FileNotFoundError):  # somebody was faster
-                path.rename(going)
-            shutil.rmtree(going, ignore_errors=True)
+            shutil.rmtree(self._rename_away(), ignore_errors=True)
             for left in path.parent.glob(".*.deleting"):  # by jobs that were killed here; nobody else looks for them
                 if all(OURS.fullmatch(name) for name in Folder(left).names()):
                     shutil.rmtree(left, ignore_errors=True)
+
+    @property
+    def can_be_link(self) -> bool:
+        """Whether the file system has symbolic links; some of removable disks and of networks have none."""
+        coming = hidden_beside(Path(self.path), "linking")
+        try:
+            coming.unlink(missing_ok=True)
+            coming.symlink_to("nowhere")
+            coming.unlink()
+        except OSError:
+            return False
+        return True
 
     def link_to(self, target: "Folder") -> None:
         """Makes this path a link to a checkpoint beside it, in one step, whatever link was there.
@@ -145,14 +159,32 @@ class Folder:
             CheckpointError: when it is a folder of something else than a checkpoint.
         """
         path = Path(self.path)
-        if path.is_dir() and not path.is_symlink():
+        is_folder = path.is_dir() and not path.is_symlink()
+        if is_folder:
             self.refuse_other_folder()
-            self.remove()
-        coming = path.with_name(f".{path.name}.linking")
+        coming = hidden_beside(path, "linking")
         coming.unlink(missing_ok=True)
         coming.symlink_to(os.path.relpath(target.path, path.parent))
+        replaced = self._rename_away() if is_folder else None
         coming.replace(path)
         sync_names(path.parent)
+        if replaced is not None:
+            shutil.rmtree(replaced, ignore_errors=True)
+
+    def _rename_away(self) -> Path:
+        """From under its name, so that nobody finds half of it. Returns where it is now."""
+        path = Path(self.path)
+        going = hidden_beside(path, "deleting")
+        shutil.rmtree(going, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # somebody was faster
+            path.rename(going)
+        return going
+
+
+def hidden_beside(path: Path, purpose: str) -> Path:
+    """Where something is prepared that concerns `path`. Never under its own name: Lightning takes everything with
+    ``hpc_ckpt_`` in its name for a checkpoint that a SLURM job goes on from."""
+    return path.with_name(f".{path.name.replace('_', '+')}.{purpose}")
 
 
 def sync_names(path: Path) -> None:

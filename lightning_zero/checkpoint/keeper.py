@@ -1,11 +1,13 @@
 """`CheckpointKeeper`: the checkpoints of one run: the latest one, the links to it, and the one it goes on from."""
 
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 from torch.nn import Parameter
 
+from lightning_zero.board import Record
 from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.load import StoredCheckpoint
 from lightning_zero.checkpoint.save import Saver
@@ -28,6 +30,7 @@ class CheckpointKeeper:
         self._warn = warn
         self.saver = Saver(comm.board, in_background=in_background, warn=warn)
         self._latest: tuple[Folder, int] | None = None  # and the step it was saved at
+        self._links: set[str] = set()  # that were made here
         self._resumed: StoredCheckpoint | None = None
         self.stored: dict[Parameter, Stored] = {}  # of the resumed one: what each parameter is to be
 
@@ -38,29 +41,38 @@ class CheckpointKeeper:
         self.saver.save(tree, path, {"step": step, **about})
         self._latest = (Folder(path), step)
 
-    def link_latest(self, path: str, step: int) -> bool:
-        """Makes `path` a link to the latest checkpoint, if that was saved beside it at this very step. Call it on every
-        rank: all of them hear when it fails."""
+    def link_latest(self, path: str, saved: str, step: int) -> bool:
+        """Makes `path` a link to the checkpoint `saved`, if that is the latest one, was saved beside it at this very
+        step, and the file system has links. Call it on every rank: all of them hear when it fails."""
         link = Folder(path)
-        if self._latest is None or not link.is_local:
+        if self._latest is None or not link.is_local or self._latest != (Folder(saved), step):
             return False
-        latest, saved_at = self._latest
-        if saved_at != step or latest.path == link.path or str(latest.parent) != str(link.parent):
+        latest = self._latest[0]
+        if latest == link or latest.parent != link.parent:
             return False
-        is_first = self._comm.rank == 0
-        self.saver.together("link", lambda: self.saver.link(link, latest) if is_first else None)
-        return True
+
+        def make() -> Record:
+            if self._comm.rank or not link.can_be_link:
+                return {"made": False}
+            self.saver.link(link, latest)
+            return {"made": True}
+
+        made = bool(self.saver.together("link a checkpoint", make)["made"])
+        if made:
+            self._links.add(link.path)
+        return made
 
     def remove(self, path: str) -> None:
-        """Removes a checkpoint. Links that showed it show the latest one from now on. Call it on rank 0."""
+        """Removes a checkpoint. Links that were made here show the latest one from now on. Call it on every rank."""
         folder = Folder(path)
-        target = Path(folder.path)
-        if folder.is_local and not target.is_symlink() and target.is_dir():
-            links = [entry for entry in target.parent.iterdir() if entry.is_symlink()]
-            for link in links:
-                if (link.parent / link.readlink()) != target:
-                    continue
-                if self._latest is not None and self._latest[0].path != folder.path:
+        if self._latest is not None and self._latest[0] == folder:
+            self._latest = None
+        if self._comm.rank:
+            return
+        self._links.discard(folder.path)
+        for link in self._links:
+            if Path(link).is_symlink() and Path(link).parent / Path(link).readlink() == Path(folder.path):
+                if self._latest is not None:
                     self.saver.link(Folder(link), self._latest[0])
                 else:
                     self.saver.remove(Folder(link))
@@ -69,7 +81,8 @@ class CheckpointKeeper:
     # -- going on from one
 
     def open(self, path: str, *, lazy: Collection[str], objects: bool) -> dict[str, Any] | None:
-        """What was saved to the folder `path`; None for a file that is not of a sharded checkpoint.
+        """What was saved to the folder `path`; None for a file that is not of a sharded checkpoint. Call it on every
+        rank.
 
         Args:
             path: of the folder.
@@ -77,23 +90,28 @@ class CheckpointKeeper:
             objects: see `StoredCheckpoint.tree`.
 
         Raises:
-            CheckpointError: for a folder, or a file in one, that is not the checkpoint itself.
+            CheckpointError: on every rank the same: for a folder, or a file in one, that is not the checkpoint itself,
+                and when ranks find different ones.
         """
+        self.forget()
+        self.saver.together("resume", partial(self._look_at, path), _refuse_different)
+        if self._resumed is None:
+            return None
+        tree = self._resumed.tree(objects=objects)
+        if left_out := self._resumed.told_left_out:
+            self._warn(left_out)
+        return {key: value if key in lazy else materialize(value) for key, value in tree.items()}
+
+    def _look_at(self, path: str) -> Record:
+        """Opens the checkpoint. Returns where it is, and what no other checkpoint has."""
         self.saver.wait()  # it may be the one that is being written
         folder = Folder(path)
         if folder.fs.isfile(folder.path) and not folder.parent.is_checkpoint:
-            return None
+            return {"path": str(folder), "is": folder.fs.size(folder.path)}
         if not folder.fs.exists(folder.path):
             raise CheckpointError(f"ckpt_path={path!r} is not there.")
-        self.close()
         self._resumed = StoredCheckpoint(path)
-        tree = self._resumed.tree(objects=objects)
-        if self._resumed.left_out:
-            self._warn(
-                f"The checkpoint holds pickled objects that were not read ({', '.join(self._resumed.left_out)}). If "
-                "you trust it, pass weights_only=False."
-            )
-        return {key: value if key in lazy else materialize(value) for key, value in tree.items()}
+        return {"path": str(folder), "is": [file.name for file in self._resumed.manifest.files[:1]]}
 
     def receive(self, parameter: Parameter, source: Stored) -> None:
         """Notes what a parameter is to be."""
@@ -114,7 +132,19 @@ class CheckpointKeeper:
         """By this rank, of the checkpoint that it was resumed from."""
         return 0 if self._resumed is None else self._resumed.reader.bytes_read
 
-    def close(self) -> None:
-        """Lets go of the files of the resumed checkpoint."""
+    def forget(self) -> None:
+        """Lets go of the resumed checkpoint."""
         if self._resumed is not None:
             self._resumed.close()
+            self._resumed = None
+
+
+def _refuse_different(records: list[Record]) -> Record:
+    """Ranks that read their parts of different checkpoints would train on with a model that never was."""
+    for rank, record in enumerate(records):
+        if record["is"] != records[0]["is"]:
+            raise CheckpointError(
+                f"ranks would go on from different checkpoints: rank 0 from {records[0]['path']}, rank {rank} from "
+                f"{record['path']}, which is not the same. Save to, and resume from, a file system that all share."
+            )
+    return {}

@@ -1,6 +1,7 @@
 """Reading a checkpoint: as tensors that are read when they are needed (`ZeroStrategy`), or all at once (anybody)."""
 
 import io
+import math
 import os
 import zlib
 from collections.abc import Callable
@@ -64,8 +65,21 @@ class StoredCheckpoint:
         Args:
             objects: unpickle what had to be pickled, which runs whatever code it names; otherwise it is left out.
         """
-        made = {name: LazyTensor(StoredTensor(entry, self.reader)) for name, entry in self.manifest.tensors.items()}
-        return self.decode(made.__getitem__, objects)
+        return self._decode_all(self._lazy, objects)
+
+    @property
+    def told_left_out(self) -> str | None:
+        """What to tell the user of objects that the last `tree` or `load` did not read."""
+        if not self.left_out:
+            return None
+        return (
+            f"{self.folder} holds pickled objects that were not read ({', '.join(self.left_out)}). If you trust it, "
+            "pass weights_only=False."
+        )
+
+    def model(self) -> dict[str, Any]:
+        """The entry "state_dict" of `tree`. Nothing else is looked at."""
+        return self._decode(self.manifest.tree.get("state_dict", {}), self._lazy, None)[0]
 
     def check_sizes(self) -> None:
         """Raises CheckpointError when a file is missing or short."""
@@ -85,18 +99,27 @@ class StoredCheckpoint:
                 made[name] = StoredTensor(self.manifest.tensors[name], self.reader).whole()
             return made[name]
 
-        return self.decode(read, objects)
+        return self._decode_all(read, objects)
 
-    def decode(self, tensor: Callable[[str], Tensor], objects: bool) -> dict[str, Any]:
+    def _decode_all(self, tensor: Callable[[str], Tensor], objects: bool) -> dict[str, Any]:
         """What was saved, with `tensor(name)` for every tensor."""
-        found = self._objects() if objects else None
-        decoder = Decoder(tensor, self.manifest.partials, found)
+        tree, self.left_out = self._decode(self.manifest.tree, tensor, self._objects() if objects else None)
+        return tree
+
+    def _decode(
+        self, encoded: Any, tensor: Callable[[str], Tensor], objects: list[Any] | None
+    ) -> tuple[dict[str, Any], list[str]]:
+        """A dictionary, and the classes of objects that were left out."""
+        decoder = Decoder(tensor, self.manifest.partials, objects)
         try:
-            tree = dict(decoder.decode(self.manifest.tree))
+            return dict(decoder.decode(encoded)), decoder.left_out
         except (ValueError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{self.folder}: its tree cannot be believed: {error}.") from error
-        self.left_out = decoder.left_out
-        return tree
+
+    @property
+    def _lazy(self) -> Callable[[str], Tensor]:
+        made = {name: LazyTensor(StoredTensor(entry, self.reader)) for name, entry in self.manifest.tensors.items()}
+        return made.__getitem__
 
     def _objects(self) -> list[Any]:
         raw = self._objects_file()
@@ -137,7 +160,7 @@ class StoredCheckpoint:
         checks: list[Callable[[], Any]] = [
             partial(self.reader.check_file, number) for number in range(len(self.manifest.files))
         ]
-        return [problem for check in [*checks, self._objects_file] if (problem := _problem_of(check))]
+        return [problem for check in [*checks, self._objects_file, self.tree] if (problem := _problem_of(check))]
 
     def close(self) -> None:
         self.reader.close()
@@ -164,6 +187,7 @@ class Found(NamedTuple):
     """The newest complete checkpoint of a folder, and what was passed over because it is not complete."""
 
     newest: Folder | None
+    saved_at: float  # when that was, in seconds since 1970
     skipped: list[str]
 
 
@@ -190,4 +214,4 @@ def find_newest(url: str | os.PathLike[str]) -> Found:
         is_link = folder.is_local and Path(folder.path).is_symlink()
         found.append((about.get("saved_at", 0.0), not is_link, folder.url))
     newest = max(found, default=None)
-    return Found(newest and Folder(newest[2]), skipped)
+    return Found(None, -math.inf, skipped) if newest is None else Found(Folder(newest[2]), newest[0], skipped)

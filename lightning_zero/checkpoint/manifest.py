@@ -4,6 +4,7 @@
      "files":    [{"name", "bytes", "checks", "checks_crc32"}, ...],
      "tensors":  {name: {"dtype", "shape", "pieces": [[file, offset, start, stop], ...]}, ...},
      "tree":     the checkpoint as Lightning knows it, tensors by name (`tree.Encoder`),
+     "partials": {name: what ranks put together, such as an optimizer's state, as in the tree},
      "objects":  null, or the file of what had to be pickled,
      "crc32":    of everything before it}
 
@@ -173,9 +174,7 @@ def read_manifest(folder: Folder) -> Manifest:
     try:
         raw = folder.read(MANIFEST)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        raise CheckpointError(f"{folder} is not a checkpoint: {hint(folder)}") from None
-    except PermissionError as error:
-        raise CheckpointError(f"no permission to read {folder.file(MANIFEST)}") from error
+        raise CheckpointError(f"{folder} is not a checkpoint: {what_was_meant(folder)}") from None
     return parse_manifest(raw, str(folder))
 
 
@@ -323,7 +322,7 @@ def _objects(name: Any, nbytes: Any, crc32: Any, classes: Any) -> ObjectsFile:
     return ObjectsFile(_name(name), _count(nbytes), _count(crc32), classes)
 
 
-def hint(folder: Folder) -> str:
+def what_was_meant(folder: Folder) -> str:
     """What the user may have meant by a path that holds no checkpoint."""
     if folder.fs.isfile(folder.path):
         if folder.parent.is_checkpoint:

@@ -1,6 +1,7 @@
 """Saving: every rank writes a shard of what it owns, and rank 0 makes a checkpoint of them once all are there.
 
-all ranks   agree to come: path and name of this save             (Board)
+all ranks   agree to look at their states now                     (Board)
+all ranks   agree to save: path and name of this checkpoint       (Board)
 each rank   its shard and checksums, beside the place             no rank gathers, no plan is exchanged
 all ranks   agree that all is written                             (Board)
 rank 0      manifest from the shards' own headers, then one rename
@@ -11,7 +12,7 @@ import secrets
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -19,15 +20,16 @@ from typing import Any, NamedTuple, final
 import torch
 
 from lightning_zero.board import AgreementError, Board, Record
-from lightning_zero.checkpoint.draft import Draft
+from lightning_zero.checkpoint.draft import Draft, InDoubtError
 from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.manifest import Entry, Manifest, ObjectsFile, Piece, ShardFile, refuse_gaps
 from lightning_zero.checkpoint.shard import Header, Range, read_header, write_shard
-from lightning_zero.checkpoint.tree import Encoder, merge
+from lightning_zero.checkpoint.tree import Encoder, full_name, merge
 from lightning_zero.extents import Extent
 from lightning_zero.lazy import LazyTensor, Spread
 
 _ABSENT = "save_checkpoint must be called on all ranks; missing: {missing}"
+_ONE_OF_BOTH = "What is there is complete: what was there before, or the new checkpoint."
 _STOPPED = "ranks {missing} stopped while they saved: they were killed, or their disk does not answer"
 
 
@@ -36,6 +38,7 @@ class _Job(NamedTuple):
 
     ranges: list[Range]
     partials: dict[str, Any]
+    names: Set[str]  # of all tensors in this rank's tree
     objects: bytes | None  # pickled, by rank 0
     classes: list[str]  # of these objects
     tree: Any  # rank 0's, encoded
@@ -55,11 +58,11 @@ class Saver:
     def __init__(self, board: Board, *, in_background: bool = False, warn: Callable[[str], None] = print) -> None:
         self._board = board
         self._thread_board = board.clone() if in_background else board
-        self._executor = ThreadPoolExecutor(1, "lightning_zero saver") if in_background else None
+        self._in_background = in_background
+        self._executor = ThreadPoolExecutor(1, "lightning_zero saver")
         self._futures: deque[Future[None]] = deque()
         self._warn = warn
-        self._saves = 0
-        self._musters = 0
+        self._agreements = 0
         self._saving: Future[None] | None = None  # the latest save in the background, until its failure is known
 
     def muster(self) -> None:
@@ -68,18 +71,24 @@ class Saver:
         Raises:
             CheckpointError: on every rank that came, when one does not.
         """
-        self._musters += 1
-        self._agree(f"muster {self._musters}", {}, lambda _: {})
+        self._agree("muster", {}, _first)
 
-    def together(self, doing: str, write: Callable[[], None]) -> None:
-        """Every rank calls `write`, and all of them hear when one fails."""
-        self._saves += 1
+    def together(
+        self, doing: str, work: Callable[[], Record], decide: Callable[[list[Record]], Record] | None = None
+    ) -> Record:
+        """Every rank calls `work`, and all of them hear when it fails on one.
 
-        def written() -> Record:
-            write()
-            return {}
+        Args:
+            doing: says what, such as "remove a file".
+            work: may take its time, and not wait for other ranks.
+            decide: makes, of what `work` returned on the ranks, what this returns; without it that is what rank 0 has.
 
-        self._agree(f"save {self._saves}: {doing}", _told(written), lambda _: {})
+        Raises:
+            CheckpointError: on every rank the same.
+        """
+        with self._board.alive():
+            record = _told(work)
+        return self._agree(doing, record, _in_words(decide or _first), f"ranks {{missing}} did not come to {doing}")
 
     def save(self, tree: dict[str, Any], url: str, about: dict[str, Any]) -> None:
         """Writes `tree` to the folder `url`; where that holds a checkpoint, the new one takes its place in one step.
@@ -95,61 +104,88 @@ class Saver:
         Raises:
             CheckpointError: the same on every rank; says whether what was there before is untouched.
         """
-        self._saves += 1
         jobs: list[_Job] = []  # none where this rank has failed already, which the others hear of in `_begin`
 
         def prepare() -> Record:
-            self.wait()  # a removal or a link fails on rank 0 alone
+            self.wait()  # a link fails on rank 0 alone
             jobs.append(self._prepare(tree, about))
             return {}
 
-        draft = self._begin(url, _told(prepare))
-        if self._executor is None:
-            self._write(self._saves, draft, jobs[0])
+        with self._board.alive():
+            record = _told(prepare)
+        draft = self._begin(url, record)
+        if self._in_background:
+            self._saving = self._submit(self._write, draft, jobs[0])
         else:
-            self._saving = self._submit(self._write, self._saves, draft, jobs[0])
+            self._write(draft, jobs[0])
 
     def _prepare(self, tree: dict[str, Any], about: dict[str, Any]) -> _Job:
         """Everything that looks at the values of `tree`, so that they may change as soon as `save` returns."""
         encoder, is_first = Encoder(), self._board.rank == 0
         encoded = encoder.encode(tree)
         ranges = [item for tensor in encoder.tensors.items() for item in _ranges_of(*tensor, is_first)]
-        if self._executor is not None:
+        if self._in_background:
             ranges = [Range(extent, values.to("cpu", copy=True)) for extent, values in ranges]
         objects = encoder.objects if is_first else []
-        packed = io.BytesIO()
-        if objects:
-            torch.save([value for _, value in objects], packed)
-            self._warn(
-                f"The checkpoint holds objects that are no plain data: {_places(objects)}. They are pickled into a "
-                "file of their own, and read again only with weights_only=False."
-            )
         return _Job(
             ranges,
             encoder.partials,
-            packed.getvalue() if objects else None,
-            sorted({f"{type(value).__module__}.{type(value).__qualname__}" for _, value in objects}),
+            encoder.tensors.keys(),
+            self._pickle(objects) if objects else None,
+            sorted({full_name(type(value)) for _, value in objects}),
             encoded if is_first else None,
             {**about, "world": self._board.size, "saved_at": time.time()},
         )
 
+    def _pickle(self, objects: list[tuple[str, Any]]) -> bytes:
+        packed = io.BytesIO()
+        try:
+            torch.save([value for _, value in objects], packed)
+        except Exception as error:
+            raise CheckpointError(
+                f"the checkpoint holds objects that are no plain data: {_places(objects)}; and they cannot be pickled: "
+                f"{error}"
+            ) from error
+        self._warn(
+            f"The checkpoint holds objects that are no plain data: {_places(objects)}. They are pickled into a "
+            "file of their own, and read again only with weights_only=False."
+        )
+        return packed.getvalue()
+
     def remove(self, folder: Folder) -> None:
-        """Removes a checkpoint, after the save under way is complete, and not at all if that fails."""
-        self._after_saving(folder.remove)
+        """Removes a checkpoint in the background, after the save under way is complete, and not at all if that fails.
+        What cannot be removed is told, and stays."""
+
+        def task() -> None:
+            try:
+                folder.remove()
+            except Exception as error:
+                self._warn(f"{folder} could not be removed: {error}")
+
+        self._submit(self._unless_failed(task))
 
     def link(self, link: Folder, target: Folder) -> None:
         """Makes `link` show `target`, when that is complete."""
-        self._after_saving(partial(link.link_to, target))
+        task = partial(link.link_to, target)
+        if self._in_background:
+            self._submit(self._unless_failed(task))
+        else:
+            task()
 
-    def poll(self) -> None:
-        """Raises what a save in the background has failed with; to be called now and then."""
-        while self._futures and self._futures[0].done():
-            self._take_result()
+    @property
+    def has_failed(self) -> bool:
+        """Whether something in the background has failed that `wait` has not raised yet."""
+        return any(future.done() and future.exception() is not None for future in self._futures)
 
     def wait(self) -> None:
         """Until nothing is under way any more; raises what failed."""
         while self._futures:
             self._take_result()
+
+    def finish(self) -> Record:
+        """`wait`, for `together`."""
+        self.wait()
+        return {}
 
     def _take_result(self) -> None:
         future = self._futures.popleft()
@@ -158,20 +194,19 @@ class Saver:
         future.result()
 
     def _submit(self, task: Callable[..., None], *args: Any) -> Future[None]:
-        assert self._executor is not None
         self._futures.append(self._executor.submit(task, *args))
         return self._futures[-1]
 
-    def _after_saving(self, task: Callable[[], None]) -> None:
-        if self._executor is None:
-            task()
-        else:
-            saving = self._saving
-            self._submit(lambda: None if saving is not None and saving.exception() is not None else task())
+    def _unless_failed(self, task: Callable[[], None]) -> Callable[[], None]:
+        saving = self._saving
+        return lambda: None if saving is not None and saving.exception() is not None else task()
 
-    def _agree(self, topic: str, record: Record, decide: Callable[[list[Record]], Record]) -> Record:
+    def _agree(
+        self, doing: str, record: Record, decide: Callable[[list[Record]], Record], absent: str = _ABSENT
+    ) -> Record:
+        self._agreements += 1
         try:
-            return self._board.agree(topic, record, decide, _ABSENT)
+            return self._board.agree(f"{self._agreements}: {doing}", record, decide, absent)
         except AgreementError as error:
             raise CheckpointError(str(error)) from None
 
@@ -186,32 +221,38 @@ class Saver:
             return {"url": str(url), "token": draft.token}
 
         try:
-            found = self._agree(f"save {self._saves}", record, _in_words(decide))
+            found = self._agree("save", record, _in_words(decide))
         except BaseException:
             for draft in mine:  # its verdict has reached nobody
                 draft.close()
             raise
         return mine[0] if mine else Draft.of(Folder(found["url"]), found["token"])
 
-    def _write(self, number: int, draft: Draft, job: _Job) -> None:
+    def _write(self, draft: Draft, job: _Job) -> None:
         board = self._thread_board
         try:
             record = _told(partial(_write_files, draft, job, board))
             decide = _in_words(partial(_commit, draft, job, board.beat))
-            done = board.agree(f"save {number} is written", record, decide, _STOPPED)
+            done = board.agree(f"{draft.token} is written", record, decide, _STOPPED)
         except AgreementError as error:
             if draft.is_committed:  # on rank 0, which could not tell the others any more
                 there = "The new checkpoint is complete."
             elif error.is_verdict:
                 there = "What was there before is untouched."
             else:
-                there = "What is there is complete: what was there before, or the new checkpoint."
+                there = _ONE_OF_BOTH
             raise CheckpointError(f"Saving {draft.folder} failed: {error}. {there}") from None
         finally:
             if board.rank == 0:
                 draft.close()
+        if "in_doubt" in done:
+            raise CheckpointError(f"Saving {draft.folder} failed: {done['in_doubt']}. {_ONE_OF_BOTH}")
         if "doubt" in done:
             raise CheckpointError(f"{draft.folder} is saved, but {done['doubt']}. Do not remove older checkpoints yet.")
+
+
+def _first(records: list[Record]) -> Record:
+    return records[0]
 
 
 def _told(doing: Callable[[], Record]) -> Record:
@@ -283,8 +324,7 @@ def _commit(draft: Draft, job: _Job, beat: Callable[[], None], records: list[Rec
         for name_of_partial, items in header.partials.items():
             partials.setdefault(name_of_partial, []).append(items)
     tensors = {name: Entry(name, dtypes[name], held[0].extent.shape, tuple(held)) for name, held in pieces.items()}
-    for entry in tensors.values():
-        refuse_gaps(entry)
+    _refuse_disagreement(job.names, tensors)
     manifest = Manifest(
         about=job.about,
         files=tuple(files),
@@ -293,8 +333,26 @@ def _commit(draft: Draft, job: _Job, beat: Callable[[], None], records: list[Rec
         partials={name: merge(items) for name, items in partials.items()},
         objects=_objects_of(draft, job),
     )
-    doubt = draft.commit(manifest.to_bytes())
+    try:
+        doubt = draft.commit(manifest.to_bytes())
+    except InDoubtError as error:
+        return {"in_doubt": str(error)}
     return {} if doubt is None else {"doubt": doubt}
+
+
+def _refuse_disagreement(names: Set[str], tensors: dict[str, Entry]) -> None:
+    """Raises CheckpointError unless all ranks have the tensors that rank 0 has, whole between them.
+
+    Of single ranks' own there may be more.
+    """
+    told = "A hook or callback that changes checkpoint['state_dict'] must do so alike on every rank."
+    if nobodys := sorted(names - tensors.keys()):
+        raise CheckpointError(f"rank 0 saves {nobodys[0]!r}, and the ranks that hold it do not. {told}")
+    for entry in tensors.values():
+        try:
+            refuse_gaps(entry)
+        except ValueError as error:
+            raise CheckpointError(f"{error}. {told}") from error
 
 
 def _header_of(draft: Draft, file: ShardFile, rank: int) -> Header:

@@ -19,7 +19,8 @@ from lightning_zero.checkpoint.tree import dtype_named
 from lightning_zero.extents import Extent
 
 METADATA_KEY = "lightning_zero"
-_CHUNK_BYTES = 1 << 24  # moves at once, between device, host and disk
+CHUNK_BYTES = 1 << 24  # moves at once, between device, host and disk
+_MOST_STREAMS = 32  # open at a time; a process may have some hundreds, and a checkpoint thousands of shards
 _LONGEST_HEADER = 100_000_000  # bytes; the safetensors library's own limit
 
 # https://github.com/huggingface/safetensors#format; what is not here is written as bytes.
@@ -79,7 +80,7 @@ def header_of(named: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata:
 def chunks_of(values: Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor, a chunk of whole blocks at a time; what is on the host is not copied."""
     flat = values.detach().resolve_conj().resolve_neg().reshape(-1)
-    step = _CHUNK_BYTES // flat.itemsize
+    step = CHUNK_BYTES // flat.itemsize
     for start in range(0, flat.numel(), step):
         host = flat[start : start + step].cpu().contiguous()
         yield host.view(torch.uint8).numpy().data
@@ -138,11 +139,19 @@ def _free_name(name: str, taken: set[str]) -> str:
     return free
 
 
+class Held(NamedTuple):
+    """A range of a tensor in a shard."""
+
+    dtype: torch.dtype
+    extent: Extent
+    offset: int  # bytes from the start of the file
+
+
 @dataclass(frozen=True)
 class Header:
     """What a shard says of itself."""
 
-    pieces: list[tuple[torch.dtype, Extent, int]]  # dtype, extent, offset in the file
+    pieces: list[Held]
     partials: dict[str, Any]
 
 
@@ -175,7 +184,7 @@ def _header_from(plain: dict[str, Any], data_start: int) -> Header:
             start=start,
             stop=stop,
         )
-        pieces.append((dtype_named(dtype), extent, data_start + plain[key]["data_offsets"][0]))
+        pieces.append(Held(dtype_named(dtype), extent, data_start + plain[key]["data_offsets"][0]))
     return Header(pieces, metadata["partials"])
 
 
@@ -192,7 +201,7 @@ class ShardReader:
         self.manifest = manifest
         self.bytes_read = 0  # of shards and their checksums
         self._tables: dict[int, Any] = {}
-        self._streams: dict[int, Any] = {}
+        self._streams: dict[int, Any] = {}  # the last used comes last
         self._buffer = bytearray()
 
     def close(self) -> None:
@@ -219,8 +228,8 @@ class ShardReader:
         size = entry.dtype.itemsize
         first, last = start * size, (start + into.numel()) * size
         done = 0
-        for at in range(first // BLOCK_BYTES * BLOCK_BYTES, last, _CHUNK_BYTES):
-            chunk = self._blocks(piece, at, min(at + _CHUNK_BYTES, -(-last // BLOCK_BYTES) * BLOCK_BYTES))
+        for at in range(first // BLOCK_BYTES * BLOCK_BYTES, last, CHUNK_BYTES):
+            chunk = self._blocks(piece, at, min(at + CHUNK_BYTES, -(-last // BLOCK_BYTES) * BLOCK_BYTES))
             mine = chunk[max(first - at, 0) : last - at]
             values = torch.frombuffer(mine, dtype=entry.dtype) if len(mine) else into.new_empty(0)
             into[done : done + values.numel()].copy_(values)
@@ -266,16 +275,18 @@ class ShardReader:
         for piece in pieces:
             if piece.offset != end:
                 raise CheckpointError(f"{self.folder.file(self.manifest.files[number].name)} has bytes of no tensor.")
-            for begin in range(0, piece.nbytes, _CHUNK_BYTES):
-                self._blocks(piece, begin, begin + _CHUNK_BYTES)
+            for begin in range(0, piece.nbytes, CHUNK_BYTES):
+                self._blocks(piece, begin, begin + CHUNK_BYTES)
             end += piece.nbytes
         if end != self.manifest.files[number].nbytes:
             raise CheckpointError(f"{self.folder.file(self.manifest.files[number].name)} has bytes of no tensor.")
 
     def _stream(self, number: int) -> Any:
-        if number not in self._streams:
-            self._streams[number] = open_shard(self.folder, self.manifest.files[number])
-        return self._streams[number]
+        stream = self._streams.pop(number, None) or open_shard(self.folder, self.manifest.files[number])
+        self._streams[number] = stream
+        if len(self._streams) > _MOST_STREAMS:
+            self._streams.pop(next(iter(self._streams))).close()
+        return stream
 
     def _table(self, number: int) -> Any:
         if number not in self._tables:

@@ -3,7 +3,7 @@
 What JSON knows is written as it is. Everything else is an object with the key ``"$"`` that says what it stands for:
 
     {"$": "tensor", "name": "model:net.0.weight"}      values in the shards
-    {"$": "tuple", "items": [1, 2]}                            and list, set, dict with other keys than strings ...
+    {"$": "tuple", "items": [1, 2]}                            and set, deque, dict with other keys than strings ...
     {"$": "objects", "number": 0, "class": "app.Tokenizer"}     pickled in a file of its own, read on opt-in only
 """
 
@@ -40,7 +40,8 @@ _CLASSES = {  # of hyper-parameters, by the name that Lightning files under "hpa
 }
 
 
-def _full_name(kind: type) -> str:
+def full_name(kind: type) -> str:
+    """Such as ``"torch.nn.modules.linear.Linear"``."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -79,10 +80,10 @@ class Encoder:
             return {TAG: "numpy", "dtype": value.dtype.name, "value": self.encode(value.item(), place)}
         if type(value) is numpy.ndarray and value.dtype.name in _NUMPY and value.dtype.isnative:
             return {TAG: "array", "of": self._tensor(torch.from_numpy(value.copy()), place)}
-        if isinstance(value, type) and _full_name(value) in _CLASSES:
-            return {TAG: "class", "name": _full_name(value)}
-        if _full_name(type(value)) in _CLASSES:
-            return {TAG: "instance", "class": _full_name(type(value)), "of": self.encode(_plain(value), place)}
+        if isinstance(value, type) and full_name(value) in _CLASSES:
+            return {TAG: "class", "name": full_name(value)}
+        if full_name(type(value)) in _CLASSES:
+            return {TAG: "instance", "class": full_name(type(value)), "of": self.encode(_plain(value), place)}
         return self._object(value, place)
 
     def _tensor(self, tensor: Tensor, place: str) -> Any:
@@ -116,9 +117,9 @@ class Encoder:
 
     def _object(self, value: Any, place: str) -> Any:
         if self._in_partial:  # rank 0 pickles its own, and would count others' in
-            raise TypeError(f"{place} is a {_full_name(type(value))}, and what single ranks have must be plain data")
+            raise TypeError(f"{place} is a {full_name(type(value))}, and what single ranks have must be plain data")
         self.objects.append((place, value))
-        return {TAG: OBJECTS, "number": len(self.objects) - 1, "class": _full_name(type(value))}
+        return {TAG: OBJECTS, "number": len(self.objects) - 1, "class": full_name(type(value))}
 
     def _dict(self, value: Mapping[Any, Any], place: str) -> Any:
         if TAG not in value and all(type(key) is str for key in value):
