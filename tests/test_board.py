@@ -74,6 +74,41 @@ def test_a_rank_that_is_slow_but_shows_life_is_waited_for() -> None:
     assert ThreadWorld(2, 0.5).run(agree) == [{"total": 2}] * 2
 
 
+def test_a_rank_whose_work_cannot_tell_how_it_gets_on_is_waited_for() -> None:
+    def agree(comm: Any) -> Any:
+        if comm.rank == 1:
+            with comm.board.alive():
+                time.sleep(1.5)
+        return comm.board.agree("sum", {"value": 1}, total)
+
+    assert ThreadWorld(2, 0.5).run(agree) == [{"total": 2}] * 2
+
+
+def test_such_work_is_not_believed_in_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_zero.board._LONGEST_WORK", 1.0)
+
+    def agree(comm: Any) -> str | None:
+        if comm.rank == 1:
+            with comm.board.alive():
+                time.sleep(3.0)
+            return None
+        return error_of(comm.board.agree, "sum", {"value": 1}, total)
+
+    started = time.monotonic()
+    assert ThreadWorld(2, 0.5).run(agree) == ["ranks [1] never came", None]
+    assert time.monotonic() - started < 5
+
+
+def test_an_error_that_was_survived_is_not_named_as_the_cause_of_a_later_one() -> None:
+    def agree(comm: Any) -> bool:
+        if comm.rank == 0:
+            error_of(comm.board.agree, "alone", {}, total)
+        comm.board.agree("sum", {"value": 1}, total)
+        return comm.board._has("lost/0")
+
+    assert ThreadWorld(2, 0.5).run(agree) == [False, False]
+
+
 def test_two_threads_of_each_rank_agree_side_by_side() -> None:
     def agree(comm: Any) -> Any:
         found: list[Any] = []

@@ -55,6 +55,8 @@ class CheckpointKeeper:
             if self._comm.rank or not link.can_be_link:
                 return {"made": False}
             self.saver.link(link, latest)
+            if not self.saver.in_background:
+                self.saver.wait()
             return {"made": True}
 
         made = bool(self.saver.together("link a checkpoint", make)["made"])

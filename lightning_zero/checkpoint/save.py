@@ -58,7 +58,7 @@ class Saver:
     def __init__(self, board: Board, *, in_background: bool = False, warn: Callable[[str], None] = print) -> None:
         self._board = board
         self._thread_board = board.clone() if in_background else board
-        self._in_background = in_background
+        self.in_background = in_background
         self._executor = ThreadPoolExecutor(1, "lightning_zero saver")
         self._futures: deque[Future[None]] = deque()
         self._warn = warn
@@ -114,7 +114,7 @@ class Saver:
         with self._board.alive():
             record = _told(prepare)
         draft = self._begin(url, record)
-        if self._in_background:
+        if self.in_background:
             self._saving = self._submit(self._write, draft, jobs[0])
         else:
             self._write(draft, jobs[0])
@@ -124,7 +124,7 @@ class Saver:
         encoder, is_first = Encoder(), self._board.rank == 0
         encoded = encoder.encode(tree)
         ranges = [item for tensor in encoder.tensors.items() for item in _ranges_of(*tensor, is_first)]
-        if self._in_background:
+        if self.in_background:
             ranges = [Range(extent, values.to("cpu", copy=True)) for extent, values in ranges]
         objects = encoder.objects if is_first else []
         return _Job(
@@ -165,12 +165,8 @@ class Saver:
         self._submit(self._unless_failed(task))
 
     def link(self, link: Folder, target: Folder) -> None:
-        """Makes `link` show `target`, when that is complete."""
-        task = partial(link.link_to, target)
-        if self._in_background:
-            self._submit(self._unless_failed(task))
-        else:
-            task()
+        """Makes `link` show `target` in the background, when that is complete."""
+        self._submit(self._unless_failed(partial(link.link_to, target)))
 
     @property
     def has_failed(self) -> bool:

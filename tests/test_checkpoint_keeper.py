@@ -1,0 +1,175 @@
+"""The checkpoints of one run: what links show, what goes when, and that all ranks go on from the same one."""
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import crash_jobs as jobs
+from lightning_zero.checkpoint import CheckpointKeeper, Folder
+from lightning_zero.comm import Comm, ThreadWorld
+
+IN_BACKGROUND = pytest.mark.parametrize("in_background", [False, True])
+
+
+def on_ranks(do: Callable[[CheckpointKeeper, Comm], Any], *, in_background: bool = False, timeout: float = 5.0) -> list:
+    """What `do` returns on two ranks, each with a keeper."""
+
+    def rank_main(comm: Comm) -> Any:
+        return do(CheckpointKeeper(comm, in_background=in_background, warn=warnings.append), comm)
+
+    warnings.clear()
+    return ThreadWorld(2, wait_timeout=timeout).run(rank_main)
+
+
+warnings: list[str] = []  # of the latest `on_ranks`
+
+
+def save(keeper: CheckpointKeeper, comm: Comm, path: Path, step: int) -> None:
+    keeper.save(jobs.tree_of(step, comm.rank, 2), str(path), step, {})
+
+
+def shown_by(link: Path) -> str:
+    return str(link.readlink())
+
+
+@IN_BACKGROUND
+def test_a_link_shows_the_latest_checkpoint_when_that_is_the_one_saved_before_at_this_step(
+    in_background: bool, tmp_path: Path
+) -> None:
+    def do(keeper: CheckpointKeeper, comm: Comm) -> list[bool]:
+        link = str(tmp_path / "last")
+        save(keeper, comm, tmp_path / "a", 3)
+        save(keeper, comm, tmp_path / "b", 3)
+        made = [
+            keeper.link_latest(link, str(tmp_path / "a"), 3),  # another callback's: older than what is asked for
+            keeper.link_latest(link, str(tmp_path / "b"), 4),
+            keeper.link_latest(str(tmp_path / "elsewhere" / "last"), str(tmp_path / "b"), 3),
+            keeper.link_latest(link, str(tmp_path / "b"), 3),
+        ]
+        keeper.saver.wait()
+        return made
+
+    assert on_ranks(do, in_background=in_background) == [[False, False, False, True]] * 2
+    assert shown_by(tmp_path / "last") == "b"
+
+
+@IN_BACKGROUND
+def test_no_link_shows_what_was_removed(in_background: bool, tmp_path: Path) -> None:
+    def do(keeper: CheckpointKeeper, comm: Comm) -> list[Any]:
+        link = tmp_path / "last"
+        save(keeper, comm, tmp_path / "a", 3)
+        keeper.link_latest(str(link), str(tmp_path / "a"), 3)
+        save(keeper, comm, tmp_path / "b", 4)
+        keeper.remove(str(tmp_path / "a"))
+        keeper.saver.together("wait", keeper.saver.finish)
+        shown = shown_by(link)
+        keeper.saver.together("look", keeper.saver.finish)
+        keeper.remove(str(tmp_path / "b"))
+        made = keeper.link_latest(str(link), str(tmp_path / "b"), 4)
+        keeper.saver.together("wait", keeper.saver.finish)
+        return [shown, made, os.path.lexists(link)]
+
+    assert on_ranks(do, in_background=in_background) == [["b", False, False]] * 2
+
+
+def test_a_link_of_the_users_own_is_left_alone(tmp_path: Path) -> None:
+    def do(keeper: CheckpointKeeper, comm: Comm) -> None:
+        save(keeper, comm, tmp_path / "a", 3)
+        if comm.rank == 0:
+            (tmp_path / "mine").symlink_to("a")
+        save(keeper, comm, tmp_path / "b", 4)
+        keeper.remove(str(tmp_path / "a"))
+        keeper.saver.wait()
+
+    on_ranks(do)
+    assert shown_by(tmp_path / "mine") == "a"
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_file_system_without_links_gets_no_link_and_all_ranks_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *_: Any) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+
+    def do(keeper: CheckpointKeeper, comm: Comm) -> bool:
+        save(keeper, comm, tmp_path / "a", 3)
+        return keeper.link_latest(str(tmp_path / "last"), str(tmp_path / "a"), 3)
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    assert on_ranks(do) == [False, False]
+    assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("slow", ["removal", "removal in background", "link"])
+def test_ranks_wait_for_one_that_works_longer_than_the_timeout(
+    slow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = "link_to" if slow == "link" else "remove"
+    original = getattr(Folder, method)
+
+    def slowly(*args: Any) -> None:
+        time.sleep(1.5)
+        original(*args)
+
+    def do(keeper: CheckpointKeeper, comm: Comm) -> None:
+        save(keeper, comm, tmp_path / "a", 3)
+        keeper.link_latest(str(tmp_path / "last"), str(tmp_path / "a"), 3)
+        save(keeper, comm, tmp_path / "b", 4)
+        keeper.remove(str(tmp_path / "a"))
+        save(keeper, comm, tmp_path / "c", 5)
+        keeper.saver.together("wait", keeper.saver.finish)
+
+    monkeypatch.setattr(Folder, method, slowly)
+    on_ranks(do, in_background=slow == "removal in background", timeout=0.4)
+    assert sorted(os.listdir(tmp_path)) == ["b", "c", "last"]
+
+
+def test_what_cannot_be_removed_is_told_and_the_job_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: Folder) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+
+    def do(keeper: CheckpointKeeper, comm: Comm) -> None:
+        save(keeper, comm, tmp_path / "a", 3)
+        keeper.remove(str(tmp_path / "a"))
+        save(keeper, comm, tmp_path / "b", 4)
+
+    monkeypatch.setattr(Folder, "remove", refuse)
+    on_ranks(do)
+    (warning,) = warnings
+    assert f"{tmp_path}/a could not be removed: [Errno 13] Permission denied" in warning
+    assert jobs.version_at(tmp_path / "b") == 4
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_ranks_that_find_different_checkpoints_go_on_from_none(kind: str, tmp_path: Path) -> None:
+    """Machines that do not share the folder, or a path that was replaced in between."""
+    if kind == "file":
+        (tmp_path / "0").write_bytes(b"1")
+        (tmp_path / "1").write_bytes(b"12")
+    else:
+        for number in (0, 1):
+            assert jobs.save_on_threads(tmp_path / str(number), number) == [None, None]
+
+    def do(keeper: CheckpointKeeper, comm: Comm) -> str | None:
+        path = str(tmp_path / str(comm.rank))
+        return jobs.error_of(lambda: keeper.open(path, lazy=(), objects=False))
+
+    for told in on_ranks(do):
+        assert told is not None
+        assert f"rank 0 from {tmp_path}/0, rank 1 from {tmp_path}/1, which is not the same" in told
+
+
+def test_a_checkpoint_that_one_rank_does_not_see_is_an_error_on_all(tmp_path: Path) -> None:
+    assert jobs.save_on_threads(tmp_path / "a", 1) == [None, None]
+
+    def do(keeper: CheckpointKeeper, comm: Comm) -> str | None:
+        path = str(tmp_path / ("a" if comm.rank == 0 else "b"))
+        return jobs.error_of(lambda: keeper.open(path, lazy=(), objects=False))
+
+    assert on_ranks(do) == [f"CheckpointError: rank 1: ckpt_path='{tmp_path}/b' is not there."] * 2
