@@ -219,7 +219,7 @@ class CheckpointingStrategy(DDPStrategy, ABC):
         """
         assert self.lightning_module is not None
         is_running = self.engine is not None and not self.engine.closed  # else `setup` will read what ranks own
-        receiver = None if is_running else self.keeper.receive
+        receiver = None if is_running else self.keeper.unread.note
         left = resume.load_state_dict(self.lightning_module, checkpoint["state_dict"], strict=strict, receiver=receiver)
         if any(left):
             rank_zero_warn(f"strict_loading=False: {left}. These stay as they are.")

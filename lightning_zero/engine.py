@@ -7,7 +7,7 @@ engine.close()                      # the module is whole again
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -374,16 +374,23 @@ class Engine:
                 state[name] = value.detach()
         return {as_written(name): value for name, value in state.items()}
 
-    def load(self, stored: Mapping[Parameter, Stored], verify: Callable[[], None]) -> None:
+    def load(
+        self, stored: Mapping[Parameter, Stored], verify: Callable[[], None], *, read: Container[Parameter] = ()
+    ) -> None:
         """Parameters take the values of a checkpoint; each rank reads what it owns. A collective.
 
         Args:
             stored: where the values of the module's parameters are.
             verify: checks this rank's share of what is not read.
+            read: those of `stored` whose values were read, and perhaps edited, before there was an engine. They stay as
+                they are, if they were read on rank 0, which all ranks start from.
 
         Raises:
             RuntimeError: on every rank the same, when reading fails on one.
         """
+        is_read = torch.tensor([parameter in read for parameter in stored], dtype=torch.uint8)
+        self.mesh.world.broadcast(is_read, "read before")
+        stored = {parameter: stored[parameter] for parameter, was in zip(stored, is_read, strict=True) if not was}
         grouped = {parameter for group in self._groups for parameter in group.parameters}
         rest = [parameter for parameter in stored if parameter not in grouped]
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), self._failing_together("reading the model"):

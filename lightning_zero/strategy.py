@@ -193,9 +193,10 @@ class ZeroStrategy(CheckpointingStrategy):
         if not any(isinstance(callback, First) for callback in callbacks):
             callbacks[:] = [First(self), *callbacks, Preemption(self)]
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting and self._layer_sync:
-            self.model = self._layer_sync.apply(self.model)
-        self.model = self.precision_plugin.convert_module(self.model)
+        with nullcontext() if self._keeper is None else self._keeper.unread.hidden():
+            if fitting and self._layer_sync:
+                self.model = self._layer_sync.apply(self.model)
+            self.model = self.precision_plugin.convert_module(self.model)
         self._refuse_offload_from_device()
         comm = self._ensure_comm()
         if fitting:
@@ -204,6 +205,7 @@ class ZeroStrategy(CheckpointingStrategy):
             # that has failed as long as `timeout`, and without a word.
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
         self._close_engine()
+        noted = None if self._keeper is None else self._keeper.unread.take()
         self.engine = Engine(
             module,
             self.optimizers if fitting else [],
@@ -212,8 +214,8 @@ class ZeroStrategy(CheckpointingStrategy):
             device=self.root_device,
             options=self._engine_options(),
         )
-        if self._keeper is not None and self._keeper.stored:
-            self.engine.load(self._keeper.take_stored(), self._keeper.verify_rest)
+        if self._keeper is not None and noted is not None and noted.sources:
+            self.engine.load(noted.sources, self._keeper.verify_rest, read=noted.read)
         self._buffers_are_stale = True
         self._failed = False
         self.setup_precision_plugin()

@@ -464,6 +464,45 @@ def test_a_checkpoint_io_plugin_is_refused_with_folders_when_the_strategy_is_mad
         ZeroStrategy(checkpoint_io=Mine())
 
 
+class Elsewhere(TorchCheckpointIO):
+    """A plugin whose paths only it understands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.removed: list[str] = []
+
+    def _place(self, path: Any) -> Path:
+        return Path(str(path).removeprefix("mine://"))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        super().save_checkpoint(checkpoint, self._place(path), storage_options)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return super().load_checkpoint(self._place(path), *args, **kwargs)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self.removed.append(str(path))
+        super().remove_checkpoint(self._place(path))
+
+
+def save_and_remove_elsewhere(path: str) -> tuple[list[str], Any]:
+    plugin = Elsewhere()
+    run = fitted(FULL, plugins=[plugin])
+    run.save_checkpoint(path)
+    epoch = run.strategy.load_checkpoint(path)["epoch"]
+    run.strategy.barrier()
+    run.strategy.remove_checkpoint(path)
+    return plugin.removed, epoch
+
+
+def test_a_checkpoint_io_plugin_writes_reads_and_removes_what_only_it_can_find(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    url = f"mine://{tmp_path}/a.ckpt"
+    assert two_ranks.run(save_and_remove_elsewhere, url) == [([url], 1), ([], 1)]
+    assert list(tmp_path.iterdir()) == []
+
+
 def save_with_a_plugin(path: Any) -> list[str]:
     Mine.saved = []
     run = fitted(FULL, plugins=[Mine()])

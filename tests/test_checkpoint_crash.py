@@ -1,5 +1,6 @@
 """A checkpoint is complete or absent, and the one before it is safe: whatever is killed, fails or races, and when."""
 
+import dataclasses
 import errno
 import itertools
 import math
@@ -28,6 +29,7 @@ from lightning_zero.checkpoint import (
     Saver,
     StoredCheckpoint,
     find_newest,
+    verify,
 )
 from lightning_zero.comm import Comm, LocalComm, ThreadWorld
 from lightning_zero.lazy import LazyTensor
@@ -718,6 +720,54 @@ def test_what_a_rank_cannot_prepare_is_heard_by_all_before_anything_is_written(
         assert said == [f"CheckpointError: rank {victim}: MemoryError: no room for a copy", None]
     assert version_at(tmp_path / "a") == 2
     assert litter_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(("key", "drops"), [("weight", 0), ("weight", 1), ("owned", 1)])
+def test_an_entry_that_a_hook_deletes_on_one_rank_only_is_an_error_on_all(key: str, drops: int, tmp_path: Path) -> None:
+    def rank_main(comm: Comm) -> str | None:
+        tree = jobs.tree_of(1, comm.rank, 2)
+        tree["state_dict"]["owned"] = LazyTensor(Strip("owned", torch.arange(4.0), 0, 1 if comm.rank else 10**9))
+        if comm.rank == drops:
+            del tree["state_dict"][key]
+        return jobs.error_of(lambda: Saver(comm.board).save(tree, str(tmp_path / "a"), {}))
+
+    found = ThreadWorld(2, wait_timeout=5.0).run(rank_main)
+    assert found[0] == found[1]
+    assert repr(key) in found[0]
+    assert "must do so alike on every rank" in found[0]
+    assert UNTOUCHED in found[0]
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_checkpoint_whose_tree_names_what_is_not_there_is_not_whole(tmp_path: Path) -> None:
+    Saver(LocalComm().board).save({"state_dict": {"w": torch.ones(3)}}, str(tmp_path / "a"), {})
+    manifest = StoredCheckpoint(tmp_path / "a").manifest
+    tree = {"state_dict": {"w": {"$": "tensor", "name": "gone"}}}
+    (tmp_path / "a" / "manifest.json").write_bytes(dataclasses.replace(manifest, tree=tree).to_bytes())
+    (problem,) = verify(tmp_path / "a")
+    assert "there is no tensor 'gone'" in problem
+
+
+def test_a_step_that_may_have_been_done_is_told_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert save_on_threads(tmp_path / "a", 1) == [None, None]
+    replace, read = Path.replace, Folder.read
+
+    def replace_and_fail(path: Path, target: Path) -> Path:
+        replace(path, target)
+        monkeypatch.setattr(Folder, "read", unreadable)
+        raise OSError(errno.EIO, "Input/output error")
+
+    def unreadable(folder: Folder, name: str) -> bytes:
+        if name == "manifest.json":
+            raise CheckpointError("cannot read it")
+        return read(folder, name)
+
+    monkeypatch.setattr(Path, "replace", replace_and_fail)
+    for said in save_on_threads(tmp_path / "a", 2):
+        assert "What is there is complete: what was there before, or the new checkpoint." in said
+        assert UNTOUCHED not in said
+    monkeypatch.undo()
+    assert version_at(tmp_path / "a") == 2
 
 
 def test_objects_that_cannot_be_pickled_are_an_error_on_all_ranks(tmp_path: Path) -> None:

@@ -406,3 +406,24 @@ def test_r49_both_ways_work_in_file_systems_of_other_kinds(tmp_path: Path) -> No
     assert torch.equal(found["state_dict"]["a"], torch.arange(3.0))
     assert found["optimizer_states"][0]["param_groups"] == [{"lr": 0.1, "params": [0]}]
     fsspec.filesystem("memory").rm("/dcp", recursive=True)
+
+
+@pytest.mark.parametrize("state", [None, {}])
+def test_an_optimizer_without_state_is_imported_as_that(state: Any, tmp_path: Path) -> None:
+    groups = [{"lr": 0.1, "params": ["weight", "bias"]}]
+    optimizer = {"param_groups": groups} if state is None else {"state": state, "param_groups": groups}
+    save_to_dcp({"model": torch.nn.Linear(2, 2).state_dict(), "optimizer_0": optimizer}, tmp_path / "dcp")
+    import_dcp(tmp_path / "dcp", tmp_path / "a.ckpt")
+    (found,) = StoredCheckpoint(tmp_path / "a.ckpt").load()["optimizer_states"]
+    assert found == {"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+
+
+def test_the_state_of_a_parameter_in_no_group_is_refused_with_its_name(tmp_path: Path) -> None:
+    optimizer = {"state": {"other": {"m": torch.ones(2)}}, "param_groups": [{"lr": 0.1, "params": ["weight"]}]}
+    save_to_dcp({"model": torch.nn.Linear(2, 2).state_dict(), "optimizer_0": optimizer}, tmp_path / "dcp")
+    with pytest.raises(CheckpointError, match="state of 'other', which is in none of its groups"):
+        import_dcp(tmp_path / "dcp", tmp_path / "a.ckpt")
+
+
+def save_to_dcp(state: dict[str, Any], folder: Path) -> None:
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)

@@ -5,6 +5,7 @@ import copy
 import io
 import itertools
 import math
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -551,3 +552,19 @@ def test_r46_ranks_that_resume_read_a_checkpoint_once_between_them(
     assert sum(read) <= 1.05 * on_disk
     assert sum(read) >= on_disk - (path / MANIFEST).stat().st_size  # all of it is read, and counted
     assert max(read) <= 1.1 * on_disk / resumed_by
+
+
+def test_a_checkpoint_of_many_shards_is_read_with_few_files_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_zero.checkpoint.shard._MOST_STREAMS", 2)
+    values = torch.arange(12.0)
+    reader = write(tmp_path / "a", [cut("x", values, bounds) for bounds in itertools.pairwise(range(13))])
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        into = torch.zeros(12)
+        reader.read(reader.manifest.tensors["x"], Extent.of_whole("x", (12,)), into)
+        assert torch.equal(into, values)
+    assert len(os.listdir("/proc/self/fd")) - before == 2
+    reader.close()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -205,6 +206,15 @@ def test_inspect_reads_the_manifest_and_no_shard(
     assert "temperature float32 scalar 4 B" in told
     assert "again.weight float32 19x19 1.4 kB" in told
     assert sum(line.startswith(tuple(jobs.Classifier().state_dict())) for line in told) == 20
+
+
+def test_inspect_needs_no_shard_of_arrays_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = {"state_dict": {"w": torch.ones(3)}, "mine": numpy.arange(4)}
+    Saver(LocalComm().board).save(tree, str(tmp_path / "a"), {})
+    for shard in (tmp_path / "a").glob("shard-*"):
+        shard.unlink()
+    assert run("inspect", tmp_path / "a") == 0
+    assert "w float32 3 12 B" in lines(capsys)
 
 
 def test_inspect_names_what_had_to_be_pickled(small: Path, capsys: pytest.CaptureFixture[str]) -> None:

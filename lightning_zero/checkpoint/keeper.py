@@ -5,14 +5,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, final
 
-from torch.nn import Parameter
-
 from lightning_zero.board import Record
 from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.load import StoredCheckpoint
 from lightning_zero.checkpoint.save import Saver
 from lightning_zero.comm import Comm
-from lightning_zero.lazy import Stored, materialize
+from lightning_zero.lazy import materialize
+from lightning_zero.unread import UnreadParameters
 
 
 @final
@@ -32,7 +31,7 @@ class CheckpointKeeper:
         self._latest: tuple[Folder, int] | None = None  # and the step it was saved at
         self._links: set[str] = set()  # that were made here
         self._resumed: StoredCheckpoint | None = None
-        self.stored: dict[Parameter, Stored] = {}  # of the resumed one: what each parameter is to be
+        self.unread = UnreadParameters()  # that are to have the values of the resumed one
 
     # -- saving
 
@@ -114,15 +113,6 @@ class CheckpointKeeper:
             raise CheckpointError(f"ckpt_path={path!r} is not there.")
         self._resumed = StoredCheckpoint(path)
         return {"path": str(folder), "is": [file.name for file in self._resumed.manifest.files[:1]]}
-
-    def receive(self, parameter: Parameter, source: Stored) -> None:
-        """Notes what a parameter is to be."""
-        self.stored[parameter] = source
-
-    def take_stored(self) -> dict[Parameter, Stored]:
-        """What was noted since; each is to be read once."""
-        stored, self.stored = self.stored, {}
-        return stored
 
     def verify_rest(self) -> None:
         """See `StoredCheckpoint.verify_rest`; each rank its share."""

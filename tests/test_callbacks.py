@@ -1,0 +1,108 @@
+"""What is done at Lightning's hooks: preemption under SLURM."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+
+from checkpoint_jobs import Everything, Signal, resumable, trainer
+from lightning_zero.checkpoint import Folder, verify
+from lightning_zero.checkpoint.folder import hidden_beside
+from ranks import RankPool
+
+
+class Slurm(SLURMEnvironment):
+    """SLURM's, on ranks that the tests have started."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._started = LightningEnvironment()
+
+    @property
+    def main_address(self) -> str:
+        return self._started.main_address
+
+    @property
+    def main_port(self) -> int:
+        return self._started.main_port
+
+    def world_size(self) -> int:
+        return self._started.world_size()
+
+    def set_world_size(self, size: int) -> None:
+        self._started.set_world_size(size)
+
+    def global_rank(self) -> int:
+        return self._started.global_rank()
+
+    def set_global_rank(self, rank: int) -> None:
+        self._started.set_global_rank(rank)
+
+    def local_rank(self) -> int:
+        return self._started.local_rank()
+
+    def node_rank(self) -> int:
+        return self._started.node_rank()
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        pass
+
+
+def fit_under_slurm(strategy: Any, folder: Path, number: int, requeue_signal: int) -> Any:
+    """How a job ends that gets a signal before its third step."""
+    os.environ |= {"SLURM_JOB_ID": "77", "PATH": f"{folder}:{os.environ['PATH']}"}
+    environment = Slurm(auto_requeue=True, requeue_signal=signal.Signals(requeue_signal))
+    L.seed_everything(1, verbose=False)
+    run = trainer(
+        strategy,
+        2,
+        max_epochs=2,
+        plugins=[environment],
+        callbacks=[Signal(number, 1, 2)],
+        enable_checkpointing=True,
+        default_root_dir=folder,
+    )
+    try:
+        run.fit(Everything(), resumable(2, 5))
+    except SystemExit as leaving:
+        return leaving.code or 0
+    return "it went on"
+
+
+@pytest.mark.parametrize(
+    ("number", "requeue_signal", "saved"),
+    [
+        (signal.SIGUSR1, signal.SIGUSR1, "hpc_ckpt_1.ckpt"),
+        (signal.SIGUSR2, signal.SIGUSR2, "hpc_ckpt_1.ckpt"),
+        (signal.SIGTERM, signal.SIGUSR1, "checkpoints/preempted.ckpt"),  # cancelled: not to come back
+    ],
+)
+@pytest.mark.parametrize("asynchronously", [False, True])
+def test_slurm_starts_a_job_again_after_its_signal_once_the_checkpoint_is_complete(
+    asynchronously: bool, number: int, requeue_signal: int, saved: str, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    scontrol = tmp_path / "scontrol"
+    manifest = tmp_path / saved / "manifest.json"
+    scontrol.write_text(f"#!/bin/sh\ntest -e {manifest} && echo $@ > {tmp_path}/requeued\n")
+    scontrol.chmod(0o755)
+    strategy = {"stage": 2, "checkpoint": {"async_save": asynchronously}}
+    assert two_ranks.run(fit_under_slurm, strategy, tmp_path, number, requeue_signal) == [0, 0]
+    assert verify(tmp_path / saved) == []
+    requeued = tmp_path / "requeued"
+    assert (requeued.read_text().split() if requeued.exists() else None) == (
+        ["requeue", "77"] if number == requeue_signal else None
+    )
+
+
+def test_what_a_killed_save_leaves_is_no_checkpoint_that_a_slurm_job_goes_on_from(tmp_path: Path) -> None:
+    newest = _CheckpointConnector._CheckpointConnector__max_ckpt_version_in_folder  # type: ignore[attr-defined]
+    (tmp_path / "hpc_ckpt_1.ckpt").mkdir()
+    for purpose in ("saving", "lock", "linking", "deleting"):
+        hidden_beside(tmp_path / "hpc_ckpt_2.ckpt", purpose).mkdir()
+    assert len(Folder(tmp_path).names()) == 5
+    assert newest(str(tmp_path), "hpc_ckpt_") == 1
