@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero import resume
-from lightning_zero.checkpoint import CheckpointError, CheckpointKeeper, Folder
+from lightning_zero.checkpoint import CheckpointError, CheckpointKeeper, Folder, Nowhere
 from lightning_zero.comm import Comm
 from lightning_zero.config import Checkpoint
 from lightning_zero.engine import Engine
@@ -154,6 +154,9 @@ class CheckpointingStrategy(DDPStrategy, ABC):
             parent = place.parent.path
             if place.fs.isdir(parent) and not os.access(parent, os.W_OK, effective_ids=effective):
                 raise CheckpointError(f"cannot write {path}: Permission denied")
+        if not self.is_global_zero:  # see `Saver._pickle`
+            big = ("state_dict", "optimizer_states")
+            torch.save({key: value for key, value in checkpoint.items() if key not in big}, Nowhere())
         super().save_checkpoint(checkpoint, path, storage_options)
         return {}
 
@@ -170,6 +173,10 @@ class CheckpointingStrategy(DDPStrategy, ABC):
     @property
     def _ranks(self) -> Ranks:
         return Ranks(self.global_rank, self.world_size, self.root_device, rank_zero_info)
+
+    def is_saving(self, path: str) -> bool:
+        """Whether `path` is the checkpoint saved last, which in the background may not be there yet."""
+        return self._keeper is not None and self._keeper.is_latest(path)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -228,12 +235,13 @@ class CheckpointingStrategy(DDPStrategy, ABC):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.engine is not None
         states = checkpoint["optimizer_states"]
-        if len(states) != len(self.optimizers):
+        if states and len(states) != len(self.optimizers):  # none, where a hook has taken them out
             raise ValueError(
                 f"The checkpoint has the state of {len(states)} optimizers; configure_optimizers() returns "
                 f"{len(self.optimizers)}. Resume with the optimizers it was saved with."
             )
-        self.engine.load_optimizer_states(states)
+        if states:
+            self.engine.load_optimizer_states(states)
         if self._resumed_state is not None:
             plugin = self.precision_plugin
             if isinstance(plugin, ScaledGradients):

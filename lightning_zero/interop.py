@@ -1,10 +1,11 @@
 """Lightning's own readers and callbacks, made to know folders; `import lightning_zero` is enough.
 
-Two functions of Lightning are wrapped, and nothing else of it is touched:
+Three functions of Lightning are wrapped, and nothing else of it is touched:
 
 - its loader of files (`pl_load`), so that `MyModule.load_from_checkpoint(folder)` and `Trainer(strategy="ddp")` read a
   sharded checkpoint as they read a file. (Without the import, ``zero://folder`` does the same through fsspec.)
 - `ModelCheckpoint._find_last_checkpoints`, so that ``ckpt_path="last"`` takes the newest checkpoint that is complete.
+- `ModelCheckpoint.file_exists`, so that a path is taken as soon as a checkpoint is being saved to it in the background.
 """
 
 import functools
@@ -89,13 +90,28 @@ def finding_complete(find: Callable[..., set[str]]) -> Callable[..., set[str]]:
     return find_complete
 
 
+def knowing_what_is_saved(exists: Callable[..., bool]) -> Callable[..., bool]:
+    """Lightning's question before it chooses a path."""
+
+    @functools.wraps(exists)
+    def file_exists(self: ModelCheckpoint, filepath: Any, trainer: Any) -> bool:
+        is_saving = getattr(trainer.strategy, "is_saving", None)  # ours
+        return (is_saving is not None and is_saving(str(filepath))) or exists(self, filepath, trainer)
+
+    return file_exists
+
+
 def install() -> None:
-    """Wraps both, once. Makes ``zero://`` known where the package is not installed, too, and has no entry point."""
+    """Wraps them, once. Makes ``zero://`` known where the package is not installed, too, and has no entry point."""
     fsspec.register_implementation("zero", ZeroFileSystem, clobber=True)
     for module in (saving, torch_io):
         load = vars(module)["pl_load"]
         if not hasattr(load, "__wrapped__"):
             vars(module)["pl_load"] = reading_folders(load)
+    if not hasattr(ModelCheckpoint.file_exists, "__wrapped__"):
+        ModelCheckpoint.file_exists = knowing_what_is_saved(  # type: ignore[method-assign]
+            ModelCheckpoint.file_exists
+        )
     if not hasattr(ModelCheckpoint._find_last_checkpoints, "__wrapped__"):
         ModelCheckpoint._find_last_checkpoints = finding_complete(  # type: ignore[method-assign]
             ModelCheckpoint._find_last_checkpoints

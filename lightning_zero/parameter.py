@@ -126,7 +126,8 @@ class Access:
         if self.is_lost:
             raise RuntimeError(
                 f"Parameter {group.layout.spans[index].name!r} cannot be read: training ended with an error, and its "
-                "values are spread over the ranks. Load the latest checkpoint into a new model."
+                "values are spread over the ranks. Load the latest checkpoint into a new model; to have one of the "
+                "moment that a run fails, add Lightning's OnExceptionCheckpoint callback."
             )
         self._borrowed[self] = None
         parameter = group.parameters[index]

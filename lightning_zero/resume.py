@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from lightning_zero import randomness
-from lightning_zero.lazy import LazyTensor, Partial, Stored, materialize, receiving
+from lightning_zero.lazy import LazyTensor, Partial, Source, Stored, materialize, receiving
 from lightning_zero.spread import OfOneRank
 from lightning_zero.units import as_written
 
@@ -102,9 +102,22 @@ def load_state_dict(
     reshaped = [] if strict else [name for name in state if _shape(own.get(name)) not in (None, _shape(state[name]))]
     with receiving(receiver):
         left = module.load_state_dict({k: v for k, v in state.items() if k not in reshaped}, strict=strict)
+    _fill_assigned(module)
     return Incompatible(
         [name for name in left.missing_keys if name not in reshaped], list(left.unexpected_keys), reshaped
     )
+
+
+def _fill_assigned(module: Module) -> None:
+    """A module that overrides `load_state_dict` may say ``assign=True``: then lazy tensors have become its parameters."""
+    made: dict[Source, Tensor] = {}  # tied ones are one
+    for inner in module.modules():
+        for name, lazy in [*inner._parameters.items(), *inner._buffers.items()]:
+            if isinstance(lazy, LazyTensor):
+                if lazy.source not in made:
+                    values = lazy.source.whole()
+                    made[lazy.source] = Parameter(values, lazy.requires_grad) if name in inner._parameters else values
+                setattr(inner, name, made[lazy.source])
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:

@@ -3,6 +3,15 @@
 from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.keeper import CheckpointKeeper
 from lightning_zero.checkpoint.load import StoredCheckpoint, find_newest, verify
-from lightning_zero.checkpoint.save import Saver
+from lightning_zero.checkpoint.save import Nowhere, Saver
 
-__all__ = ["CheckpointError", "CheckpointKeeper", "Folder", "Saver", "StoredCheckpoint", "find_newest", "verify"]
+__all__ = [
+    "CheckpointError",
+    "CheckpointKeeper",
+    "Folder",
+    "Nowhere",
+    "Saver",
+    "StoredCheckpoint",
+    "find_newest",
+    "verify",
+]

@@ -82,6 +82,8 @@ def export_dcp(url: str | os.PathLike[str], out: str | os.PathLike[str]) -> list
         CheckpointError: when the checkpoint is damaged, or there is something at `out`.
     """
     folder = Folder(out)
+    if folder.fs.isfile(folder.path):
+        raise CheckpointError(f"{out} is a file. Name a new folder.")
     if folder.names():
         raise CheckpointError(f"{out} is not empty. Name a new folder.")
     with closing(StoredCheckpoint(url)) as checkpoint:

@@ -40,6 +40,9 @@ class CheckpointKeeper:
         self.saver.save(tree, path, {"step": step, **about})
         self._latest = (Folder(path), step)
 
+    def is_latest(self, path: str) -> bool:
+        return self._latest is not None and self._latest[0] == Folder(path)
+
     def link_latest(self, path: str, saved: str, step: int) -> bool:
         """Makes `path` a link to the checkpoint `saved`, if that is the latest one, was saved beside it at this very
         step, and the file system has links. Call it on every rank: all of them hear when it fails."""
@@ -66,7 +69,7 @@ class CheckpointKeeper:
     def remove(self, path: str) -> None:
         """Removes a checkpoint. Links that were made here show the latest one from now on. Call it on every rank."""
         folder = Folder(path)
-        if self._latest is not None and self._latest[0] == folder:
+        if self.is_latest(path):
             self._latest = None
         if self._comm.rank:
             return

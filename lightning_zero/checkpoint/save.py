@@ -8,6 +8,7 @@ rank 0      manifest from the shards' own headers, then one rename
 """
 
 import io
+import os
 import secrets
 import time
 import zlib
@@ -39,7 +40,7 @@ class _Job(NamedTuple):
     ranges: list[Range]
     partials: dict[str, Any]
     names: Set[str]  # of all tensors in this rank's tree
-    objects: bytes | None  # pickled, by rank 0
+    objects: bytes | None  # pickled, on rank 0
     classes: list[str]  # of these objects
     tree: Any  # rank 0's, encoded
     about: dict[str, Any]
@@ -126,30 +127,33 @@ class Saver:
         ranges = [item for tensor in encoder.tensors.items() for item in _ranges_of(*tensor, is_first)]
         if self.in_background:
             ranges = [Range(extent, values.to("cpu", copy=True)) for extent, values in ranges]
-        objects = encoder.objects if is_first else []
+        objects = self._pickle(encoder.objects) if encoder.objects else None
         return _Job(
             ranges,
             encoder.partials,
             encoder.tensors.keys(),
-            self._pickle(objects) if objects else None,
-            sorted({full_name(type(value)) for _, value in objects}),
+            objects if is_first else None,
+            sorted({full_name(type(value)) for _, value in encoder.objects}),
             encoded if is_first else None,
             {**about, "world": self._board.size, "saved_at": time.time()},
         )
 
     def _pickle(self, objects: list[tuple[str, Any]]) -> bytes:
+        """What rank 0 writes."""
         packed = io.BytesIO()
         try:
-            torch.save([value for _, value in objects], packed)
+            pickle_on_all_ranks([value for _, value in objects], packed if self._board.rank == 0 else None)
         except Exception as error:
             raise CheckpointError(
                 f"the checkpoint holds objects that are no plain data: {_places(objects)}; and they cannot be pickled: "
                 f"{error}"
             ) from error
-        self._warn(
-            f"The checkpoint holds objects that are no plain data: {_places(objects)}. They are pickled into a "
-            "file of their own, and read again only with weights_only=False."
-        )
+        if self._board.rank == 0:
+            self._warn(
+                f"The checkpoint holds objects that are no plain data: {_places(objects)}. They are pickled into a "
+                "file of their own, and read again only with weights_only=False. Modules are in the checkpoint "
+                "already: leave them out with self.save_hyperparameters(ignore=[...])."
+            )
         return packed.getvalue()
 
     def remove(self, folder: Folder) -> None:
@@ -245,6 +249,18 @@ class Saver:
             raise CheckpointError(f"Saving {draft.folder} failed: {done['in_doubt']}. {_ONE_OF_BOTH}")
         if "doubt" in done:
             raise CheckpointError(f"{draft.folder} is saved, but {done['doubt']}. Do not remove older checkpoints yet.")
+
+
+def pickle_on_all_ranks(value: Any, packed: io.BytesIO | None) -> None:
+    """Call it on every rank: of a module in `value`, such as a hyper-parameter, each parameter may be spread over all of
+    them, and is gathered when it is read.
+
+    Args:
+        value: to pickle.
+        packed: where to; None for nowhere.
+    """
+    with open(os.devnull, "wb") as nowhere:
+        torch.save(value, nowhere if packed is None else packed)
 
 
 def _first(records: list[Record]) -> Record:
