@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero import resume
-from lightning_zero.checkpoint import CheckpointError, CheckpointKeeper, Folder, Nowhere
+from lightning_zero.checkpoint import CheckpointError, CheckpointKeeper, Folder, pickle_on_all_ranks
 from lightning_zero.comm import Comm
 from lightning_zero.config import Checkpoint
 from lightning_zero.engine import Engine
@@ -154,9 +154,9 @@ class CheckpointingStrategy(DDPStrategy, ABC):
             parent = place.parent.path
             if place.fs.isdir(parent) and not os.access(parent, os.W_OK, effective_ids=effective):
                 raise CheckpointError(f"cannot write {path}: Permission denied")
-        if not self.is_global_zero:  # see `Saver._pickle`
+        if not self.is_global_zero:
             big = ("state_dict", "optimizer_states")
-            torch.save({key: value for key, value in checkpoint.items() if key not in big}, Nowhere())
+            pickle_on_all_ranks({key: value for key, value in checkpoint.items() if key not in big}, None)
         super().save_checkpoint(checkpoint, path, storage_options)
         return {}
 

@@ -109,7 +109,7 @@ def load_state_dict(
 
 
 def _fill_assigned(module: Module) -> None:
-    """A module that overrides `load_state_dict` may say ``assign=True``: then lazy tensors have become its parameters."""
+    """A module that overrides `load_state_dict` may say ``assign=True``: then its parameters are lazy tensors."""
     made: dict[Source, Tensor] = {}  # tied ones are one
     for inner in module.modules():
         for name, lazy in [*inner._parameters.items(), *inner._buffers.items()]:

@@ -3,15 +3,15 @@
 from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.keeper import CheckpointKeeper
 from lightning_zero.checkpoint.load import StoredCheckpoint, find_newest, verify
-from lightning_zero.checkpoint.save import Nowhere, Saver
+from lightning_zero.checkpoint.save import Saver, pickle_on_all_ranks
 
 __all__ = [
     "CheckpointError",
     "CheckpointKeeper",
     "Folder",
-    "Nowhere",
     "Saver",
     "StoredCheckpoint",
     "find_newest",
+    "pickle_on_all_ranks",
     "verify",
 ]

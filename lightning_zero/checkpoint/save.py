@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import torch
@@ -252,14 +253,14 @@ class Saver:
 
 
 def pickle_on_all_ranks(value: Any, packed: io.BytesIO | None) -> None:
-    """Call it on every rank: of a module in `value`, such as a hyper-parameter, each parameter may be spread over all of
-    them, and is gathered when it is read.
+    """Call it on every rank: of a module in `value`, such as a hyper-parameter, the parameters may be spread over all
+    of them, and are gathered when they are read.
 
     Args:
         value: to pickle.
         packed: where to; None for nowhere.
     """
-    with open(os.devnull, "wb") as nowhere:
+    with Path(os.devnull).open("wb") as nowhere:
         torch.save(value, nowhere if packed is None else packed)
 
 
