@@ -100,9 +100,12 @@ def load_state_dict(
     names = {as_written(name): name for name in own}
     state = {names.get(as_written(name), name): value for name, value in state.items()}
     reshaped = [] if strict else [name for name in state if _shape(own.get(name)) not in (None, _shape(state[name]))]
-    with receiving(receiver):
-        left = module.load_state_dict({k: v for k, v in state.items() if k not in reshaped}, strict=strict)
-    _fill_assigned(module)
+    filling = module.register_load_state_dict_post_hook(lambda loaded, _: _fill_assigned(loaded))
+    try:
+        with receiving(receiver):
+            left = module.load_state_dict({k: v for k, v in state.items() if k not in reshaped}, strict=strict)
+    finally:
+        filling.remove()
     return Incompatible(
         [name for name in left.missing_keys if name not in reshaped], list(left.unexpected_keys), reshaped
     )

@@ -1,18 +1,22 @@
 """Checkpoints on every kind of file system (R49), with everything that `ModelCheckpoint` asks for."""
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 import buckets  # noqa: F401  registers bucket://
 import checkpoint_jobs as jobs
-from lightning_zero.checkpoint import Folder, StoredCheckpoint, find_newest, verify
+from lightning_zero.checkpoint import Folder, Saver, StoredCheckpoint, find_newest, verify
 from lightning_zero.checkpoint.export import consolidate
+from lightning_zero.comm import LocalComm
 from ranks import RankPool
 
 
@@ -114,3 +118,23 @@ def test_r35_old_checkpoints_go_when_the_next_is_complete(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch=1-step=10.ckpt", "last.ckpt"]
     assert (tmp_path / "last.ckpt").resolve() == tmp_path / "epoch=1-step=10.ckpt"
     assert verify(tmp_path / "last.ckpt") == []
+
+
+@pytest.mark.parametrize("later", ["file", "folder"])
+def test_r35_the_last_checkpoint_is_the_later_of_files_and_folders(later: str, tmp_path: Path) -> None:
+    """A run that went from `format="full"` or `ddp` to shards, or back."""
+
+    def save(kind: str) -> None:
+        if kind == "file":
+            torch.save({"state_dict": {}}, tmp_path / "last.ckpt")
+        else:
+            Saver(LocalComm().board).save({"state_dict": {}}, str(tmp_path / "epoch=1.ckpt"), {})
+
+    save("folder" if later == "file" else "file")
+    time.sleep(0.05)
+    save(later)
+    trainer: Any = SimpleNamespace(
+        loggers=[], default_root_dir=tmp_path, strategy=SimpleNamespace(broadcast=lambda value: value)
+    )
+    found = ModelCheckpoint(dirpath=tmp_path)._find_last_checkpoints(trainer)
+    assert found == {str(tmp_path / ("last.ckpt" if later == "file" else "epoch=1.ckpt"))}

@@ -1,0 +1,250 @@
+"""What users do around loading: a run is saved, and another goes on from it. Returned is what must be as under DDP."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.tuner import Tuner
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import jobs
+
+
+class Net(L.LightningModule):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.lr = 0.05
+        self.net = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Dropout(dropout), nn.Linear(9, 9), nn.Tanh())
+        self.head = nn.Linear(9, 3)
+        self.losses: list[float] = []
+
+    def loss_of(self, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.net(batch[0])), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss_of(batch) * (1 + 0.1 * random.random() * (self.net[2].p > 0))
+        self.losses.append(loss.item())
+        self.log("train", loss, sync_dist=True)
+        self.log("worse", float(-self.global_step))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss_of(batch), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test", self.loss_of(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+def batches() -> DataLoader:
+    draw = torch.Generator().manual_seed(3)
+    return DataLoader(TensorDataset(torch.randn(24, 6, generator=draw), torch.randint(3, (24,), generator=draw)), 4)
+
+
+def fit(strategy: Any, model: Net, epochs: int, ckpt_path: Any = None, **kwargs: Any) -> L.Trainer:
+    run = jobs.trainer(strategy, 2, max_epochs=epochs, **kwargs)
+    run.fit(model, batches(), ckpt_path=ckpt_path, weights_only=False)
+    return run
+
+
+def saved(strategy: Any, path: Path, **kwargs: Any) -> None:
+    """A run of one epoch, saved."""
+    L.seed_everything(1, verbose=False)
+    fit(strategy, Net(), 1, **kwargs).save_checkpoint(path)
+    L.seed_everything(5, verbose=False)
+
+
+class Edits(L.Callback):
+    """Reads and edits weights when a checkpoint is loaded."""
+
+    def __init__(self, rank: int | None = None) -> None:
+        self.rank = rank
+        self.seen: list[float] = []
+
+    def on_load_checkpoint(self, trainer: L.Trainer, model: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        assert isinstance(model, Net)
+        if self.rank in (None, trainer.global_rank):
+            self.seen.append(model.head.weight.sum().item())
+            with torch.no_grad():
+                model.head.weight.mul_(0.5)
+                model.net[0].bias.data = torch.ones(9)
+
+
+class Overrides(Net):
+    assigns = False
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        left = super().load_state_dict(state, strict=strict, assign=self.assigns)
+        nn.init.constant_(self.head.bias, 0.25)
+        return left
+
+
+class Assigns(Overrides):
+    assigns = True
+
+
+class Looks(Net):
+    """Its optimizer depends on the weights."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.head.weight.detach().abs().mean().item())
+
+
+class Resets(L.Callback):
+    """Has optimizers begin anew."""
+
+    def on_load_checkpoint(self, trainer: Any, model: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["optimizer_states"] = []
+        checkpoint["lr_schedulers"] = []
+
+
+def average_weights(strategy: Any, path: Path) -> Any:
+    saved(strategy, path, callbacks=[EMAWeightAveraging(decay=0.9)])
+    model = Net()
+    fit(strategy, model, 2, path, callbacks=[EMAWeightAveraging(decay=0.9)])
+    return model.losses
+
+
+def edit_in_a_callback(strategy: Any, path: Path) -> Any:
+    saved(strategy, path)
+    model, edits = Net(), Edits()
+    fit(strategy, model, 2, path, callbacks=[edits])
+    return model.losses, edits.seen
+
+
+def edit_on_rank_0_only(strategy: Any, path: Path) -> Any:
+    saved(strategy, path)
+    model = Net()
+    fit(strategy, model, 2, path, callbacks=[Edits(rank=0)])
+    return model.losses
+
+
+def edit_before_a_test(strategy: Any, path: Path) -> Any:
+    saved(strategy, path)
+    run = jobs.trainer(strategy, 2, callbacks=[Edits()])
+    return run.test(Net(), batches(), ckpt_path=path, verbose=False)
+
+
+def edit_in_a_hook(strategy: Any, path: Path) -> Any:
+    saved(strategy, path)
+    model = Net()
+    model.head.register_load_state_dict_post_hook(edit_head)
+    fit(strategy, model, 2, path)
+    return model.losses
+
+
+def edit_head(head: nn.Module, _: Any) -> None:
+    nn.init.constant_(head.bias, head.weight.sum().item())
+
+
+def override_load_state_dict(strategy: Any, path: Path) -> Any:
+    saved(strategy, path)
+    model = Overrides()
+    fit(strategy, model, 2, path)
+    return model.losses
+
+
+def assign_what_is_loaded(strategy: Any, path: Path) -> Any:
+    saved(strategy, path)
+    model = Assigns()
+    fit(strategy, model, 2, path)
+    return model.losses
+
+
+def read_in_configure_optimizers(strategy: Any, path: Path) -> Any:
+    L.seed_everything(1, verbose=False)
+    fit(strategy, Looks(), 1).save_checkpoint(path)
+    model = Looks()
+    run = fit(strategy, model, 2, path, callbacks=[Resets()])
+    return model.losses, run.optimizers[0].defaults["lr"]
+
+
+def take_the_optimizers_out(strategy: Any, path: Path) -> Any:
+    saved(strategy, path)
+    model = Net()
+    fit(strategy, model, 2, path, callbacks=[Resets()])
+    return model.losses
+
+
+def go_on_from_what_was_saved_after_a_test(strategy: Any, path: Path) -> Any:
+    L.seed_everything(1, verbose=False)
+    run = jobs.trainer(strategy, 2)
+    run.test(Net(), batches(), verbose=False)
+    run.save_checkpoint(path)
+    model = Net()
+    fit(strategy, model, 1, path)
+    return model.losses
+
+
+def evaluate_a_checkpoint_and_fit_another_model(strategy: Any, path: Path) -> Any:
+    """The checkpoint is one of the middle of an epoch, with its random numbers, and gone when the fit begins."""
+    L.seed_everything(1, verbose=False)
+    keep = ModelCheckpoint(dirpath=path.parent, filename=path.stem, every_n_train_steps=2)
+    fit(strategy, Net(0.3), 1, max_steps=2, callbacks=[keep], enable_checkpointing=True)
+    run = jobs.trainer(strategy, 2)
+    run.test(Net(), batches(), ckpt_path=path, verbose=False)
+    run.strategy.remove_checkpoint(path)
+    run.strategy.barrier()
+    L.seed_everything(9, verbose=False)
+    model = Net(0.3)
+    fit(strategy, model, 1)
+    return model.losses
+
+
+def find_a_learning_rate_first(strategy: Any, path: Path) -> Any:
+    L.seed_everything(1, verbose=False)
+    model = Net()
+    run = jobs.trainer(strategy, 2, default_root_dir=path.parent)
+    Tuner(run).lr_find(model, batches(), num_training=5)
+    L.seed_everything(2, verbose=False)
+    model.losses.clear()
+    run.fit(model, batches())
+    return model.losses
+
+
+def hold_a_module_as_hyper_parameter(strategy: Any, path: Path) -> Any:
+    class Holds(Net):
+        def __init__(self, head: nn.Module) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.head = head
+
+    L.seed_everything(1, verbose=False)
+    fit(strategy, Holds(nn.Linear(9, 3)), 1).save_checkpoint(path)
+    model = Holds(nn.Linear(9, 3))
+    fit(strategy, model, 2, path)
+    found = Holds.load_from_checkpoint(path, weights_only=False)
+    return model.losses, found.head.weight.tolist(), found.hparams["head"].weight.tolist()
+
+
+def keep_the_best_of_two(strategy: Any, path: Path) -> Any:
+    """Two callbacks whose checkpoints have one name."""
+    L.seed_everything(1, verbose=False)
+    folder = path.parent / "kept"
+    callbacks = [ModelCheckpoint(dirpath=folder, monitor=name) for name in ("train", "worse")]
+    fit(strategy, Net(), 4, callbacks=callbacks, enable_checkpointing=True).strategy.barrier()
+    names = sorted(entry.name for entry in folder.iterdir())
+    return names, [Path(callback.best_model_path).name for callback in callbacks]
+
+
+def keep_the_last_behind_early_stopping(strategy: Any, path: Path) -> Any:
+    """The last checkpoint is of the end of an epoch; another callback saved at the same step, before the validation."""
+    L.seed_everything(1, verbose=False)
+    folder = path.parent / "kept"
+    callbacks = [
+        EarlyStopping("val", patience=50),
+        ModelCheckpoint(dirpath=folder, every_n_train_steps=6, save_top_k=-1),
+        ModelCheckpoint(dirpath=folder, save_top_k=0, save_last=True),
+    ]
+    run = jobs.trainer(strategy, 2, max_epochs=2, callbacks=callbacks, enable_checkpointing=True)
+    run.fit(Net(), batches(), batches())
+    run.strategy.barrier()
+    last = jobs.read_checkpoint(folder / "last.ckpt")
+    (stopping,) = [state for key, state in last["callbacks"].items() if key.startswith("EarlyStopping")]
+    return stopping["best_score"].item(), last["loops"]["fit_loop"]["epoch_progress"]["total"]["completed"]

@@ -1,0 +1,40 @@
+"""What users do around loading, beside DDP on two real ranks."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import resume_jobs as jobs
+from ranks import RankPool
+
+DDP = "ddp_find_unused_parameters_true"
+
+
+@pytest.mark.parametrize(
+    "do",
+    [
+        jobs.average_weights,
+        jobs.edit_in_a_callback,
+        jobs.edit_on_rank_0_only,
+        jobs.edit_before_a_test,
+        jobs.edit_in_a_hook,
+        jobs.override_load_state_dict,
+        jobs.assign_what_is_loaded,
+        jobs.read_in_configure_optimizers,
+        jobs.take_the_optimizers_out,
+        jobs.go_on_from_what_was_saved_after_a_test,
+        jobs.evaluate_a_checkpoint_and_fit_another_model,
+        jobs.find_a_learning_rate_first,
+        jobs.hold_a_module_as_hyper_parameter,
+        jobs.keep_the_best_of_two,
+        jobs.keep_the_last_behind_early_stopping,
+    ],
+    ids=lambda do: do.__name__,
+)
+def test_a_run_goes_on_as_under_ddp_when_users(do: Callable[..., Any], two_ranks: RankPool, tmp_path: Path) -> None:
+    expected = two_ranks.run(do, DDP, tmp_path / "ddp" / "a.ckpt")
+    for stage in (1, 2, 3):
+        strategy = {"stage": stage, "checkpoint": {"async_save": stage == 2}}
+        assert two_ranks.run(do, strategy, tmp_path / str(stage) / "a.ckpt") == expected, stage
