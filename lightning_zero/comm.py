@@ -1,7 +1,7 @@
 """Every collective of the package: the only file that names one.
 
-`Comm` is the protocol; its implementations are a world of one, gloo, NCCL, ranks as threads of one process, and a
-rehearsal that only counts. Operations carry a name. It goes into the tag of every message, so that two ranks that
+`Comm` is the protocol; its implementations are a world of one, gloo, NCCL, ranks as threads of one process (`threads`),
+and a rehearsal that only counts. Operations carry a name. It goes into the tag of every message, so that two ranks that
 issue different operations wait for each other, and say so, instead of silently swapping data.
 
 Shapes: N ranks; a *full* array is ``(N, columns)`` with one row per rank, a *shard* is ``(columns,)``.
@@ -9,12 +9,11 @@ Shapes: N ranks; a *full* array is ``(N, columns)`` with one row per rank, a *sh
 
 import itertools
 import pickle
-import threading
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal, TypeVar, final
@@ -206,7 +205,7 @@ class CountingComm(Comm):
         raise NotImplementedError("A rehearsal saves nothing.")
 
     def split(self, groups: Sequence[Sequence[int]]) -> Comm:
-        mine = _group_of(self.rank, groups)
+        mine = group_of(self.rank, groups)
         return CountingComm(mine.index(self.rank), len(mine))
 
     def _all_gather(self, full: Tensor, shard: Tensor, key: str) -> Work:
@@ -394,127 +393,6 @@ class NcclComm(Comm):
         return Work(finish)
 
 
-@dataclass
-class ThreadWorld:
-    """Ranks as threads of one process, for large test matrices: `ThreadWorld(4).run(function)`.
-
-    Args:
-        size: number of ranks.
-        wait_timeout: seconds a rank waits for the others.
-    """
-
-    size: int
-    wait_timeout: float = 60.0
-    _posted: dict[str, dict[int, Tensor]] = field(default_factory=dict)
-    _read: Counter[str] = field(default_factory=Counter)
-    _changed: threading.Condition = field(default_factory=threading.Condition)
-    _failed: bool = False
-    store: dist.Store = field(default_factory=dist.HashStore)
-
-    def run(self, function: Callable[[Comm], T]) -> list[T]:
-        """Calls `function(comm)` on every rank and returns the results in rank order.
-
-        Raises:
-            Exception: the first one that a rank raised; the other ranks stop waiting.
-        """
-        results: list[Any] = [None] * self.size
-        errors: list[BaseException] = []
-        self.store = dist.HashStore()
-
-        def rank_main(rank: int) -> None:
-            try:
-                results[rank] = function(ThreadComm(self, rank))
-            except BaseException as error:  # handed to the caller below
-                errors.append(error)
-                with self._changed:
-                    self._failed = True
-                    self._changed.notify_all()
-
-        threads = [threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}") for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        return results
-
-    def post(self, key: str, rank: int, payload: Tensor) -> None:
-        with self._changed:
-            self._posted.setdefault(key, {})[rank] = payload
-            self._changed.notify_all()
-
-    def collect(self, key: str, members: Sequence[int]) -> list[Tensor]:
-        """Every member's payload, in rank order, once all have posted it; the last reader clears it away."""
-        with self._changed:
-            complete = self._changed.wait_for(
-                lambda: self._failed or len(self._posted.get(key, {})) == len(members), self.wait_timeout
-            )
-            here = self._posted.get(key, {})
-            if len(here) < len(members):
-                missing = [rank for rank in members if rank not in here]
-                why = "another rank failed" if complete else f"wait_timeout={self.wait_timeout:g} s"
-                raise RankTimeoutError(f"{key!r}: ranks {missing} never came ({why}).")
-            payloads = [here[rank] for rank in members]
-            self._read[key] += 1
-            if self._read[key] == len(members):
-                del self._posted[key], self._read[key]
-            return payloads
-
-
-@final
-class ThreadComm(Comm):
-    """One rank of a `ThreadWorld`."""
-
-    def __init__(self, world: ThreadWorld, rank: int, members: Sequence[int] | None = None) -> None:
-        self._members = list(range(world.size)) if members is None else list(members)
-        super().__init__(self._members.index(rank), len(self._members))
-        self._world = world
-        self._prefix = "" if members is None else f"among {self._members}: "
-
-    @cached_property
-    def board(self) -> Board:
-        store = dist.PrefixStore(self._prefix, self._world.store)
-        return Board(store, self.rank, self.size, timedelta(seconds=self._world.wait_timeout))
-
-    def split(self, groups: Sequence[Sequence[int]]) -> Comm:
-        rank = self._members[self.rank]
-        return ThreadComm(self._world, rank, _group_of(rank, groups))
-
-    def _post(self, key: str, payload: Tensor) -> None:
-        self._world.post(self._prefix + key, self._members[self.rank], payload)
-
-    def _collect(self, key: str) -> list[Tensor]:
-        return self._world.collect(self._prefix + key, self._members)
-
-    def _all_gather(self, full: Tensor, shard: Tensor, key: str) -> Work:
-        self._post(key, shard.clone())
-        return Work(lambda: self._copy_rows(full, self._collect(key)))
-
-    def _reduce_scatter(self, shard: Tensor, full: Tensor, incoming: Tensor, key: str) -> Work:
-        self._post(key, full.clone())
-
-        def finish() -> None:
-            contributions = [theirs[self.rank] for theirs in self._collect(key)]
-            shard.copy_(contributions[0])
-            for contribution in contributions[1:]:
-                shard.add_(contribution)
-
-        return Work(finish)
-
-    def _broadcast(self, tensor: Tensor, source: int, key: str) -> None:
-        self._post(key, tensor.clone())
-        tensor.copy_(self._collect(key)[source])
-
-    def _all_gather_host(self, full: Tensor, shard: Tensor, key: str) -> Work:
-        return self._all_gather(full, shard, key)
-
-    @staticmethod
-    def _copy_rows(full: Tensor, rows: Sequence[Tensor]) -> None:
-        for row, theirs in zip(full, rows, strict=True):
-            row.copy_(theirs)
-
-
 def make_comm(
     device: torch.device, wait_timeout: timedelta, *, backend: str | None = None, sanitize: bool = False
 ) -> Comm:
@@ -555,5 +433,6 @@ def _own_subgroup(backend: str, rank: int, groups: Sequence[Sequence[int]]) -> d
     return next(group for ranks, group in made if rank in ranks)
 
 
-def _group_of(rank: int, groups: Sequence[Sequence[int]]) -> Sequence[int]:
+def group_of(rank: int, groups: Sequence[Sequence[int]]) -> Sequence[int]:
+    """The one of `groups` that `rank` is in."""
     return next(ranks for ranks in groups if rank in ranks)

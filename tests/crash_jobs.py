@@ -28,9 +28,10 @@ from torch import Tensor
 from lightning_zero.board import Board
 from lightning_zero.checkpoint import Folder, Saver, StoredCheckpoint
 from lightning_zero.checkpoint.draft import Draft
-from lightning_zero.comm import Comm, ThreadWorld
+from lightning_zero.comm import Comm
 from lightning_zero.extents import Extent
 from lightning_zero.lazy import LazyTensor, Partial, Spread
+from lightning_zero.threads import ThreadWorld
 
 # Processes that are cheap to start, so that tests may kill them by the dozen: torch is imported once, and then forked.
 CONTEXT = mp.get_context("forkserver")

@@ -12,9 +12,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint import Saver, StoredCheckpoint
-from lightning_zero.comm import Comm, LocalComm, ThreadWorld
+from lightning_zero.comm import Comm, LocalComm
 from lightning_zero.engine import Engine, Options
 from lightning_zero.lazy import Stored, receiving
+from lightning_zero.threads import ThreadWorld
 from unit_jobs import seeded
 
 T = TypeVar("T")

@@ -9,7 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_zero.board import AgreementError, Board
-from lightning_zero.comm import LocalComm, ThreadWorld
+from lightning_zero.comm import LocalComm
+from lightning_zero.threads import ThreadWorld
 
 
 def total(records: list[dict[str, Any]]) -> dict[str, Any]:

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 import jobs
-from lightning_zero.comm import Comm, ThreadWorld
+from lightning_zero.comm import Comm
 from lightning_zero.engine import Engine, Options
 from lightning_zero.ledger import Category
+from lightning_zero.threads import ThreadWorld
 from models import clone
 from ranks import RankPool, run_alone
 

@@ -31,8 +31,9 @@ from lightning_zero.checkpoint import (
     find_newest,
     verify,
 )
-from lightning_zero.comm import Comm, LocalComm, ThreadWorld
+from lightning_zero.comm import Comm, LocalComm
 from lightning_zero.lazy import LazyTensor
+from lightning_zero.threads import ThreadWorld
 
 UNTOUCHED = "What was there before is untouched."
 SCENARIOS = ["first", "again", "link"]  # what is at the path: nothing, a checkpoint, a link to one

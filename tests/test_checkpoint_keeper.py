@@ -11,7 +11,8 @@ import pytest
 
 import crash_jobs as jobs
 from lightning_zero.checkpoint import CheckpointKeeper, Folder
-from lightning_zero.comm import Comm, ThreadWorld
+from lightning_zero.comm import Comm
+from lightning_zero.threads import ThreadWorld
 
 IN_BACKGROUND = pytest.mark.parametrize("in_background", [False, True])
 

@@ -14,10 +14,10 @@ from lightning_zero.comm import (
     CountingComm,
     LocalComm,
     RankTimeoutError,
-    ThreadWorld,
     Work,
     make_comm,
 )
+from lightning_zero.threads import ThreadWorld
 from ranks import RankPool
 
 CPU = torch.device("cpu")

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.comm import Comm, LocalComm, ThreadWorld
+from lightning_zero.comm import Comm, LocalComm
 from lightning_zero.engine import Engine, Options
+from lightning_zero.threads import ThreadWorld
 from models import Maker, adamw, assorted, clone, loss_of, sgd, weights
 from reference import Run, ddp
 

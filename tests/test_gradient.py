@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.comm import Comm, ThreadWorld
+from lightning_zero.comm import Comm
 from lightning_zero.engine import Engine, Options
 from lightning_zero.gradient import ShardedGradient
+from lightning_zero.threads import ThreadWorld
 from models import assorted, clone, loss_of, sgd
 
 STAGES = [0, 1, 2, 3]

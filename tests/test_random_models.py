@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.comm import Comm, LocalComm, ThreadWorld
+from lightning_zero.comm import Comm, LocalComm
 from lightning_zero.engine import Engine, Options
+from lightning_zero.threads import ThreadWorld
 from random_models import Model, Part, Place, Spec, build, goes_apart, reads_in_backward, specs
 
 STEPS = 3

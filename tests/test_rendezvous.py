@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import user_jobs
-from lightning_zero.comm import Comm, RankTimeoutError, ThreadWorld
+from lightning_zero.comm import Comm, RankTimeoutError
 from lightning_zero.mesh import Mesh
 from lightning_zero.rendezvous import Rendezvous
+from lightning_zero.threads import ThreadWorld
 from ranks import RankPool
 from unit_jobs import assert_same_bits, on_engine, on_one_device, state_of, tower, x
 

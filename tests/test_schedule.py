@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.comm import Comm, ThreadComm, ThreadWorld
+from lightning_zero.comm import Comm
 from lightning_zero.engine import Engine, Options
 from lightning_zero.ledger import Category
+from lightning_zero.threads import ThreadComm, ThreadWorld
 from models import clone
 
 LAYERS, WIDTH = 6, 64

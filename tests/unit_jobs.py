@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.comm import CollectiveMismatchError, Comm, LocalComm, RankTimeoutError, ThreadWorld, make_comm
+from lightning_zero.comm import CollectiveMismatchError, Comm, LocalComm, RankTimeoutError, make_comm
 from lightning_zero.engine import Engine, Options
+from lightning_zero.threads import ThreadWorld
 
 Act = Callable[[Any, Engine | None, Optimizer, Comm | None], Any]  # model, engine, optimizer, comm
 WIDTH = 8
