@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_zero.checkpoint import Folder
-from lightning_zero.schedule import Notice, Notices
+from lightning_zero.notices import Notice, Notices
 
 PREEMPTED = "preempted.ckpt"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

@@ -24,9 +24,9 @@ from lightning_zero.checkpoint import CheckpointError, CheckpointKeeper, Folder,
 from lightning_zero.comm import Comm
 from lightning_zero.config import Checkpoint
 from lightning_zero.engine import Engine
+from lightning_zero.notices import Notice, Notices
 from lightning_zero.precision import ScaledGradients
 from lightning_zero.resume import Ranks
-from lightning_zero.schedule import Notice, Notices
 from lightning_zero.units import as_written
 
 log = logging.getLogger(__name__)

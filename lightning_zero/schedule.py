@@ -9,9 +9,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Flag, auto
-from functools import reduce
-from operator import or_
 from typing import Any, final
 
 import torch
@@ -21,6 +18,7 @@ from torch.utils._pytree import tree_iter
 
 from lightning_zero.comm import Comm
 from lightning_zero.gradient import BucketPool, GradientShard
+from lightning_zero.notices import Notice, Notices
 from lightning_zero.parameter import Access, access_of
 from lightning_zero.rendezvous import Rendezvous
 from lightning_zero.saved import SavedParameters
@@ -48,23 +46,6 @@ class Resident:
         """See `Rendezvous`."""
         for access in self.accesses:
             access.group.serve(keep)
-
-
-class Notice(Flag):
-    """What one rank noticed, and all must act upon after the same batch."""
-
-    NOTHING = 0
-    STOP = auto()  # a signal
-    REQUEUE = auto()  # the signal after which SLURM is to start the job again
-    UNSAVED = auto()  # a save in the background has failed
-
-
-@dataclass
-class Notices:
-    """Ranks hear of each other's notices with the message that ends their next backward."""
-
-    here: Notice = Notice.NOTHING
-    anywhere: Notice = Notice.NOTHING  # as of the latest backward that was reduced: the same on all ranks
 
 
 @final
@@ -406,15 +387,13 @@ class Schedule:
         """Which parameters had a gradient on any rank, and what was noticed there; one small message."""
         counts = [len(shard.group.parameters) for shard in self._order]
         mine = torch.zeros(sum(counts) + len(Notice), dtype=torch.uint8)
-        for at, notice in enumerate(Notice):
-            mine[at] = notice in self.notices.here
+        mine[: len(Notice)] = torch.tensor(self.notices.flags())
         start = len(Notice)
         for shard, count in zip(self._order, counts, strict=True):
             mine[[start + index for index in shard.used]] = 1
             start += count
         anywhere = self._comm.all_reduce(mine, "used parameters", "max") if self._comm.size > 1 else mine
-        heard = (notice for at, notice in enumerate(Notice) if anywhere[at])
-        self.notices.anywhere = reduce(or_, heard, Notice.NOTHING)
+        self.notices.hear(anywhere[: len(Notice)].tolist())
         return {
             shard: set(flags.nonzero().flatten().tolist())
             for shard, flags in zip(self._order, anywhere[len(Notice) :].split(counts), strict=True)

@@ -37,8 +37,8 @@ from lightning_zero.config import (
     seconds_from,
 )
 from lightning_zero.engine import Engine, Options
+from lightning_zero.notices import Notices
 from lightning_zero.precision import ScaledGradients, ShardedGradients, adapt
-from lightning_zero.schedule import Notices
 from lightning_zero.stage import STAGES
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,37 @@
+"""What one rank notices between two messages, and all must act upon together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Flag, auto
+from functools import reduce
+from operator import or_
+
+
+class Notice(Flag):
+    NOTHING = 0
+    STOP = auto()  # a signal
+    REQUEUE = auto()  # the signal after which SLURM is to start the job again
+    UNSAVED = auto()  # a save in the background has failed
+
+
+@dataclass
+class Notices:
+    """Ranks hear of each other's notices with the message that ends their next backward, and act after that batch.
+
+    Attributes:
+        here: noticed on this rank, also by a signal's handler.
+        anywhere: noticed on some rank, as of the latest backward that was reduced. The same on all ranks.
+    """
+
+    here: Notice = Notice.NOTHING
+    anywhere: Notice = Notice.NOTHING
+
+    def flags(self) -> list[bool]:
+        """One for each `Notice`, to be sent."""
+        return [notice in self.here for notice in Notice]
+
+    def hear(self, flags: Sequence[int]) -> None:
+        """Takes what was noticed on any rank."""
+        self.anywhere = reduce(
+            or_, (notice for notice, flag in zip(Notice, flags, strict=True) if flag), Notice.NOTHING
+        )
