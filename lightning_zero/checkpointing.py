@@ -190,7 +190,7 @@ class CheckpointingStrategy(DDPStrategy, ABC):
         """A checkpoint of any strategy. Of a sharded one this reads the manifest, and each rank later what it owns."""
         self._resumed_state = None
         path = os.fspath(checkpoint_path)
-        if self._has_plugin and not _is_sharded(path):
+        if self._has_plugin and not _is_folder_of_shards(path):
             return super().load_checkpoint(path, weights_only=weights_only)
         lazy = ("state_dict", "optimizer_states", resume.KEY)  # everything else is small
         checkpoint = self.keeper.open(path, lazy=lazy, objects=weights_only is False)
@@ -289,7 +289,7 @@ def _saved_before_last(trainer: "pl.Trainer", path: str) -> str | None:
     return None
 
 
-def _is_sharded(path: str) -> bool:
+def _is_folder_of_shards(path: str) -> bool:
     try:
         return Folder(path).is_checkpoint
     except ValueError:  # a scheme that fsspec does not know; a plugin may
