@@ -119,6 +119,8 @@ class CheckpointingStrategy(DDPStrategy, ABC):
         """
         self.end_rendezvous()  # ranks may have looked at lazy entries in hooks, alone
         if not self._is_sharded:
+            # Two steps: where rank 0 found out only now that it must not write, others would wait for it in a gather.
+            self.keeper.saver.together("look at the place", partial(self._refuse_place, filepath))
             write = partial(self._write_single_file, checkpoint, filepath, storage_options)
             self.keeper.saver.together("write a single file", write)
             return
@@ -142,7 +144,7 @@ class CheckpointingStrategy(DDPStrategy, ABC):
         if self.engine is None or self.engine.closed or self.notices.anywhere & Notice.STOP:
             self.finish_saves()
 
-    def _write_single_file(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> dict[str, Any]:
+    def _refuse_place(self, path: Any) -> dict[str, Any]:
         """Lightning's own writer moves its file into a folder of that name, and passes over a lack of permission."""
         if self.is_global_zero and not self._has_plugin and (place := Folder(path)).is_local:
             if place.fs.isdir(place.path):
@@ -154,6 +156,9 @@ class CheckpointingStrategy(DDPStrategy, ABC):
             parent = place.parent.path
             if place.fs.isdir(parent) and not os.access(parent, os.W_OK, effective_ids=effective):
                 raise CheckpointError(f"cannot write {path}: Permission denied")
+        return {}
+
+    def _write_single_file(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> dict[str, Any]:
         if not self.is_global_zero:
             big = ("state_dict", "optimizer_states")
             pickle_on_all_ranks({key: value for key, value in checkpoint.items() if key not in big}, None)
@@ -255,13 +260,18 @@ class CheckpointingStrategy(DDPStrategy, ABC):
             self._ranks.restore_random(saved)
         if self._keeper is not None:
             self._keeper.forget()
-            if self._keeper.saver.has_failed:
-                self.notices.here |= Notice.UNSAVED
+            unsaved = Notice.UNSAVED if self._keeper.saver.has_failed else Notice.NOTHING
+            self.notices.here = (self.notices.here & ~Notice.UNSAVED) | unsaved
 
     def finish_saves(self) -> None:
         """Waits for saves in the background. Call it on every rank: all of them raise what failed on one."""
-        if self._keeper is not None:
-            self._keeper.saver.together("finish what is being saved", self._keeper.saver.finish)
+        if self._keeper is None:
+            return
+        saver = self._keeper.saver
+        if saver.has_agreed:
+            saver.together("finish what is being saved", saver.finish)
+        else:  # this rank has at most removed something
+            saver.wait()
 
     def _unsaved(self) -> CheckpointError | None:
         """What a save in the background failed with."""

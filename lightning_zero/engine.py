@@ -388,7 +388,8 @@ class Engine:
         Raises:
             RuntimeError: on every rank the same, when reading fails on one.
         """
-        is_read = torch.tensor([parameter in read for parameter in stored], dtype=torch.uint8)
+        own = set(self.module.parameters())  # what users have put in the place of others is not in the checkpoint
+        is_read = torch.tensor([p in read or p not in own for p in stored], dtype=torch.uint8)
         self.mesh.world.broadcast(is_read, "read before")
         stored = {parameter: stored[parameter] for parameter, was in zip(stored, is_read, strict=True) if not was}
         grouped = {parameter for group in self._groups for parameter in group.parameters}

@@ -193,7 +193,7 @@ class ZeroStrategy(CheckpointingStrategy):
         if not any(isinstance(callback, First) for callback in callbacks):
             callbacks[:] = [First(self), *callbacks, Preemption(self)]
         fitting = trainer.state.fn == TrainerFn.FITTING
-        with nullcontext() if self._keeper is None else self._keeper.unread.hidden():
+        with self._converting():
             if fitting and self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
             self.model = self.precision_plugin.convert_module(self.model)
@@ -227,6 +227,20 @@ class ZeroStrategy(CheckpointingStrategy):
             if foreign := self.engine.foreign_parameters:
                 rank_zero_info(_told_of(foreign))
         self._attach_precision()
+
+    @contextmanager
+    def _converting(self) -> Iterator[None]:
+        """What all weights pass through before `configure_optimizers` needs none of their values, if it is Lightning's
+        own: inside they may be of a checkpoint that is not read yet."""
+        if self._keeper is None:
+            yield
+            return
+        unread = self._keeper.unread
+        is_own = type(self.precision_plugin).convert_module.__module__.startswith("lightning.")
+        if not is_own or torch.__future__.get_overwrite_module_params_on_conversion():
+            unread.read()
+        with unread.hidden():
+            yield
 
     def _ensure_comm(self) -> Comm:
         if self._comm is None:

@@ -3,7 +3,8 @@
 `load_state_dict` only notes where the values are (`lazy.receiving`), because each rank will read only the ranges it
 owns, once that is known. Until then code of the user's runs: hooks after loading, `on_load_checkpoint`,
 `configure_optimizers`. Whatever it touches is read before, whole and by the rank that asks, and from then on what is in
-the parameter counts and no more what is in the checkpoint.
+the parameter counts and no more what is in the checkpoint. Some of torch looks at tensors past `__torch_function__`
+(`torch.tensor(p)`, `torch.func`, TorchScript) and finds NaN: that shows, where initial values would not.
 """
 
 import copy
@@ -45,6 +46,16 @@ class UnreadParameters:
         """`parameter` is to have the values of `source`."""
         self._sources[parameter] = _SOURCES[parameter] = source
         _hide(parameter)
+        if _has_views(parameter):  # whose holder would see no difference
+            _read(parameter)
+        elif parameter.is_floating_point() or parameter.is_complex():
+            with torch.no_grad(), _no_interception():
+                parameter.fill_(torch.nan)
+
+    def read(self) -> None:
+        """All that was noted and is not read yet."""
+        for parameter in self._sources:
+            _read(parameter)
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
@@ -103,6 +114,12 @@ def _plain(parameter: Parameter) -> type[Parameter]:
     return Parameter if type(parameter) is UnreadParameter else type(parameter).__bases__[1]
 
 
+def _has_views(parameter: Parameter) -> bool:
+    """Whether something else than the parameter and this question holds on to its memory."""
+    with _no_interception():
+        return torch._C._storage_Use_Count(parameter.untyped_storage()._cdata) > 2
+
+
 def _show(parameter: Parameter) -> None:
     parameter.__class__ = _plain(parameter)
 
@@ -113,7 +130,8 @@ def _hide(parameter: Parameter) -> None:
 
 def _read(value: Any) -> Any:
     if isinstance(value, UnreadParameter):
-        values = _SOURCES.pop(value).whole()
+        values = _SOURCES[value].whole()
+        del _SOURCES[value]
         _show(value)
         with torch.no_grad(), _no_interception():
             value.copy_(values)

@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.plugins import HalfPrecision
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -248,3 +249,61 @@ def keep_the_last_behind_early_stopping(strategy: Any, path: Path) -> Any:
     last = jobs.read_checkpoint(folder / "last.ckpt")
     (stopping,) = [state for key, state in last["callbacks"].items() if key.startswith("EarlyStopping")]
     return stopping["best_score"].item(), last["loops"]["fit_loop"]["epoch_progress"]["total"]["completed"]
+
+
+class ReplacesHead(HalfPrecision):
+    """A precision of the user's own, which makes a new layer of the old one's weights."""
+
+    def __init__(self) -> None:
+        super().__init__("bf16-true")
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        assert isinstance(module, Net)
+        head = nn.Linear(9, 3)
+        head.weight.data = module.head.weight.data.clone()
+        module.head = head
+        return super().convert_module(module)
+
+
+def replace_a_layer_in_a_precision_plugin(strategy: Any, path: Path) -> Any:
+    saved(strategy, path)
+    model = Net()
+    fit(strategy, model, 2, path, plugins=[ReplacesHead()], callbacks=[Resets()])
+    return model.losses
+
+
+def remove_a_checkpoint_on_rank_0_only(strategy: Any, path: Path) -> Any:
+    class Removes(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, model: L.LightningModule) -> None:
+            if trainer.is_global_zero:
+                trainer.strategy.remove_checkpoint(path)
+
+    saved(strategy, path)
+    model = Net()
+    fit(strategy, model, 1, callbacks=[Removes()])
+    return model.losses, path.exists()
+
+
+def save_where_that_fails(strategy: Any, path: Path) -> Any:
+    """A folder with something else in it; a module among the hyper-parameters, which all ranks gather."""
+
+    class Tries(L.Callback):
+        def on_train_epoch_end(self, trainer: L.Trainer, model: L.LightningModule) -> None:
+            try:
+                trainer.save_checkpoint(path)
+            except Exception:
+                failed.append(trainer.current_epoch)
+
+    class Holds(Net):
+        def __init__(self, head: nn.Module) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.head = head
+
+    failed: list[int] = []
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "cat.jpeg").touch()
+    L.seed_everything(1, verbose=False)
+    model = Holds(nn.Linear(9, 3))
+    fit(strategy, model, 2, callbacks=[Tries()])
+    return model.losses, failed

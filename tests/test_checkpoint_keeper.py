@@ -111,7 +111,7 @@ def test_a_file_system_without_links_gets_no_link_and_all_ranks_know(
 def test_ranks_wait_for_one_that_works_longer_than_the_timeout(
     slow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    method = "link_to" if slow == "link" else "remove"
+    method = "link_to" if slow == "link" else "_delete_hidden"
     original = getattr(Folder, method)
 
     def slowly(*args: Any) -> None:
@@ -131,17 +131,21 @@ def test_ranks_wait_for_one_that_works_longer_than_the_timeout(
     assert sorted(os.listdir(tmp_path)) == ["b", "c", "last"]
 
 
-def test_what_cannot_be_removed_is_told_and_the_job_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(folder: Folder) -> None:
+@IN_BACKGROUND
+def test_what_cannot_be_removed_is_told_and_the_job_goes_on(
+    in_background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Folder) -> Any:
         raise PermissionError(errno.EACCES, "Permission denied", str(folder))
 
     def do(keeper: CheckpointKeeper, comm: Comm) -> None:
         save(keeper, comm, tmp_path / "a", 3)
         keeper.remove(str(tmp_path / "a"))
         save(keeper, comm, tmp_path / "b", 4)
+        keeper.saver.wait()
 
-    monkeypatch.setattr(Folder, "remove", refuse)
-    on_ranks(do)
+    monkeypatch.setattr(Folder, "hide", refuse)
+    on_ranks(do, in_background=in_background)
     (warning,) = warnings
     assert f"{tmp_path}/a could not be removed: [Errno 13] Permission denied" in warning
     assert jobs.version_at(tmp_path / "b") == 4
@@ -174,3 +178,24 @@ def test_a_checkpoint_that_one_rank_does_not_see_is_an_error_on_all(tmp_path: Pa
         return jobs.error_of(lambda: keeper.open(path, lazy=(), objects=False))
 
     assert on_ranks(do) == [f"CheckpointError: rank 1: ckpt_path='{tmp_path}/b' is not there."] * 2
+
+
+def test_what_is_removed_is_gone_when_remove_returns(tmp_path: Path) -> None:
+    def do(keeper: CheckpointKeeper, comm: Comm) -> bool:
+        save(keeper, comm, tmp_path / "a", 3)
+        keeper.remove(str(tmp_path / "a"))
+        return comm.rank == 0 and (tmp_path / "a").exists()
+
+    assert on_ranks(do) == [False, False]
+
+
+def test_what_failed_in_the_background_is_heard_of_by_all_before_they_save_again(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise OSError("disk gone")
+
+    def do(keeper: CheckpointKeeper, comm: Comm) -> list[str | None]:
+        if comm.rank == 0:
+            keeper.saver._submit(fail)
+        return [jobs.error_of(keeper.saver.muster), jobs.error_of(keeper.saver.muster)]
+
+    assert on_ranks(do, in_background=True) == [["CheckpointError: rank 0: OSError: disk gone", None]] * 2

@@ -30,6 +30,8 @@ DDP = "ddp_find_unused_parameters_true"
         jobs.hold_a_module_as_hyper_parameter,
         jobs.keep_the_best_of_two,
         jobs.keep_the_last_behind_early_stopping,
+        jobs.replace_a_layer_in_a_precision_plugin,
+        jobs.remove_a_checkpoint_on_rank_0_only,
     ],
     ids=lambda do: do.__name__,
 )
@@ -38,3 +40,15 @@ def test_a_run_goes_on_as_under_ddp_when_users(do: Callable[..., Any], two_ranks
     for stage in (1, 2, 3):
         strategy = {"stage": stage, "checkpoint": {"async_save": stage == 2}}
         assert two_ranks.run(do, strategy, tmp_path / str(stage) / "a.ckpt") == expected, stage
+
+
+@pytest.mark.parametrize("form", ["sharded", "full"])
+def test_a_save_that_is_refused_can_be_caught_and_the_run_goes_on(
+    form: str, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.ckpt"
+    expected = two_ranks.run(jobs.save_where_that_fails, DDP, path)
+    strategy = {"stage": 3, "checkpoint": {"format": form}, "wait_timeout": 10}
+    found = two_ranks.run(jobs.save_where_that_fails, strategy, path)
+    assert [losses for losses, _ in found] == [losses for losses, _ in expected]
+    assert [failed for _, failed in found] == [[0, 1]] * 2

@@ -124,3 +124,36 @@ def test_conversions_of_a_whole_module_read_nothing() -> None:
     assert source.reads == 0
     assert parameter.dtype == torch.bfloat16
     assert parameter.sum().item() == 15
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda p: torch.tensor(p),
+        lambda p: torch.func.vmap(lambda row: row * 2)(p),
+        lambda p: p.as_subclass(torch.Tensor).sum(),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:To copy construct")
+def test_what_goes_past_it_finds_nan_and_never_what_was_there_before(look: Callable[[Parameter], Tensor]) -> None:
+    parameter, _, _ = noted()
+    assert look(parameter).isnan().all()
+
+
+def test_who_holds_a_view_already_sees_the_new_values() -> None:
+    parameter = Parameter(torch.zeros(2, 3))
+    view = parameter.data.view(-1)
+    unread = UnreadParameters()
+    unread.note(parameter, Held(torch.arange(6.0).view(2, 3)))
+    assert view.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert unread.take().read == {parameter}
+
+
+def test_a_read_that_fails_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter, source, _ = noted()
+    with monkeypatch.context() as patch:
+        patch.setattr(source, "whole", lambda: (_ for _ in ()).throw(OSError("the disk does not answer")))
+        for _ in range(2):
+            with pytest.raises(OSError, match="the disk does not answer"):
+                parameter.sum()
+    assert parameter.sum().item() == 15

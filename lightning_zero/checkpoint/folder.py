@@ -13,8 +13,9 @@ import os
 import posixpath
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, final
 
@@ -121,24 +122,34 @@ class Folder:
             )
 
     def remove(self) -> None:
-        """Takes the checkpoint away, so that nobody finds half of one. A link only goes itself. Nothing happens where
-        there is nothing."""
+        """Takes the checkpoint away. A link only goes itself. Nothing happens where there is nothing."""
+        self.hide()()
+
+    def hide(self) -> Callable[[], None]:
+        """The first half of `remove`: nobody finds the checkpoint any more. Returns the other half, which may take its
+        time and never fails."""
         if not self.is_local:
             if MANIFEST in (names := self.names()):
                 self.fs.rm_file(self.file(MANIFEST))
-            if files := [self.file(name) for name in names if name != MANIFEST]:
-                self.fs.rm(files, recursive=True)
-            with contextlib.suppress(FileNotFoundError):  # an object store has no folder to remove
-                self.fs.rm(self.path, recursive=True)
-            return
+            return partial(self._delete_uploaded, [self.file(name) for name in names if name != MANIFEST])
         path = Path(self.path)
         if path.is_symlink() or path.is_file():
             path.unlink()
         elif path.is_dir():
-            shutil.rmtree(self._rename_away(), ignore_errors=True)
-            for left in path.parent.glob(".*.deleting"):  # by jobs that were killed here; nobody else looks for them
-                if all(OURS.fullmatch(name) for name in Folder(left).names()):
-                    shutil.rmtree(left, ignore_errors=True)
+            return partial(self._delete_hidden, self._rename_away())
+        return lambda: None
+
+    def _delete_uploaded(self, files: list[str]) -> None:
+        with contextlib.suppress(Exception):  # without a manifest they are nobody's; the next save here tries again
+            if files:
+                self.fs.rm(files, recursive=True)
+            self.fs.rm(self.path, recursive=True)  # an object store has no folder to remove
+
+    def _delete_hidden(self, hidden: Path) -> None:
+        shutil.rmtree(hidden, ignore_errors=True)
+        for left in hidden.parent.glob(".*.deleting"):  # by jobs that were killed here; nobody else looks for them
+            if all(OURS.fullmatch(name) for name in Folder(left).names()):
+                shutil.rmtree(left, ignore_errors=True)
 
     @property
     def can_be_link(self) -> bool:

@@ -68,12 +68,14 @@ class Saver:
         self._saving: Future[None] | None = None  # the latest save in the background, until its failure is known
 
     def muster(self) -> None:
-        """Waits until all ranks are about to save.
+        """Waits until all ranks are about to save, and the save before is complete.
 
         Raises:
-            CheckpointError: on every rank that came, when one does not.
+            CheckpointError: on every rank that came, when one does not, or something in the background has failed.
         """
-        self._agree("muster", {}, _first)
+        with self._board.alive():
+            record = _told(self.finish)
+        self._agree("muster", record, _first)
 
     def together(
         self, doing: str, work: Callable[[], Record], decide: Callable[[list[Record]], Record] | None = None
@@ -109,7 +111,7 @@ class Saver:
         jobs: list[_Job] = []  # none where this rank has failed already, which the others hear of in `_begin`
 
         def prepare() -> Record:
-            self.wait()  # a link fails on rank 0 alone
+            self.wait()  # where nobody has mustered
             jobs.append(self._prepare(tree, about))
             return {}
 
@@ -158,20 +160,28 @@ class Saver:
         return packed.getvalue()
 
     def remove(self, folder: Folder) -> None:
-        """Removes a checkpoint in the background, after the save under way is complete, and not at all if that fails.
-        What cannot be removed is told, and stays."""
+        """Removes a checkpoint: now, but for what takes its time, or if there are saves in the background, after the
+        one under way is complete, and not at all if that fails. What cannot be removed is told, and stays."""
 
-        def task() -> None:
+        def told(task: Callable[[], Any]) -> Any:
             try:
-                folder.remove()
+                return task()
             except Exception as error:
                 self._warn(f"{folder} could not be removed: {error}")
 
-        self._submit(self._unless_failed(task))
+        if self.in_background:
+            self._submit(self._unless_failed(partial(told, folder.remove)))
+        elif (rest := told(folder.hide)) is not None:
+            self._submit(rest)
 
     def link(self, link: Folder, target: Folder) -> None:
         """Makes `link` show `target` in the background, when that is complete."""
         self._submit(self._unless_failed(partial(link.link_to, target)))
+
+    @property
+    def has_agreed(self) -> bool:
+        """Whether ranks have done something together: the same on all of them."""
+        return self._agreements > 0
 
     @property
     def has_failed(self) -> bool:
