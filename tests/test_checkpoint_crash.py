@@ -778,7 +778,7 @@ def test_objects_that_cannot_be_pickled_are_an_error_on_all_ranks(tmp_path: Path
 
     for said in ThreadWorld(2, wait_timeout=5.0).run(rank_main):
         assert said == (
-            "CheckpointError: rank 0: the checkpoint holds objects that are no plain data: mine (lock); and they "
+            "CheckpointError: ranks 0, 1: the checkpoint holds objects that are no plain data: mine (lock); and they "
             "cannot be pickled: cannot pickle '_thread.lock' object"
         )
     assert os.listdir(tmp_path) == []

@@ -377,7 +377,8 @@ def test_an_export_takes_nobodys_place(occupied: str, ours: Path, tmp_path: Path
     if occupied == "folder":
         out.mkdir()
     (out / "mine.txt" if occupied == "folder" else out).touch()
-    with pytest.raises(CheckpointError, match=r"out is not empty\. Name a new folder"):
+    told = "not empty" if occupied == "folder" else "a file"
+    with pytest.raises(CheckpointError, match=rf"out is {told}\. Name a new folder"):
         export_dcp(ours, out)
 
 
