@@ -95,9 +95,7 @@ def test_such_work_is_not_believed_in_for_ever(monkeypatch: pytest.MonkeyPatch) 
             return None
         return error_of(comm.board.agree, "sum", {"value": 1}, total)
 
-    started = time.monotonic()
     assert ThreadWorld(2, 0.5).run(agree) == ["ranks [1] never came", None]
-    assert time.monotonic() - started < 5
 
 
 def test_an_error_that_was_survived_is_not_named_as_the_cause_of_a_later_one() -> None:
