@@ -102,6 +102,8 @@ def test_an_error_that_was_survived_is_not_named_as_the_cause_of_a_later_one() -
     def agree(comm: Any) -> bool:
         if comm.rank == 0:
             error_of(comm.board.agree, "alone", {}, total)
+        else:
+            time.sleep(1.5)  # or each would take the other, who waits elsewhere, for lost
         comm.board.agree("sum", {"value": 1}, total)
         return comm.board._has("lost/0")
 
