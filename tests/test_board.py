@@ -103,11 +103,11 @@ def test_an_error_that_was_survived_is_not_named_as_the_cause_of_a_later_one() -
         if comm.rank == 0:
             error_of(comm.board.agree, "alone", {}, total)
         else:
-            time.sleep(1.5)  # or each would take the other, who waits elsewhere, for lost
+            time.sleep(3.0)  # until rank 0 has given up on it
         comm.board.agree("sum", {"value": 1}, total)
         return comm.board._has("lost/0")
 
-    assert ThreadWorld(2, 0.5).run(agree) == [False, False]
+    assert ThreadWorld(2, 2.0).run(agree) == [False, False]
 
 
 def test_two_threads_of_each_rank_agree_side_by_side() -> None:
