@@ -71,18 +71,20 @@ class Preemption(pl.Callback):
             return
         originals = trainer._signal_connector._original_handlers
         slurm = _requeueing(trainer)
-        noted = dict.fromkeys(SIGNALS, Notice.STOP)
+        noted = {number: {Notice.STOP} for number in SIGNALS}
         if slurm is not None and slurm.requeue_signal is not None:
-            noted[slurm.requeue_signal] = Notice.STOP | Notice.REQUEUE
-        for number, notice in noted.items():
+            noted[slurm.requeue_signal] = {Notice.STOP, Notice.REQUEUE}
+        for number, notices in noted.items():
             if self._handlers.get(number) is None or signal.getsignal(number) is not self._handlers[number]:
                 theirs = originals.get(number)
-                self._handlers[number] = self._handler(notice, theirs if callable(theirs) else None)
+                self._handlers[number] = self._handler(notices, theirs if callable(theirs) else None)
                 signal.signal(number, self._handlers[number])
 
-    def _handler(self, notice: Notice, theirs: Callable[..., Any] | None) -> Callable[[int, FrameType | None], None]:
+    def _handler(
+        self, notices: set[Notice], theirs: Callable[..., Any] | None
+    ) -> Callable[[int, FrameType | None], None]:
         def note(number: int, frame: FrameType | None) -> None:
-            self._strategy.notices.here |= notice
+            self._strategy.notices.here.update(notices)
             if theirs is not None:
                 theirs(number, frame)
 
@@ -90,11 +92,11 @@ class Preemption(pl.Callback):
 
     def on_train_batch_end(self, trainer: "pl.Trainer", *_: Any) -> None:
         noticed = self._strategy.notices.anywhere
-        if noticed & Notice.UNSAVED:
+        if Notice.UNSAVED in noticed:
             self._strategy.finish_saves()  # raises why
-        if not noticed & Notice.STOP or trainer.fit_loop._should_accumulate():
+        if Notice.STOP not in noticed or trainer.fit_loop._should_accumulate():
             return
-        if noticed & Notice.REQUEUE:
+        if Notice.REQUEUE in noticed:
             trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)  # type: ignore[arg-type]
         else:
             path = str(Folder(_folder_of(trainer)).inside(PREEMPTED))

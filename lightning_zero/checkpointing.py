@@ -141,7 +141,7 @@ class CheckpointingStrategy(DDPStrategy, ABC):
         about = {"epoch": trainer.current_epoch, "stage": self.stage}
         self.keeper.save(checkpoint, path, trainer.global_step, about)
         # Nobody would look for its errors later; and a SLURM job that is told to stop is requeued at once.
-        if self.engine is None or self.engine.closed or self.notices.anywhere & Notice.STOP:
+        if self.engine is None or self.engine.closed or Notice.STOP in self.notices.anywhere:
             self.finish_saves()
 
     def _refuse_place(self, path: Any) -> dict[str, Any]:
@@ -260,8 +260,8 @@ class CheckpointingStrategy(DDPStrategy, ABC):
             self._ranks.restore_random(saved)
         if self._keeper is not None:
             self._keeper.forget()
-            unsaved = Notice.UNSAVED if self._keeper.saver.has_failed else Notice.NOTHING
-            self.notices.here = (self.notices.here & ~Notice.UNSAVED) | unsaved
+            here = self.notices.here
+            (here.add if self._keeper.saver.has_failed else here.discard)(Notice.UNSAVED)
 
     def finish_saves(self) -> None:
         """Waits for saves in the background. Call it on every rank: all of them raise what failed on one."""

@@ -54,6 +54,11 @@ METADATA = {
 }
 
 
+def asks_for_metadata(func: Any) -> bool:
+    """Whether a function of torch asks for what is known without the values, the dtype among it."""
+    return func in METADATA or func == Tensor.dtype.__get__  # type: ignore[attr-defined]
+
+
 class Source(ABC):
     """Where the values of a `LazyTensor` are.
 
@@ -132,7 +137,7 @@ class LazyTensor(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in METADATA or func == Tensor.dtype.__get__:  # type: ignore[attr-defined]
+        if asks_for_metadata(func):
             with _no_interception():
                 return func(*args, **kwargs)
         if func is Tensor.detach:

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_zero.lazy import METADATA, LazyTensor, Stored
+from lightning_zero.lazy import LazyTensor, Stored, asks_for_metadata
 
 _no_interception = torch._C.DisableTorchFunctionSubclass
 
@@ -88,7 +88,7 @@ class UnreadParameter(Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in METADATA or func == Tensor.dtype.__get__:  # type: ignore[attr-defined]
+        if asks_for_metadata(func):
             with _no_interception():
                 return func(*args, **kwargs)
         if func is Tensor.copy_ and isinstance(args[1], LazyTensor):  # to be noted anew

@@ -13,7 +13,7 @@ import secrets
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ class _Job(NamedTuple):
 
     ranges: list[Range]
     partials: dict[str, Any]
-    names: Set[str]  # of all tensors in this rank's tree
+    names: frozenset[str]  # of all tensors in this rank's tree
     objects: bytes | None  # pickled, on rank 0
     classes: list[str]  # of these objects
     tree: Any  # rank 0's, encoded
@@ -134,7 +134,7 @@ class Saver:
         return _Job(
             ranges,
             encoder.partials,
-            encoder.tensors.keys(),
+            frozenset(encoder.tensors),
             objects if is_first else None,
             sorted({full_name(type(value)) for _, value in encoder.objects}),
             encoded if is_first else None,
@@ -363,7 +363,7 @@ def _commit(draft: Draft, job: _Job, beat: Callable[[], None], records: list[Rec
     return {} if doubt is None else {"doubt": doubt}
 
 
-def _refuse_disagreement(names: Set[str], tensors: dict[str, Entry]) -> None:
+def _refuse_disagreement(names: frozenset[str], tensors: dict[str, Entry]) -> None:
     """Raises CheckpointError unless all ranks have the tensors that rank 0 has, whole between them.
 
     Of single ranks' own there may be more.
