@@ -189,6 +189,47 @@ def test_what_is_removed_is_gone_when_remove_returns(tmp_path: Path) -> None:
     assert on_ranks(do) == [False, False]
 
 
+def test_a_link_leaves_a_checkpoint_before_that_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = []
+    hide = Folder.hide
+
+    def look(folder: Folder) -> Any:
+        shown.append(shown_by(tmp_path / "last"))
+        return hide(folder)
+
+    def do(keeper: CheckpointKeeper, comm: Comm) -> None:
+        save(keeper, comm, tmp_path / "a", 3)
+        keeper.link_latest(str(tmp_path / "last"), str(tmp_path / "a"), 3)
+        save(keeper, comm, tmp_path / "b", 4)
+        keeper.remove(str(tmp_path / "a"))
+
+    monkeypatch.setattr(Folder, "hide", look)
+    on_ranks(do)
+    assert shown == ["b"]
+
+
+@IN_BACKGROUND
+def test_a_link_that_cannot_be_moved_is_told_and_the_job_goes_on(
+    in_background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Folder, target: Folder) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+
+    def do(keeper: CheckpointKeeper, comm: Comm) -> None:
+        save(keeper, comm, tmp_path / "a", 3)
+        keeper.link_latest(str(tmp_path / "last"), str(tmp_path / "a"), 3)
+        keeper.saver.together("wait", keeper.saver.finish)
+        if comm.rank == 0:
+            monkeypatch.setattr(Folder, "link_to", refuse)
+        save(keeper, comm, tmp_path / "b", 4)
+        keeper.remove(str(tmp_path / "a"))
+        keeper.saver.together("wait", keeper.saver.finish)
+
+    on_ranks(do, in_background=in_background)
+    (warning,) = warnings
+    assert f"{tmp_path}/last could not be made to show {tmp_path}/b: [Errno 13] Permission denied" in warning
+
+
 def test_what_failed_in_the_background_is_heard_of_by_all_before_they_save_again(tmp_path: Path) -> None:
     def fail() -> None:
         raise OSError("disk gone")

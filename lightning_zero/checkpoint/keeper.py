@@ -57,8 +57,6 @@ class CheckpointKeeper:
             if self._comm.rank or not link.can_be_link:
                 return {"made": False}
             self.saver.link(link, latest)
-            if not self.saver.in_background:
-                self.saver.wait()
             return {"made": True}
 
         made = bool(self.saver.together("link a checkpoint", make)["made"])
@@ -77,7 +75,7 @@ class CheckpointKeeper:
         for link in self._links:
             if Path(link).is_symlink() and Path(link).parent / Path(link).readlink() == Path(folder.path):
                 if self._latest is not None:
-                    self.saver.link(Folder(link), self._latest[0])
+                    self.saver.move_link(Folder(link), self._latest[0])
                 else:
                     self.saver.remove(Folder(link))
         self.saver.remove(folder)

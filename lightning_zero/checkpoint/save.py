@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 
@@ -29,6 +29,8 @@ from lightning_zero.checkpoint.shard import Header, Range, read_header, write_sh
 from lightning_zero.checkpoint.tree import Encoder, full_name, merge
 from lightning_zero.extents import Extent
 from lightning_zero.lazy import LazyTensor, Spread
+
+_T = TypeVar("_T")
 
 _ABSENT = "save_checkpoint must be called on all ranks; missing: {missing}"
 _ONE_OF_BOTH = "What is there is complete: what was there before, or the new checkpoint."
@@ -162,21 +164,39 @@ class Saver:
     def remove(self, folder: Folder) -> None:
         """Removes a checkpoint: now, but for what takes its time, or if there are saves in the background, after the
         one under way is complete, and not at all if that fails. What cannot be removed is told, and stays."""
-
-        def told(task: Callable[[], Any]) -> Any:
-            try:
-                return task()
-            except Exception as error:
-                self._warn(f"{folder} could not be removed: {error}")
-
+        told = f"{folder} could not be removed"
         if self.in_background:
-            self._submit(self._unless_failed(partial(told, folder.remove)))
-        elif (rest := told(folder.hide)) is not None:
+            self._now_or_later(partial(self._warned, told, folder.remove))
+            return
+        with self._board.alive():
+            rest = self._warned(told, folder.hide)
+        if rest is not None:
             self._submit(rest)
 
     def link(self, link: Folder, target: Folder) -> None:
-        """Makes `link` show `target` in the background, when that is complete."""
-        self._submit(self._unless_failed(partial(link.link_to, target)))
+        """Makes `link` show `target`: now, or if there are saves in the background, when that is complete."""
+        self._now_or_later(partial(link.link_to, target))
+
+    def move_link(self, link: Folder, target: Folder) -> None:
+        """As `link`, for one rank alone: what fails is told, and raised nowhere."""
+        told = f"{link} could not be made to show {target}"
+        with self._board.alive():
+            self._now_or_later(partial(self._warned, told, partial(link.link_to, target)))
+
+    def _warned(self, told: str, task: Callable[[], _T]) -> _T | None:
+        try:
+            return task()
+        except Exception as error:
+            self._warn(f"{told}: {error}")
+            return None
+
+    def _now_or_later(self, task: Callable[[], None]) -> None:
+        """Later, and not at all if the save that is under way fails, when there are saves in the background."""
+        if not self.in_background:
+            task()
+            return
+        saving = self._saving
+        self._submit(lambda: None if saving is not None and saving.exception() is not None else task())
 
     @property
     def has_agreed(self) -> bool:
@@ -207,10 +227,6 @@ class Saver:
     def _submit(self, task: Callable[..., None], *args: Any) -> Future[None]:
         self._futures.append(self._executor.submit(task, *args))
         return self._futures[-1]
-
-    def _unless_failed(self, task: Callable[[], None]) -> Callable[[], None]:
-        saving = self._saving
-        return lambda: None if saving is not None and saving.exception() is not None else task()
 
     def _agree(
         self, doing: str, record: Record, decide: Callable[[list[Record]], Record], absent: str = _ABSENT
