@@ -11,7 +11,7 @@ import pytest
 
 import crash_jobs as jobs
 from lightning_zero.checkpoint import CheckpointKeeper, Folder
-from lightning_zero.comm import Comm
+from lightning_zero.comm import Comm, LocalComm
 from lightning_zero.threads import ThreadWorld
 
 IN_BACKGROUND = pytest.mark.parametrize("in_background", [False, True])
@@ -177,7 +177,13 @@ def test_a_checkpoint_that_one_rank_does_not_see_is_an_error_on_all(tmp_path: Pa
         path = str(tmp_path / ("a" if comm.rank == 0 else "b"))
         return jobs.error_of(lambda: keeper.open(path, lazy=(), objects=False))
 
-    assert on_ranks(do) == [f"CheckpointError: rank 1: ckpt_path='{tmp_path}/b' is not there."] * 2
+    assert on_ranks(do) == [f"CheckpointNotFoundError: rank 1: ckpt_path='{tmp_path}/b' is not there."] * 2
+
+
+def test_a_missing_checkpoint_is_also_the_error_that_lightning_has_for_it(tmp_path: Path) -> None:
+    keeper = CheckpointKeeper(LocalComm(), in_background=False, warn=warnings.append)
+    with pytest.raises(FileNotFoundError, match="is not there"):
+        keeper.open(str(tmp_path / "a"), lazy=(), objects=False)
 
 
 def test_what_is_removed_is_gone_when_remove_returns(tmp_path: Path) -> None:

@@ -35,6 +35,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read; says which file, and what to do."""
 
 
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is nothing at the path; Lightning's own strategies raise a FileNotFoundError then."""
+
+
 @final
 class Folder:
     """A folder by its path or URL.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, final
 
 from lightning_zero.board import Record
-from lightning_zero.checkpoint.folder import CheckpointError, Folder
+from lightning_zero.checkpoint.folder import CheckpointError, CheckpointNotFoundError, Folder
 from lightning_zero.checkpoint.load import StoredCheckpoint
 from lightning_zero.checkpoint.save import Saver
 from lightning_zero.comm import Comm
@@ -92,11 +92,14 @@ class CheckpointKeeper:
             objects: see `StoredCheckpoint.tree`.
 
         Raises:
+            CheckpointNotFoundError: on every rank the same, when one finds nothing there.
             CheckpointError: on every rank the same: for a folder, or a file in one, that is not the checkpoint itself,
                 and when ranks find different ones.
         """
         self.forget()
-        self.saver.together("resume", partial(self._look_at, path), _refuse_different)
+        found = self.saver.together("resume", partial(self._look_at, path), _refuse_different)
+        if "absent" in found:
+            raise CheckpointNotFoundError(found["absent"])
         if self._resumed is None:
             return None
         tree = self._resumed.tree(objects=objects)
@@ -105,13 +108,13 @@ class CheckpointKeeper:
         return {key: value if key in lazy else materialize(value) for key, value in tree.items()}
 
     def _look_at(self, path: str) -> Record:
-        """Opens the checkpoint. Returns where it is, and what no other checkpoint has."""
+        """Opens the checkpoint. Returns where it is, and what no other checkpoint has; None where there is nothing."""
         self.saver.wait()  # it may be the one that is being written
         folder = Folder(path)
         if folder.fs.isfile(folder.path) and not folder.parent.is_checkpoint:
             return {"path": str(folder), "is": folder.fs.size(folder.path)}
         if not folder.fs.exists(folder.path):
-            raise CheckpointError(f"ckpt_path={path!r} is not there.")
+            return {"path": path, "is": None}
         self._resumed = StoredCheckpoint(path)
         return {"path": str(folder), "is": [file.name for file in self._resumed.manifest.files[:1]]}
 
@@ -134,6 +137,9 @@ class CheckpointKeeper:
 
 def _refuse_different(records: list[Record]) -> Record:
     """Ranks that read their parts of different checkpoints would train on with a model that never was."""
+    for rank, record in enumerate(records):
+        if record["is"] is None:
+            return {"absent": f"rank {rank}: ckpt_path={record['path']!r} is not there."}
     for rank, record in enumerate(records):
         if record["is"] != records[0]["is"]:
             raise CheckpointError(
