@@ -63,6 +63,7 @@ class Assembly:
     shards: list[GradientShard]  # of the trainable groups, in the order in which backward should reach them
     pools: list[BucketPool]  # the buckets that gradients travel in
     storages: dict[int, ShardGroup]  # see `Setting`
+    borrowed: dict[Access, None]  # see `Access`
 
 
 def assemble(
@@ -76,7 +77,6 @@ def assemble(
     device: torch.device,
     options: Options,
     rendezvous: Rendezvous,
-    borrowed: dict[Access, None],
 ) -> Assembly:
     """Takes over the values of `managed` and points the module's parameters at them.
 
@@ -90,7 +90,6 @@ def assemble(
         device: where it lives.
         options: see `Options`.
         rendezvous: see `Rendezvous`.
-        borrowed: see `Access`.
     """
     total = sum(parameter.nbytes for parameter in managed)
     # Small models get small buckets: a bucket is memory that grows with nothing, and must not outgrow the model.
@@ -98,6 +97,7 @@ def assemble(
     setting = Setting(partition, mesh, ledger, bucket_bytes, rendezvous)
     cast_modules, resting = _choose_resting(module, managed, trainable, options)
     residents = []
+    borrowed: dict[Access, None] = {}
     traced = units.modules_in_compiled_regions(module, roots=False)
     by_id = {id(parameter) for parameter in managed}
     for unit in units.find_units(module, options.unit_classes) if partition.parameter else units.whole_model(module):
@@ -120,7 +120,7 @@ def assemble(
         for encoder in module.modules()
         if isinstance(encoder, nn.TransformerEncoder) and encoder.layers[0] in by_module
     ]
-    return Assembly(residents, entrances, cast_modules, shards, pools, setting.storages)
+    return Assembly(residents, entrances, cast_modules, shards, pools, setting.storages, borrowed)
 
 
 def _choose_resting(

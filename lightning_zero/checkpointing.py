@@ -96,10 +96,10 @@ class CheckpointingStrategy(DDPStrategy, ABC):
         self.keeper.saver.muster()
         if self.engine is None or self.engine.closed:
             return {as_written(name): value for name, value in self.lightning_module.state_dict().items()}
-        self.engine.settle()
+        self.engine.loans.settle()
         if self._is_sharded:
-            return self.engine.spread_state_dict()
-        return self.engine.full_state_dict(copy=self.is_global_zero)
+            return self.engine.states.spread_model()
+        return self.engine.states.full_model(copy=self.is_global_zero)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -107,8 +107,8 @@ class CheckpointingStrategy(DDPStrategy, ABC):
             optimizer = optimizer.optimizer
         assert self._trained is not None
         if self._is_sharded:
-            return self._trained.spread_optimizer_state(optimizer)
-        return self._trained.optimizer_state(optimizer)
+            return self._trained.states.spread_optimizer(optimizer)
+        return self._trained.states.full_optimizer(optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -134,7 +134,7 @@ class CheckpointingStrategy(DDPStrategy, ABC):
         if "optimizer_states" in checkpoint:
             checkpoint[resume.KEY] = self._ranks.capture(
                 trainer.global_step,
-                [] if self._trained is None else self._trained.optimizer_parameters,
+                [] if self._trained is None else self._trained.states.optimizer_parameters,
                 is_mid_epoch=not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch,
                 skipped_steps=getattr(self.precision_plugin, "skipped_steps", 0),
             )
@@ -246,7 +246,7 @@ class CheckpointingStrategy(DDPStrategy, ABC):
                 f"{len(self.optimizers)}. Resume with the optimizers it was saved with."
             )
         if states:
-            self.engine.load_optimizer_states(states)
+            self.engine.states.load_optimizers(states)
         if self._resumed_state is not None:
             plugin = self.precision_plugin
             if isinstance(plugin, ScaledGradients):

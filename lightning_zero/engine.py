@@ -7,7 +7,7 @@ engine.close()                      # the module is whole again
 """
 
 import itertools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -27,18 +27,17 @@ from lightning_zero.assembly import (
 )
 from lightning_zero.comm import Comm
 from lightning_zero.gradient import GradientShard
-from lightning_zero.group import Kind, ShardGroup
-from lightning_zero.lazy import LazyTensor, Stored
+from lightning_zero.group import Kind, publish
 from lightning_zero.ledger import Category, Ledger
+from lightning_zero.loans import Loans
 from lightning_zero.mesh import Mesh
 from lightning_zero.optimizer import PieceStepper
-from lightning_zero.parameter import Access
+from lightning_zero.reduction import Reductions
 from lightning_zero.rendezvous import Rendezvous
 from lightning_zero.saved import SavedParameters
 from lightning_zero.schedule import Schedule
-from lightning_zero.spread import SpreadParameter
 from lightning_zero.stage import STAGES, Partition
-from lightning_zero.units import as_written
+from lightning_zero.states import States
 
 __all__ = ["Engine", "Options"]
 
@@ -85,8 +84,6 @@ class Engine:
         self.partition: Partition = STAGES[stage if shard_size > 1 else 0]
         self.ledger = Ledger()
         self.rendezvous = Rendezvous(self.mesh, self.options.prefetch)
-        self._borrowed: dict[Access, None] = {}
-        self._taken_back: dict[Access, bool] = {}  # since ranks last agreed on edits: whether it was edited here
         managed = managed_parameters(module, optimizers)
         self.foreign_parameters = foreign_parameters(module)
         self._known = {id(parameter): parameter for parameter in module.parameters()}  # kept alive: ids stay theirs
@@ -103,29 +100,25 @@ class Engine:
             device=device,
             options=self.options,
             rendezvous=self.rendezvous,
-            borrowed=self._borrowed,
         )
         self._accesses = [access for resident in assembly.residents for access in resident.accesses]
         self._shards = assembly.shards
-        if self.partition.parameter:
-            self._edits_number = self.rendezvous.enroll("edits", self._share_edits)
+        self.loans = Loans(self._accesses, assembly.borrowed, self.partition, self.mesh, self.rendezvous)
         self._move_the_rest()
         self._homes = {
             parameter: (shard, index)
             for shard in self._shards
             for index, parameter in enumerate(shard.group.parameters)
         }
+        self.reductions = Reductions(assembly.shards, assembly.pools, comm, overlap=self.options.overlap)
         self.schedule = Schedule(
             assembly.residents if self.partition.parameter else [],
             assembly.cast_modules,
-            assembly.shards,
-            assembly.pools,
-            entrances=assembly.entrances if self.partition.parameter else [],
-            comm=comm,
+            assembly.entrances if self.partition.parameter else [],
+            reductions=self.reductions,
             rendezvous=self.rendezvous,
             saved=SavedParameters(assembly.storages),
-            settle=self._settle_within_pass,
-            overlap=self.options.overlap,
+            settle=self.loans.settle_within_pass,
         )
         self._steppers = {
             optimizer: PieceStepper(
@@ -133,6 +126,8 @@ class Engine:
             )
             for optimizer in optimizers
         }
+        groups = [access.group for access in self._accesses]
+        self.states = States(module, groups, self._steppers, self.mesh, self.rendezvous)
         for access in self._accesses:
             access.group.release()
             access.hide()
@@ -175,11 +170,11 @@ class Engine:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside only accumulate, on this rank; the first one after reduces what they left."""
-        before, self.schedule.reduces = self.schedule.reduces, False
+        before, self.reductions.is_on = self.reductions.is_on, False
         try:
             yield
         finally:
-            self.schedule.reduces = before
+            self.reductions.is_on = before
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -193,7 +188,7 @@ class Engine:
     def _before_step(self) -> None:
         """What is gathered when the master changes would be stale afterwards."""
         self._refuse_strangers()
-        self.settle()  # which meets: who draws a sample meanwhile must not mix what was and what will be
+        self.loans.settle()  # which meets: who draws a sample meanwhile must not mix what was and what will be
         self.schedule.release_all()
 
     def _refuse_strangers(self) -> None:
@@ -219,54 +214,9 @@ class Engine:
                     "frozen (requires_grad_(False)) until it is to train."
                 )
 
-    def settle(self) -> None:
-        """Takes back values that were lent to user code, with its edits. A collective, where there were loans."""
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for access in self._accesses:
-                if not access.is_needed:  # the others' parameters can be reached only through a loan
-                    access.group.adopt_assigned()
-        self.take_back()
-        self.rendezvous.meet()  # and hear of loans on other ranks
-        if not self.partition.optimizer or not (self._taken_back or self.rendezvous.went_apart):
-            return
-        self.rendezvous.went_apart = False
-        self._share_edits(settles=True)
-
-    def _settle_within_pass(self) -> None:
-        """As `settle`; what rests as shards waits for the next boundary where ranks go apart."""
-        self.take_back()
-        if self.partition.parameter and not self.rendezvous.went_apart:
-            self.rendezvous.want(self._edits_number)
-
-    def _share_edits(self, settles: bool) -> None:
-        """Publishes what was edited on any rank, unless one of them does not settle now."""
-        edits = [self._taken_back.get(access, False) for access in self._accesses]
-        flags = torch.tensor([not settles, *edits], dtype=torch.uint8)
-        must_wait, *anywhere = self.comm.all_reduce(flags, "edited parameters", "max").tolist()
-        if must_wait:
-            return
-        self._taken_back.clear()
-        groups = [access.group for access, is_edited in zip(self._accesses, anywhere, strict=True) if is_edited]
-        for group in groups:
-            group.release()  # what was gathered ahead of the edit is stale
-            group.leave_to_graphs()
-        self._publish_groups(groups)
-
-    def take_back(self) -> None:
-        """Ends all loans of this rank; other ranks hear of edits when they next `settle`."""
-        borrowed = list(self._borrowed)
-        self._borrowed.clear()
-        with torch.no_grad():
-            for access in borrowed:
-                self._taken_back[access] = access.take_back() or self._taken_back.get(access, False)
-
     def _publish(self, shards: list[GradientShard]) -> None:
-        self._publish_groups([shard.group for shard in shards])
-
-    def _publish_groups(self, groups: Iterable[ShardGroup]) -> None:
-        with torch.no_grad(), self.rendezvous.undisturbed():
-            for work in [work for group in groups for work in group.begin_publish()]:
-                work.wait()
+        with self.rendezvous.undisturbed():
+            publish(shard.group for shard in shards)
 
     def broadcast_buffers(self) -> None:
         """Every rank takes rank 0's buffers, as DDP before a training forward."""
@@ -329,7 +279,7 @@ class Engine:
             for access in self._accesses
             if access.is_needed and any(id(parameter) in wanted for parameter in access.group.parameters)
         ]
-        self.settle()
+        self.loans.settle()
         for access in lent:
             access.lend(0)
         try:
@@ -338,124 +288,7 @@ class Engine:
             if not write:
                 for access in lent:
                     access.give_up()
-            self.settle()
-
-    def full_state_dict(self, *, copy: bool) -> dict[str, Any]:
-        """`module.state_dict()` with whole values in their declared dtypes. A collective.
-
-        Args:
-            copy: give every entry storage of its own; a view would drag its whole group into a file.
-        """
-        state = self.module.state_dict(keep_vars=True)
-        grouped = {id(parameter) for access in self._accesses for parameter in access.group.parameters}
-        names: dict[int, list[str]] = {}  # a tied parameter has several
-        for name, value in state.items():
-            names.setdefault(id(value), []).append(name)
-            if isinstance(value, Tensor) and id(value) not in grouped:
-                state[name] = value.detach().clone() if copy else value.detach()
-        for access in self._accesses:
-            if any(id(parameter) in names for parameter in access.group.parameters):
-                for parameter, whole in zip(access.group.parameters, access.group.whole_values(copy=copy), strict=True):
-                    state.update(dict.fromkeys(names.get(id(parameter), ()), whole))
-        return {as_written(name): value for name, value in state.items()}
-
-    def spread_state_dict(self) -> dict[str, Any]:
-        """`module.state_dict()` to be written by all ranks together: a `LazyTensor` for every parameter of a group."""
-        lazy = {
-            id(parameter): LazyTensor(SpreadParameter(access.group, index))
-            for access in self._accesses
-            for index, parameter in enumerate(access.group.parameters)
-        }
-        state = self.module.state_dict(keep_vars=True)
-        for name, value in state.items():
-            if id(value) in lazy:
-                state[name] = lazy[id(value)]
-            elif isinstance(value, Tensor):
-                state[name] = value.detach()
-        return {as_written(name): value for name, value in state.items()}
-
-    def load(
-        self, stored: Mapping[Parameter, Stored], verify: Callable[[], None], *, read: Container[Parameter] = ()
-    ) -> None:
-        """Parameters take the values of a checkpoint; each rank reads what it owns. A collective.
-
-        Args:
-            stored: where the values of the module's parameters are.
-            verify: checks this rank's share of what is not read.
-            read: those of `stored` whose values were read, and perhaps edited, before there was an engine. They stay as
-                they are, if they were read on rank 0, which all ranks start from.
-
-        Raises:
-            RuntimeError: on every rank the same, when reading fails on one.
-        """
-        own = set(self.module.parameters())  # what users have put in the place of others is not in the checkpoint
-        is_read = torch.tensor([p in read or p not in own for p in stored], dtype=torch.uint8)
-        self.mesh.world.broadcast(is_read, "read before")
-        stored = {parameter: stored[parameter] for parameter, was in zip(stored, is_read, strict=True) if not was}
-        grouped = {parameter for group in self._groups for parameter in group.parameters}
-        rest = [parameter for parameter in stored if parameter not in grouped]
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), self._failing_together("reading the model"):
-            for group in self._groups:
-                group.load({at: stored[p] for at, p in enumerate(group.parameters) if p in stored})
-            for parameter in rest if self.mesh.world.rank == 0 else []:
-                parameter.copy_(stored[parameter].whole())
-            verify()
-        with torch.no_grad():
-            for group in self._groups:
-                group.release()
-                group.publish_loaded()
-            for number, parameter in enumerate(rest):  # every rank holds all of them
-                values = parameter.detach().contiguous()
-                self.mesh.world.broadcast(values, f"loaded {number}")
-                parameter.copy_(values)
-
-    @contextmanager
-    def _failing_together(self, doing: str) -> Iterator[None]:
-        """What fails on one rank inside fails on all; nothing inside may wait for other ranks."""
-        failed: Exception | None = None
-        try:
-            yield
-        except Exception as error:
-            failed = error
-        told = self.mesh.world.all_gather_object(None if failed is None else str(failed), doing)
-        for rank, reason in enumerate(told):
-            if reason is not None:
-                raise RuntimeError(f"rank {rank}, {doing}: {reason}") from failed
-
-    @property
-    def _groups(self) -> list[ShardGroup]:
-        return [access.group for access in self._accesses]
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """`optimizer.state_dict()` as one device would have it. A collective. Works after `close` too."""
-        with self.rendezvous.ended():
-            return self._steppers[optimizer].full_state_dict(self.comm)
-
-    def spread_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The same, to be written by all ranks together; see `PieceStepper.spread_state_dict`."""
-        name = f"optimizer {list(self._steppers).index(optimizer)}"
-        with self.rendezvous.ended():
-            return self._steppers[optimizer].spread_state_dict(name, self.comm)
-
-    @property
-    def optimizer_parameters(self) -> list[list[str]]:
-        """Of each optimizer, the names of its parameters in order."""
-        return [stepper.parameter_names for stepper in self._steppers.values()]
-
-    def load_optimizer_states(self, state_dicts: Sequence[Mapping[str, Any]]) -> None:
-        """Optimizers take the states of any strategy's checkpoint, in order. A collective.
-
-        Raises:
-            ValueError: when an optimizer has other groups of parameters.
-            RuntimeError: on every rank the same, when reading fails on one.
-        """
-        steppers = list(self._steppers.values())
-        for stepper, state in zip(steppers, state_dicts, strict=True):
-            stepper.refuse_other_groups(state)
-        with self._failing_together("reading the optimizers"):
-            cut = [stepper.cut_state_dict(state) for stepper, state in zip(steppers, state_dicts, strict=True)]
-        for stepper, state in zip(steppers, cut, strict=True):
-            stepper.load_cut_state_dict(state)
+            self.loans.settle()
 
     # -- reports
 
@@ -493,11 +326,12 @@ class Engine:
         for stepper in self._steppers.values():
             stepper.detach(publish=whole)
         self.schedule.detach()
+        self.reductions.let_go()
         if not whole:
             for access in self._accesses:
                 access.is_lost = True
             return
-        self.settle()  # which meets: nobody must ask for what is let go of below
+        self.loans.settle()  # which meets: nobody must ask for what is let go of below
         self.rendezvous.forget()
         for shard in self._shards:  # first, so that whole parameters take their place and not more
             shard.free()

@@ -9,7 +9,7 @@ Tensors of a group (N ranks, S = shard_numel; *owned* is S where the optimizer i
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import final
 
@@ -383,3 +383,10 @@ class ShardGroup:
     def _gather_slice(self, rows: Tensor, shard: Tensor, columns: range, purpose: str) -> Work:
         name = f"{purpose} {self.name}[{columns.start}:{columns.stop}]"
         return self.comm.all_gather(rows, shard[columns.start : columns.stop], name)
+
+
+def publish(groups: Iterable[ShardGroup]) -> None:
+    """What the optimizer made of the masters is where forward reads it. A collective."""
+    with torch.no_grad():
+        for work in [work for group in groups for work in group.begin_publish()]:
+            work.wait()

@@ -1,9 +1,4 @@
-"""When things happen: module hooks, the order of gathers and reductions, and the end of backward.
-
-Every rank issues its collectives in the same order, whatever became ready first. Reductions follow an agreed order
-of groups; it starts as the reverse of the model's and is then learnt from rank 0's first backward, so that overlap
-survives models whose backward runs in another order than their modules stand in.
-"""
+"""When things happen: hooks on modules and parameters, and the beginning and end of backward."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,10 +11,9 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_iter
 
-from lightning_zero.comm import Comm
-from lightning_zero.gradient import BucketPool, GradientShard
-from lightning_zero.notices import Notice, Notices
+from lightning_zero.gradient import GradientShard
 from lightning_zero.parameter import Access, access_of
+from lightning_zero.reduction import Reductions
 from lightning_zero.rendezvous import Rendezvous
 from lightning_zero.saved import SavedParameters
 from lightning_zero.surrounding import Surrounding
@@ -54,54 +48,40 @@ class Schedule:
 
     Args:
         residents: units whose groups are gathered before use (stage 3); empty otherwise.
-        entrances: modules that look at the weights of a unit before they call it, and that unit.
         cast_modules: modules whose two-byte weights enter forward as they rest, while autocast is on.
-        shards: the gradients of all trainable groups.
-        pools: the buckets they travel in.
-        comm: for the small messages at the end of backward.
+        entrances: modules that look at the weights of a unit before they call it, and that unit.
+        reductions: of all gradients.
         rendezvous: through which residents are gathered.
         saved: notes what autograd saves of the residents' parameters.
-        settle: takes back what was lent; see `Engine.settle`.
-        overlap: let reductions run while backward goes on.
+        settle: takes back what was lent; see `Loans.settle_within_pass`.
     """
 
     def __init__(
         self,
         residents: list[Resident],
         cast_modules: list[Module],
-        shards: list[GradientShard],
-        pools: list[BucketPool],
-        *,
         entrances: list[tuple[Module, Resident]],
-        comm: Comm,
+        *,
+        reductions: Reductions,
         rendezvous: Rendezvous,
         saved: SavedParameters,
         settle: Callable[[], None],
-        overlap: bool,
     ) -> None:
         self._residents = residents
-        self._order = shards
-        self._pools = pools
-        self._comm = comm
+        self._reductions = reductions
         self._rendezvous = rendezvous
         self._saved = saved
         self._settle = settle
-        self._overlap = overlap
-        self._launched = 0  # how many of self._order
-        self._ready_order: list[GradientShard] = []
-        self._order_learnt = False
         self._numbers = {
             resident: rendezvous.enroll(resident.name or "the model", resident.serve, resident.is_gathered)
             for resident in residents
         }
-        rendezvous.complete, rendezvous.start_reductions = self._count_complete, self._start_reductions
+        rendezvous.complete, rendezvous.start_reductions = reductions.count_complete, reductions.start
         self._entered: set[Resident] = set()  # units whose backward has begun
         self._bracketed = False  # a backward is under way whose end its caller tells
         self._end: weakref.ref[_EndOfBackward] | None = None  # ... or whose end autograd tells: alive until then
         self._is_unfinished = False  # a backward has begun and not been finished: under way, or it has failed
         self._keeps_graph = False  # this backward makes a graph of its own, which saves views of parameters
-        self.notices = Notices()
-        self.reduces = True  # whether the next end of backward reduces
         self._casts = _Casts()
         self._collectors: list[tuple[Parameter, int]] = []  # and the id of its hook
         self._handles: list[Any] = []
@@ -111,15 +91,14 @@ class Schedule:
             self._surround_unit(resident)
         for module, first in entrances:
             self._surround_entrance(module, first)
-        for shard in shards:
+        for shard in reductions.shards:
             self._hook_gradients(shard)
 
     def detach(self) -> None:
-        """Removes all hooks, and lets go of the buckets."""
+        """Removes all hooks."""
         for handle in reversed(self._handles):  # a module may be surrounded twice
             handle.remove()
         self._handles.clear()
-        self._pools = []
 
     # -- parameters: gather before use, release after
 
@@ -255,7 +234,7 @@ class Schedule:
 
         self._handles.append(Surrounding(module, enter, leave))
 
-    # -- gradients: collect, reduce
+    # -- gradients: collect
 
     def _hook_gradients(self, shard: GradientShard) -> None:
         for index, parameter in enumerate(shard.group.parameters):
@@ -274,14 +253,14 @@ class Schedule:
                     return  # a hook of the user's has had it
             self._enter_backward()
             was_complete = shard.is_complete
-            if was_complete and self._order.index(shard) < self._launched:
+            if was_complete and self._reductions.has_started(shard):
                 raise RuntimeError(
                     f"Parameter {shard.group.layout.spans[index].name!r} received a second gradient in one backward, "
                     "after its first was sent to the other ranks: it is used in several reentrant activation "
                     "checkpoints. Write checkpoint(..., use_reentrant=False), or ZeroStrategy(overlap=False)."
                 )
             with _no_interception():
-                shard.collect(index, local=not self.reduces)
+                shard.collect(index, local=not self._reductions.is_on)
             if shard.is_complete and not was_complete:
                 self._complete(shard)
 
@@ -293,21 +272,9 @@ class Schedule:
             for access in resident.accesses:
                 if access.group is shard.group and not (resident.users or resident.leaked):
                     self._release_group(resident, access)
-        self._ready_order.append(shard)
+        self._reductions.note_complete(shard)
         if not self._residents:  # else ranks agree on it, at the next gather
-            self._start_reductions(self._count_complete())
-
-    def _count_complete(self) -> int:
-        """How many groups, from the first of the agreed order, have all their gradients."""
-        if not (self.reduces and self._overlap):
-            return 0
-        return next((at for at, shard in enumerate(self._order) if not shard.is_complete), len(self._order))
-
-    def _start_reductions(self, number: int) -> None:
-        with _no_interception(), torch.no_grad():
-            for shard in self._order[self._launched : number]:
-                shard.begin_reduce()
-        self._launched = max(self._launched, number)
+            self._reductions.start(self._reductions.count_complete())
 
     # -- the end of backward
 
@@ -344,17 +311,13 @@ class Schedule:
         """After a backward that failed (on every rank alike): forgets what it left half done."""
         if not self._is_unfinished or self._backward_is_known:
             return
-        for pool in self._pools:
-            pool.drain()
-        for shard in self._order:
-            shard.forget()
+        self._reductions.forget()
         self._clear_backward()
 
     def _clear_backward(self) -> None:
         self._is_unfinished = self._keeps_graph = False
         self._end = None
-        self._launched = 0
-        self._ready_order = []
+        self._reductions.clear()
         self._entered.clear()
         for resident in self._residents:
             resident.awaited = 0
@@ -362,52 +325,15 @@ class Schedule:
     def finish_backward(self) -> None:
         """Reduces what is left and shows the averaged gradients; the last thing in every backward."""
         with _no_interception(), torch.no_grad():
-            if self.reduces:
+            if self._reductions.is_on:
                 if not self._residents:
-                    self._start_reductions(len(self._order))
+                    self._reductions.start_all()
                 with self._rendezvous.ended():
-                    self._reduce_rest()
+                    self._reductions.finish()
             else:
-                for shard in self._order:
-                    shard.end_backward_unreduced()
+                self._reductions.end_unreduced()
         self.release_all()
         self._clear_backward()
-
-    def _reduce_rest(self) -> None:
-        # All launches before the first wait: another rank may be out of buckets, waiting for one of ours.
-        self._start_reductions(len(self._order))
-        used = self._agree_on_used()
-        for pool in self._pools:
-            pool.drain()
-        for shard in self._order:
-            shard.finish_reduce(used[shard])
-        self._learn_order()
-
-    def _agree_on_used(self) -> dict[GradientShard, set[int]]:
-        """Which parameters had a gradient on any rank, and what was noticed there; one small message."""
-        counts = [len(shard.group.parameters) for shard in self._order]
-        mine = torch.zeros(sum(counts) + len(Notice), dtype=torch.uint8)
-        mine[: len(Notice)] = torch.tensor(self.notices.flags())
-        start = len(Notice)
-        for shard, count in zip(self._order, counts, strict=True):
-            mine[[start + index for index in shard.used]] = 1
-            start += count
-        anywhere = self._comm.all_reduce(mine, "used parameters", "max") if self._comm.size > 1 else mine
-        self.notices.hear(anywhere[: len(Notice)].tolist())
-        return {
-            shard: set(flags.nonzero().flatten().tolist())
-            for shard, flags in zip(self._order, anywhere[len(Notice) :].split(counts), strict=True)
-        }
-
-    def _learn_order(self) -> None:
-        if self._order_learnt:  # nothing that differs between ranks may decide whether a message is sent
-            return
-        self._order_learnt = True
-        ready = [self._order.index(shard) for shard in self._ready_order]
-        rest = [at for at in range(len(self._order)) if at not in set(ready)]
-        agreed = torch.tensor(ready + rest)
-        self._comm.broadcast(agreed, "reduction order")
-        self._order = [self._order[at] for at in agreed.tolist()]
 
     def release_all(self) -> None:
         """Nothing stays gathered past a boundary."""

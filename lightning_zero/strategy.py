@@ -215,7 +215,7 @@ class ZeroStrategy(CheckpointingStrategy):
             options=self._engine_options(),
         )
         if self._keeper is not None and noted is not None and noted.sources:
-            self.engine.load(noted.sources, self._keeper.verify_rest, read=noted.read)
+            self.engine.states.load_model(noted.sources, self._keeper.verify_rest, read=noted.read)
         self._buffers_are_stale = True
         self._failed = False
         self.setup_precision_plugin()
@@ -312,7 +312,7 @@ class ZeroStrategy(CheckpointingStrategy):
         gradients were reduced."""
         assert self.engine is not None
         if torch.is_grad_enabled() or not self.engine.rendezvous.is_open:  # ranks may evaluate different batches
-            self.engine.settle()  # edits that hooks made since the last pass take effect now
+            self.engine.loans.settle()  # edits that hooks made since the last pass take effect now
         self.engine.schedule.start_pass()
         if self.broadcast_buffers and self._buffers_are_stale and self.engine is self._trained:
             self.engine.broadcast_buffers()
@@ -320,7 +320,7 @@ class ZeroStrategy(CheckpointingStrategy):
         yield
         self._buffers_are_stale = synchronises
         if not torch.is_grad_enabled():
-            self.engine.take_back()
+            self.engine.loans.take_back()
             self.engine.schedule.release_all()
 
     def end_rendezvous(self) -> None:
@@ -420,7 +420,7 @@ class ZeroStrategy(CheckpointingStrategy):
     @property
     @override
     def notices(self) -> Notices:
-        return self._running_engine.schedule.notices
+        return self._running_engine.reductions.notices
 
     # -- the end
 

@@ -66,8 +66,8 @@ class Everything(L.LightningModule):
         engine = getattr(strategy, "engine", None)
         if engine is not None:
             self.started = {
-                "state_dict": {name: value.clone() for name, value in engine.full_state_dict(copy=True).items()},
-                "optimizer": [engine.optimizer_state(optimizer) for optimizer in strategy.optimizers],
+                "state_dict": {name: value.clone() for name, value in engine.states.full_model(copy=True).items()},
+                "optimizer": [engine.states.full_optimizer(optimizer) for optimizer in strategy.optimizers],
             }
 
     def configure_optimizers(self) -> Any:

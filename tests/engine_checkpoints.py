@@ -154,22 +154,22 @@ def train(
 def tree_of(engine: Engine, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """What Lightning would hand over to be saved."""
     return {
-        "state_dict": engine.spread_state_dict(),
-        "optimizer_states": [engine.spread_optimizer_state(optimizer) for optimizer in optimizers],
+        "state_dict": engine.states.spread_model(),
+        "optimizer_states": [engine.states.spread_optimizer(optimizer) for optimizer in optimizers],
     }
 
 
 def save(comm: Comm, engine: Engine, optimizers: Sequence[Optimizer], path: Path) -> None:
-    engine.settle()
+    engine.loans.settle()
     Saver(comm.board).save(tree_of(engine, optimizers), str(path), {})
 
 
 def states_of(engine: Engine, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """All that a checkpoint must hold, whole and in storage of its own. A collective."""
-    engine.settle()
+    engine.loans.settle()
     return {
-        "state_dict": {name: value.clone() for name, value in engine.full_state_dict(copy=True).items()},
-        "optimizer_states": copy.deepcopy([engine.optimizer_state(optimizer) for optimizer in optimizers]),
+        "state_dict": {name: value.clone() for name, value in engine.states.full_model(copy=True).items()},
+        "optimizer_states": copy.deepcopy([engine.states.full_optimizer(optimizer) for optimizer in optimizers]),
     }
 
 
@@ -207,9 +207,9 @@ def resume(
     tree = checkpoint.tree()
     stored = receive(model, tree["state_dict"])
     engine = Engine(model, optimizers, stage=place.stage, comm=comm, options=place.options())
-    engine.load(stored, lambda: checkpoint.verify_rest(comm.rank, comm.size))
+    engine.states.load_model(stored, lambda: checkpoint.verify_rest(comm.rank, comm.size))
     if not weights_only:
-        engine.load_optimizer_states(tree["optimizer_states"])
+        engine.states.load_optimizers(tree["optimizer_states"])
     return engine
 
 

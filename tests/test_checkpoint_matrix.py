@@ -320,7 +320,7 @@ def test_a_random_model_is_resumed_anywhere(
         engine = Engine(model, optimizers, stage=before.place.stage, comm=comm, options=before.options())
         for step in range(2):
             signal = torch.linspace(-1, 1, 3 * spec.width).view(3, spec.width) * (step + 1)
-            engine.settle()
+            engine.loans.settle()
             engine.schedule.start_pass()
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=before.place.autocast, cache_enabled=False):
                 losses = model(signal, Forward(comm.rank, step, 0))
@@ -340,8 +340,8 @@ def test_a_random_model_is_resumed_anywhere(
             tree = checkpoint.tree()
             stored = receive(model, tree["state_dict"])
             engine = Engine(model, optimizers, stage=after.place.stage, comm=comm, options=after.options())
-            engine.load(stored, lambda: checkpoint.verify_rest(comm.rank, comm.size))
-            engine.load_optimizer_states(tree["optimizer_states"])
+            engine.states.load_model(stored, lambda: checkpoint.verify_rest(comm.rank, comm.size))
+            engine.states.load_optimizers(tree["optimizer_states"])
         return states_of(engine, optimizers)
 
     expected = before.place.run(run)[0]
@@ -561,7 +561,7 @@ def test_a_single_file_of_plain_torch_is_resumed_by_an_engine(
         model.load_state_dict(tree["state_dict"])
         place = Place(stage, world, autocast)
         engine = Engine(model, optimizers, stage=stage, comm=comm, options=place.options())
-        engine.load_optimizer_states(tree["optimizer_states"])
+        engine.states.load_optimizers(tree["optimizer_states"])
         return differences(states_of(engine, optimizers), expected) + wrong_pieces(engine, optimizers, expected)
 
     for autocast in (False, True):

@@ -307,8 +307,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model(torch.ones(2, 70)).sum().backward()
         optimizer.step()
         tree = {
-            "state_dict": engine.spread_state_dict(),
-            "optimizer_states": [engine.spread_optimizer_state(optimizer)],
+            "state_dict": engine.states.spread_model(),
+            "optimizer_states": [engine.states.spread_optimizer(optimizer)],
             "callbacks": {"tensor": torch.arange(5), "object": Fraction(1, 3)},
         }
         Saver(comm.board, warn=lambda _: None).save(tree, str(path), {"step": 1})

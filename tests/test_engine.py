@@ -49,7 +49,7 @@ def train(
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
-    run.optimizer = engine.optimizer_state(optimizer)
+    run.optimizer = engine.states.full_optimizer(optimizer)
     engine.close()
     run.weights = weights(model)
     return run
@@ -241,7 +241,7 @@ def test_integer_parameters_rest_beside_the_optimizer_that_lists_them() -> None:
         engine = Engine(mine, [optimizer], stage=3, comm=comm)
         mine(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-        return engine.full_state_dict(copy=True)["table"]
+        return engine.states.full_model(copy=True)["table"]
 
     assert torch.equal(ThreadWorld(2, 10).run(step)[0], torch.arange(5))
 

@@ -77,9 +77,9 @@ def test_writing_a_grad_in_place_reaches_the_step(stage: int) -> None:
             if parameter.grad is not None:
                 parameter.grad.mul_(0.5)
         assert_grads(model, average(0), 0.5)
-        before = engine.full_state_dict(copy=True)["blocks.0.up.weight"]
+        before = engine.states.full_model(copy=True)["blocks.0.up.weight"]
         optimizer.step()
-        after = engine.full_state_dict(copy=True)["blocks.0.up.weight"]
+        after = engine.states.full_model(copy=True)["blocks.0.up.weight"]
         expected = before - 0.05 * 0.5 * average(0)["blocks.0.up.weight"]
         torch.testing.assert_close(after, expected, rtol=1e-6, atol=1e-7)
         return after
@@ -147,10 +147,10 @@ def test_a_parameter_used_on_one_rank_only_counts_as_zero_on_the_other(stage: in
             )
         optimizer.zero_grad()
         loss_of(model, comm.rank, 0).backward()
-        before = engine.full_state_dict(copy=True)["unused.bias"]
+        before = engine.states.full_model(copy=True)["unused.bias"]
         optimizer.step()
         assert model.unused.bias.grad is None
-        assert torch.equal(engine.full_state_dict(copy=True)["unused.bias"], before)  # no step, no decay
+        assert torch.equal(engine.states.full_model(copy=True)["unused.bias"], before)  # no step, no decay
 
     on_two_ranks(stage, act)
 

@@ -66,7 +66,7 @@ def foreach(model: Any) -> tuple[Optimizer, None]:
 def test_elementwise_optimizers_step_pieces_as_they_step_the_whole(stage: int, make: Any) -> None:
     start = assorted()
     expected = ddp(start, make, world=2, steps=3).weights
-    found = ThreadWorld(2, 10).run(lambda comm: trained(comm, stage, start, make)[1].full_state_dict(copy=True))[0]
+    found = ThreadWorld(2, 10).run(lambda comm: trained(comm, stage, start, make)[1].states.full_model(copy=True))[0]
     assert not [name for name, value in expected.items() if not torch.equal(found[name], value)]
 
 
@@ -77,14 +77,14 @@ def test_full_state_loads_at_any_stage_and_world(stage: int, world: int, other_s
 
     def save(comm: Comm) -> Any:
         _, engine, optimizer = trained(comm, stage, start, adamw)
-        return engine.optimizer_state(optimizer)
+        return engine.states.full_optimizer(optimizer)
 
     def load(comm: Comm) -> Any:
         model = clone(start)
         optimizer, _ = adamw(model)
         engine = Engine(model, [optimizer], stage=other_stage, comm=comm)
-        engine.load_optimizer_states([saved])
-        return engine.optimizer_state(optimizer)
+        engine.states.load_optimizers([saved])
+        return engine.states.full_optimizer(optimizer)
 
     saved = on(world, save)
     loaded = on(other_world, load)
@@ -115,10 +115,10 @@ def test_a_closure_runs_on_whole_parameters(stage: int) -> None:
             return loss
 
         optimizer.step(closure)
-        return engine.full_state_dict(copy=True)
+        return engine.states.full_model(copy=True)
 
     plain = ThreadWorld(2, 10).run(
-        lambda comm: trained(comm, stage, start, adamw, steps=1)[1].full_state_dict(copy=True)
+        lambda comm: trained(comm, stage, start, adamw, steps=1)[1].states.full_model(copy=True)
     )
     closed = ThreadWorld(2, 10).run(step_with_closure)
     assert all(torch.equal(closed[0][name], value) for name, value in plain[0].items())

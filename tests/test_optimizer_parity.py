@@ -65,11 +65,11 @@ def test_training_resumed_at_another_stage_goes_on_as_if_never_stopped(stage: in
 
     def first_half(model: Any, engine: Any, optimizer: Any, comm: Comm) -> Any:
         train(model, optimizer, range(2))
-        return state_of(model, engine), engine.optimizer_state(optimizer)
+        return state_of(model, engine), engine.states.full_optimizer(optimizer)
 
     def second_half(model: Any, engine: Any, optimizer: Any, comm: Comm) -> dict[str, Tensor]:
         model.load_state_dict(weights)
-        engine.load_optimizer_states([copy.deepcopy(state)])  # torch keeps the tensors it is given
+        engine.states.load_optimizers([copy.deepcopy(state)])  # torch keeps the tensors it is given
         train(model, optimizer, range(2, 4))
         return state_of(model, engine)
 
@@ -86,7 +86,7 @@ def test_training_resumed_at_another_stage_goes_on_as_if_never_stopped(stage: in
 def test_gathered_state_has_the_shapes_of_one_device(stage: int) -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> Any:
         train(model, optimizer, range(2))
-        return optimizer.state_dict() if engine is None else engine.optimizer_state(optimizer)
+        return optimizer.state_dict() if engine is None else engine.states.full_optimizer(optimizer)
 
     for maker in ("NAdam", "ASGD", "Adagrad"):
         expected = on_one_device(seeded(Small), act, MAKERS[maker])

@@ -32,7 +32,7 @@ def on_two_ranks(stage: int, dtype: torch.dtype | None, act: Callable[..., Any],
             loss.backward()
             optimizer.step()
         plain = clone(start)
-        plain.load_state_dict(engine.full_state_dict(copy=True))
+        plain.load_state_dict(engine.states.full_model(copy=True))
         return act(model, plain, comm, engine, optimizer)
 
     return ThreadWorld(2, 10).run(rank_main)
@@ -60,7 +60,7 @@ def test_reading_in_any_way_gives_whole_declared_values(stage: int, dtype: torch
 def test_a_view_outlives_the_loan(stage: int, dtype: torch.dtype | None) -> None:
     def keep(model: Any, plain: Any, comm: Comm, engine: Engine, optimizer: Any) -> None:
         kept = model.blocks[0]["up"].weight.detach()
-        engine.settle()
+        engine.loans.settle()
         loss_of(model, comm.rank, 9)
         assert torch.equal(kept, plain.blocks[0]["up"].weight)
 
@@ -76,8 +76,8 @@ def test_edits_in_place_persist(stage: int, dtype: torch.dtype | None) -> None:
                 each.norm.weight.copy_(torch.arange(10.0))
                 nn.init.constant_(each.blocks[1]["down"].bias, 0.3)
                 each.embedding.weight.data.clamp_(-0.5, 0.5)
-        engine.settle()
-        for name, value in engine.full_state_dict(copy=True).items():
+        engine.loans.settle()
+        for name, value in engine.states.full_model(copy=True).items():
             assert torch.equal(value, plain.state_dict()[name]), name
 
     on_two_ranks(stage, dtype, edit)
@@ -138,10 +138,10 @@ def test_two_byte_weights_do_rest_in_two_bytes() -> None:
 
 def test_full_parameters_lends_all_at_once_and_keeps_edits_only_when_asked() -> None:
     def edit(model: Any, plain: Any, comm: Comm, engine: Engine, optimizer: Any) -> None:
-        before = engine.full_state_dict(copy=True)["norm.weight"]
+        before = engine.states.full_model(copy=True)["norm.weight"]
         for write, expected in ((False, before), (True, before + 1)):
             with engine.full_parameters(write=write), torch.no_grad():
                 model.norm.weight.add_(1)
-            assert torch.equal(engine.full_state_dict(copy=True)["norm.weight"], expected)
+            assert torch.equal(engine.states.full_model(copy=True)["norm.weight"], expected)
 
     on_two_ranks(3, None, edit)

@@ -184,7 +184,7 @@ def train(model: Model, engine: Any, optimizers: list[Optimizer], plan: Plan, ra
 
     def start_pass(*, stale: bool) -> None:  # as the strategy does
         if isinstance(engine, Engine):
-            engine.settle()
+            engine.loans.settle()
             engine.schedule.start_pass()
         if stale:
             engine.broadcast_buffers()
@@ -221,7 +221,7 @@ def train(model: Model, engine: Any, optimizers: list[Optimizer], plan: Plan, ra
                 start_pass(stale=False)
                 seen[f"evaluation {step}"] = forward(Place(rank, step, 7))[-1]
                 if isinstance(engine, Engine):
-                    engine.take_back()
+                    engine.loans.take_back()
                     engine.schedule.release_all()
             model.train()
     return seen
@@ -241,8 +241,8 @@ def under_the_engine(model: Model, plan: Plan, comm: Comm) -> dict[str, Tensor]:
     optimizers = plan.make_optimizers(model)
     engine = Engine(model, optimizers, stage=plan.stage, comm=comm, options=plan.options())
     seen = train(model, engine, optimizers, plan, comm.rank)
-    engine.settle()
-    weights = engine.full_state_dict(copy=True)
+    engine.loans.settle()
+    weights = engine.states.full_model(copy=True)
     engine.close()
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
     return seen | values_of(weights)

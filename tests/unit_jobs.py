@@ -71,8 +71,8 @@ def on_engine(
 def state_of(model: nn.Module, engine: Engine | None) -> dict[str, Tensor]:
     """Whole weights."""
     if engine is not None and not engine.closed:
-        engine.settle()
-        return engine.full_state_dict(copy=True)
+        engine.loans.settle()
+        return engine.states.full_model(copy=True)
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
