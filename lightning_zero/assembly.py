@@ -18,7 +18,7 @@ from lightning_zero.group import Kind, Setting, ShardGroup
 from lightning_zero.ledger import Ledger
 from lightning_zero.mesh import Mesh
 from lightning_zero.optimizer import set_grad_dtype
-from lightning_zero.parameter import Access
+from lightning_zero.parameter import Access, RestingParameter
 from lightning_zero.rendezvous import Rendezvous
 from lightning_zero.schedule import Resident
 from lightning_zero.stage import Partition
@@ -224,6 +224,11 @@ def managed_parameters(module: Module, optimizers: Sequence[Optimizer]) -> list[
                         "(self.parameters()), and register what it should train as a submodule or nn.Parameter."
                     )
     for name, parameter in named.items():
+        if isinstance(parameter, RestingParameter):
+            raise ValueError(
+                f"Parameter {name!r} is in shards since an earlier run, which ended with an error; what other ranks "
+                "had of it is lost. Make the model anew, and go on from a checkpoint: fit(model, ckpt_path=...)."
+            )
         if not _is_plain(parameter) and parameter.requires_grad:
             raise ValueError(
                 f"Parameter {name!r} is a {type(parameter).__name__}, a tensor of its own kind, and trains: it cannot "

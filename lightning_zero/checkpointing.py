@@ -16,6 +16,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -24,6 +25,7 @@ from lightning_zero.checkpoint import CheckpointError, CheckpointKeeper, Folder,
 from lightning_zero.comm import Comm
 from lightning_zero.config import Checkpoint
 from lightning_zero.engine import Engine
+from lightning_zero.lazy import Stored
 from lightning_zero.notices import Notice, Notices
 from lightning_zero.precision import ScaledGradients
 from lightning_zero.resume import Ranks
@@ -115,7 +117,7 @@ class CheckpointingStrategy(DDPStrategy, ABC):
         """Writes a folder of shards, or in the format "full" Lightning's single file. Call it on every rank.
 
         Raises:
-            CheckpointError: on every rank the same, when one cannot write; what was there before is untouched.
+            CheckpointError: on every rank, when one cannot write; says what is there now.
         """
         self.end_rendezvous()  # ranks may have looked at lazy entries in hooks, alone
         if not self._is_sharded:
@@ -230,9 +232,13 @@ class CheckpointingStrategy(DDPStrategy, ABC):
             strict: `LightningModule.strict_loading`.
         """
         assert self.lightning_module is not None
-        is_running = self.engine is not None and not self.engine.closed  # else `setup` will read what ranks own
-        receiver = None if is_running else self.keeper.unread.note
+        engine = None if self.engine is None or self.engine.closed else self.engine  # without one, `setup` reads
+        noted: dict[Parameter, Stored] = {}
+        receiver = self.keeper.unread.note if engine is None else noted.__setitem__
         left = resume.load_state_dict(self.lightning_module, checkpoint["state_dict"], strict=strict, receiver=receiver)
+        if engine is not None:
+            engine.loans.settle()
+            engine.states.load_model(noted, self.keeper.verify_rest)
         if any(left):
             rank_zero_warn(f"strict_loading=False: {left}. These stay as they are.")
 
@@ -273,7 +279,7 @@ class CheckpointingStrategy(DDPStrategy, ABC):
         else:  # this rank has at most removed something
             saver.wait()
 
-    def _unsaved(self) -> CheckpointError | None:
+    def _unsaved(self) -> CheckpointError | OSError | None:
         """What a save in the background failed with."""
         self._resumed_state = None
         if self._keeper is None:
@@ -284,7 +290,7 @@ class CheckpointingStrategy(DDPStrategy, ABC):
                 self._keeper.saver.finish()
             else:
                 self.finish_saves()
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             if self._failed:
                 log.error("%s", error)  # another error is on its way out already
             return error
@@ -294,7 +300,9 @@ class CheckpointingStrategy(DDPStrategy, ABC):
 def _saved_before_last(trainer: "pl.Trainer", path: str) -> str | None:
     """What a `ModelCheckpoint(save_last=True)`, which asks to save `path` as the last one, saved before."""
     for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.save_last and callback.last_model_path == path:
+        if not isinstance(callback, ModelCheckpoint) or callback.last_model_path != path:
+            continue
+        if callback.save_last is True:  # with "link" Lightning makes links by itself, and who saves `path` means that
             return callback._last_checkpoint_saved
     return None
 

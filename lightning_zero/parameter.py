@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.group import ShardGroup
-from lightning_zero.lazy import METADATA
+from lightning_zero.lazy import METADATA, LazyTensor
 
 _no_interception = torch._C.DisableTorchFunctionSubclass
 
@@ -197,6 +197,8 @@ class RestingParameter(Parameter):
         if func == _DTYPE:  # slot wrappers are made anew at each look-up
             access, _ = _ACCESS[args[0]]
             return access.dtype
+        if func is Tensor.copy_ and isinstance(args[1], LazyTensor):  # may only be noted; see `lazy.receiving`
+            return NotImplemented
         if func == _SET_DATA and isinstance(args[0], RestingParameter):
             access, index = _ACCESS[args[0]]
             access.group.check_assigned(index, args[1], access.dtype)

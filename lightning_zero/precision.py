@@ -5,8 +5,7 @@ whether an fp16 step overflowed.
 """
 
 import copy
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -108,8 +107,14 @@ class ScaledGradients(ShardedGradients):
 
     scaler: Any
     max_skipped_steps = 20
-    skipped_steps = 0  # since the start of fit
+    skipped_steps = 0  # since training began, in whatever run
     skipped_last = False  # the latest step, so that its scheduler does not move either
+    _in_a_row: Sequence[SkippedStep] = ()  # up to now
+
+    def begin(self, max_skipped_steps: int) -> None:
+        """A run starts."""
+        self.max_skipped_steps = max_skipped_steps
+        self.skipped_steps, self.skipped_last, self._in_a_row = 0, False, ()
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any
@@ -135,20 +140,20 @@ class ScaledGradients(ShardedGradients):
     def _note(self, model: "pl.LightningModule", overflow: loss_scaling.Overflow, loss: Any) -> None:
         metrics = model.trainer.callback_metrics
         self.skipped_last = bool(overflow.ranks)
-        history: deque[SkippedStep] = self.__dict__.setdefault("_history", deque(maxlen=self.max_skipped_steps + 1))
         if not self.skipped_last:
-            history.clear()
+            self._in_a_row = ()
         else:
             self.skipped_steps += 1
             value = float(loss) if isinstance(loss, Tensor) else None
-            history.append(SkippedStep(model.trainer.global_step, value, overflow))
-            rank_zero_warn(f"Skipped an optimizer step, {history[-1]}. The loss scale is {self.scaler.get_scale():g}.")
+            skipped = SkippedStep(model.trainer.global_step, value, overflow)
+            self._in_a_row = (*self._in_a_row, skipped)
+            rank_zero_warn(f"Skipped an optimizer step, {skipped}. The loss scale is {self.scaler.get_scale():g}.")
         metrics["zero/skipped_steps"] = torch.tensor(float(self.skipped_steps))
         metrics["zero/loss_scale"] = torch.tensor(self.scaler.get_scale())
-        if len(history) > self.max_skipped_steps:
-            told = "\n  ".join(str(skipped) for skipped in history)
+        if len(self._in_a_row) > self.max_skipped_steps:
+            told = "\n  ".join(str(skipped) for skipped in self._in_a_row)
             raise RuntimeError(
-                f"{len(history)} optimizer steps in a row overflowed in fp16 (max_skipped_steps="
+                f"{len(self._in_a_row)} optimizer steps in a row overflowed in fp16 (max_skipped_steps="
                 f"{self.max_skipped_steps}):\n  {told}\nThe loss scale is {self.scaler.get_scale():g}. Look at the "
                 "parameters named above, lower the learning rate, or use precision='bf16-mixed'."
             )

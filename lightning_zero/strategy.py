@@ -1,9 +1,8 @@
 """`ZeroStrategy`: the stages under `lightning.Trainer`."""
 
-import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -40,8 +39,6 @@ from lightning_zero.engine import Engine, Options
 from lightning_zero.notices import Notices
 from lightning_zero.precision import ScaledGradients, ShardedGradients, adapt
 from lightning_zero.stage import STAGES
-
-log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT = 1800.0  # s; torch's own for gloo
 
@@ -157,6 +154,7 @@ class ZeroStrategy(CheckpointingStrategy):
         self._failed = False
         self._blocked = False  # Lightning accumulates: the next backward is not the last of its step
         self._buffers_are_stale = True
+        self._undo = ExitStack()  # what `teardown` takes out of the module again
 
     # -- set up
 
@@ -193,6 +191,9 @@ class ZeroStrategy(CheckpointingStrategy):
         if not any(isinstance(callback, First) for callback in callbacks):
             callbacks[:] = [First(self), *callbacks, Preemption(self)]
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if not self._close_engine() and self.engine is not None and self.engine.module is module:
+            self._go_on_in_shards(fitting)
+            return
         with self._converting():
             if fitting and self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
@@ -204,7 +205,6 @@ class ZeroStrategy(CheckpointingStrategy):
             # Lightning's broadcast of each batch, which `Preemption` has replaced: in it a rank would wait for one
             # that has failed as long as `timeout`, and without a word.
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
-        self._close_engine()
         noted = None if self._keeper is None else self._keeper.unread.take()
         self.engine = Engine(
             module,
@@ -226,6 +226,16 @@ class ZeroStrategy(CheckpointingStrategy):
             rank_zero_info(_table(self.engine, self.stage))
             if foreign := self.engine.foreign_parameters:
                 rank_zero_info(_told_of(foreign))
+        self._attach_precision()
+
+    def _go_on_in_shards(self, fitting: bool) -> None:
+        """With the engine of the run before, whose model does not fit whole into host memory."""
+        if fitting:
+            raise RuntimeError(
+                "The model is still in shards since the run before: whole copies do not fit into host memory, and new "
+                "optimizers need them. Save a checkpoint, make the model anew, and fit(model, ckpt_path=...)."
+            )
+        self._buffers_are_stale = False
         self._attach_precision()
 
     @contextmanager
@@ -261,8 +271,7 @@ class ZeroStrategy(CheckpointingStrategy):
         if isinstance(plugin, ShardedGradients):
             plugin.engine = self.engine
         if isinstance(plugin, ScaledGradients):
-            plugin.max_skipped_steps = self.max_skipped_steps
-            plugin.skipped_steps, plugin.skipped_last = 0, False
+            plugin.begin(self.max_skipped_steps)
 
     def _refuse_offload_from_device(self) -> None:
         """On a CPU everything rests in host memory already; elsewhere offload is still to come."""
@@ -274,14 +283,20 @@ class ZeroStrategy(CheckpointingStrategy):
         plugin = self.precision_plugin
         if not isinstance(plugin, ScaledGradients) or plugin.scaler is None:
             return
-        step = module.lr_scheduler_step
+        step, own = module.lr_scheduler_step, vars(module).get("lr_scheduler_step")
 
         def step_unless_skipped(scheduler: Any, metric: Any) -> None:
             by_step = any(c.scheduler is scheduler and c.interval == "step" for c in self.lr_scheduler_configs)
             if not (plugin.skipped_last and by_step):
                 step(scheduler, metric)
 
+        def undo() -> None:
+            del module.lr_scheduler_step
+            if own is not None:
+                module.lr_scheduler_step = own  # type: ignore[method-assign]
+
         module.lr_scheduler_step = step_unless_skipped  # type: ignore[method-assign]
+        self._undo.callback(undo)
 
     # -- steps
 
@@ -431,9 +446,7 @@ class ZeroStrategy(CheckpointingStrategy):
 
     @override
     def teardown(self) -> None:
-        module = self.lightning_module
-        if module is not None:
-            vars(module).pop("lr_scheduler_step", None)
+        self._undo.close()
         unsaved = self._unsaved()
         if self._close_engine():
             super().teardown()
@@ -469,11 +482,12 @@ class ZeroStrategy(CheckpointingStrategy):
 
     def _fits_whole(self, engine: Engine) -> bool:
         """One decision for all ranks: every local rank holds a whole copy in host memory."""
-        available = _available_host_bytes()
-        if available is None or not engine.partition.parameter:
+        if not engine.partition.parameter:
             return True
-        needed = sum(parameter.numel() * 4 for parameter in engine.module.parameters()) * self.num_processes
-        fits = torch.tensor(int(needed < available), dtype=torch.uint8)
+        available = _available_host_bytes()
+        sizes = [parameter.numel() * parameter.dtype.itemsize for parameter in engine.module.parameters()]
+        needed = sum(sizes) * self.num_processes
+        fits = torch.tensor(available is None or needed < available, dtype=torch.uint8)
         return bool(engine.mesh.world.all_reduce(fits, "fits in host memory", "min"))
 
     @classmethod

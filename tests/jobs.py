@@ -6,6 +6,7 @@ import time
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import torch
@@ -14,6 +15,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import lightning_zero.strategy
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import Folder, StoredCheckpoint
 
@@ -137,6 +139,44 @@ def fit(strategy: Any, world: int, shuffle: bool = True, **kwargs: Any) -> dict[
     }
 
 
+def use_after_fit(strategy: Any, folder: Path, precision: str, host_bytes: int | None = None) -> dict[str, Any]:
+    """What a model is used for after fit, on a machine with so much memory to spare."""
+    L.seed_everything(2, verbose=False)
+    earlier = trainer(strategy, 2, precision=precision, max_steps=2)
+    earlier.fit(Classifier(), loader())
+    earlier.save_checkpoint(folder / "earlier.ckpt")
+    L.seed_everything(1, verbose=False)
+    model = Classifier()
+    run = trainer(strategy, 2, precision=precision)
+    with patch.object(lightning_zero.strategy, "_available_host_bytes", lambda: host_bytes):
+        run.fit(model, loader(), loader(seed=1))
+        found = {
+            "validated": run.validate(model, loader(seed=1), verbose=False),
+            "tested": run.test(model, loader(seed=2), verbose=False),
+            "predicted": torch.cat(run.predict(model, loader(seed=2))),
+            "earlier": run.test(model, loader(seed=2), ckpt_path=folder / "earlier.ckpt", verbose=False),
+            "norm": [float(value) for value in (model.temperature, model.net[0].weight.norm())],
+        }
+        run.save_checkpoint(folder / "after.ckpt", weights_only=True)
+        run.strategy.barrier()
+        found["saved"] = read_checkpoint(folder / "after.ckpt")["state_dict"]
+        try:
+            run.fit_loop.max_epochs = 2
+            run.fit(model, loader())
+        except RuntimeError as error:
+            found["error"] = str(error)
+    return found
+
+
+def fits_where_one_rank_cannot_tell() -> bool:
+    """Whether the model is whole after fit: rank 0 does not know its memory, rank 1 has next to none."""
+    model = Classifier()
+    known = None if os.environ["RANK"] == "0" else 1000
+    with patch.object(lightning_zero.strategy, "_available_host_bytes", lambda: known):
+        trainer({"stage": 3}, 2, max_steps=1).fit(model, loader())
+    return type(model.temperature) is nn.Parameter
+
+
 def save_at(path: Path, strategy: Any, world: int, **kwargs: Any) -> dict[str, Any]:
     """Fits for one epoch, saves, and fits for a second."""
     L.seed_everything(1, verbose=False)
@@ -254,6 +294,36 @@ def fit_with_overflow(stage: int, at: tuple[int, ...], max_skipped_steps: int = 
         "finite": error is not None or all(bool(value.isfinite().all()) for value in state_of(model).values()),
         "precision_state": run.precision_plugin.state_dict(),
     }
+
+
+def fit_again_after_overflows(stage: int) -> list[str | None]:
+    """The errors of two fits of one trainer: more steps in a row overflow than are allowed, and then one."""
+    run = trainer({"stage": stage, "max_skipped_steps": 1}, 2, precision="16-mixed")
+    errors: list[str | None] = []
+    for at in ((0, 1), (0,)):
+        L.seed_everything(1, verbose=False)
+        try:
+            run.fit(OneBadGradient(at), loader())
+            errors.append(None)
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
+
+
+def keep_an_override(strategy: Any, precision: str) -> tuple[bool, int]:
+    """Whether a scheduler's step that the user has put on the module itself is there after runs, and its calls."""
+    model, calls = Classifier(), []
+    step = model.lr_scheduler_step
+
+    def mine(*args: Any) -> None:
+        calls.append(args)
+        step(*args)
+
+    model.lr_scheduler_step = mine  # type: ignore[method-assign]
+    run = trainer(strategy, 2, precision=precision)
+    run.validate(model, loader(), verbose=False)
+    run.fit(model, loader())
+    return model.lr_scheduler_step is mine, len(calls)
 
 
 class NotFinite(Classifier):

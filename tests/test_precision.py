@@ -5,8 +5,10 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 
+import jobs
 from lightning_zero import ZeroStrategy
 from lightning_zero.precision import adapt
+from ranks import RankPool
 
 PLUGINS: list[Precision] = [
     Precision(),
@@ -37,3 +39,14 @@ def test_an_adapted_plugin_travels_to_spawned_ranks(plugin: Precision) -> None:
     travelled = pickle.loads(pickle.dumps(adapt(plugin)))
     assert type(travelled).__mro__[1:] == type(adapt(plugin)).__mro__[1:]
     assert vars(travelled) == vars(plugin) | {"engine": None}
+
+
+def test_overflows_of_one_fit_do_not_count_in_the_next(two_ranks: RankPool) -> None:
+    for first, second in two_ranks.run(jobs.fit_again_after_overflows, 2):
+        assert "2 optimizer steps in a row overflowed" in first
+        assert second is None
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_what_users_have_put_on_the_module_stays(precision: str, two_ranks: RankPool) -> None:
+    assert two_ranks.run(jobs.keep_an_override, {"stage": 2}, precision) == [(True, 6)] * 2

@@ -133,3 +133,24 @@ def test_full_checkpoints_resume_under_any_strategy(
     assert found[0]["losses"] == reference[0]["losses"]
     assert_same_bits(found[0]["weights"], reference[0]["weights"])
     assert straight[0]["weights"].keys() == found[0]["weights"].keys()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_model_that_does_not_fit_whole_is_used_in_shards_after_fit(
+    precision: str, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    for name in ("zero", "ddp"):
+        (tmp_path / name).mkdir()
+    found = two_ranks.run(jobs.use_after_fit, {"stage": 3}, tmp_path / "zero", precision, host_bytes=1000)
+    expected = two_ranks.run(jobs.use_after_fit, "ddp_find_unused_parameters_true", tmp_path / "ddp", precision)
+    for mine, theirs in zip(found, expected, strict=True):
+        error = mine.pop("error")
+        assert "whole copies do not fit into host memory" in error
+        assert "fit(model, ckpt_path=...)" in error
+        assert_same_bits(mine.pop("saved"), theirs.pop("saved"))
+        assert torch.equal(mine.pop("predicted"), theirs.pop("predicted"))
+        assert mine == theirs
+
+
+def test_a_model_fits_whole_only_where_it_does_on_every_rank(two_ranks: RankPool) -> None:
+    assert two_ranks.run(jobs.fits_where_one_rank_cannot_tell) == [False, False]
