@@ -16,7 +16,7 @@ from lightning_zero.checkpoint import Folder
 from lightning_zero.notices import Notice, Notices
 
 PREEMPTED = "preempted.ckpt"
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = tuple(vars(signal)[name] for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))  # Windows has one
 
 
 class Attended(Protocol):

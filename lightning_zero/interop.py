@@ -106,13 +106,22 @@ def install() -> None:
     fsspec.register_implementation("zero", ZeroFileSystem, clobber=True)
     for module in (saving, torch_io):
         load = vars(module)["pl_load"]
-        if not hasattr(load, "__wrapped__"):
-            vars(module)["pl_load"] = reading_folders(load)
-    if not hasattr(ModelCheckpoint.file_exists, "__wrapped__"):
-        ModelCheckpoint.file_exists = knowing_what_is_saved(  # type: ignore[method-assign]
-            ModelCheckpoint.file_exists
-        )
-    if not hasattr(ModelCheckpoint._find_last_checkpoints, "__wrapped__"):
-        ModelCheckpoint._find_last_checkpoints = finding_complete(  # type: ignore[method-assign]
-            ModelCheckpoint._find_last_checkpoints
-        )
+        vars(module)["pl_load"] = _once(reading_folders, load)
+    ModelCheckpoint.file_exists = _once(  # type: ignore[method-assign]
+        knowing_what_is_saved, ModelCheckpoint.file_exists
+    )
+    ModelCheckpoint._find_last_checkpoints = _once(  # type: ignore[method-assign]
+        finding_complete, ModelCheckpoint._find_last_checkpoints
+    )
+
+
+def _once(wrap: Callable[[Any], Any], function: Any) -> Any:
+    """`function` wrapped, if it is not so already; other packages may have wrapped it too."""
+    inner = function
+    while inner is not None:
+        if getattr(inner, "_wrapped_by_lightning_zero", False):
+            return function
+        inner = getattr(inner, "__wrapped__", None)
+    wrapped = wrap(function)
+    wrapped._wrapped_by_lightning_zero = True
+    return wrapped

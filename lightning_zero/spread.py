@@ -90,14 +90,15 @@ class SpreadState(Spread):
 
 @final
 class OfOneRank(Spread):
-    """A small tensor that each rank has of its own, such as the state of its random generator."""
+    """A small tensor that this rank alone writes: its random state, or a tensor of optimizer state that is not cut as
+    its parameter is."""
 
     def __init__(self, name: str, values: Tensor) -> None:
         super().__init__(name, tuple(values.shape), values.dtype)
         self._values = values
 
     def whole(self) -> Tensor:
-        return self._values.clone()
+        return self._values.to("cpu", copy=True)
 
     def pieces(self) -> list[tuple[Extent, Tensor]]:
         return [(Extent.of_whole(self.name, self.shape), self._values.reshape(-1))]

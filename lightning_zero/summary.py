@@ -41,10 +41,23 @@ def update_summary(folder: Path, **values: Any) -> None:
 
 
 def collect(sweep_dir: Path) -> list[dict[str, Any]]:
-    """The summaries of all jobs in a sweep's folder, in the order of the jobs, each with its folder's name."""
+    """The summaries of all jobs in a sweep's folder, in the order of the jobs, each with its folder's name. Other
+    programs' files of that name are passed over."""
     folders = [path.parent for path in sweep_dir.rglob(SUMMARY)]
-    found = [read_summary(folder) | {"folder": str(folder.relative_to(sweep_dir))} for folder in folders]
+    found = [
+        summary | {"folder": str(folder.relative_to(sweep_dir))}
+        for folder in folders
+        if (summary := _summary_in(folder)) is not None
+    ]
     return sorted(found, key=lambda job: (job["job"] is None, job["job"], job["folder"]))
+
+
+def _summary_in(folder: Path) -> dict[str, Any] | None:
+    try:
+        found = read_summary(folder)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and found.keys() >= {"job", "status", "overrides"} else None
 
 
 def report(jobs: Sequence[Mapping[str, Any]], sweep_dir: Path) -> None:

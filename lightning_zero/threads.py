@@ -43,6 +43,9 @@ class ThreadWorld:
         results: list[Any] = [None] * self.size
         errors: list[BaseException] = []
         self.store = dist.HashStore()
+        self._posted.clear()
+        self._read.clear()
+        self._failed = False
 
         def rank_main(rank: int) -> None:
             try:

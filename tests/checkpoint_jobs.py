@@ -388,6 +388,18 @@ def save_fifty_times(strategy: Any, path: Path) -> list[int]:
     return resident
 
 
+def save_as_last_after_fit(strategy: Any, folder: Path, save_last: Any) -> None:
+    """Parameters change after fit, and are saved where `ModelCheckpoint` has its last checkpoint."""
+    keep = ModelCheckpoint(dirpath=folder, save_last=save_last, every_n_train_steps=1)
+    model = Wide(4, 2)
+    run = trainer(strategy, 2, max_steps=2, callbacks=[keep], enable_checkpointing=True)
+    run.fit(model, DataLoader(TensorDataset(torch.zeros(8, 1)), batch_size=1))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+    run.save_checkpoint(keep.last_model_path)
+
+
 # -- preemption
 
 

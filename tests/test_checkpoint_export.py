@@ -1,5 +1,6 @@
 """A checkpoint's folder goes wherever a file goes: to one Lightning file, to safetensors, to Lightning's loaders."""
 
+import functools
 import inspect
 import json
 import subprocess
@@ -23,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import jobs
-from lightning_zero import CheckpointError, consolidate, export_safetensors, verify
+from lightning_zero import CheckpointError, consolidate, export_safetensors, interop, verify
 from lightning_zero.checkpoint import Saver
 from lightning_zero.checkpoint.export import INDEX
 from lightning_zero.comm import LocalComm
@@ -339,6 +340,21 @@ def test_files_hold_what_they_are_told_to_and_the_index_knows_where(tmp_path: Pa
     assert index["weight_map"] == {key: name for name, keys in zip(names, held, strict=True) for key in keys}
 
 
+def test_the_index_comes_when_all_that_it_names_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived = []
+    replace = Path.replace
+
+    def note(path: Path, target: Any) -> Path:
+        arrived.append(Path(target).name)
+        return replace(path, target)
+
+    folder = save(tmp_path / "folder", {"a": torch.ones(9), "b": torch.ones(9)})
+    monkeypatch.setattr(Path, "replace", note)
+    names = export_safetensors(folder, tmp_path / "out", shard_bytes=36)
+    assert arrived[-1] == INDEX
+    assert sorted(arrived[:-1]) == names
+
+
 def test_an_earlier_export_gives_way_and_other_files_stay(tmp_path: Path) -> None:
     """transformers reads `model.safetensors` before it looks for an index: an old one would win."""
     out = tmp_path / "out"
@@ -492,3 +508,22 @@ def test_what_load_from_checkpoint_left_out_is_named_and_read_on_opt_in(twins: T
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         jobs.Classifier.load_from_checkpoint(folder, weights_only=False)
+
+
+def test_lightnings_functions_are_wrapped_once_whoever_has_wrapped_them_too() -> None:
+    def plain() -> int:
+        return 1
+
+    def one_more(function: Callable[[], int]) -> Callable[[], int]:
+        @functools.wraps(function)
+        def wrapped() -> int:
+            return function() + 1
+
+        return wrapped
+
+    theirs = one_more(plain)
+    ours = interop._once(one_more, theirs)
+    assert ours() == 3
+    assert interop._once(one_more, ours) is ours
+    theirs_again = one_more(ours)
+    assert interop._once(one_more, theirs_again) is theirs_again

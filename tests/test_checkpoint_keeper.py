@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 import crash_jobs as jobs
 from lightning_zero.checkpoint import CheckpointKeeper, Folder
+from lightning_zero.checkpoint.draft import Draft, LocalDraft
+from lightning_zero.checkpoint.shard import ShardReader
 from lightning_zero.comm import Comm, LocalComm
 from lightning_zero.threads import ThreadWorld
 
@@ -151,12 +154,12 @@ def test_what_cannot_be_removed_is_told_and_the_job_goes_on(
     assert jobs.version_at(tmp_path / "b") == 4
 
 
-@pytest.mark.parametrize("kind", ["folder", "file"])
+@pytest.mark.parametrize("kind", ["folder", "file", "file of the same size"])
 def test_ranks_that_find_different_checkpoints_go_on_from_none(kind: str, tmp_path: Path) -> None:
     """Machines that do not share the folder, or a path that was replaced in between."""
-    if kind == "file":
-        (tmp_path / "0").write_bytes(b"1")
-        (tmp_path / "1").write_bytes(b"12")
+    if kind != "folder":
+        (tmp_path / "0").write_bytes(b"12" if kind == "file of the same size" else b"1")
+        (tmp_path / "1").write_bytes(b"13")
     else:
         for number in (0, 1):
             assert jobs.save_on_threads(tmp_path / str(number), number) == [None, None]
@@ -180,10 +183,44 @@ def test_a_checkpoint_that_one_rank_does_not_see_is_an_error_on_all(tmp_path: Pa
     assert on_ranks(do) == [f"CheckpointNotFoundError: rank 1: ckpt_path='{tmp_path}/b' is not there."] * 2
 
 
+def test_a_checkpoint_that_one_rank_cannot_read_is_an_error_on_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert jobs.save_on_threads(tmp_path / "a", 1) == [None, None]
+    read = ShardReader.read
+
+    def fail(reader: ShardReader, *args: Any) -> None:
+        if threading.current_thread().name == "rank 1":
+            raise OSError(errno.EIO, "Input/output error")
+        read(reader, *args)
+
+    def do(keeper: CheckpointKeeper, comm: Comm) -> str | None:
+        return jobs.error_of(lambda: keeper.open(str(tmp_path / "a"), lazy=(), objects=False))
+
+    monkeypatch.setattr(ShardReader, "read", fail)
+    assert on_ranks(do) == ["CheckpointError: rank 1: OSError: [Errno 5] Input/output error"] * 2
+
+
 def test_a_missing_checkpoint_is_also_the_error_that_lightning_has_for_it(tmp_path: Path) -> None:
     keeper = CheckpointKeeper(LocalComm(), in_background=False, warn=warnings.append)
     with pytest.raises(FileNotFoundError, match="is not there"):
         keeper.open(str(tmp_path / "a"), lazy=(), objects=False)
+
+
+def test_no_link_shows_what_could_not_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(draft: Draft, manifest: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def do(keeper: CheckpointKeeper, comm: Comm) -> list[Any]:
+        save(keeper, comm, tmp_path / "a", 3)
+        failed = jobs.error_of(keeper.saver.wait)
+        return [failed, keeper.link_latest(str(tmp_path / "last"), str(tmp_path / "a"), 3)]
+
+    monkeypatch.setattr(LocalDraft, "commit", fail)
+    for failed, made in on_ranks(do, in_background=True):
+        assert "No space left on device" in failed
+        assert not made
+    assert os.listdir(tmp_path) == []
 
 
 def test_what_is_removed_is_gone_when_remove_returns(tmp_path: Path) -> None:
@@ -193,6 +230,25 @@ def test_what_is_removed_is_gone_when_remove_returns(tmp_path: Path) -> None:
         return comm.rank == 0 and (tmp_path / "a").exists()
 
     assert on_ranks(do) == [False, False]
+
+
+def test_a_leftover_of_another_users_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = Folder.names
+
+    def refuse(folder: Folder) -> list[str]:
+        if folder.path.endswith(".deleting"):
+            raise PermissionError(errno.EACCES, "Permission denied", folder.path)
+        return names(folder)
+
+    def do(keeper: CheckpointKeeper, comm: Comm) -> str | None:
+        save(keeper, comm, tmp_path / "a", 3)
+        keeper.remove(str(tmp_path / "a"))
+        return jobs.error_of(keeper.saver.wait)
+
+    (tmp_path / ".b.deleting").mkdir()
+    monkeypatch.setattr(Folder, "names", refuse)
+    assert on_ranks(do) == [None, None]
+    assert os.listdir(tmp_path) == [".b.deleting"]
 
 
 def test_a_link_leaves_a_checkpoint_before_that_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,3 +259,10 @@ def test_lightnings_own_uses_of_checkpoints_do_what_they_do_under_ddp(
     (tmp_path / "zero").mkdir()
     (tmp_path / "ddp").mkdir()
     assert two_ranks.run(job, strategy, tmp_path / "zero") == two_ranks.run(job, DDP, tmp_path / "ddp")
+
+
+@pytest.mark.parametrize("save_last", [True, "link"])
+def test_saving_to_the_last_ones_path_after_fit_saves(save_last: Any, two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(jobs.save_as_last_after_fit, {"stage": 2}, tmp_path, save_last)
+    state = StoredCheckpoint(tmp_path / "last.ckpt").load()["state_dict"]
+    assert all(bool((value == 7).all()) for name, value in state.items() if name.startswith("layers."))

@@ -150,8 +150,8 @@ def test_a_missing_rank_is_named() -> None:
         if comm.rank != 1:
             comm.all_reduce(torch.ones(1), "alone")
 
-    with pytest.raises(RankTimeoutError, match=r"'all_reduce alone #1': ranks \[1\] never came \(wait_timeout=0.2 s\)"):
-        ThreadWorld(3, 0.2).run(leave_early)
+    with pytest.raises(RankTimeoutError, match=r"'all_reduce alone #1': ranks \[1\] never came \(wait_timeout=2 s\)"):
+        ThreadWorld(3, 2.0).run(leave_early)
 
 
 def test_a_rank_that_fails_ends_the_others_with_its_own_error() -> None:
@@ -182,3 +182,14 @@ def test_work_finishes_once() -> None:
     work.wait()
     work.wait()
     assert finished == [1]
+
+
+def test_ranks_as_threads_run_again_after_a_failure() -> None:
+    world = ThreadWorld(2, 5.0)
+
+    def fail(comm: Comm) -> None:
+        raise ValueError(f"rank {comm.rank}")
+
+    with pytest.raises(ValueError, match="rank"):
+        world.run(fail)
+    assert world.run(lambda comm: comm.all_reduce(torch.ones(1), "again").item()) == [2.0, 2.0]

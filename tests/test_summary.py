@@ -1,6 +1,8 @@
 """What a run tells of itself, and what tells jobs apart."""
 
-from lightning_zero.summary import SUMMARY, distinct_labels, read_summary, update_summary, write_summary
+import pytest
+
+from lightning_zero.summary import SUMMARY, collect, distinct_labels, read_summary, update_summary, write_summary
 
 
 def test_labels_hold_what_tells_jobs_apart():
@@ -14,3 +16,11 @@ def test_a_summary_is_replaced_in_one_move(tmp_path):
     update_summary(tmp_path, loss=0.5, note="x")
     assert read_summary(tmp_path) == {"loss": 0.5, "note": "x"}
     assert [path.name for path in tmp_path.iterdir()] == [SUMMARY]
+
+
+@pytest.mark.parametrize("content", ["{}", "[1]", "not JSON", '{"loss": 1.0}'])
+def test_other_programs_files_of_that_name_are_passed_over(content, tmp_path):
+    write_summary(tmp_path / "0", {"job": 0, "status": "finished", "overrides": []})
+    (tmp_path / "0" / "wandb").mkdir()
+    (tmp_path / "0" / "wandb" / SUMMARY).write_text(content)
+    assert [job["folder"] for job in collect(tmp_path)] == ["0"]

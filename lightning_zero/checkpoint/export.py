@@ -11,6 +11,7 @@ import secrets
 import struct
 import sys
 import tempfile
+import warnings
 import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.storage import TypedStorage, UntypedStorage
 
-from lightning_zero.checkpoint.folder import CheckpointError, Folder
+from lightning_zero.checkpoint.folder import MANIFEST, CheckpointError, Folder
 from lightning_zero.checkpoint.load import StoredCheckpoint
 from lightning_zero.checkpoint.manifest import Entry
 from lightning_zero.checkpoint.shard import CHUNK_BYTES, SAFE_NAMES, chunks_of, header_of
@@ -223,14 +224,15 @@ def export_safetensors(
         _refuse_inside_checkpoint(target, target.parent)
         if target.fs.isfile(target.path):
             raise CheckpointError(f"{out} is a file; name the folder to write to.")
-        with ExitStack() as arriving:  # all of them come to be there, or none
+        with ExitStack() as arriving:  # none comes if one cannot be written; the index, which readers trust, is last
+            index_file = arriving.enter_context(_arriving(target.inside(INDEX))) if len(names) > 1 else None
             for name, group in zip(names, groups, strict=True):
                 _write_safetensors(checkpoint, group, arriving.enter_context(_arriving(target.inside(name))))
-            if len(names) > 1:
+            if index_file is not None:
                 total = sum(entry.nbytes for entry in entries.values())
                 weight_map = {key: name for name, group in zip(names, groups, strict=True) for key in group}
                 index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-                arriving.enter_context(_arriving(target.inside(INDEX))).write_text(json.dumps(index, indent=2))
+                index_file.write_text(json.dumps(index, indent=2))
     for name in target.names():  # of an earlier export, which transformers might prefer to this one
         if _EXPORTED.fullmatch(name) and name not in (*names, INDEX if len(names) > 1 else ""):
             target.fs.rm_file(target.file(name))
@@ -283,7 +285,7 @@ class ZeroFileSystem(fsspec.AbstractFileSystem):
 
     def modified(self, path: str) -> Any:
         folder = Folder(self._strip_protocol(path))
-        return folder.fs.modified(folder.file("manifest.json"))
+        return folder.fs.modified(folder.file(MANIFEST))
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
         if mode != "rb":
@@ -294,4 +296,6 @@ class ZeroFileSystem(fsspec.AbstractFileSystem):
         ):
             single = Path(folder) / "checkpoint.ckpt"
             write_single_file(checkpoint, single)
+            if left_out := checkpoint.told_left_out:
+                warnings.warn(left_out, stacklevel=2)
             return single.open("rb")  # its name goes away, the file stays until it is closed

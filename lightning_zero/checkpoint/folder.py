@@ -152,8 +152,9 @@ class Folder:
     def _delete_hidden(self, hidden: Path) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
         for left in hidden.parent.glob(".*.deleting"):  # by jobs that were killed here; nobody else looks for them
-            if all(OURS.fullmatch(name) for name in Folder(left).names()):
-                shutil.rmtree(left, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another user's
+                if all(OURS.fullmatch(name) for name in Folder(left).names()):
+                    shutil.rmtree(left, ignore_errors=True)
 
     @property
     def can_be_link(self) -> bool:

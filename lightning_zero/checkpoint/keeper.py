@@ -1,5 +1,6 @@
 """`CheckpointKeeper`: the checkpoints of one run: the latest one, the links to it, and the one it goes on from."""
 
+import zlib
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,8 @@ from lightning_zero.checkpoint.save import Saver
 from lightning_zero.comm import Comm
 from lightning_zero.lazy import materialize
 from lightning_zero.unread import UnreadParameters
+
+_END_BYTES = 65536
 
 
 @final
@@ -54,7 +57,9 @@ class CheckpointKeeper:
             return False
 
         def make() -> Record:
-            if self._comm.rank or not link.can_be_link:
+            self.saver.wait()
+            # It is not there when saving it has failed in the background.
+            if self._comm.rank or not (latest.is_checkpoint and link.can_be_link):
                 return {"made": False}
             self.saver.link(link, latest)
             return {"made": True}
@@ -102,21 +107,28 @@ class CheckpointKeeper:
             raise CheckpointNotFoundError(found["absent"])
         if self._resumed is None:
             return None
-        tree = self._resumed.tree(objects=objects)
+        read: dict[str, Any] = {}
+        self.saver.together("read a checkpoint", partial(self._read_into, read, lazy, objects))
         if left_out := self._resumed.told_left_out:
             self._warn(left_out)
-        return {key: value if key in lazy else materialize(value) for key, value in tree.items()}
+        return read
 
     def _look_at(self, path: str) -> Record:
         """Opens the checkpoint. Returns where it is, and what no other checkpoint has; None where there is nothing."""
         self.saver.wait()  # it may be the one that is being written
         folder = Folder(path)
         if folder.fs.isfile(folder.path) and not folder.parent.is_checkpoint:
-            return {"path": str(folder), "is": folder.fs.size(folder.path)}
+            return {"path": str(folder), "is": _fingerprint(folder)}
         if not folder.fs.exists(folder.path):
             return {"path": path, "is": None}
         self._resumed = StoredCheckpoint(path)
         return {"path": str(folder), "is": [file.name for file in self._resumed.manifest.files[:1]]}
+
+    def _read_into(self, read: dict[str, Any], lazy: Collection[str], objects: bool) -> Record:
+        assert self._resumed is not None
+        tree = self._resumed.tree(objects=objects)
+        read.update({key: value if key in lazy else materialize(value) for key, value in tree.items()})
+        return {}
 
     def verify_rest(self) -> None:
         """See `StoredCheckpoint.verify_rest`; each rank its share."""
@@ -133,6 +145,14 @@ class CheckpointKeeper:
         if self._resumed is not None:
             self._resumed.close()
             self._resumed = None
+
+
+def _fingerprint(file: Folder) -> list[int]:
+    """Of a single file: its size, and its end, which in torch's files has the checksums of all that is in them."""
+    size = file.fs.size(file.path)
+    if size is None:  # it is made when it is opened, as of zero://
+        return []
+    return [size, zlib.crc32(file.fs.read_block(file.path, max(0, size - _END_BYTES), _END_BYTES))]
 
 
 def _refuse_different(records: list[Record]) -> Record:

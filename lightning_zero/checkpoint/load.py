@@ -5,6 +5,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -85,10 +86,16 @@ class StoredCheckpoint:
         """Raises CheckpointError when a file is missing or short."""
         for file in self.manifest.files:
             open_shard(self.folder, file).close()
-        objects = self.manifest.objects
-        rest = [file.checks for file in self.manifest.files] + ([] if objects is None else [objects.name])
-        if missing := sorted(set(rest) - set(self.folder.names())):
-            raise CheckpointError(f"{self.folder}: {missing[0]} is missing.")
+        rest = [(file.checks, self.manifest.checks_nbytes(number)) for number, file in enumerate(self.manifest.files)]
+        if (objects := self.manifest.objects) is not None:
+            rest.append((objects.name, objects.nbytes))
+        for name, nbytes in rest:
+            try:
+                found = self.folder.size(name)
+            except FileNotFoundError:
+                raise CheckpointError(f"{self.folder}: {name} is missing.") from None
+            if found != nbytes:
+                raise CheckpointError(f"{self.folder}: {name} has {found} of {nbytes} bytes.")
 
     def load(self, *, objects: bool = False) -> dict[str, Any]:
         """What was saved, with all tensors in memory; tied ones are one tensor."""
@@ -180,7 +187,8 @@ def verify(url: str | os.PathLike[str]) -> list[str]:
         checkpoint = StoredCheckpoint(url)
     except CheckpointError as error:
         return [str(error)]
-    return checkpoint.verify()
+    with closing(checkpoint):
+        return checkpoint.verify()
 
 
 class Found(NamedTuple):

@@ -142,6 +142,10 @@ class Manifest:
                 found[piece.file].append(piece)
         return [sorted(pieces, key=lambda piece: (piece.offset, piece.nbytes)) for pieces in found]
 
+    def checks_nbytes(self, file: int) -> int:
+        """Of a shard's checksums."""
+        return 4 * (1 + sum(piece.blocks for piece in self.pieces_of(file)))  # the header's is the first
+
     @cached_property
     def first_blocks(self) -> dict[tuple[int, int], int]:
         """(file, offset) of a piece -> the place of its first checksum."""

@@ -292,9 +292,9 @@ class ShardReader:
         if number not in self._tables:
             file = self.manifest.files[number]
             self._tables[number] = read_checks(self.folder, file)
-            if len(self._tables[number]) != 1 + sum(piece.blocks for piece in self.manifest.pieces_of(number)):
+            if (nbytes := 4 * len(self._tables[number])) != self.manifest.checks_nbytes(number):
                 raise CheckpointError(f"{self.folder.file(file.checks)} has checksums of another file.")
-            self.bytes_read += 4 * len(self._tables[number])
+            self.bytes_read += nbytes
         return self._tables[number]
 
 
