@@ -28,7 +28,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.lazy import Stored
 from lightning_zero.notices import Notice, Notices
 from lightning_zero.precision import ScaledGradients
-from lightning_zero.resume import Ranks
+from lightning_zero.resume import ResumeEntry
 from lightning_zero.units import as_written
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class CheckpointingStrategy(DDPStrategy, ABC):
         if saved is not None and self.keeper.link_latest(path, saved, trainer.global_step):
             return
         if "optimizer_states" in checkpoint:
-            checkpoint[resume.KEY] = self._ranks.capture(
+            checkpoint[resume.KEY] = self._resume_entry.capture(
                 trainer.global_step,
                 [] if self._trained is None else self._trained.states.optimizer_parameters,
                 is_mid_epoch=not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch,
@@ -178,8 +178,8 @@ class CheckpointingStrategy(DDPStrategy, ABC):
         return self.lightning_module.trainer
 
     @property
-    def _ranks(self) -> Ranks:
-        return Ranks(self.global_rank, self.world_size, self.root_device, rank_zero_info)
+    def _resume_entry(self) -> ResumeEntry:
+        return ResumeEntry(self.global_rank, self.world_size, self.root_device, rank_zero_info)
 
     def is_saving(self, path: str) -> bool:
         """Whether `path` is the checkpoint saved last, which in the background may not be there yet."""
@@ -257,13 +257,13 @@ class CheckpointingStrategy(DDPStrategy, ABC):
             plugin = self.precision_plugin
             if isinstance(plugin, ScaledGradients):
                 plugin.skipped_steps = self._resumed_state["skipped_steps"]
-            self._ranks.restore_random(self._resumed_state)
+            self._resume_entry.restore_random(self._resumed_state)
 
     def before_batch(self) -> None:
         """In the middle of an epoch the data loader is made anew, which draws; the run that was saved did not."""
         saved, self._resumed_state = self._resumed_state, None
         if saved is not None and saved["is_mid_epoch"]:
-            self._ranks.restore_random(saved)
+            self._resume_entry.restore_random(saved)
         if self._keeper is not None:
             self._keeper.forget()
             here = self.notices.here

@@ -26,15 +26,18 @@ class Bucket:
     """Constant-size room for one collective (CB, ZeRO section 6.2).
 
     Args:
-        numel: elements of the largest slice.
+        numel: elements of the largest slice, N rows of it.
         ranks: N.
+        dtype: of the gradients.
+        device: of the gradients.
+        ledger: books it.
     """
 
     def __init__(self, numel: int, ranks: int, dtype: torch.dtype, device: torch.device, ledger: Ledger) -> None:
         shard = numel // ranks
-        self.full = ledger.allocate(Category.BUCKET, numel, dtype, device)
-        self.incoming = ledger.allocate(Category.BUCKET, numel - shard, dtype, device)
-        self.total = ledger.allocate(Category.BUCKET, shard, dtype, device)
+        self.full = ledger.allocate(Category.BUCKET, numel, dtype, device)  # what this rank sends, and its own row
+        self.incoming = ledger.allocate(Category.BUCKET, numel - shard, dtype, device)  # the others' rows for this one
+        self.total = ledger.allocate(Category.BUCKET, shard, dtype, device)  # their sum
         self.finish: Callable[[], None] | None = None
 
     def settle(self) -> None:

@@ -76,7 +76,7 @@ class Rendezvous:
         self._gathers: list[_Gather] = []
         self._rounds: dict[tuple[int, bool], list[int]] = {}  # how a round began -> what was wanted in the last such
         self._not_ahead: set[int] = set()  # was still in use when it was gathered ahead
-        self.complete: Callable[[], int] = lambda: 0  # gradient groups, from the first of the agreed order
+        self.count_complete: Callable[[], int] = lambda: 0  # gradient groups, from the first of the agreed order
         self.start_reductions: Callable[[int], None] = lambda number: None  # of so many groups of that order
         self.went_apart = False  # since its user has last looked
         self.is_open = False  # a pass has begun, or anything was wanted, since ranks have met
@@ -204,7 +204,7 @@ class Rendezvous:
     def _send_signal(self, at: int, *, parts: bool) -> None:
         label = self._gathers[self._round.expected[at]].label
         rows = torch.empty(self._mesh.shard.size, 2, dtype=torch.int64)
-        mine = torch.tensor([parts, self.complete()])
+        mine = torch.tensor([parts, self.count_complete()])
         self._round.signal = _Signal(rows, self._mesh.shard.all_gather_host(rows, mine, f"signal at {label}"))
 
     def _others_part(self) -> bool:
@@ -238,7 +238,7 @@ class Rendezvous:
         """Says what this rank wants, hears what the others want, and serves it."""
         comm = self._mesh.shard
         rows = torch.empty(comm.size, 4, dtype=torch.int64)
-        mine = torch.tensor([number, len(self._round.wanted), torch.is_grad_enabled(), self.complete()])
+        mine = torch.tensor([number, len(self._round.wanted), torch.is_grad_enabled(), self.count_complete()])
         try:
             comm.all_gather_host(rows, mine, "rendezvous").wait()
         except RankTimeoutError as error:

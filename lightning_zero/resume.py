@@ -18,8 +18,8 @@ PARAMETERS = "optimizer_parameters"  # in it: of each optimizer, the names of th
 
 
 @final
-class Ranks:
-    """The ranks of a run, seen from one of them.
+class ResumeEntry:
+    """The checkpoint's entry `KEY`, as one rank writes and reads it: what it was of the run besides tensors.
 
     Args:
         rank: of this process.

@@ -76,7 +76,7 @@ class Schedule:
             resident: rendezvous.enroll(resident.name or "the model", resident.serve, resident.is_gathered)
             for resident in residents
         }
-        rendezvous.complete, rendezvous.start_reductions = reductions.count_complete, reductions.start
+        rendezvous.count_complete, rendezvous.start_reductions = reductions.count_complete, reductions.start
         self._entered: set[Resident] = set()  # units whose backward has begun
         self._bracketed = False  # a backward is under way whose end its caller tells
         self._end: weakref.ref[_EndOfBackward] | None = None  # ... or whose end autograd tells: alive until then

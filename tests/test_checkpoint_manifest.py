@@ -22,8 +22,8 @@ from lightning_zero.checkpoint.manifest import (
     Entry,
     Manifest,
     ObjectsFile,
-    Piece,
     ShardFile,
+    StoredRange,
     parse_manifest,
     read_manifest,
     refuse_gaps,
@@ -78,7 +78,7 @@ def manifests(draw: Any) -> Manifest:
             for start, stop in itertools.pairwise(bounds):
                 extent = Extent(name=name, shape=shape, box_offset=offset, box_shape=box, start=start, stop=stop)
                 file = draw(st.integers(0, len(ends) - 1))
-                pieces.append(Piece(extent, file, ends[file], extent.numel * dtype.itemsize))
+                pieces.append(StoredRange(extent, file, ends[file], extent.numel * dtype.itemsize))
                 ends[file] += pieces[-1].nbytes
         tensors[name] = Entry(name, dtype, shape, tuple(draw(st.permutations(pieces))))
     return Manifest(
@@ -138,10 +138,12 @@ def test_blocks_are_numbered_by_their_place_in_the_file(manifest: Manifest) -> N
 def example() -> dict[str, Any]:
     """A small manifest: a tensor in two files, a matrix in two boxes, one without dimensions, an empty one."""
 
-    def piece(name: str, shape: tuple[int, ...], file: int, offset: int, start: int, stop: int, *box: Any) -> Piece:
+    def piece(
+        name: str, shape: tuple[int, ...], file: int, offset: int, start: int, stop: int, *box: Any
+    ) -> StoredRange:
         box_offset, box_shape = box or ((0,) * len(shape), shape)
         extent = Extent(name=name, shape=shape, box_offset=box_offset, box_shape=box_shape, start=start, stop=stop)
-        return Piece(extent, file, offset, 4 * (stop - start))
+        return StoredRange(extent, file, offset, 4 * (stop - start))
 
     pieces = {
         "cut": [piece("cut", (10,), 0, 100, 0, 6), piece("cut", (10,), 1, 100, 6, 10)],
@@ -411,7 +413,7 @@ def test_whatever_stands_somewhere_is_read_or_refused(manifest: Manifest, data: 
 
 def entry_of(ranges: list[tuple[int, int]], numel: int = 10, dtype: torch.dtype = torch.float32) -> Entry:
     extents = [Extent.of_whole("w", (numel,), *bounds) for bounds in ranges]
-    return Entry("w", dtype, (numel,), tuple(Piece(e, 0, 0, e.numel * 4) for e in extents))
+    return Entry("w", dtype, (numel,), tuple(StoredRange(e, 0, 0, e.numel * 4) for e in extents))
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)).map(sorted).map(tuple), max_size=6))

@@ -24,7 +24,7 @@ from engine_checkpoints import Place, resume, tree_of
 from lightning_zero.checkpoint import CheckpointError, Saver, StoredCheckpoint, verify
 from lightning_zero.checkpoint.draft import Stream
 from lightning_zero.checkpoint.folder import MANIFEST, Folder
-from lightning_zero.checkpoint.manifest import BLOCK_BYTES, Entry, Manifest, Piece, ShardFile
+from lightning_zero.checkpoint.manifest import BLOCK_BYTES, Entry, Manifest, ShardFile, StoredRange
 from lightning_zero.checkpoint.shard import (
     Range,
     ShardReader,
@@ -91,7 +91,7 @@ def write(folder: Path, shards: Sequence[Sequence[Range]]) -> ShardReader:
         assert header.partials == {"rank": number}
         for dtype, extent, offset in header.pieces:
             entry = tensors.setdefault(extent.name, Entry(extent.name, dtype, extent.shape, ()))
-            piece = Piece(extent, number, offset, extent.numel * dtype.itemsize)
+            piece = StoredRange(extent, number, offset, extent.numel * dtype.itemsize)
             tensors[extent.name] = entry._replace(pieces=(*entry.pieces, piece))
     manifest = Manifest(about={}, files=tuple(files), tensors=tensors, tree={}, partials={}, objects=None)
     return ShardReader(Folder(folder), manifest)

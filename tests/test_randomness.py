@@ -8,7 +8,7 @@ import torch
 
 from lightning_zero import randomness
 from lightning_zero.lazy import materialize
-from lightning_zero.resume import Ranks
+from lightning_zero.resume import ResumeEntry
 
 HOST = torch.device("cpu")
 
@@ -40,9 +40,9 @@ def test_derived_states_differ_by_seed_step_and_rank_and_are_the_same_again() ->
 
 def test_as_many_ranks_go_on_with_their_own_numbers() -> None:
     said: list[str] = []
-    saved = Ranks(1, 2, HOST, said.append).capture(5, [])
+    saved = ResumeEntry(1, 2, HOST, said.append).capture(5, [])
     expected = draw()
-    Ranks(1, 2, HOST, said.append).restore_random({**saved, "random": materialize(dict(saved["random"]))})
+    ResumeEntry(1, 2, HOST, said.append).restore_random({**saved, "random": materialize(dict(saved["random"]))})
     assert draw() == expected
     assert said == []
 
@@ -50,11 +50,11 @@ def test_as_many_ranks_go_on_with_their_own_numbers() -> None:
 @pytest.mark.parametrize("world", [1, 3])
 def test_more_or_fewer_ranks_take_new_numbers_and_say_so(world: int) -> None:
     said: list[str] = []
-    saved = Ranks(0, 2, HOST, said.append).capture(5, [])
+    saved = ResumeEntry(0, 2, HOST, said.append).capture(5, [])
     before = draw()
     drawn = []
     for rank in range(world):
-        Ranks(rank, world, HOST, said.append).restore_random(saved)
+        ResumeEntry(rank, world, HOST, said.append).restore_random(saved)
         drawn.append(draw())
     assert before not in drawn
     assert len(set(drawn)) == world

@@ -120,7 +120,7 @@ def test_reductions_start_on_all_ranks_at_the_same_place_when_all_can() -> None:
         for _ in range(3):
             started.clear()
             for step, which in enumerate([1, 2, 3, 4, 5]):
-                things.rendezvous.complete = lambda done=step: min(done, 2) if comm.rank else done
+                things.rendezvous.count_complete = lambda done=step: min(done, 2) if comm.rank else done
                 things.rendezvous.start_reductions = lambda number, at=step: started.append((at, number))
                 things.use(which)
                 things.let_go(which)

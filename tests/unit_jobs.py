@@ -1,21 +1,18 @@
-"""What the unit tests run: one function on an ordinary model and on ranks of an engine; and jobs for real ranks.
+"""What the unit tests run: one function on an ordinary model and on ranks of an engine.
 
 The ranks get the same data, so the mean of their gradients is each one's own, and every bit must agree with the
 ordinary model's.
 """
 
 import copy
-import datetime
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.comm import CollectiveMismatchError, Comm, LocalComm, RankTimeoutError, make_comm
+from lightning_zero.comm import Comm, LocalComm
 from lightning_zero.engine import Engine, Options
 from lightning_zero.threads import ThreadWorld
 
@@ -88,63 +85,3 @@ def assert_as_on_one_device(
     expected = on_one_device(start, act, make)
     for found in on_engine(start, act, stage, make, world=world, **options):
         assert_same_bits(found, expected)
-
-
-# -- for real ranks
-
-
-def gloo(wait_timeout: float = 20.0, *, sanitize: bool = False) -> Comm:
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    return make_comm(torch.device("cpu"), datetime.timedelta(seconds=wait_timeout), sanitize=sanitize)
-
-
-def bytes_of_each_operation(comm: Comm | None = None) -> dict[str, int]:
-    comm = comm or gloo()
-    rank, size = comm.rank, comm.size
-    comm.all_gather(torch.zeros(size, 5), torch.zeros(5), "g").wait()
-    comm.reduce_scatter(torch.zeros(5), torch.zeros(size, 5), torch.empty(size - 1, 5), "r").wait()
-    comm.broadcast(torch.zeros(3, dtype=torch.float64), "b", source=size - 1)
-    comm.all_reduce(torch.zeros(4, dtype=torch.uint8), "a", "max")
-    comm.all_gather_host(torch.zeros(size, 2), torch.full((2,), float(rank)), "h").wait()
-    return dict(comm.bytes_sent)
-
-
-def sum_in_rank_order(comm: Comm | None = None) -> list[float]:
-    """Values whose sum depends on the order; the first rank comes last."""
-    comm = comm or gloo()
-    value = [1.0, 1e8, -1e8, 1.0][comm.rank]
-    time.sleep(0.02 * (comm.size - comm.rank))
-    total = torch.empty(1)
-    comm.reduce_scatter(total, torch.full((comm.size, 1), value), torch.empty(comm.size - 1, 1), "order").wait()
-    return [total.item(), comm.all_reduce(torch.tensor([value]), "order").item()]
-
-
-def broadcast_from_the_last(comm: Comm | None = None) -> list[float]:
-    comm = comm or gloo()
-    sent = torch.full((2, 3), float(comm.rank))
-    comm.broadcast(sent, "last", source=comm.size - 1)
-    return sent.flatten().tolist()
-
-
-def wait_for_nobody() -> str | None:
-    """Rank 0 enters a collective that rank 1 never issues."""
-    comm = gloo(wait_timeout=1.0)
-    error = None
-    if comm.rank == 0:
-        try:
-            comm.all_reduce(torch.ones(1), "alone")
-        except RankTimeoutError as raised:
-            error = str(raised)
-    dist.barrier()
-    return error
-
-
-def reduce_in_other_dtypes() -> str | None:
-    comm = gloo(sanitize=True)
-    full = torch.zeros(2, 3, dtype=torch.float32 if comm.rank == 0 else torch.bfloat16)
-    try:
-        comm.reduce_scatter(torch.zeros(3), full, full[1:].clone(), "same").wait()
-    except CollectiveMismatchError as error:
-        return str(error)
-    return None

@@ -40,7 +40,7 @@ _SEAL_BYTES = len(_SEAL % 0)
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredRange:
     """A range of a tensor, and where its bytes are."""
 
     extent: Extent
@@ -60,7 +60,7 @@ class Entry(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredRange, ...]
 
     @property
     def nbytes(self) -> int:
@@ -130,13 +130,13 @@ class Manifest:
         body = json.dumps(plain, separators=(",", ":"), allow_nan=False)[:-1].encode()
         return body + (_SEAL % zlib.crc32(body)).encode()
 
-    def pieces_of(self, file: int) -> list[Piece]:
+    def pieces_of(self, file: int) -> list[StoredRange]:
         """What a shard holds, by offset."""
         return self._by_file[file]
 
     @cached_property
-    def _by_file(self) -> list[list[Piece]]:
-        found: list[list[Piece]] = [[] for _ in self.files]
+    def _by_file(self) -> list[list[StoredRange]]:
+        found: list[list[StoredRange]] = [[] for _ in self.files]
         for entry in self.tensors.values():
             for piece in entry.pieces:
                 found[piece.file].append(piece)
@@ -162,7 +162,7 @@ class Manifest:
         return sum(file.nbytes for file in self.files)
 
 
-def _piece_to_list(piece: Piece) -> list[Any]:
+def _piece_to_list(piece: StoredRange) -> list[Any]:
     extent = piece.extent
     plain: list[Any] = [piece.file, piece.offset, extent.start, extent.stop]
     is_boxed = extent.box_shape != extent.shape
@@ -246,7 +246,7 @@ def _entry(name: str, plain: dict[str, Any], files: tuple[ShardFile, ...]) -> En
         if offset + nbytes > files[number].nbytes:
             raise ValueError(f"a piece of {name!r} lies outside of {files[number].name}")
         extent = Extent(name=name, shape=shape, box_offset=box_offset, box_shape=box_shape, start=start, stop=stop)
-        pieces.append(Piece(extent, number, offset, nbytes))
+        pieces.append(StoredRange(extent, number, offset, nbytes))
     entry = Entry(name, dtype, shape, tuple(pieces))
     refuse_gaps(entry)
     return entry

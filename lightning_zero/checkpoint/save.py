@@ -24,7 +24,7 @@ import torch
 from lightning_zero.board import AgreementError, Board, Record
 from lightning_zero.checkpoint.draft import Draft, InDoubtError
 from lightning_zero.checkpoint.folder import CheckpointError, Folder
-from lightning_zero.checkpoint.manifest import Entry, Manifest, ObjectsFile, Piece, ShardFile, refuse_gaps
+from lightning_zero.checkpoint.manifest import Entry, Manifest, ObjectsFile, ShardFile, StoredRange, refuse_gaps
 from lightning_zero.checkpoint.shard import Header, Range, read_header, write_shard
 from lightning_zero.checkpoint.tree import Encoder, full_name, merge
 from lightning_zero.extents import Extent
@@ -349,7 +349,7 @@ def _write_files(draft: Draft, job: _Job, board: Board) -> Record:
 def _commit(draft: Draft, job: _Job, beat: Callable[[], None], records: list[Record]) -> Record:
     """On rank 0: what all ranks wrote becomes the checkpoint."""
     files: list[ShardFile] = []
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[StoredRange]] = {}
     dtypes: dict[str, torch.dtype] = {}
     partials: dict[str, list[Any]] = {}
     for rank, record in enumerate(records):
@@ -359,7 +359,7 @@ def _commit(draft: Draft, job: _Job, beat: Callable[[], None], records: list[Rec
         header = _header_of(draft, files[-1], rank)
         for dtype, extent, offset in header.pieces:
             dtypes[extent.name] = dtype
-            pieces.setdefault(extent.name, []).append(Piece(extent, rank, offset, extent.numel * dtype.itemsize))
+            pieces.setdefault(extent.name, []).append(StoredRange(extent, rank, offset, extent.numel * dtype.itemsize))
         for name_of_partial, items in header.partials.items():
             partials.setdefault(name_of_partial, []).append(items)
     tensors = {name: Entry(name, dtypes[name], held[0].extent.shape, tuple(held)) for name, held in pieces.items()}

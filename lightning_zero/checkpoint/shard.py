@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.draft import Stream
 from lightning_zero.checkpoint.folder import CheckpointError, Folder
-from lightning_zero.checkpoint.manifest import BLOCK_BYTES, Entry, Manifest, Piece, ShardFile, read_manifest
+from lightning_zero.checkpoint.manifest import BLOCK_BYTES, Entry, Manifest, ShardFile, StoredRange, read_manifest
 from lightning_zero.checkpoint.tree import dtype_named
 from lightning_zero.extents import Extent
 
@@ -223,7 +223,7 @@ class ShardReader:
             for run in extent.overlaps(piece.extent):
                 self._read_run(entry, piece, run.theirs, into[run.mine : run.mine + run.numel])
 
-    def _read_run(self, entry: Entry, piece: Piece, start: int, into: Tensor) -> None:
+    def _read_run(self, entry: Entry, piece: StoredRange, start: int, into: Tensor) -> None:
         """Elements from `start` on of a piece, a chunk of whole blocks at a time."""
         size = entry.dtype.itemsize
         first, last = start * size, (start + into.numel()) * size
@@ -235,7 +235,7 @@ class ShardReader:
             into[done : done + values.numel()].copy_(values)
             done += values.numel()
 
-    def _blocks(self, piece: Piece, begin: int, end: int) -> memoryview:
+    def _blocks(self, piece: StoredRange, begin: int, end: int) -> memoryview:
         """Bytes ``[begin, end)`` of a piece, which start at a block, checked; valid until the next call."""
         end = min(end, piece.nbytes)
         if len(self._buffer) < end - begin:
