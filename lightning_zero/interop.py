@@ -72,12 +72,14 @@ def finding_complete(find: Callable[..., set[str]]) -> Callable[..., set[str]]:
 
     @functools.wraps(find)
     def find_complete(self: ModelCheckpoint, trainer: Any) -> set[str]:
-        candidates = find(self, trainer)
         parent = str(self._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
-        newest, saved_at, skipped = find_newest(parent)
+        newest, saved_at, skipped = find_newest(parent)  # first: it forgets listings that are old
+        candidates = find(self, trainer)
         for problem in skipped:
             rank_zero_warn(f"ckpt_path='last' passes over {problem}")
         files = [path for path in candidates if self._fs.isfile(path)]
+        if not Folder(parent).is_local:  # Lightning leaves out of what file system they are
+            files = [self._fs.unstrip_protocol(path) for path in files]
         preempted = Folder(parent).inside(PREEMPTED)
         if preempted.fs.isfile(preempted.path):
             files.append(str(preempted))
@@ -95,8 +97,13 @@ def knowing_what_is_saved(exists: Callable[..., bool]) -> Callable[..., bool]:
 
     @functools.wraps(exists)
     def file_exists(self: ModelCheckpoint, filepath: Any, trainer: Any) -> bool:
-        is_saving = getattr(trainer.strategy, "is_saving", None)  # ours
-        return (is_saving is not None and is_saving(str(filepath))) or exists(self, filepath, trainer)
+        is_saving = getattr(trainer.strategy, "is_saving", None)
+        if is_saving is None:  # not ours
+            return exists(self, filepath, trainer)
+        if is_saving(str(filepath)):
+            return True
+        # What was left of a killed save gives way to this one: nobody else would clear it away.
+        return exists(self, filepath, trainer) and not trainer.strategy.broadcast(Folder(filepath).is_leftover)
 
     return file_exists
 

@@ -178,6 +178,8 @@ class PieceStepper:
     def full_state_dict(self, comm: Comm) -> dict[str, Any]:
         """`optimizer.state_dict()` as one device would have it. A collective; every rank gets all of it."""
         local = self.optimizer.state_dict()
+        if not local:  # Lightning's stand-in where there is no optimizer
+            return local
         described = {
             index: self._describe(self.parameters[index], state)
             for index, state in local["state"].items()
@@ -245,6 +247,8 @@ class PieceStepper:
             comm: the ranks that the parameters are spread over.
         """
         local = self.optimizer.state_dict()
+        if not local:
+            return local
         whole = set().union(*comm.all_gather_object(self._names_of_whole_state(), "names of whole state"))
         mine: dict[int, dict[str, Any]] = {}
         for index, state in local["state"].items():
@@ -277,7 +281,7 @@ class PieceStepper:
 
     def refuse_other_groups(self, state_dict: Mapping[str, Any]) -> None:
         """Raises ValueError unless a state is of as many parameters, in the same groups."""
-        saved = [len(group["params"]) for group in state_dict["param_groups"]]
+        saved = [len(group["params"]) for group in state_dict.get("param_groups", ())]
         own = [len(group["params"]) for group in self.optimizer.param_groups]
         if saved != own:
             raise ValueError(
@@ -290,7 +294,7 @@ class PieceStepper:
         parameters = self.parameters
         state = {
             index: {name: self._cut(parameters[index], name, value) for name, value in state.items()}
-            for index, state in state_dict["state"].items()
+            for index, state in state_dict.get("state", {}).items()
             if self._owns_any(parameters[index])
         }
         return {**state_dict, "state": state}

@@ -302,6 +302,38 @@ def fit_with_hooks(strategy: Any, world: int, path: Path) -> dict[str, Any]:
     return {"saved": saved["state_dict"], "moved": saved["moved"], "mine": again.mine, "losses": again.losses}
 
 
+class Counting(L.LightningModule):
+    """Has a buffer that counts, and no optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.layer(batch[0]).sum()
+        self.seen += loss.detach()
+        return loss
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+def fit_without_optimizer(strategy: Any, path: Path) -> list[float]:
+    """What the buffer comes to in two epochs, with a save and a resume between them."""
+    counted = []
+    data = DataLoader(TensorDataset(torch.arange(24.0).view(8, 3)), batch_size=2)
+    for epochs in (1, 2):
+        L.seed_everything(1, verbose=False)
+        model = Counting()
+        run = trainer(strategy, 2, max_epochs=epochs)
+        run.fit(model, data, ckpt_path=path if epochs == 2 else None)
+        run.save_checkpoint(path)
+        run.strategy.barrier()
+        counted.append(float(model.seen))
+    return counted
+
+
 # -- memory and wire
 
 

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -23,9 +24,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import buckets
 import jobs
 from lightning_zero import CheckpointError, consolidate, export_safetensors, interop, verify
-from lightning_zero.checkpoint import Saver
+from lightning_zero.checkpoint import Folder, Saver
+from lightning_zero.checkpoint.dcp import export_dcp
 from lightning_zero.checkpoint.export import INDEX
 from lightning_zero.comm import LocalComm
 from ranks import RankPool
@@ -263,10 +266,54 @@ def test_nothing_is_written_into_a_checkpoint(tmp_path: Path) -> None:
         (consolidate, folder / "one.ckpt"),
         (export_safetensors, folder),
         (export_safetensors, folder / "model"),
+        (consolidate, folder / "deep" / "one.ckpt"),
+        (export_safetensors, folder / "deep" / "er" / "model"),
+        (export_dcp, folder / "dcp"),
     ):
         with pytest.raises(CheckpointError, match=f"{folder} is a checkpoint, and nothing else may be written there"):
             write(folder, out)
     assert sorted(path.name for path in folder.iterdir()) == names
+
+
+def test_a_manifest_of_some_other_program_does_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    consolidate(save(tmp_path / "folder", {"value": torch.ones(2)}), tmp_path / "one.ckpt")
+    assert (tmp_path / "one.ckpt").exists()
+
+
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match=r"pipe is no file; name the file to write"):
+        consolidate(save(tmp_path / "folder", {"value": torch.ones(2)}), tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize("kind", ["disk", "bucket"])
+def test_no_two_exports_are_read_as_one_model(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one ends in the middle of arriving, after a file of it is there."""
+    monkeypatch.setenv("BUCKETS", str(tmp_path / "bucket"))
+    (tmp_path / "bucket").mkdir()
+    out = tmp_path / "out" if kind == "disk" else "bucket://run/out"
+    folders = [
+        save(tmp_path / f"{value}", {name: torch.full((9,), float(value)) for name in "abc"}) for value in (1, 2)
+    ]
+    export_safetensors(folders[0], out, shard_bytes=36)
+    arrived = []
+
+    def second_fails(arrive: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            arrived.append(args)
+            if len(arrived) == 2:
+                raise OSError(28, "No space left on device")
+            return arrive(*args, **kwargs)
+
+        return wrapped
+
+    owner, name = (Path, "replace") if kind == "disk" else (buckets.BucketFileSystem, "put_file")
+    monkeypatch.setattr(owner, name, second_fails(getattr(owner, name)))
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        export_safetensors(folders[1], out, shard_bytes=36)
+    assert INDEX not in Folder(out).names()
 
 
 @pytest.mark.parametrize("write", ["consolidate", "export_safetensors"])

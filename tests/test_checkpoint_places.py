@@ -2,7 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-import buckets  # noqa: F401  registers bucket://
+import buckets  # registers bucket://
 import checkpoint_jobs as jobs
-from lightning_zero.checkpoint import Folder, Saver, StoredCheckpoint, find_newest, verify
+from lightning_zero.checkpoint import CheckpointError, Folder, Saver, StoredCheckpoint, find_newest, verify
 from lightning_zero.checkpoint.export import consolidate
 from lightning_zero.comm import LocalComm
 from ranks import RankPool
@@ -138,3 +139,124 @@ def test_r35_the_last_checkpoint_is_the_later_of_files_and_folders(later: str, t
     )
     found = ModelCheckpoint(dirpath=tmp_path)._find_last_checkpoints(trainer)
     assert found == {str(tmp_path / ("last.ckpt" if later == "file" else "epoch=1.ckpt"))}
+
+
+# -- what another process does in a bucket, while this one remembers what it has listed
+
+
+@contextmanager
+def another_process() -> Iterator[None]:
+    remembered = dict(buckets.BucketFileSystem.listed)
+    yield
+    buckets.BucketFileSystem.listed.clear()
+    buckets.BucketFileSystem.listed.update(remembered)
+
+
+def save(url: str, value: float) -> None:
+    Saver(LocalComm().board).save({"state_dict": {"w": torch.full((3,), float(value))}}, url, {"step": int(value)})
+
+
+def value_at(url: str) -> float:
+    with closing(StoredCheckpoint(url)) as found:
+        return float(found.load()["state_dict"]["w"].mean())
+
+
+def test_r49_a_checkpoint_that_another_process_has_completed_is_found(bucket: Path) -> None:
+    save("bucket://run/a.ckpt", 1)
+    with another_process():
+        save("bucket://run/b.ckpt", 2)
+    manifest = next(path for path in bucket.iterdir() if path.name.endswith("b.ckpt|manifest.json"))
+    manifest.rename(manifest.with_suffix(".part"))
+    assert str(find_newest("bucket://run").newest) == "bucket://run/a.ckpt"  # and lists the one that is not complete
+    manifest.with_suffix(".part").rename(manifest)
+    assert str(find_newest("bucket://run").newest) == "bucket://run/b.ckpt"
+
+
+def test_r49_what_another_process_has_saved_over_is_read_as_it_is_now(bucket: Path) -> None:
+    save("bucket://run/a.ckpt", 1)
+    assert Folder("bucket://run").names() == ["a.ckpt"]
+    assert value_at("bucket://run/a.ckpt") == 1
+    with another_process():
+        save("bucket://run/a.ckpt", 2)
+    assert value_at("bucket://run/a.ckpt") == 2
+    assert verify("bucket://run/a.ckpt") == []
+
+
+@pytest.mark.parametrize("saves", [1, 2])
+def test_r49_a_last_step_that_was_done_though_it_failed_counts(
+    saves: int, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in range(saves - 1):
+        save("bucket://run/a.ckpt", version)
+
+    def fail(store: Any, path: str, value: bytes, **_: Any) -> None:
+        with another_process():  # no listing is forgotten
+            store._file(path).write_bytes(value)
+        raise OSError("time-out")
+
+    monkeypatch.setattr(buckets.BucketFileSystem, "pipe_file", fail)
+    save("bucket://run/a.ckpt", 7)
+    assert value_at("bucket://run/a.ckpt") == 7
+    assert verify("bucket://run/a.ckpt") == []
+
+
+# -- what is removed from a bucket, and what not
+
+
+@pytest.mark.parametrize("name", ["lr=*", "lr=?", "lr=[1]", "lr=1"])
+def test_r49_nothing_but_the_checkpoint_itself_is_removed(name: str, bucket: Path) -> None:
+    for number in (1, 2):
+        save(f"bucket://runs/lr={number}/e.ckpt", number)
+    others = [file.name for file in bucket.iterdir() if not file.name.startswith(f"runs|{name}|")]
+    save(f"bucket://runs/{name}/e.ckpt", 3)
+    Folder(f"bucket://runs/{name}/e.ckpt").remove()
+    assert sorted(file.name for file in bucket.iterdir()) == sorted(others)
+
+
+def test_r49_single_files_in_a_bucket_come_and_go_and_the_last_is_found(bucket: Path, two_ranks: RankPool) -> None:
+    strategy = {"stage": 2, "checkpoint": {"format": "full"}}
+    two_ranks.run(in_bucket, jobs.fit_keeping, bucket, strategy, 2, "bucket://run/kept", **SETTINGS)
+    assert Folder("bucket://run/kept").names() == ["epoch=1-step=10.ckpt", "epoch=1-step=8.ckpt", "last.ckpt"]
+    again = two_ranks.run(in_bucket, jobs.resume_from_last, bucket, strategy, 2, "bucket://run/kept")
+    assert [len(run["losses"]) for run in again] == [jobs.STEPS] * 2
+
+
+def test_r35_a_save_takes_the_place_of_what_a_killed_one_left_in_a_bucket(bucket: Path, two_ranks: RankPool) -> None:
+    settings = {"every_n_train_steps": 5, "save_top_k": -1}
+    url = "bucket://run/kept"
+    two_ranks.run(in_bucket, jobs.fit_keeping, bucket, {"stage": 2}, 2, url, **settings)
+    fsspec.filesystem("bucket").rm_file(f"{url}/epoch=1-step=10.ckpt/manifest.json")
+    left = Folder(f"{url}/epoch=1-step=10.ckpt").names()
+    two_ranks.run(in_bucket, jobs.fit_keeping, bucket, {"stage": 2}, 2, url, resume="last", **settings)
+    assert Folder(url).names() == ["epoch=0-step=5.ckpt", "epoch=1-step=10.ckpt"]
+    assert not set(left) & set(Folder(f"{url}/epoch=1-step=10.ckpt").names())
+    assert verify(f"{url}/epoch=1-step=10.ckpt") == []
+
+
+# -- on a disk
+
+
+def test_two_colons_in_a_path_are_two_colons(tmp_path: Path) -> None:
+    for number, name in enumerate(("a::b.ckpt", "a::c.ckpt")):
+        save(str(tmp_path / name), number)
+    assert sorted(os.listdir(tmp_path)) == ["a::b.ckpt", "a::c.ckpt"]
+    assert value_at(str(tmp_path / "a::b.ckpt")) == 0
+
+
+def test_a_link_may_move_while_what_it_showed_is_read(tmp_path: Path) -> None:
+    for number in (1, 2):
+        save(str(tmp_path / f"{number}.ckpt"), number)
+    (tmp_path / "last.ckpt").symlink_to("1.ckpt")
+    with closing(StoredCheckpoint(tmp_path / "last.ckpt")) as found:
+        (tmp_path / "last.ckpt").unlink()
+        (tmp_path / "last.ckpt").symlink_to("2.ckpt")
+        assert float(found.load()["state_dict"]["w"].mean()) == 1
+
+
+def test_a_checkpoint_that_was_saved_over_while_it_is_read_says_so(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.ckpt")
+    save(path, 1)
+    with closing(StoredCheckpoint(path)) as found:
+        save(path, 2)
+        with pytest.raises(CheckpointError, match="Another checkpoint was saved to its place in between"):
+            found.load()

@@ -266,3 +266,14 @@ def test_saving_to_the_last_ones_path_after_fit_saves(save_last: Any, two_ranks:
     two_ranks.run(jobs.save_as_last_after_fit, {"stage": 2}, tmp_path, save_last)
     state = StoredCheckpoint(tmp_path / "last.ckpt").load()["state_dict"]
     assert all(bool((value == 7).all()) for name, value in state.items() if name.startswith("layers."))
+
+
+@pytest.mark.parametrize("asynchronously", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_without_an_optimizer_is_saved_and_goes_on(
+    stage: int, asynchronously: bool, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    strategy = {"stage": stage, "checkpoint": {"async_save": asynchronously}}
+    found = two_ranks.run(jobs.fit_without_optimizer, strategy, tmp_path / "a.ckpt")
+    assert found == two_ranks.run(jobs.fit_without_optimizer, "ddp", tmp_path / "b.ckpt")
+    assert verify(tmp_path / "a.ckpt") == []

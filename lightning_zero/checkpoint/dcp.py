@@ -39,6 +39,7 @@ def import_dcp(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> N
     Raises:
         CheckpointError: when `source` is no DCP folder, holds no model, or an optimizer's state is flattened.
     """
+    Folder(out).parent.refuse_inside_checkpoint()  # `out` itself may be one, which gives way
     folder = Folder(source)
     if not folder.fs.isfile(folder.file(".metadata")):
         raise CheckpointError(f"{source} is not a folder of torch.distributed.checkpoint: it has no .metadata.")
@@ -82,7 +83,8 @@ def export_dcp(url: str | os.PathLike[str], out: str | os.PathLike[str]) -> list
         CheckpointError: when the checkpoint is damaged, or there is something at `out`.
     """
     folder = Folder(out)
-    if folder.fs.isfile(folder.path):
+    folder.refuse_inside_checkpoint()
+    if folder.is_file:
         raise CheckpointError(f"{out} is a file. Name a new folder.")
     if folder.names():
         raise CheckpointError(f"{out} is not empty. Name a new folder.")

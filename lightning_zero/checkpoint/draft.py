@@ -97,7 +97,7 @@ class Draft(ABC):
         """Raises CheckpointError when something else than a checkpoint is in the place, or another job writes there;
         then there is nothing to close."""
         folder = self.folder
-        if folder.fs.isfile(folder.path):
+        if folder.is_file:
             raise CheckpointError(
                 f"{folder} is a file, and a sharded checkpoint is a folder. Remove it, choose another path, or write "
                 "single files: ZeroStrategy(checkpoint=Checkpoint(format='full'))."

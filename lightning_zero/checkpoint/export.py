@@ -50,21 +50,12 @@ def consolidate(url: str | os.PathLike[str], out: str | os.PathLike[str], *, obj
     """
     with closing(StoredCheckpoint(url)) as checkpoint:
         place = Folder(out)
-        _refuse_inside_checkpoint(place, place.parent)
-        if place.fs.isdir(place.path):
-            raise CheckpointError(f"{out} is a folder; name the file to write, such as {place.inside('model.ckpt')}.")
+        place.refuse_inside_checkpoint()
+        if place.exists and not place.is_file:
+            raise CheckpointError(f"{out} is no file; name the file to write, such as {place.inside('model.ckpt')}.")
         with _arriving(place) as scratch:
             write_single_file(checkpoint, scratch, objects=objects)
         return checkpoint.left_out
-
-
-def _refuse_inside_checkpoint(*folders: Folder) -> None:
-    """A checkpoint's folder holds its own files only: the next save to it refuses to touch any other."""
-    for folder in folders:
-        if folder.is_checkpoint:
-            raise CheckpointError(
-                f"{folder} is a checkpoint, and nothing else may be written there. Name another place."
-            )
 
 
 @contextmanager
@@ -79,6 +70,8 @@ def _arriving(place: Folder) -> Iterator[Path]:
             scratch.replace(place.path)
         else:
             place.fs.put_file(str(scratch), place.path)
+    except OSError as error:  # of a full disk, which file it is about is not in it
+        raise CheckpointError(f"cannot write {place}: {error.strerror or error}") from error
     finally:
         scratch.unlink(missing_ok=True)
 
@@ -221,8 +214,8 @@ def export_safetensors(
         names = [f"model-{at:05}-of-{len(groups):05}.safetensors" for at in range(1, len(groups) + 1)]
         names = names if len(groups) > 1 else ["model.safetensors"]
         target = Folder(out)
-        _refuse_inside_checkpoint(target, target.parent)
-        if target.fs.isfile(target.path):
+        target.refuse_inside_checkpoint()
+        if target.is_file:
             raise CheckpointError(f"{out} is a file; name the folder to write to.")
         with ExitStack() as arriving:  # none comes if one cannot be written; the index, which readers trust, is last
             index_file = arriving.enter_context(_arriving(target.inside(INDEX))) if len(names) > 1 else None
@@ -233,6 +226,8 @@ def export_safetensors(
                 weight_map = {key: name for name, group in zip(names, groups, strict=True) for key in group}
                 index = {"metadata": {"total_size": total}, "weight_map": weight_map}
                 index_file.write_text(json.dumps(index, indent=2))
+                if INDEX in target.names():  # whatever ends this now, none reads files of two exports as one model
+                    target.fs.rm_file(target.file(INDEX))
     for name in target.names():  # of an earlier export, which transformers might prefer to this one
         if _EXPORTED.fullmatch(name) and name not in (*names, INDEX if len(names) > 1 else ""):
             target.fs.rm_file(target.file(name))

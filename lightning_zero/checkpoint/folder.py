@@ -49,7 +49,10 @@ class Folder:
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
         self.url = str(url)
-        self.fs, path = url_to_fs(self.url)
+        if "://" in self.url or self.url.startswith("file:"):
+            self.fs, path = url_to_fs(self.url)
+        else:  # `url_to_fs` would take "::" in a path for a file system inside another one
+            self.fs, path = LocalFileSystem(), str(LocalFileSystem._strip_protocol(self.url))
         self.is_local = isinstance(self.fs, LocalFileSystem)
         if not self.is_local:  # an object store knows files, not folders: there the manifest stands for its folder
             path = path.rstrip("/").removesuffix(f"/{MANIFEST}")
@@ -66,7 +69,36 @@ class Folder:
 
     @property
     def is_checkpoint(self) -> bool:
+        self.refresh()
         return bool(self.fs.isfile(self.file(MANIFEST)))
+
+    @property
+    def is_file(self) -> bool:
+        self.refresh()
+        return bool(self.fs.isfile(self.path))
+
+    @property
+    def exists(self) -> bool:
+        self.refresh()
+        return bool(self.fs.exists(self.path))
+
+    @property
+    def is_leftover(self) -> bool:
+        """Whether a save or a removal that was killed left this on an object store: files of ours, and no manifest."""
+        names = [] if self.is_local or self.is_file else self.names()
+        return bool(names) and MANIFEST not in names and all(OURS.fullmatch(name) for name in names)
+
+    def refresh(self) -> None:
+        """Forgets what was listed here. Object stores' file systems remember listings for good, and other processes
+        write here too: a stale one hides the newest checkpoint, or shows an old one."""
+        if not self.is_local:
+            self.fs.invalidate_cache(self.path)
+
+    @property
+    def real(self) -> "Folder":
+        """What a link shows. It may move while somebody reads what it showed."""
+        path = Path(self.path)
+        return Folder(path.resolve()) if self.is_local and path.is_symlink() and path.exists() else self
 
     def file(self, name: str) -> str:
         return posixpath.join(self.path, name)
@@ -80,7 +112,7 @@ class Folder:
 
     def names(self) -> list[str]:
         """Of what is inside; nothing where there is no folder."""
-        self.fs.invalidate_cache(self.path)
+        self.refresh()
         try:
             found = self.fs.ls(self.path, detail=False)
         except (FileNotFoundError, NotADirectoryError):
@@ -88,6 +120,7 @@ class Folder:
         return sorted(posixpath.basename(path.rstrip("/")) for path in found)
 
     def open(self, name: str) -> IO[bytes]:
+        self.refresh()
         with self._reading(name):
             return self.fs.open(self.file(name), "rb")
 
@@ -96,7 +129,7 @@ class Folder:
             return stream.read()
 
     def size(self, name: str) -> int:
-        self.fs.invalidate_cache(self.path)
+        self.refresh()
         with self._reading(name):
             return int(self.fs.size(self.file(name)))
 
@@ -125,6 +158,19 @@ class Folder:
                 f"{self} is a folder that is not a checkpoint (it holds {shown}). Choose another path, or empty it."
             )
 
+    def refuse_inside_checkpoint(self) -> None:
+        """Raises CheckpointError when this is, or is to be, inside a checkpoint: that holds its own files only, and the
+        next save to it would refuse to touch any other."""
+        path = self.path
+        while path not in ("", "/"):
+            if self.fs.isfile(posixpath.join(path, MANIFEST)):
+                outer = Folder(path if self.is_local else self.fs.unstrip_protocol(path))
+                if any(name.startswith("shard-") for name in outer.names()):  # other programs have manifests, too
+                    raise CheckpointError(
+                        f"{outer} is a checkpoint, and nothing else may be written there. Name another place."
+                    )
+            path = posixpath.dirname(path)
+
     def remove(self) -> None:
         """Takes the checkpoint away. A link only goes itself. Nothing happens where there is nothing."""
         self.hide()()
@@ -133,6 +179,9 @@ class Folder:
         """The first half of `remove`: nobody finds the checkpoint any more. Returns the other half, which may take its
         time and never fails."""
         if not self.is_local:
+            if self.is_file:
+                self.fs.rm_file(self.path)
+                return lambda: None
             if MANIFEST in (names := self.names()):
                 self.fs.rm_file(self.file(MANIFEST))
             return partial(self._delete_uploaded, [self.file(name) for name in names if name != MANIFEST])
@@ -144,10 +193,12 @@ class Folder:
         return lambda: None
 
     def _delete_uploaded(self, files: list[str]) -> None:
-        with contextlib.suppress(Exception):  # without a manifest they are nobody's; the next save here tries again
-            if files:
-                self.fs.rm(files, recursive=True)
-            self.fs.rm(self.path, recursive=True)  # an object store has no folder to remove
+        for file in files:  # not `rm`, which takes "*" and "[" in a path for patterns
+            with contextlib.suppress(Exception):  # without a manifest they are nobody's; the next save here tries again
+                self.fs.rm_file(file)
+        with contextlib.suppress(Exception):  # where there are folders
+            if "/" in self.path.strip("/"):  # not a bucket
+                self.fs.rmdir(self.path)
 
     def _delete_hidden(self, hidden: Path) -> None:
         shutil.rmtree(hidden, ignore_errors=True)

@@ -117,9 +117,9 @@ class CheckpointKeeper:
         """Opens the checkpoint. Returns where it is, and what no other checkpoint has; None where there is nothing."""
         self.saver.wait()  # it may be the one that is being written
         folder = Folder(path)
-        if folder.fs.isfile(folder.path) and not folder.parent.is_checkpoint:
+        if folder.is_file and not folder.parent.is_checkpoint:
             return {"path": str(folder), "is": _fingerprint(folder)}
-        if not folder.fs.exists(folder.path):
+        if not folder.exists:
             return {"path": path, "is": None}
         self._resumed = StoredCheckpoint(path)
         return {"path": str(folder), "is": [file.name for file in self._resumed.manifest.files[:1]]}

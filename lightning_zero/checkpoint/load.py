@@ -55,7 +55,7 @@ class StoredCheckpoint:
     """
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
-        self.folder = Folder(url)
+        self.folder = Folder(url).real
         self.manifest: Manifest = read_manifest(self.folder)
         self.reader = ShardReader(self.folder, self.manifest)
         self.left_out: list[str] = []  # classes of objects that the last `tree` did not read
@@ -206,7 +206,7 @@ def find_newest(url: str | os.PathLike[str]) -> Found:
     skipped = []
     for name in parent.names():
         folder = parent.inside(name)
-        if folder.fs.isfile(folder.path):
+        if folder.is_file:
             continue
         if name.startswith("."):
             if name.endswith(".saving"):

@@ -35,6 +35,7 @@ VERSION = 1
 BLOCK_BYTES = 8192
 _MOST_DIMENSIONS = 64  # before their sizes are multiplied
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=-]*")
+_END_OF_TIME = 253402300800  # 10000-01-01 in seconds since 1970: what clocks and calendars can tell
 _SEAL = ',"crc32":"%08x"}\n'
 _SEAL_BYTES = len(_SEAL % 0)
 
@@ -204,7 +205,8 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
 
 def _from_plain(plain: dict[str, Any]) -> Manifest:
     about, tree, partials = (_dict(plain[key], key) for key in ("about", "tree", "partials"))
-    if type(about.get("saved_at", 0.0)) not in (int, float):
+    saved_at = about.get("saved_at", 0.0)
+    if type(saved_at) not in (int, float) or not 0 <= saved_at < _END_OF_TIME:
         raise ValueError(f"it was saved at {about['saved_at']!r}")
     files = tuple(
         ShardFile(_name(f["name"]), _count(f["bytes"]), _name(f["checks"]), _count(f["checks_crc32"]))
@@ -328,13 +330,13 @@ def _objects(name: Any, nbytes: Any, crc32: Any, classes: Any) -> ObjectsFile:
 
 def what_was_meant(folder: Folder) -> str:
     """What the user may have meant by a path that holds no checkpoint."""
-    if folder.fs.isfile(folder.path):
+    if folder.is_file:
         if folder.parent.is_checkpoint:
             return f"it is a file of the checkpoint {folder.parent}; pass that folder."
         return "it is a file, and a sharded checkpoint is a folder."
     names = folder.names()
     if not names:
-        return "there is no such folder." if not folder.fs.exists(folder.path) else "the folder is empty."
+        return "there is no such folder." if not folder.exists else "the folder is empty."
     inside = [name for name in names if folder.inside(name).is_checkpoint]
     if inside:
         return f"it is a folder of checkpoints; pass one of them: {', '.join(inside[:5])}."

@@ -305,13 +305,15 @@ def open_shard(folder: Folder, file: ShardFile) -> Any:
         if found == file.nbytes:
             return folder.open(file.name)
     except FileNotFoundError:
-        raise CheckpointError(f"{folder}: {file.name} is missing. {_census(folder)}") from None
+        raise CheckpointError(f"{folder}: {file.name} is missing. {_census(folder, file)}") from None
     raise CheckpointError(f"{folder.file(file.name)} has {found} bytes and should have {file.nbytes}.")
 
 
-def _census(folder: Folder) -> str:
+def _census(folder: Folder, missing: ShardFile) -> str:
     names = set(folder.names())
     files = read_manifest(folder).files
+    if missing not in files:
+        return "Another checkpoint was saved to its place in between: open that."
     return f"{sum(file.name in names for file in files)} of {len(files)} shards are there."
 
 

@@ -296,7 +296,11 @@ class Decoder:
         return numpy.dtype(value["dtype"]).type(self.decode(value["value"]))
 
     def _instance(self, value: dict[str, Any]) -> Any:
-        return _class(value["class"])(self.decode(value["of"]))
+        cls, of = _class(value["class"]), self.decode(value["of"])
+        try:
+            return cls(of)
+        except Exception as error:  # whatever a constructor raises for what it would never have made
+            raise ValueError(f"{value['class']} cannot be made: {error}") from error
 
     _readers: Mapping[str, Callable[["Decoder", dict[str, Any]], Any]] = {
         "tensor": _named_tensor,
