@@ -152,7 +152,9 @@ def _fingerprint(file: Folder) -> list[int]:
     size = file.fs.size(file.path)
     if size is None:  # it is made when it is opened, as of zero://
         return []
-    return [size, zlib.crc32(file.fs.read_block(file.path, max(0, size - _END_BYTES), _END_BYTES))]
+    with file.fs.open(file.path, "rb") as stream:
+        stream.seek(max(0, size - _END_BYTES))
+        return [size, zlib.crc32(stream.read())]
 
 
 def _refuse_different(records: list[Record]) -> Record:
