@@ -1,20 +1,26 @@
 """The checkpoints of one run: what links show, what goes when, and that all ranks go on from the same one."""
 
+import argparse
 import errno
 import os
 import threading
 import time
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from lightning.fabric.utilities.data import AttributeDict
+from torch import Tensor
 
 import crash_jobs as jobs
-from lightning_zero.checkpoint import CheckpointKeeper, Folder
+from lightning_zero.checkpoint import CheckpointKeeper, Folder, Saver
 from lightning_zero.checkpoint.draft import Draft, LocalDraft
 from lightning_zero.checkpoint.shard import ShardReader
 from lightning_zero.comm import Comm, LocalComm
+from lightning_zero.lazy import LazyTensor
 from lightning_zero.threads import ThreadWorld
 
 IN_BACKGROUND = pytest.mark.parametrize("in_background", [False, True])
@@ -199,6 +205,35 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_an_error_on_all(
 
     monkeypatch.setattr(ShardReader, "read", fail)
     assert on_ranks(do) == ["CheckpointError: rank 1: OSError: [Errno 5] Input/output error"] * 2
+
+
+@pytest.mark.parametrize("keys", ["words", "numbers too"])
+def test_what_is_not_read_by_range_is_in_memory_in_whatever_container(keys: str, tmp_path: Path) -> None:
+    containers: list[Callable[[Tensor], Any]] = [
+        *(lambda t: {"a": t}, lambda t: [t], lambda t: (t, 1), lambda t: deque([t]), lambda t: OrderedDict(a=t)),
+        *(lambda t: argparse.Namespace(a=t), lambda t: AttributeDict(a=t), lambda t: {1: t}),
+    ]
+    tree: dict[Any, Any] = {
+        "state_dict": {"w": torch.ones(2)},
+        "callbacks": [make(torch.ones(3)) for make in containers],
+    }
+    Saver(LocalComm().board).save(tree | ({7: "seven"} if keys == "numbers too" else {}), str(tmp_path / "a"), {})
+    keeper = CheckpointKeeper(LocalComm(), in_background=False, warn=warnings.append)
+    found = keeper.open(str(tmp_path / "a"), lazy=("state_dict",), objects=False)
+    assert found is not None
+    assert isinstance(found["state_dict"]["w"], LazyTensor)
+    for value in found["callbacks"]:
+        held = next(
+            iter(
+                vars(value).values()
+                if isinstance(value, argparse.Namespace)
+                else value.values()
+                if isinstance(value, dict)
+                else value
+            )
+        )
+        assert type(held) is Tensor
+        assert torch.equal(held, torch.ones(3))
 
 
 def test_a_missing_checkpoint_is_also_the_error_that_lightning_has_for_it(tmp_path: Path) -> None:

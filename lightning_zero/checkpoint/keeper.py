@@ -11,7 +11,6 @@ from lightning_zero.checkpoint.folder import CheckpointError, CheckpointNotFound
 from lightning_zero.checkpoint.load import StoredCheckpoint
 from lightning_zero.checkpoint.save import Saver
 from lightning_zero.comm import Comm
-from lightning_zero.lazy import materialize
 from lightning_zero.unread import UnreadParameters
 
 _END_BYTES = 65536
@@ -126,8 +125,7 @@ class CheckpointKeeper:
 
     def _read_into(self, read: dict[str, Any], lazy: Collection[str], objects: bool) -> Record:
         assert self._resumed is not None
-        tree = self._resumed.tree(objects=objects)
-        read.update({key: value if key in lazy else materialize(value) for key, value in tree.items()})
+        read.update(self._resumed.tree(objects=objects, lazy=lazy))
         return {}
 
     def verify_rest(self) -> None:

@@ -4,8 +4,8 @@ import io
 import math
 import os
 import zlib
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.manifest import Entry, Manifest, read_manifest
 from lightning_zero.checkpoint.shard import ShardReader, open_shard
-from lightning_zero.checkpoint.tree import Decoder
+from lightning_zero.checkpoint.tree import Decoder, parted
 from lightning_zero.extents import Extent
 from lightning_zero.lazy import LazyTensor, Stored
 
@@ -60,13 +60,22 @@ class StoredCheckpoint:
         self.reader = ShardReader(self.folder, self.manifest)
         self.left_out: list[str] = []  # classes of objects that the last `tree` did not read
 
-    def tree(self, *, objects: bool = False) -> dict[str, Any]:
+    def tree(self, *, objects: bool = False, lazy: Collection[str] | None = None) -> dict[str, Any]:
         """What was saved, with a `LazyTensor` for every tensor; the same one wherever the same tensor stood.
 
         Args:
             objects: unpickle what had to be pickled, which runs whatever code it names; otherwise it is left out.
+            lazy: the entries that this is for; those of the others are in memory. None: all.
         """
-        return self._decode_all(self._lazy, objects)
+        if lazy is None:
+            return self._decode_all(self._lazy, objects)
+        with self._believing():
+            later, now = parted(self.manifest.tree, lazy)
+        opened = self._objects() if objects else None
+        tree, left_out = self._decode(now, self._read, opened)
+        rest, left_out_too = self._decode(later, self._lazy, opened)
+        self.left_out = left_out + left_out_too
+        return tree | rest
 
     @property
     def told_left_out(self) -> str | None:
@@ -99,14 +108,7 @@ class StoredCheckpoint:
 
     def load(self, *, objects: bool = False) -> dict[str, Any]:
         """What was saved, with all tensors in memory; tied ones are one tensor."""
-        made: dict[str, Tensor] = {}
-
-        def read(name: str) -> Tensor:
-            if name not in made:
-                made[name] = StoredTensor(self.manifest.tensors[name], self.reader).whole()
-            return made[name]
-
-        return self._decode_all(read, objects)
+        return self._decode_all(self._read, objects)
 
     def _decode_all(self, tensor: Callable[[str], Tensor], objects: bool) -> dict[str, Any]:
         """What was saved, with `tensor(name)` for every tensor."""
@@ -118,10 +120,26 @@ class StoredCheckpoint:
     ) -> tuple[dict[str, Any], list[str]]:
         """A dictionary, and the classes of objects that were left out."""
         decoder = Decoder(tensor, self.manifest.partials, objects)
-        try:
+        with self._believing():
             return dict(decoder.decode(encoded)), decoder.left_out
-        except (ValueError, TypeError, RecursionError) as error:
+
+    @contextmanager
+    def _believing(self) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise CheckpointError(f"{self.folder}: its tree cannot be believed: {error}.") from error
+
+    @property
+    def _read(self) -> Callable[[str], Tensor]:
+        made: dict[str, Tensor] = {}
+
+        def read(name: str) -> Tensor:
+            if name not in made:
+                made[name] = StoredTensor(self.manifest.tensors[name], self.reader).whole()
+            return made[name]
+
+        return read
 
     @property
     def _lazy(self) -> Callable[[str], Tensor]:

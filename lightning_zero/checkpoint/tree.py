@@ -14,7 +14,7 @@ import json
 import math
 import pathlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, final
 
@@ -228,6 +228,17 @@ def _dict_of(items: list[Any]) -> dict[str, Any]:
     return dict(items) if is_simple else {TAG: "dict", "items": items}
 
 
+def parted(encoded: Mapping[str, Any], keys: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of an encoded dictionary the entries with these keys, and the others; both encoded too."""
+    if TAG not in encoded:
+        within = {key: value for key, value in encoded.items() if key in keys}
+        return within, {key: value for key, value in encoded.items() if key not in keys}
+    parts: tuple[list[Any], list[Any]] = ([], [])
+    for key, value in encoded["items"]:
+        parts[0 if isinstance(key, str) and key in keys else 1].append([key, value])
+    return _dict_of(parts[0]), _dict_of(parts[1])
+
+
 @final
 class Decoder:
     """The reverse of `Encoder`.
@@ -300,7 +311,7 @@ class Decoder:
         try:
             return cls(of)
         except Exception as error:  # whatever a constructor raises for what it would never have made
-            raise ValueError(f"{value['class']} cannot be made: {error}") from error
+            raise ValueError(f"this is no instance of {value['class']}: {error}") from error
 
     _readers: Mapping[str, Callable[["Decoder", dict[str, Any]], Any]] = {
         "tensor": _named_tensor,
