@@ -1,20 +1,21 @@
 """`LazyTensor`: stands in a checkpoint for a tensor whose values are elsewhere, spread over ranks or in a file.
 
 It has shape and dtype, and can be deleted, renamed, moved or replaced like any entry of a `state_dict`. Whoever looks
-at its values gets them (`Source.whole`). Code that knows it, the writer and the reader of checkpoints, takes only the
-ranges it needs and never asks for the whole.
+at its values gets them (`Source.whole`), and who edits them in place changes what counts. Code that knows it, the
+writer and the reader of checkpoints, takes only the ranges it needs and never asks for the whole.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_iter, tree_map
 
 from lightning_zero.extents import Extent
 
@@ -109,21 +110,37 @@ class Partial(dict[Any, Any]):
 
 
 @final
+class _Edited(Source):
+    """Values that users have edited, or may edit through a view that they were given."""
+
+    def __init__(self, name: str, values: Tensor) -> None:
+        super().__init__(name, tuple(values.shape), values.dtype)
+        self.values = values
+
+    def whole(self) -> Tensor:
+        return self.values.detach().clone()
+
+
+@final
 class LazyTensor(Tensor):
     """See the module's docstring."""
 
-    source: Source
+    _held: list[Source]  # the one source; a list, because what `detach` gives is the same tensor
 
     @staticmethod
     def __new__(cls, source: Source) -> "LazyTensor":
         with torch.inference_mode(False):
             host = torch.device("cpu")
             self = torch.Tensor._make_wrapper_subclass(cls, source.shape, dtype=source.dtype, device=host)
-        self.source = source
+        self._held = [source]
         return self
 
     def __init__(self, source: Source) -> None:
         super().__init__()
+
+    @property
+    def source(self) -> Source:
+        return self._held[0]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyTensor({self.source.name!r}, shape={self.source.shape}, dtype={self.source.dtype})"
@@ -141,14 +158,67 @@ class LazyTensor(Tensor):
             with _no_interception():
                 return func(*args, **kwargs)
         if func is Tensor.detach:
-            return LazyTensor(args[0].source)
+            alias = LazyTensor(args[0].source)
+            alias._held = args[0]._held
+            return alias
         if func is Tensor.copy_ and _take(args[0], args[1]):
             return args[0]
-        return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
+        return _run(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return func(*tree_map(_whole, args), **tree_map(_whole, kwargs or {}))
+        return _run(func, args, kwargs or {})
+
+
+class _Lent(NamedTuple):
+    """The values of a lazy tensor, while a function has them."""
+
+    tensor: LazyTensor
+    values: Tensor
+    version: int
+    place: int
+
+    @property
+    def is_edited(self) -> bool:
+        return self.values._version != self.version or self.values.data_ptr() != self.place
+
+    def may_be_edited(self, result: Any) -> bool:
+        """Whether they were, or whether a view of them is in `result`."""
+        return self.is_edited or any(
+            isinstance(item, numpy.ndarray) or (isinstance(item, Tensor) and _shares_memory(item, self.values))
+            for item in tree_iter(result)
+        )
+
+
+def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls `func` with values. If it edits them, or gives out a view through which they may be edited, they stay in
+    memory and count from now on: hooks edit the checkpoint that they are given, as they would without us."""
+    lent: dict[int, _Lent] = {}
+
+    def lend(value: Any) -> Any:
+        if not isinstance(value, LazyTensor):
+            return value
+        if id(value._held) not in lent:
+            with torch.inference_mode(False):  # else there would be no version
+                values = value.source.values if isinstance(value.source, _Edited) else value.source.whole()
+            lent[id(value._held)] = _Lent(value, values, values._version, values.data_ptr())
+        return lent[id(value._held)].values
+
+    result = func(*tree_map(lend, args), **tree_map(lend, kwargs))
+    for tensor, values, *_ in (it for it in lent.values() if it.may_be_edited(result)):
+        if (values.shape, values.dtype) != (tensor.shape, tensor.dtype):
+            raise RuntimeError(
+                f"{tensor} has another shape or dtype now, which cannot be done in place. Put a new tensor into the "
+                "checkpoint: state_dict[name] = ..."
+            )
+        tensor._held[0] = _Edited(tensor.source.name, values)
+    return next((it.tensor for it in lent.values() if it.values is result and it.is_edited), result)
+
+
+def _shares_memory(one: Tensor, other: Tensor) -> bool:
+    if isinstance(one, LazyTensor) or one.layout != torch.strided:
+        return False
+    return bool(one.numel()) and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _whole(value: Any) -> Any:

@@ -5,7 +5,7 @@ master and `.grad` its gradient, so the optimizer's state takes the piece's shap
 parameters. Hooks on `Optimizer.step` do it, so a step is a step whoever calls it: Lightning, a callback, a bare loop.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, final
 
 import torch
@@ -152,17 +152,19 @@ class PieceStepper:
 
     def cut_state(self) -> None:
         """Cuts state that exists already (some optimizers make it at construction) to this rank's pieces."""
+        whole = _names_of_other_shapes(self.optimizer.state.items())
         for parameter, state in self.optimizer.state.items():
             assert isinstance(parameter, Parameter)
             for name, value in state.items():
-                state[name] = self._cut(parameter, name, value)
+                state[name] = self._cut(parameter, name, value, whole)
 
-    def _cut(self, parameter: Parameter, name: str, value: Any) -> Any:
-        # A 0-d parameter's moments look like its step count; torch tells them apart by this name too.
+    def _cut(self, parameter: Parameter, name: str, value: Any, whole: Container[str]) -> Any:
         if not isinstance(value, Tensor):
             return value
         stored = value.source if isinstance(value, LazyTensor) else None
         is_whole = value.shape != parameter.shape or name == "step" or parameter in self._left_alone
+        if not parameter.shape and name in whole:  # its moments look like its step count, and like other scalars
+            is_whole = True
         if stored is not None and stored.name.endswith(WHOLE):  # nothing has to be guessed by the shape
             is_whole = True
         if is_whole or not self.home(parameter)[0].group.partition.optimizer:
@@ -292,8 +294,9 @@ class PieceStepper:
     def cut_state_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Of any strategy's `optimizer.state_dict()` what this rank steps; of stored tensors only that is read."""
         parameters = self.parameters
+        whole = _names_of_other_shapes((parameters[at], state) for at, state in state_dict.get("state", {}).items())
         state = {
-            index: {name: self._cut(parameters[index], name, value) for name, value in state.items()}
+            index: {name: self._cut(parameters[index], name, value, whole) for name, value in state.items()}
             for index, state in state_dict.get("state", {}).items()
             if self._owns_any(parameters[index])
         }
@@ -312,6 +315,16 @@ class PieceStepper:
             return True
         shard, index = self.home(parameter)
         return shard.group.piece(index).numel > 0 or not shard.group.layout.spans[index].numel
+
+
+def _names_of_other_shapes(states: Iterable[tuple[Any, Mapping[str, Any]]]) -> set[str]:
+    """Names of state tensors that have, for some parameter, not its shape."""
+    return {
+        name
+        for parameter, state in states
+        for name, value in state.items()
+        if isinstance(value, Tensor) and value.shape != parameter.shape
+    }
 
 
 def _of_one(name: str, value: Any) -> Any:

@@ -341,6 +341,20 @@ class Schedule:
             if not (resident.users or self._rendezvous.is_ahead(self._numbers[resident])):
                 self._release(resident)
 
+    @contextmanager
+    def noting_saved(self) -> Iterator[None]:
+        """Around a forward: also parameters that are read outside their units' forward are gathered again for backward.
+        Without it autograd saves the parameter itself, and finds its storage empty if its loan has ended meanwhile (a
+        checkpoint is saved between forward and backward)."""
+        if not self._residents or not torch.is_grad_enabled():
+            yield
+            return
+        self._saved.push()
+        try:
+            yield
+        finally:
+            self._saved.pop()
+
     def start_pass(self) -> None:
         """A new forward begins."""
         self.recover()

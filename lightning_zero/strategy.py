@@ -332,7 +332,8 @@ class ZeroStrategy(CheckpointingStrategy):
         if self.broadcast_buffers and self._buffers_are_stale and self.engine is self._trained:
             self.engine.broadcast_buffers()
         self.engine.rendezvous.open()  # others may have no further batch: meet no more before all have done
-        yield
+        with self.engine.schedule.noting_saved():
+            yield
         self._buffers_are_stale = synchronises
         if not torch.is_grad_enabled():
             self.engine.loans.take_back()

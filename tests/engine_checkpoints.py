@@ -241,7 +241,7 @@ def wrong_pieces(engine: Engine, optimizers: Sequence[Optimizer], saved: Mapping
     """
     told: list[str] = []
     values = saved["state_dict"]
-    for group in engine._groups:
+    for group in [access.group for access in engine._accesses]:
         for index, span in enumerate(group.layout.spans):
             piece = group.piece(index)
             master = group.piece_of(group.master, index).reshape(-1)
@@ -250,7 +250,9 @@ def wrong_pieces(engine: Engine, optimizers: Sequence[Optimizer], saved: Mapping
                 resting = values[span.name].to(group.kind.resting)
                 told += differences(group.views[index], resting, f"what forward sees of {span.name}")
         told += differences(group.owned_param, group.master.to(group.kind.resting), f"what is sent of {group.name}")
-    grouped = {id(parameter) for group in engine._groups for parameter in group.parameters}
+    grouped = {
+        id(parameter) for group in [access.group for access in engine._accesses] for parameter in group.parameters
+    }
     for name, value in engine.module.state_dict(keep_vars=True).items():
         told += [] if id(value) in grouped else differences(value.detach(), values[name], name)
     for number, (optimizer, state_dict) in enumerate(zip(optimizers, saved["optimizer_states"], strict=True)):

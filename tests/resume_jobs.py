@@ -90,6 +90,50 @@ class Assigns(Overrides):
     assigns = True
 
 
+class EditsTheCheckpoint(Net):
+    """Operates on what it is given before it is loaded."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        state["head.bias"].zero_()
+        state["head.weight"][0] = 0.5
+        state["net.0.bias"].data.mul_(2)
+        state["net.3.weight"] *= 0.5
+        nn.init.constant_(state["net.3.bias"], 0.1)
+        moments = checkpoint["optimizer_states"][0]["state"]
+        moments[0]["exp_avg"].zero_()
+        moments[4]["exp_avg_sq"].view(-1)[1:].mul_(4)
+
+
+class SavesInBetween(Net):
+    """Saves between a forward and its backward, of a graph that reads weights in other places than their modules."""
+
+    def __init__(self, path: Path, when: str) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.9))
+        self.path, self.when = path, when
+
+    def loss_of(self, batch: Any) -> Tensor:
+        out = self.head(self.net(batch[0])) * self.scale
+        out = out + nn.functional.linear(torch.tanh(out @ self.head.weight), self.head.weight)
+        return nn.functional.cross_entropy(out, batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self._save("training_step")
+        return loss
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self._save("on_before_zero_grad")
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self._save("on_before_backward")
+
+    def _save(self, hook: str) -> None:
+        if self.when == hook and self.trainer.global_step == 2:
+            self.trainer.save_checkpoint(self.path)
+
+
 class Looks(Net):
     """Its optimizer depends on the weights."""
 
@@ -117,6 +161,24 @@ def edit_in_a_callback(strategy: Any, path: Path) -> Any:
     model, edits = Net(), Edits()
     fit(strategy, model, 2, path, callbacks=[edits])
     return model.losses, edits.seen
+
+
+def edit_the_checkpoint_in_place(strategy: Any, path: Path) -> Any:
+    saved(strategy, path)
+    model = EditsTheCheckpoint()
+    fit(strategy, model, 2, path)
+    return model.losses
+
+
+def save_between_forward_and_backward(strategy: Any, path: Path) -> Any:
+    losses = []
+    for when in ("training_step", "on_before_backward", "on_before_zero_grad"):
+        for precision in ("32-true", "bf16-mixed"):
+            L.seed_everything(1, verbose=False)
+            model = SavesInBetween(path, when)
+            fit(strategy, model, 1, precision=precision)
+            losses.append(model.losses)
+    return losses
 
 
 def edit_on_rank_0_only(strategy: Any, path: Path) -> Any:

@@ -250,7 +250,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_left_of_the_try(
 def test_a_folder_is_no_place_for_a_file_nor_a_file_for_a_folder(tmp_path: Path) -> None:
     folder = save(tmp_path / "folder", {"value": torch.ones(2)})
     (tmp_path / "there").mkdir()
-    with pytest.raises(CheckpointError, match=r"there is a folder; name the file to write, such as .*/model.ckpt"):
+    with pytest.raises(CheckpointError, match=r"there is no file; name the file to write, such as .*/model.ckpt"):
         consolidate(folder, tmp_path / "there")
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="file is a file; name the folder"):

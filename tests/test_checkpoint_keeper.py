@@ -223,15 +223,8 @@ def test_what_is_not_read_by_range_is_in_memory_in_whatever_container(keys: str,
     assert found is not None
     assert isinstance(found["state_dict"]["w"], LazyTensor)
     for value in found["callbacks"]:
-        held = next(
-            iter(
-                vars(value).values()
-                if isinstance(value, argparse.Namespace)
-                else value.values()
-                if isinstance(value, dict)
-                else value
-            )
-        )
+        values = vars(value) if isinstance(value, argparse.Namespace) else value
+        held = next(iter(values.values() if isinstance(values, dict) else values))
         assert type(held) is Tensor
         assert torch.equal(held, torch.ones(3))
 

@@ -308,10 +308,14 @@ def test_what_is_no_plain_data_is_an_object_left_out_unless_opted_in(kind: str) 
     encoded = through_json(encoder.encode({"a": {"b": value, "c": 1}, "d": [1, value, 2], "e": (value,)}))
     assert [place for place, _ in encoder.objects] == ["a/b", "d/1", "e/0"]
     without = decoder_of(encoder)
-    assert without.decode(encoded) == {"a": {"c": 1}, "d": [1, 2], "e": ()}
+    assert without.decode(encoded) == {"a": {"c": 1}, "d": [1, None, 2], "e": (None,)}
     assert without.left_out == [f"{type(value).__module__}.{type(value).__qualname__}"] * 3
     found = decoder_of(encoder, opted_in=True).decode(encoded)
     assert found["a"]["b"] is found["d"][1] is found["e"][0] is value
+
+
+def test_an_object_in_a_set_is_left_out_of_it() -> None:
+    assert there_and_back({1, Colour.RED}) == {1}
 
 
 def test_an_object_as_key_takes_its_item_with_it() -> None:

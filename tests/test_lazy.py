@@ -2,6 +2,8 @@
 
 import copy
 import io
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -113,3 +115,64 @@ def test_outside_of_a_load_a_copy_reads(source: Counted) -> None:
 def test_another_shape_is_torchs_own_error(source: Counted) -> None:
     with pytest.raises(RuntimeError, match=r"size mismatch for weight.*\[3, 4\].*\[3, 5\]"):
         nn.Linear(5, 3, bias=False).load_state_dict({"weight": LazyTensor(source)})
+
+
+def edited_by_setting_data(tensor: Tensor) -> None:
+    tensor.data = torch.full(tensor.shape, 7.0)
+
+
+EDITS = {
+    "method": lambda tensor: tensor.zero_(),
+    "item": lambda tensor: tensor.__setitem__(0, 7.0),
+    "slice of an item": lambda tensor: tensor[1][2:].fill_(7.0),
+    "operator": lambda tensor: tensor.__imul__(3),
+    "view": lambda tensor: tensor.view(-1)[:5].copy_(torch.arange(5.0)),
+    "transposed": lambda tensor: tensor.t().add_(torch.arange(3.0)),
+    "detached": lambda tensor: tensor.detach().mul_(2),
+    "data": lambda tensor: tensor.data.mul_(2),
+    "data set": edited_by_setting_data,
+    "array": lambda tensor: tensor.numpy().__setitem__(0, 7.0),
+    "initialisation": lambda tensor: nn.init.constant_(tensor, 7.0),
+    "output": lambda tensor: torch.add(tensor, 1, out=tensor),
+    "the same device": lambda tensor: tensor.to("cpu").mul_(2),
+    "with itself": lambda tensor: tensor.add_(tensor),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_an_edit_in_place_is_kept(edit: Callable[[Tensor], Any], inference: bool, source: Counted) -> None:
+    lazy, plain = LazyTensor(source), torch.ones(3, 4)
+    with torch.inference_mode(inference):
+        edit(lazy)
+        edit(lazy)
+        edit(plain)
+        edit(plain)
+    assert torch.equal(materialize(lazy), plain)
+    assert torch.equal(lazy + 0, plain)
+    assert source.reads == 1
+
+
+def test_an_edited_tensor_is_no_longer_read_from_where_it_was(source: Counted) -> None:
+    lazy = LazyTensor(source)
+    assert lazy.mul_(2) is lazy
+    parameter = nn.Parameter(torch.zeros(3, 4))
+    with torch.no_grad(), receiving(lambda *_: pytest.fail("noted")):
+        parameter.copy_(lazy)
+    assert torch.equal(parameter, torch.full((3, 4), 2.0))
+    copied = materialize(lazy)
+    copied.zero_()
+    assert torch.equal(materialize(lazy), torch.full((3, 4), 2.0))
+
+
+@pytest.mark.parametrize("look", [lambda t: t + 1, lambda t: t.sum().item(), lambda t: t.clone(), copy.deepcopy])
+def test_who_only_looks_holds_nothing_in_memory(look: Callable[[Tensor], Any], source: Counted) -> None:
+    lazy = LazyTensor(source)
+    look(lazy)
+    assert lazy.source is source
+
+
+@pytest.mark.parametrize("edit", [lambda t: t.resize_(2), lambda t: t.unsqueeze_(0), lambda t: t.t_()])
+def test_an_edit_to_another_shape_says_what_to_write(edit: Callable[[Tensor], Any], source: Counted) -> None:
+    with pytest.raises(RuntimeError, match=r"state_dict\[name\] = "):
+        edit(LazyTensor(source))

@@ -19,6 +19,8 @@ DDP = "ddp_find_unused_parameters_true"
         jobs.edit_in_a_callback,
         jobs.edit_on_rank_0_only,
         jobs.edit_before_a_test,
+        jobs.edit_the_checkpoint_in_place,
+        jobs.save_between_forward_and_backward,
         jobs.edit_in_a_hook,
         jobs.override_load_state_dict,
         jobs.assign_what_is_loaded,

@@ -68,7 +68,7 @@ class Encoder:
         if value is None or type(value) in (bool, int, str):
             return value
         if type(value) is float:
-            return value if math.isfinite(value) else {TAG: "float", "value": repr(value)}
+            return value if math.isfinite(value) else {TAG: "float", "value": _sign_of(value) + repr(abs(value))}
         for kind, write in self._writers:
             if type(value) is kind:
                 return write(self, value, place)
@@ -223,6 +223,10 @@ def _items_of(encoded: dict[str, Any]) -> list[Any]:
     return encoded["items"] if encoded.get(TAG) == "dict" else [[key, item] for key, item in encoded.items()]
 
 
+def _sign_of(value: float) -> str:
+    return "-" if math.copysign(1, value) < 0 else ""  # also of NaN, whose repr hides it
+
+
 def _dict_of(items: list[Any]) -> dict[str, Any]:
     is_simple = all(isinstance(key, str) and key != TAG for key, _ in items)
     return dict(items) if is_simple else {TAG: "dict", "items": items}
@@ -257,7 +261,7 @@ class Decoder:
         self.left_out: list[str] = []  # classes of objects that were not read
 
     def decode(self, value: Any) -> Any:
-        """The value that was encoded. Objects that are not read are left out of the container that held them.
+        """The value that was encoded. Objects that are not read are left out of the dictionary or set that held them.
 
         Raises:
             ValueError: for what no `Encoder` writes.
@@ -283,6 +287,10 @@ class Decoder:
         return False
 
     def _sequence(self, items: list[Any]) -> list[Any]:
+        """None stands where something is left out: the others keep their places."""
+        return [self.decode(item) if self._is_there(item) else None for item in items]
+
+    def _members(self, items: list[Any]) -> list[Any]:
         return [self.decode(item) for item in items if self._is_there(item)]
 
     def _items(self, value: dict[str, Any]) -> list[tuple[Any, Any]]:
@@ -319,8 +327,8 @@ class Decoder:
         "ordered": lambda self, value: OrderedDict(self._items(value)),
         "partial": _partial,
         "tuple": lambda self, value: tuple(self._sequence(value["items"])),
-        "set": lambda self, value: set(self._sequence(value["items"])),
-        "frozenset": lambda self, value: frozenset(self._sequence(value["items"])),
+        "set": lambda self, value: set(self._members(value["items"])),
+        "frozenset": lambda self, value: frozenset(self._members(value["items"])),
         "deque": lambda self, value: deque(self._sequence(value["items"]), value["maxlen"]),
         "namespace": lambda self, value: argparse.Namespace(**self.decode(value["of"])),
         "float": lambda self, value: float(value["value"]),
