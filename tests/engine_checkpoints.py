@@ -250,9 +250,7 @@ def wrong_pieces(engine: Engine, optimizers: Sequence[Optimizer], saved: Mapping
                 resting = values[span.name].to(group.kind.resting)
                 told += differences(group.views[index], resting, f"what forward sees of {span.name}")
         told += differences(group.owned_param, group.master.to(group.kind.resting), f"what is sent of {group.name}")
-    grouped = {
-        id(parameter) for group in [access.group for access in engine._accesses] for parameter in group.parameters
-    }
+    grouped = {id(parameter) for access in engine._accesses for parameter in access.group.parameters}
     for name, value in engine.module.state_dict(keep_vars=True).items():
         told += [] if id(value) in grouped else differences(value.detach(), values[name], name)
     for number, (optimizer, state_dict) in enumerate(zip(optimizers, saved["optimizer_states"], strict=True)):

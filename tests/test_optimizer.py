@@ -94,6 +94,32 @@ def test_full_state_loads_at_any_stage_and_world(stage: int, world: int, other_s
         assert all(torch.equal(loaded["state"][index][name], value) for name, value in state.items())
 
 
+@pytest.mark.parametrize("kind", ["NAdam", "ASGD"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_scalar_state_of_a_parameter_without_dimensions_stays_scalar(stage: int, kind: str) -> None:
+    start = assorted()
+
+    def make(model: Any) -> tuple[Optimizer, None]:
+        return getattr(torch.optim, kind)(model.parameters(), lr=1e-3), None
+
+    def load(comm: Comm) -> Any:
+        model = clone(start)
+        optimizer, _ = make(model)
+        engine = Engine(model, [optimizer], stage=stage, comm=comm)
+        engine.states.load_optimizers([saved])
+        return engine.states.full_optimizer(optimizer)
+
+    alone = clone(start)
+    optimizer, _ = make(alone)
+    loss_of(alone, 0, 0).backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    assert any(not parameter.shape for parameter in alone.parameters())
+    loaded = on(2, load)["state"]
+    for index, state in saved["state"].items():
+        assert not [name for name, value in state.items() if not torch.equal(loaded[index][name], value)]
+
+
 def on(world: int, function: Any) -> Any:
     return function(LocalComm()) if world == 1 else ThreadWorld(world, 10).run(function)[0]
 
