@@ -297,10 +297,16 @@ class GlooComm(Comm):
         return self._all_gather(full, shard, key) if full.numel() else Work()
 
     def _send(self, tensor: Tensor, peer: int, key: str) -> dist.Work:
-        return self._group.send([tensor], peer, _tag(key))
+        return self._begin_with(peer, key, self._group.send, tensor)
 
     def _receive(self, tensor: Tensor, peer: int, key: str) -> dist.Work:
-        return self._group.recv([tensor], peer, _tag(key))
+        return self._begin_with(peer, key, self._group.recv, tensor)
+
+    def _begin_with(self, peer: int, key: str, begin: Callable[..., dist.Work], tensor: Tensor) -> dist.Work:
+        try:
+            return begin([tensor], peer, _tag(key))
+        except RuntimeError as error:  # the connection is closed, since an earlier wait timed out
+            raise self._lost(peer, key, error) from error
 
     def _wait(self, pending: list[tuple[int, dist.Work]], key: str) -> None:
         for peer, work in pending:

@@ -5,6 +5,7 @@ import errno
 import os
 import threading
 import time
+import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from lightning.fabric.utilities.data import AttributeDict
 from torch import Tensor
 
 import crash_jobs as jobs
-from lightning_zero.checkpoint import CheckpointKeeper, Folder, Saver
+from lightning_zero.checkpoint import CheckpointError, CheckpointKeeper, Folder, Saver
 from lightning_zero.checkpoint.draft import Draft, LocalDraft
 from lightning_zero.checkpoint.shard import ShardReader
 from lightning_zero.comm import Comm, LocalComm
@@ -249,6 +250,25 @@ def test_no_link_shows_what_could_not_be_saved(tmp_path: Path, monkeypatch: pyte
         assert "No space left on device" in failed
         assert not made
     assert os.listdir(tmp_path) == []
+
+
+def test_what_made_users_save_is_told_where_the_save_fails_too(tmp_path: Path) -> None:
+    def do(keeper: CheckpointKeeper, comm: Comm) -> str | None:
+        if comm.rank == 1:
+            return None
+        try:
+            try:
+                raise ValueError("the loss is not finite")
+            except ValueError:
+                save(keeper, comm, tmp_path / "a", 3)
+        except CheckpointError as error:
+            return "".join(traceback.format_exception(error))
+        return None
+
+    told = on_ranks(do, timeout=1.0)[0]
+    assert told is not None
+    assert "the loss is not finite" in told
+    assert "missing: [1]" in told
 
 
 def test_what_is_removed_is_gone_when_remove_returns(tmp_path: Path) -> None:

@@ -235,7 +235,8 @@ class Saver:
         try:
             return self._board.agree(f"{self._agreements}: {doing}", record, decide, absent)
         except AgreementError as error:
-            raise CheckpointError(str(error)) from None
+            told = str(error)
+        raise CheckpointError(told)  # out here: an error that made users save is told, and not ours behind this one
 
     def _begin(self, url: str, record: Record) -> Draft:
         """The same place and name on every rank."""
@@ -268,10 +269,12 @@ class Saver:
                 there = "What was there before is untouched."
             else:
                 there = _ONE_OF_BOTH
-            raise CheckpointError(f"Saving {draft.folder} failed: {error}. {there}") from None
+            done = {"failed": f"{error}. {there}"}
         finally:
             if board.rank == 0:
                 draft.close()
+        if "failed" in done:
+            raise CheckpointError(f"Saving {draft.folder} failed: {done['failed']}")
         if "in_doubt" in done:
             raise CheckpointError(f"Saving {draft.folder} failed: {done['in_doubt']}. {_ONE_OF_BOTH}")
         if "doubt" in done:
