@@ -121,9 +121,9 @@ class Saver:
             record = _told(prepare)
         draft = self._begin(url, record)
         if self.in_background:
-            self._saving = self._submit(self._write, draft, jobs[0])
+            self._saving = self._submit(self._write, draft, jobs)
         else:
-            self._write(draft, jobs[0])
+            self._write(draft, jobs)
 
     def _prepare(self, tree: dict[str, Any], about: dict[str, Any]) -> _Job:
         """Everything that looks at the values of `tree`, so that they may change as soon as `save` returns."""
@@ -256,7 +256,10 @@ class Saver:
             raise
         return mine[0] if mine else Draft.of(Folder(found["url"]), found["token"])
 
-    def _write(self, draft: Draft, job: _Job) -> None:
+    def _write(self, draft: Draft, jobs: list[_Job]) -> None:
+        # Taken out, so that the copy in it is free when this returns: the executor holds arguments for a moment after
+        # it has told that all is done, and the next save's copy would come on top.
+        job = jobs.pop()
         board = self._thread_board
         try:
             record = _told(partial(_write_files, draft, job, board))
