@@ -81,7 +81,7 @@ def finding_complete(find: Callable[..., set[str]]) -> Callable[..., set[str]]:
         if not Folder(parent).is_local:  # Lightning leaves out of what file system they are
             files = [self._fs.unstrip_protocol(path) for path in files]
         preempted = Folder(parent).inside(PREEMPTED)
-        if preempted.fs.isfile(preempted.path):
+        if preempted.is_file:
             files.append(str(preempted))
         newer = {path for path in files if self._fs.modified(path).timestamp() > saved_at}
         if newest is None or newer:
