@@ -45,9 +45,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from lightning_zero.checkpoint import Saver, StoredCheckpoint
-from lightning_zero.comm import make_comm
-from lightning_zero.extents import Extent
-from lightning_zero.lazy import LazyTensor, Spread
+from lightning_zero.shards.extents import Extent
+from lightning_zero.views.lazy import LazyTensor, Spread
+from lightning_zero.wire.native import make_comm
 
 NAMES = ["torch", "dcp", "zero", "zero-nocrc", "zero-async"]
 WIDTH = 1000  # of a layer, which has 12 MB with its states

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from omegaconf import DictConfig
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_zero.summary import update_summary
+from lightning_zero.sweeps.summary import update_summary
 
 
 class CostMeter(L.Callback):

@@ -1,10 +1,10 @@
 """ZeRO for PyTorch Lightning."""
 
-from lightning_zero import interop
 from lightning_zero.checkpoint import CheckpointError, verify
 from lightning_zero.checkpoint.export import consolidate, export_safetensors
 from lightning_zero.config import ActivationCheckpointing, Checkpoint, Offload
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.pl import interop
+from lightning_zero.pl.strategy import ZeroStrategy
 
 __all__ = [
     "ActivationCheckpointing",

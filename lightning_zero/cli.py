@@ -22,8 +22,8 @@ from lightning_zero.checkpoint import CheckpointError, Folder, StoredCheckpoint,
 from lightning_zero.checkpoint.dcp import export_dcp, import_dcp
 from lightning_zero.checkpoint.export import consolidate, export_safetensors
 from lightning_zero.checkpoint.manifest import Entry
-from lightning_zero.lazy import LazyTensor
-from lightning_zero.spread import WHOLE
+from lightning_zero.run.spread import WHOLE
+from lightning_zero.views.lazy import LazyTensor
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

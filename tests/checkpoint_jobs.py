@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import jobs
 from jobs import Classifier, Wide, read_checkpoint, state_of
-from lightning_zero.lazy import LazyTensor
+from lightning_zero.views.lazy import LazyTensor
 
 GLOBAL_BATCH, STEPS = 24, 5  # per epoch
 FEATURES, WIDTH, CLASSES = 7, 13, 5

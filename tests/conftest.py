@@ -1,4 +1,10 @@
+import fcntl
+import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
 
 import pytest
 import torch
@@ -11,6 +17,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@contextmanager
+def _locked(path: Path, how: int) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, how)
+        yield  # closing lets go of it
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test marked `alone` runs while no other lane of this session runs one, or sets one up."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return (yield)
+    folder = item.config._tmp_path_factory.getbasetemp().parent  # type: ignore[attr-defined]  # that of all lanes
+    how = fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH
+    with ExitStack() as held:
+        # Who waits for the others holds the door, or they would go round and never let go at the same time.
+        with _locked(folder / "door", fcntl.LOCK_EX):
+            held.enter_context(_locked(folder / "lanes", how))
+        return (yield)
 
 
 _POOLS: dict[int, RankPool] = {}

@@ -10,7 +10,6 @@ import fcntl
 import importlib
 import io
 import itertools
-import multiprocessing as mp
 import os
 import resource
 import signal
@@ -25,17 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.board import Board
 from lightning_zero.checkpoint import Folder, Saver, StoredCheckpoint
 from lightning_zero.checkpoint.draft import Draft
-from lightning_zero.comm import Comm
-from lightning_zero.extents import Extent
-from lightning_zero.lazy import LazyTensor, Partial, Spread
-from lightning_zero.threads import ThreadWorld
-
-# Processes that are cheap to start, so that tests may kill them by the dozen: torch is imported once, and then forked.
-CONTEXT = mp.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["lightning_zero"])
+from lightning_zero.shards.extents import Extent
+from lightning_zero.views.lazy import LazyTensor, Partial, Spread
+from lightning_zero.wire.board import Board
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.threads import ThreadWorld
+from ranks import CONTEXT, die_with_parent
 
 NUMEL = 30_001
 
@@ -197,6 +193,7 @@ def _rank_main(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    die_with_parent()
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port or 0, is_master=port is None, wait_for_workers=False)
     if tell_port is not None:

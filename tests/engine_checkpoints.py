@@ -12,10 +12,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint import Saver, StoredCheckpoint
-from lightning_zero.comm import Comm, LocalComm
-from lightning_zero.engine import Engine, Options
-from lightning_zero.lazy import Stored, receiving
-from lightning_zero.threads import ThreadWorld
+from lightning_zero.run.engine import Engine, Options
+from lightning_zero.shards.group import slot_of
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.local import LocalComm
+from lightning_zero.wire.threads import ThreadWorld
 from unit_jobs import seeded
 
 T = TypeVar("T")
@@ -187,14 +188,6 @@ def train_and_save(start: nn.Module, make: Maker, place: Place, path: Path, step
     return place.run(on_rank)[0]
 
 
-def receive(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[Parameter, Stored]:
-    """Loads it as Lightning does; where the values of parameters are to be read."""
-    stored: dict[Parameter, Stored] = {}
-    with receiving(stored.__setitem__):
-        model.load_state_dict(state_dict)
-    return stored
-
-
 def resume(
     comm: Comm,
     model: nn.Module,
@@ -205,12 +198,18 @@ def resume(
     weights_only: bool = False,
 ) -> Engine:
     tree = checkpoint.tree()
-    stored = receive(model, tree["state_dict"])
+    with checkpoint.reading_together(comm):
+        model.load_state_dict(tree["state_dict"])
     engine = Engine(model, optimizers, stage=place.stage, comm=comm, options=place.options())
-    engine.states.load_model(stored, lambda: checkpoint.verify_rest(comm.rank, comm.size))
     if not weights_only:
         engine.states.load_optimizers(tree["optimizer_states"])
     return engine
+
+
+def load_into(engine: Engine, comm: Comm, checkpoint: StoredCheckpoint) -> None:
+    """What an engine that is there already takes from a checkpoint, range by range."""
+    engine.module.load_state_dict(checkpoint.tree()["state_dict"])
+    engine.states.load_noted(lambda: checkpoint.verify_rest(comm.rank, comm.size))
 
 
 def differences(found: Any, expected: Any, place: str = "") -> list[str]:
@@ -241,27 +240,26 @@ def wrong_pieces(engine: Engine, optimizers: Sequence[Optimizer], saved: Mapping
     """
     told: list[str] = []
     values = saved["state_dict"]
-    for group in [access.group for access in engine._accesses]:
-        for index, span in enumerate(group.layout.spans):
-            piece = group.piece(index)
-            master = group.piece_of(group.master, index).reshape(-1)
-            told += differences(master, values[span.name].reshape(-1)[piece.start : piece.stop], span.name)
-            if not engine.partition.parameter:
-                resting = values[span.name].to(group.kind.resting)
-                told += differences(group.views[index], resting, f"what forward sees of {span.name}")
+    for group in engine.groups:
+        for slot in group.slots:
+            within = slice(slot.piece.start, slot.piece.stop)
+            master = slot.stepped(group.master).reshape(-1)
+            told += differences(master, values[slot.name].reshape(-1)[within], slot.name)
+            if group.stays_full:
+                resting = values[slot.name].to(group.kind.resting)
+                told += differences(slot.view(group.full_param), resting, f"what forward sees of {slot.name}")
         told += differences(group.owned_param, group.master.to(group.kind.resting), f"what is sent of {group.name}")
-    grouped = {id(parameter) for access in engine._accesses for parameter in access.group.parameters}
     for name, value in engine.module.state_dict(keep_vars=True).items():
-        told += [] if id(value) in grouped else differences(value.detach(), values[name], name)
+        told += [] if slot_of(value) is not None else differences(value.detach(), values[name], name)
     for number, (optimizer, state_dict) in enumerate(zip(optimizers, saved["optimizer_states"], strict=True)):
         told += differences(optimizer.state_dict()["param_groups"], state_dict["param_groups"], f"optimizer {number}")
         for place, parameter in enumerate(p for param_group in optimizer.param_groups for p in param_group["params"]):
-            shard, index = engine._homes[parameter]
+            slot = slot_of(parameter)
             told += _wrong_state(
                 optimizer.state.get(parameter, {}),
                 state_dict["state"].get(place, {}),
-                slice(shard.group.piece(index).start, shard.group.piece(index).stop),
-                shard.group.layout.spans[index].shape,
+                slice(slot.piece.start, slot.piece.stop),
+                slot.shape,
                 f"state {place} of optimizer {number}",
             )
     return told

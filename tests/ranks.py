@@ -3,16 +3,25 @@
     pool.run(function, *args)       every rank calls it (an importable function); results in rank order
 
 A function runs with torch.distributed's environment set as torchrun would, so a Trainer inside launches nothing.
+
+Ranks are forked from a server that has imported everything already, and end with the test session, however it ends.
 """
 
+import ctypes
 import multiprocessing as mp
 import os
+import signal
 import socket
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
 
-CONTEXT = mp.get_context("spawn")
+CONTEXT = mp.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["lightning_zero"])
+FRESH = mp.get_context("spawn")  # for what must be set before Python starts
+
+_PR_SET_PDEATHSIG = 1
 
 
 def free_port() -> int:
@@ -25,7 +34,14 @@ class RankFailed(AssertionError):
     """A function raised on a rank."""
 
 
+def die_with_parent() -> None:
+    """Has the system kill this process when the one that started it ends, by a signal or otherwise (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _rank_main(rank: int, world: int, port: int, inbox: Any, outbox: Any) -> None:
+    die_with_parent()
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -51,13 +67,13 @@ def _rank_main(rank: int, world: int, port: int, inbox: Any, outbox: Any) -> Non
 class RankPool:
     """`world` processes that share one process group for as long as the pool lives."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, context: Any = CONTEXT) -> None:
         self.world = world
         port = free_port()
-        self._inboxes = [CONTEXT.SimpleQueue() for _ in range(world)]
-        self._outbox = CONTEXT.Queue()
+        self._inboxes = [context.SimpleQueue() for _ in range(world)]
+        self._outbox = context.Queue()
         self.processes = [
-            CONTEXT.Process(target=_rank_main, args=(rank, world, port, inbox, self._outbox), daemon=True)
+            context.Process(target=_rank_main, args=(rank, world, port, inbox, self._outbox), daemon=True)
             for rank, inbox in enumerate(self._inboxes)
         ]
         for process in self.processes:
@@ -94,9 +110,11 @@ class RankPool:
             process.kill()
 
 
-def run_alone(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> tuple[list, list]:
+def run_alone(
+    world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, context: Any = CONTEXT
+) -> tuple[list, list]:
     """Ranks of their own, for tests that break them: results and errors; dead ranks leave None in both."""
-    pool = RankPool(world)
+    pool = RankPool(world, context)
     try:
         return pool.outcomes(function, *args, timeout=timeout)
     finally:

@@ -16,7 +16,7 @@ from hydra.experimental.callback import Callback
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_zero.summary import update_summary
+from lightning_zero.sweeps.summary import update_summary
 
 CONFIG = {
     "defaults": [

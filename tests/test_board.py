@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_zero.board import AgreementError, Board
-from lightning_zero.comm import LocalComm
-from lightning_zero.threads import ThreadWorld
+from lightning_zero.wire.board import AgreementError, Board
+from lightning_zero.wire.local import LocalComm
+from lightning_zero.wire.threads import ThreadWorld
 
 
 def total(records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def test_a_rank_whose_work_cannot_tell_how_it_gets_on_is_waited_for() -> None:
 
 
 def test_such_work_is_not_believed_in_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_zero.board._LONGEST_WORK", 1.0)
+    monkeypatch.setattr("lightning_zero.wire.board._LONGEST_WORK", 1.0)
 
     def agree(comm: Any) -> str | None:
         if comm.rank == 1:

@@ -21,7 +21,6 @@ import torch
 import buckets  # noqa: F401  registers bucket://
 import crash_jobs as jobs
 from crash_jobs import Job, Nth, Strip, disk, save_on_threads, version_at
-from lightning_zero.board import AgreementError, Board
 from lightning_zero.checkpoint import (
     CheckpointError,
     CheckpointKeeper,
@@ -31,9 +30,11 @@ from lightning_zero.checkpoint import (
     find_newest,
     verify,
 )
-from lightning_zero.comm import Comm, LocalComm
-from lightning_zero.lazy import LazyTensor
-from lightning_zero.threads import ThreadWorld
+from lightning_zero.views.lazy import LazyTensor
+from lightning_zero.wire.board import AgreementError, Board
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.local import LocalComm
+from lightning_zero.wire.threads import ThreadWorld
 
 UNTOUCHED = "What was there before is untouched."
 SCENARIOS = ["first", "again", "link"]  # what is at the path: nothing, a checkpoint, a link to one

@@ -32,7 +32,7 @@ import jobs
 from lightning_zero import CheckpointError, verify
 from lightning_zero.checkpoint import Saver, StoredCheckpoint
 from lightning_zero.checkpoint.dcp import META, export_dcp, import_dcp
-from lightning_zero.comm import LocalComm
+from lightning_zero.wire.local import LocalComm
 from ranks import RankPool
 
 WIDTH, STEPS = 19, 6

@@ -30,7 +30,7 @@ from lightning_zero import CheckpointError, consolidate, export_safetensors, int
 from lightning_zero.checkpoint import Folder, Saver
 from lightning_zero.checkpoint.dcp import export_dcp
 from lightning_zero.checkpoint.export import INDEX
-from lightning_zero.comm import LocalComm
+from lightning_zero.wire.local import LocalComm
 from ranks import RankPool
 
 DDP = "ddp_find_unused_parameters_true"

@@ -20,9 +20,10 @@ import crash_jobs as jobs
 from lightning_zero.checkpoint import CheckpointError, CheckpointKeeper, Folder, Saver
 from lightning_zero.checkpoint.draft import Draft, LocalDraft
 from lightning_zero.checkpoint.shard import ShardReader
-from lightning_zero.comm import Comm, LocalComm
-from lightning_zero.lazy import LazyTensor
-from lightning_zero.threads import ThreadWorld
+from lightning_zero.views.lazy import LazyTensor
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.local import LocalComm
+from lightning_zero.wire.threads import ThreadWorld
 
 IN_BACKGROUND = pytest.mark.parametrize("in_background", [False, True])
 

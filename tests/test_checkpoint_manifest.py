@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_zero.board import Board
 from lightning_zero.checkpoint import CheckpointError, Saver, StoredCheckpoint
 from lightning_zero.checkpoint.folder import MANIFEST, Folder
 from lightning_zero.checkpoint.manifest import (
@@ -28,8 +27,9 @@ from lightning_zero.checkpoint.manifest import (
     read_manifest,
     refuse_gaps,
 )
-from lightning_zero.comm import LocalComm
-from lightning_zero.extents import Extent
+from lightning_zero.shards.extents import Extent
+from lightning_zero.wire.board import Board
+from lightning_zero.wire.local import LocalComm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.complex128, torch.bool, torch.float8_e4m3fn]
 

@@ -17,7 +17,7 @@ import buckets  # registers bucket://
 import checkpoint_jobs as jobs
 from lightning_zero.checkpoint import CheckpointError, Folder, Saver, StoredCheckpoint, find_newest, verify
 from lightning_zero.checkpoint.export import consolidate
-from lightning_zero.comm import LocalComm
+from lightning_zero.wire.local import LocalComm
 from ranks import RankPool
 
 

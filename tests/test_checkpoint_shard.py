@@ -34,9 +34,10 @@ from lightning_zero.checkpoint.shard import (
     read_header,
     write_shard,
 )
-from lightning_zero.comm import Comm, LocalComm
-from lightning_zero.engine import Engine
-from lightning_zero.extents import Extent
+from lightning_zero.run.engine import Engine
+from lightning_zero.shards.extents import Extent
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.local import LocalComm
 from unit_jobs import seeded
 
 DTYPES = [

@@ -24,8 +24,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.tree import Decoder, Encoder, dtype_named, merge
-from lightning_zero.extents import Extent
-from lightning_zero.lazy import LazyTensor, Partial, Spread, Stored
+from lightning_zero.shards.extents import Extent
+from lightning_zero.views.lazy import LazyTensor, Partial, Spread, Stored
 
 
 class Colour(enum.Enum):

@@ -19,7 +19,7 @@ import jobs
 from lightning_zero import cli
 from lightning_zero.checkpoint import Saver, StoredCheckpoint
 from lightning_zero.checkpoint.shard import ShardReader
-from lightning_zero.comm import LocalComm
+from lightning_zero.wire.local import LocalComm
 from ranks import RankPool
 
 SCRIPT = str(Path(sys.executable).with_name("lightning-zero"))

@@ -8,16 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_zero.comm import (
-    CollectiveMismatchError,
-    Comm,
-    CountingComm,
-    LocalComm,
-    RankTimeoutError,
-    Work,
-    make_comm,
-)
-from lightning_zero.threads import ThreadWorld
+from lightning_zero.wire.comm import CollectiveMismatchError, Comm, RankTimeoutError, Work
+from lightning_zero.wire.gloo import GlooComm, own_group
+from lightning_zero.wire.local import CountingComm, LocalComm
+from lightning_zero.wire.native import NativeComm, make_comm
+from lightning_zero.wire.threads import ThreadWorld
 from ranks import RankPool
 
 CPU = torch.device("cpu")
@@ -26,25 +21,25 @@ CPU = torch.device("cpu")
 def exercise(comm: Comm) -> dict[str, Any]:
     """Every operation once, on values that tell ranks apart."""
     rank, size = comm.rank, comm.size
-    wide = torch.zeros(size, 6)
-    comm.all_gather(wide[:, 2:4], torch.tensor([rank, -rank], dtype=torch.float32), "strided").wait()
+    gathered = torch.zeros(size, 2)
+    comm.all_gather(gathered, torch.tensor([rank, -rank], dtype=torch.float32), "apart").wait()
+    in_place = torch.zeros(size, 4)
+    in_place[rank] = rank + 1.0
+    comm.all_gather(in_place, in_place[rank], "in place", diverges=False).wait()
     full = torch.arange(size * 3, dtype=torch.float32).view(size, 3) * (rank + 1)
     total = torch.empty(3)
-    comm.reduce_scatter(total, full, torch.empty(size - 1, 3), "sum").wait()
-    wider = torch.empty(2, dtype=torch.float32)
-    comm.reduce_scatter(
-        wider, torch.full((size, 2), 1.5, dtype=torch.bfloat16), torch.empty(size - 1, 2, dtype=torch.bfloat16), "bf16"
-    ).wait()
+    comm.reduce_scatter(total, full, torch.empty(comm.scratch_rows, 3), "sum").wait()
     sent = torch.full((2, 2), float(rank))
     comm.broadcast(sent, "from 0")
     return {
-        "gathered": wide,
+        "gathered": gathered,
+        "in place": in_place,
         "sum": total,
-        "widened": wider,
         "broadcast": sent,
         "max": comm.all_reduce(torch.tensor([rank, 7 - rank]), "max", "max"),
         "add": comm.all_reduce(torch.tensor(rank + 1.0, dtype=torch.float64), "add"),
-        "min": comm.all_reduce(torch.tensor([], dtype=torch.uint8), "empty", "min"),
+        "min": comm.all_reduce(torch.tensor([3 - rank]), "min", "min"),
+        "empty": comm.all_reduce(torch.tensor([], dtype=torch.uint8), "empty", "min"),
         "objects": comm.all_gather_object({"rank": rank, "long": "x" * rank}, "objects"),
         "calls": dict(comm.calls),
     }
@@ -52,16 +47,15 @@ def exercise(comm: Comm) -> dict[str, Any]:
 
 def expected(rank: int, size: int) -> dict[str, Any]:
     factor = size * (size + 1) / 2
-    gathered = torch.zeros(size, 6)
-    gathered[:, 2:4] = torch.tensor([[float(r), -float(r)] for r in range(size)])
     return {
-        "gathered": gathered,
+        "gathered": torch.tensor([[float(r), -float(r)] for r in range(size)]),
+        "in place": torch.arange(1.0, size + 1).view(-1, 1).expand(-1, 4),
         "sum": torch.arange(rank * 3, rank * 3 + 3) * factor,
-        "widened": torch.full((2,), 1.5 * size),
         "broadcast": torch.zeros(2, 2),
         "max": torch.tensor([size - 1, 7]),
         "add": torch.tensor(factor, dtype=torch.float64),
-        "min": torch.tensor([], dtype=torch.uint8),
+        "min": torch.tensor([4 - size]),
+        "empty": torch.tensor([], dtype=torch.uint8),
         "objects": [{"rank": r, "long": "x" * r} for r in range(size)],
     }
 
@@ -90,14 +84,84 @@ def on_gloo(sanitize: bool = False, wait_timeout: float = 20.0) -> Comm:
     return make_comm(CPU, datetime.timedelta(seconds=wait_timeout), sanitize=sanitize)
 
 
+def on_native() -> Comm:
+    """Torch's own collectives, as NCCL would run them, over gloo's."""
+    control = on_gloo()
+    assert isinstance(control, GlooComm)
+    return NativeComm(own_group("gloo", range(dist.get_world_size())), control)
+
+
 def exercise_gloo() -> dict[str, Any]:
     return exercise(on_gloo())
 
 
-def test_gloo_computes_every_collective(pool_of: Any) -> None:
-    for size in (2, 3):
-        for rank, found in enumerate(pool_of(size).run(exercise_gloo)):
-            assert_as_expected(found, rank, size)
+def exercise_native() -> dict[str, Any]:
+    return exercise(on_native())
+
+
+@pytest.mark.parametrize("function", [exercise_gloo, exercise_native])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_real_ranks_compute_every_collective(size: int, function: Any, pool_of: Any) -> None:
+    for rank, found in enumerate(pool_of(size).run(function)):
+        assert_as_expected(found, rank, size)
+
+
+def diverge(comm: Comm) -> list[bool]:
+    """Whether this rank learns that rank 1 diverges with the second gather, and what the first one gave."""
+    learnt = []
+    for number in range(3):
+        full = torch.full((comm.size, 4), 9.0)
+        diverges = (comm.rank, number) == (1, 1)
+        gather = comm.all_gather(full, torch.full((4,), float(comm.rank)), "flagged", diverges=diverges)
+        gather.wait()
+        learnt.append(gather.has_divergence())
+        if not learnt[-1] or comm.learns_late:  # else the rows are void
+            assert full[:, 0].tolist() == list(range(comm.size))
+    return learnt
+
+
+def diverge_on_gloo() -> list[bool]:
+    return diverge(on_gloo())
+
+
+def diverge_on_native() -> list[bool]:
+    return diverge(on_native())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_gather_tells_all_ranks_that_one_diverges(size: int, pool_of: Any) -> None:
+    expected = [[False, True, False]] * size
+    assert ThreadWorld(size, 10).run(diverge) == expected
+    assert pool_of(size).run(diverge_on_gloo) == expected
+    assert pool_of(size).run(diverge_on_native) == expected
+
+
+def count_messages(size: int) -> int:
+    """The most that any rank sends for one small agreement."""
+    comm = on_gloo()
+    assert isinstance(comm, GlooComm)
+    sent = []
+    send, comm._send = comm._send, lambda *args: sent.append(args) or send(*args)  # type: ignore[method-assign]
+    comm.all_reduce(torch.tensor([comm.rank]), "counted", "max")
+    return len(sent)
+
+
+def test_a_small_agreement_costs_a_rank_few_messages(pool_of: Any) -> None:
+    assert max(pool_of(2).run(count_messages, 2)) == 1
+    assert max(pool_of(3).run(count_messages, 3)) == 2
+    assert max(pool_of(4).run(count_messages, 4)) == 2
+    assert max(pool_of(8).run(count_messages, 8)) == 3
+
+
+def add_in_a_tree() -> float:
+    values = [1.0, 1e8, -1e8, 1.0, 3.0]
+    comm = on_gloo()
+    return comm.all_reduce(torch.tensor(values[comm.rank]), "order").item()
+
+
+def test_all_ranks_end_with_the_same_bits_of_a_sum(pool_of: Any) -> None:
+    for size in (3, 4):
+        assert len(set(pool_of(size).run(add_in_a_tree))) == 1
 
 
 def test_sums_go_in_rank_order_whoever_comes_first() -> None:
@@ -106,7 +170,7 @@ def test_sums_go_in_rank_order_whoever_comes_first() -> None:
     def reduce(comm: Comm) -> float:
         time.sleep(0.02 * (comm.size - comm.rank))
         total, full = torch.empty(1), torch.full((comm.size, 1), values[comm.rank])
-        comm.reduce_scatter(total, full, torch.empty(comm.size - 1, 1), "order").wait()
+        comm.reduce_scatter(total, full, torch.empty(comm.scratch_rows, 1), "order").wait()
         return total.item()
 
     in_order = ((torch.tensor(1.0) + 1e8) + -1e8 + 1.0).item()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import user_jobs
-from lightning_zero.comm import Comm
+from lightning_zero.wire.comm import Comm
 from ranks import RankPool
 from unit_jobs import WIDTH, assert_same_bits, on_engine, on_one_device, seeded, state_of, x
 

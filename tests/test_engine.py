@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.comm import Comm, LocalComm
-from lightning_zero.engine import Engine, Options
-from lightning_zero.threads import ThreadWorld
+from lightning_zero.run.engine import Engine, Options
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.local import LocalComm
+from lightning_zero.wire.threads import ThreadWorld
 from models import Maker, adamw, assorted, clone, loss_of, sgd, weights
 from reference import Run, ddp
 

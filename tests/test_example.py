@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_zero.checkpoint import StoredCheckpoint
-from lightning_zero.summary import read_summary
+from lightning_zero.sweeps.summary import read_summary
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "examples"))

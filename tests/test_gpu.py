@@ -14,8 +14,10 @@ from torch import nn
 
 import jobs
 from lightning_zero.checkpoint import verify
-from lightning_zero.comm import GlooComm, LocalComm, NcclComm
-from lightning_zero.engine import Engine
+from lightning_zero.run.engine import Engine
+from lightning_zero.wire.gloo import GlooComm
+from lightning_zero.wire.local import LocalComm
+from lightning_zero.wire.native import NativeComm
 from models import adamw, assorted, clone
 from ranks import free_port
 
@@ -36,7 +38,7 @@ def fit_on_gpu(strategy: Any, precision: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_one_gpu_equals_the_plain_strategy_bit_for_bit(stage: int, precision: str) -> None:
     found, expected = fit_on_gpu({"stage": stage}, precision), fit_on_gpu("auto", precision)
     assert found["losses"] == expected["losses"]
@@ -100,29 +102,32 @@ def test_parameters_move_to_the_device_with_their_values() -> None:
 
 
 @pytest.fixture
-def nccl() -> Iterator[NcclComm]:
+def nccl() -> Iterator[NativeComm]:
     """NCCL on one rank: every collective runs for real, with nobody else."""
     dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
     control = GlooComm(dist.new_group(backend="gloo"), datetime.timedelta(seconds=20))
-    yield NcclComm(dist.new_group(backend="nccl"), control)
+    yield NativeComm(dist.new_group(backend="nccl"), control)
     dist.destroy_process_group()
 
 
-def test_nccl_gathers_contiguous_and_strided_rows(nccl: NcclComm) -> None:
-    for full in (torch.zeros(1, 4, device="cuda"), torch.zeros(1, 9, device="cuda")[:, 2:6]):
-        nccl.all_gather(full, torch.arange(4.0, device="cuda"), "rows").wait()
-        assert full.flatten().tolist() == [0.0, 1.0, 2.0, 3.0]
+@pytest.mark.parametrize("diverges", [None, False, True])
+def test_nccl_gathers_rows_and_tells_who_diverges_in_the_same_launch(nccl: NativeComm, diverges: bool | None) -> None:
+    full = torch.zeros(1, 4, device="cuda")
+    gather = nccl.all_gather(full, torch.arange(4.0, device="cuda"), "rows", diverges=diverges)
+    gather.wait()
+    assert full.flatten().tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert gather.has_divergence() is bool(diverges)
 
 
-def test_nccl_reduces_in_one_dtype_and_stores_in_another(nccl: NcclComm) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        total = torch.zeros(3, device="cuda")
-        full = torch.full((1, 3), 1.5, device="cuda", dtype=dtype)
-        nccl.reduce_scatter(total, full, torch.empty(0, 3, device="cuda", dtype=dtype), "sum").wait()
-        assert total.tolist() == [1.5, 1.5, 1.5]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nccl_reduces_in_the_dtype_of_the_gradients(nccl: NativeComm, dtype: torch.dtype) -> None:
+    total = torch.zeros(3, device="cuda", dtype=dtype)
+    full = torch.full((1, 3), 1.5, device="cuda", dtype=dtype)
+    nccl.reduce_scatter(total, full, total.new_empty(0, 3), "sum").wait()
+    assert total.tolist() == [1.5, 1.5, 1.5]
 
 
-def test_nccl_sends_small_host_messages_over_gloo(nccl: NcclComm) -> None:
+def test_nccl_sends_small_host_messages_over_gloo(nccl: NativeComm) -> None:
     assert nccl.all_reduce(torch.tensor([3.0]), "control").tolist() == [3.0]
     assert nccl.all_gather_object({"a": 1}, "object") == [{"a": 1}]
     for device in ("cuda", "cpu"):

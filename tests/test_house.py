@@ -1,4 +1,4 @@
-"""One file per outside world: who may name a collective, Lightning or Hydra. (The ladder itself: `make ladder`.)"""
+"""One room per outside world: who may name a collective, Lightning or Hydra. (The ladder itself: `make ladder`.)"""
 
 import ast
 import re
@@ -87,7 +87,7 @@ def test_a_collective_is_found_however_it_is_spelt(source: str) -> None:
     [
         "import torch.distributed as dist\ndist.is_initialized(); dist.get_rank(); dist.init_process_group()",
         "from torch.distributed import DeviceMesh, ReduceOp",
-        "from lightning_zero.comm import Comm\ndef f(comm: Comm):\n    comm.all_gather(x); comm.reduce_scatter(x)",
+        "from lightning_zero.wire.comm import Comm\ndef f(comm: Comm):\n    comm.all_gather(x); comm.reduce_scatter(x)",
         "import torch\ntorch.gather(x, 0, y); x.scatter_(0, y, z)",
     ],
 )
@@ -96,23 +96,23 @@ def test_what_is_not_a_collective_is_left_alone(source: str) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
-def test_only_comm_names_a_collective(module: Path) -> None:
-    if module.name != "comm.py":
+def test_only_wire_names_a_collective(module: Path) -> None:
+    if module.parent.name != "wire":
         assert collectives_in(module.read_text()) == set()
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
-def test_only_the_files_made_for_it_import_lightning(module: Path) -> None:
-    if module.name not in ("callbacks.py", "checkpointing.py", "interop.py", "precision.py", "strategy.py"):
+def test_only_pl_imports_lightning(module: Path) -> None:
+    if module.parent.name != "pl":
         assert not outside_worlds_in(module.read_text()) & {"lightning", "pytorch_lightning", "lightning_fabric"}
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
-def test_only_sweep_imports_hydra(module: Path) -> None:
-    if module.name != "sweep.py":
+def test_only_sweeps_imports_hydra(module: Path) -> None:
+    if module.parent.name != "sweeps":
         assert not outside_worlds_in(module.read_text()) & {"hydra", "omegaconf"}
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
 def test_nothing_imports_sweep(module: Path) -> None:
-    assert not any(name.startswith("lightning_zero.sweep") for name in names_in(module.read_text()))
+    assert not any(name.startswith("lightning_zero.sweeps.sweep") for name in names_in(module.read_text()))

@@ -2,9 +2,9 @@ import gc
 
 import torch
 
-from lightning_zero.ledger import Category, Ledger
+from lightning_zero.shards.ledger import Category, Ledger, Place, Tier
 
-HOST = torch.device("cpu")
+HOST = Place(torch.device("cpu"))
 
 
 def test_bytes_are_live_until_the_last_view_is_gone() -> None:
@@ -27,16 +27,14 @@ def test_views_of_one_storage_are_booked_once() -> None:
     assert ledger.live[Category.OPTIMIZER_STATE] == 32
 
 
-def test_an_emptied_storage_costs_nothing_and_comes_back() -> None:
+def test_tiers_are_booked_apart() -> None:
     ledger = Ledger()
-    tensor = ledger.allocate(Category.GATHERED, 10, torch.float64, HOST)
-    view = tensor[2:4]
-    ledger.resize(tensor, 0)
-    assert ledger.live[Category.GATHERED] == 0
-    ledger.resize(tensor, 80)
-    tensor.fill_(3.0)
-    assert view.tolist() == [3.0, 3.0]
-    assert ledger.live[Category.GATHERED] == 80
+    held = [
+        ledger.allocate(Category.MASTER, 10, torch.float32, Place(torch.device("cpu"), tier))
+        for tier in (Tier.HOST, Tier.HOST, Tier.DEVICE)
+    ]
+    assert ledger.tiers == {Tier.DEVICE: 40, Tier.HOST: 80, Tier.DISK: 0}
+    assert ledger.live[Category.MASTER] == sum(tensor.nbytes for tensor in held)
 
 
 def test_what_is_allocated_in_inference_mode_can_be_trained_with() -> None:

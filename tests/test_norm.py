@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero import norm
-from lightning_zero.comm import Comm
+from lightning_zero.shards import norm
+from lightning_zero.wire.comm import Comm
 from unit_jobs import on_engine, on_one_device, seeded, tower, x
 
 STAGES = [0, 1, 2, 3]
@@ -22,7 +22,7 @@ def measure(norm_type: float, bucket_bytes: int | None = None) -> Any:
         if engine is None:
             flat = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
             return float(torch.linalg.vector_norm(flat, norm_type))
-        return float(norm.total_norm(engine.gradients(optimizer), engine.comm, norm_type).total)
+        return float(norm.Measured.of(engine.gradients(optimizer), norm_type).total_norm(engine.comm).total)
 
     return act
 
@@ -52,7 +52,7 @@ def test_a_gradient_that_is_not_finite_shows_on_every_rank(stage: int, bad: floa
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> norm.GradNorm:
         loss = model(x()).square().mean()
         (loss * bad if comm.rank == 1 else loss).backward()
-        return norm.total_norm(engine.gradients(optimizer), comm)
+        return norm.Measured.of(engine.gradients(optimizer)).total_norm(comm)
 
     for found in on_engine(tower(), act, stage):
         assert not found.finite

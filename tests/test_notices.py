@@ -1,6 +1,6 @@
 """What one rank notices, told to all."""
 
-from lightning_zero.notices import Notice, Notices
+from lightning_zero.run.notices import Notice, Notices
 
 
 def test_ranks_hear_of_all_that_any_of_them_noticed_and_of_nothing_else() -> None:

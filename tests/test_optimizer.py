@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import Optimizer
 
-from lightning_zero.comm import Comm, LocalComm
-from lightning_zero.engine import Engine
-from lightning_zero.threads import ThreadWorld
+from lightning_zero.run.engine import Engine
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.local import LocalComm
+from lightning_zero.wire.threads import ThreadWorld
 from models import adamw, assorted, clone, loss_of
 from reference import ddp
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.comm import Comm, LocalComm
-from lightning_zero.engine import Engine
-from lightning_zero.ledger import Category
-from lightning_zero.threads import ThreadWorld
+from lightning_zero.run.engine import Engine
+from lightning_zero.shards.ledger import Category
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.local import LocalComm
+from lightning_zero.wire.threads import ThreadWorld
 from unit_jobs import assert_as_on_one_device, assert_same_bits, on_engine, on_one_device, seeded, state_of, tower, x
 
 STAGES = [0, 1, 2, 3]

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.comm import Comm
-from lightning_zero.parameter import RestingParameter
+from lightning_zero.views.parameter import RestingParameter
+from lightning_zero.wire.comm import Comm
 from unit_jobs import WIDTH, assert_as_on_one_device, on_engine, seeded, state_of, tower, x
 
 STAGES = [0, 1, 2, 3]
@@ -196,7 +196,7 @@ def test_reading_in_inference_mode_spoils_no_training(stage: int, dtype: torch.d
             model(x())
             if engine is not None:
                 engine.loans.settle()
-                engine.schedule.release_all()
+                engine.cache.discard_all()
             model[1].weight.sum()
         for _ in range(2):
             step(model, optimizer, dtype)
@@ -225,7 +225,7 @@ def test_after_close_nothing_rests(stage: int, dtype: torch.dtype | None) -> Non
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> None:
         step(model, optimizer, dtype)
         whole = state_of(model, engine)
-        resting = sum(type(parameter) is RestingParameter for parameter in model.parameters())
+        resting = sum(isinstance(parameter, RestingParameter) for parameter in model.parameters())
         assert resting == (4 if dtype or engine.partition.parameter else 0)
         engine.close()
         for name, parameter in model.named_parameters():

@@ -7,7 +7,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 
 import jobs
 from lightning_zero import ZeroStrategy
-from lightning_zero.precision import adapt
+from lightning_zero.pl.precision import adapt
 from ranks import RankPool
 
 PLUGINS: list[Precision] = [

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import user_jobs
-from lightning_zero.comm import Comm, Work
-from lightning_zero.engine import Engine
+from lightning_zero.run.engine import Engine
+from lightning_zero.wire.comm import Comm, Gather, Work
 from ranks import RankPool
 from unit_jobs import assert_same_bits, on_engine, on_one_device, seeded, state_of, tower, x
 
@@ -35,7 +35,7 @@ def delay(comm: Comm, seed: int) -> None:
                 time.sleep(generator.choice([0, 0, 0.002]))
                 work.wait()
 
-            return Work(finish)
+            return Gather(finish, work.has_divergence) if isinstance(work, Gather) else Work(finish)
 
         return begin_late
 

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.comm import Comm, LocalComm
-from lightning_zero.engine import Engine, Options
-from lightning_zero.threads import ThreadWorld
+from lightning_zero.run.engine import Engine, Options
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.local import LocalComm
+from lightning_zero.wire.threads import ThreadWorld
 from random_models import Model, Part, Place, Spec, build, goes_apart, reads_in_backward, specs
 
 STEPS = 3
@@ -100,6 +101,7 @@ class Ddp:
     def __init__(self, module: nn.Module, optimizers: list[Optimizer], plan: Plan, comm: Comm) -> None:
         self.module, self.plan, self.comm = module, plan, comm
         self.reduces = True
+        self._is_stale = True  # the buffers
         self._before: dict[nn.Parameter, Tensor | None] | None = None  # gradients of earlier windows of the step
         self._broadcast([*module.parameters(), *module.buffers()])
         self._trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -125,8 +127,12 @@ class Ddp:
                 self.comm.broadcast(values, "ddp state")
                 tensor.copy_(values)
 
-    def broadcast_buffers(self) -> None:
-        self._broadcast(list(self.module.buffers()))
+    @contextmanager
+    def forward(self, *, reduces: bool) -> Iterator[None]:
+        if self._is_stale:
+            self._broadcast(list(self.module.buffers()))
+        yield
+        self._is_stale = reduces
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -175,21 +181,14 @@ def train(model: Model, engine: Any, optimizers: list[Optimizer], plan: Plan, ra
     """Every loss and, if the plan asks for them, every gradient."""
     seen: dict[str, Tensor] = {}
 
-    def forward(place: Place) -> list[Tensor]:
+    def run(place: Place, *, reduces: bool) -> list[Tensor]:
         seed = 100 * place.step + 10 * place.micro + place.rank
         signal = torch.randn(3, model.head.in_features, generator=torch.Generator().manual_seed(seed))
         # As Lightning enters it; the cache would be one for all threads.
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=plan.autocast, cache_enabled=False):
+        autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=plan.autocast, cache_enabled=False)
+        with engine.forward(reduces=reduces), autocast:
             return model(signal, place)
 
-    def start_pass(*, stale: bool) -> None:  # as the strategy does
-        if isinstance(engine, Engine):
-            engine.loans.settle()
-            engine.schedule.start_pass()
-        if stale:
-            engine.broadcast_buffers()
-
-    stale = True
     losses: list[Tensor] = []
     for step in range(STEPS):
         for optimizer in optimizers:
@@ -199,9 +198,7 @@ def train(model: Model, engine: Any, optimizers: list[Optimizer], plan: Plan, ra
             way = {"accumulate": engine.accumulating, "no_sync": engine.no_sync, "sync": nullcontext}[micro]
             with way():
                 if number == 0 or not plan.shares_forward:
-                    start_pass(stale=stale)
-                    losses = forward(Place(rank, step, number))
-                    stale = micro == "sync"
+                    losses = run(Place(rank, step, number), reduces=micro == "sync")
                 total = torch.stack(losses).sum()
                 chosen = {"last": losses[-1], "sum": total, "in turn": losses[number % len(losses)]}[plan.loss]
                 with engine.backward() if plan.bracketed or isinstance(engine, Ddp) else nullcontext():
@@ -218,11 +215,8 @@ def train(model: Model, engine: Any, optimizers: list[Optimizer], plan: Plan, ra
         if plan.evaluates:
             model.eval()
             with torch.no_grad():
-                start_pass(stale=False)
-                seen[f"evaluation {step}"] = forward(Place(rank, step, 7))[-1]
-                if isinstance(engine, Engine):
-                    engine.loans.take_back()
-                    engine.schedule.release_all()
+                # With fresh buffers, as DDP, where the training forward before was the last of its step.
+                seen[f"evaluation {step}"] = run(Place(rank, step, 7), reduces=False)[-1]
             model.train()
     return seen
 

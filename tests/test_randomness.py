@@ -6,9 +6,9 @@ import numpy
 import pytest
 import torch
 
-from lightning_zero import randomness
-from lightning_zero.lazy import materialize
-from lightning_zero.resume import ResumeEntry
+from lightning_zero.checkpoint import randomness
+from lightning_zero.checkpoint.resume import ResumeEntry
+from lightning_zero.views.lazy import materialize
 
 HOST = torch.device("cpu")
 

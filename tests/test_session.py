@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_zero.session import run_in_session
+from lightning_zero.sweeps.session import run_in_session
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,7 +36,7 @@ def test_an_interrupted_sweep_ends_its_job_too(tmp_path):
     pid_file = tmp_path / "pid"
     job = f"import os, time, pathlib; pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid())); time.sleep(600)"
     sweeping = (
-        "import os, sys; from lightning_zero import session\n"
+        "import os, sys; from lightning_zero.sweeps import session\n"
         "with session.sigterm_as_exit(): session.run_in_session([sys.executable, '-c', sys.argv[1]], os.environ)"
     )
     parent = subprocess.Popen([sys.executable, "-c", sweeping, job], env={**os.environ, "PYTHONPATH": str(ROOT)})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_zero.summary import SUMMARY, collect, distinct_labels, read_summary, update_summary, write_summary
+from lightning_zero.sweeps.summary import SUMMARY, collect, distinct_labels, read_summary, update_summary, write_summary
 
 
 def test_labels_hold_what_tells_jobs_apart():

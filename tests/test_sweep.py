@@ -13,9 +13,9 @@ import pytest
 from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
-from lightning_zero import sweep
-from lightning_zero.session import End
-from lightning_zero.summary import SUMMARY, read_summary, update_summary, write_summary
+from lightning_zero.sweeps import sweep
+from lightning_zero.sweeps.session import End
+from lightning_zero.sweeps.summary import SUMMARY, read_summary, update_summary, write_summary
 
 ROOT = Path(__file__).resolve().parents[1]
 APP = ROOT / "tests" / "sweep_app.py"

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_zero.units import fill_buckets, find_units, modules_cast_by_autocast, whole_model
+from lightning_zero.shards.units import fill_buckets, find_units, modules_cast_by_autocast, whole_model
 from models import Assorted, assorted
 
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.comm import Comm, LocalComm
-from lightning_zero.engine import Engine, Options
-from lightning_zero.threads import ThreadWorld
+from lightning_zero.run.engine import Engine, Options
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.local import LocalComm
+from lightning_zero.wire.threads import ThreadWorld
 
 Act = Callable[[Any, Engine | None, Optimizer, Comm | None], Any]  # model, engine, optimizer, comm
 WIDTH = 8

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.load import StoredCheckpoint
+from lightning_zero.checkpoint.resume import KEY, PARAMETERS
 from lightning_zero.checkpoint.save import Saver
-from lightning_zero.comm import LocalComm
-from lightning_zero.resume import KEY, PARAMETERS
+from lightning_zero.wire.local import LocalComm
 
 META = "meta.pt"  # where Lightning's FSDP and ModelParallel strategies put what is neither model nor optimizer
 _MODEL_KEYS = ("model", "state_dict")  # FSDPStrategy's and torch's examples, ModelParallelStrategy's

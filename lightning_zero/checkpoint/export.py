@@ -27,8 +27,8 @@ from lightning_zero.checkpoint.folder import MANIFEST, CheckpointError, Folder
 from lightning_zero.checkpoint.load import StoredCheckpoint
 from lightning_zero.checkpoint.manifest import Entry
 from lightning_zero.checkpoint.shard import CHUNK_BYTES, SAFE_NAMES, chunks_of, header_of
-from lightning_zero.extents import Extent
-from lightning_zero.lazy import LazyTensor
+from lightning_zero.shards.extents import Extent
+from lightning_zero.views.lazy import LazyTensor
 
 INDEX = "model.safetensors.index.json"
 _EXPORTED = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(INDEX))

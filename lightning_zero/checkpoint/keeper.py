@@ -2,16 +2,16 @@
 
 import zlib
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, final
 
-from lightning_zero.board import Record
 from lightning_zero.checkpoint.folder import CheckpointError, CheckpointNotFoundError, Folder
 from lightning_zero.checkpoint.load import StoredCheckpoint
 from lightning_zero.checkpoint.save import Saver
-from lightning_zero.comm import Comm
-from lightning_zero.unread import UnreadParameters
+from lightning_zero.wire.board import Record
+from lightning_zero.wire.comm import Comm
 
 _END_BYTES = 65536
 
@@ -33,7 +33,6 @@ class CheckpointKeeper:
         self._latest: tuple[Folder, int] | None = None  # and the step it was saved at
         self._links: set[str] = set()  # that were made here
         self._resumed: StoredCheckpoint | None = None
-        self.unread = UnreadParameters()  # that are to have the values of the resumed one
 
     # -- saving
 
@@ -127,6 +126,10 @@ class CheckpointKeeper:
         assert self._resumed is not None
         read.update(self._resumed.tree(objects=objects, lazy=lazy))
         return {}
+
+    def reading_together(self) -> AbstractContextManager[None]:
+        """See `StoredCheckpoint.reading_together`, of the checkpoint that is resumed from."""
+        return nullcontext() if self._resumed is None else self._resumed.reading_together(self._comm)
 
     def verify_rest(self) -> None:
         """See `StoredCheckpoint.verify_rest`; each rank its share."""

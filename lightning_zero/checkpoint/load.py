@@ -17,8 +17,12 @@ from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.manifest import Entry, Manifest, read_manifest
 from lightning_zero.checkpoint.shard import ShardReader, open_shard
 from lightning_zero.checkpoint.tree import Decoder, parted
-from lightning_zero.extents import Extent
-from lightning_zero.lazy import LazyTensor, Stored
+from lightning_zero.run.states import failing_together
+from lightning_zero.shards.extents import Extent
+from lightning_zero.views.lazy import LazyTensor, Stored
+from lightning_zero.wire.comm import Comm
+
+_WORTH_SHARING = 1 << 16  # bytes; of a smaller part, the blocks that it shares with others would cost too much
 
 # Beginnings of the names of what ranks read by range, or not at all.
 RESUMED = ("model:", "state_dict/", "optimizer ", "optimizer_states/")
@@ -28,10 +32,15 @@ RESUMED = ("model:", "state_dict/", "optimizer ", "optimizer_states/")
 class StoredTensor(Stored):
     """A tensor of a checkpoint."""
 
-    def __init__(self, entry: Entry, reader: ShardReader) -> None:
+    def __init__(self, entry: Entry, checkpoint: "StoredCheckpoint") -> None:
         super().__init__(entry.name, entry.shape, entry.dtype)
         self._entry = entry
-        self._reader = reader
+        self._reader = checkpoint.reader
+        self._checkpoint = checkpoint
+
+    def for_loading(self, target: Tensor) -> Tensor:
+        together = self._checkpoint.together
+        return self.whole() if together is None else together.read(self, target)
 
     def whole(self) -> Tensor:
         self._reader.open(self._entry)  # before memory is asked for: a manifest may claim any size
@@ -41,6 +50,47 @@ class StoredTensor(Stored):
 
     def read(self, extent: Extent, into: Tensor) -> None:
         self._reader.read(self._entry, extent, into)
+
+
+@final
+class ReadingTogether:
+    """Ranks that load the same model read its tensors together, each a part, and gather them: between them they read
+    the file once.
+
+    Args:
+        comm: the ranks.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm.host
+        self._turn = 0
+        self._targets: set[tuple[int, str]] = set()  # tied parameters are loaded once for each name
+        self.failed: Exception | None = None
+
+    def read(self, tensor: StoredTensor, target: Tensor) -> Tensor:
+        """The values of `tensor`, which every rank asks for; `target` itself where it has them already. A rank that
+        cannot read goes on, so that none waits for it: the others hear of it when all have come to the end."""
+        if (id(target), tensor.name) in self._targets:
+            return target
+        self._targets.add((id(target), tensor.name))
+        numel, size = math.prod(tensor.shape), self._comm.size
+        if numel * tensor.dtype.itemsize < size * _WORTH_SHARING:  # one rank reads it, another the next
+            reads, self._turn = self._turn, (self._turn + 1) % size
+            values = torch.zeros(numel, dtype=tensor.dtype)
+            self._try(tensor, 0, values if reads == self._comm.rank else values[:0])
+            self._comm.broadcast(values, f"load {tensor.name}", source=reads)
+            return values.view(tensor.shape)
+        rows = torch.zeros(size, -(-numel // size), dtype=tensor.dtype)
+        start = self._comm.rank * rows.shape[1]
+        self._try(tensor, start, rows[self._comm.rank, : max(numel - start, 0)])
+        self._comm.all_gather(rows, rows[self._comm.rank], f"load {tensor.name}").wait()
+        return rows.view(-1)[:numel].view(tensor.shape)
+
+    def _try(self, tensor: StoredTensor, start: int, into: Tensor) -> None:
+        try:
+            tensor.read(Extent.of_whole(tensor.name, tensor.shape, start, start + into.numel()), into)
+        except Exception as error:
+            self.failed = error
 
 
 @final
@@ -59,6 +109,7 @@ class StoredCheckpoint:
         self.manifest: Manifest = read_manifest(self.folder)
         self.reader = ShardReader(self.folder, self.manifest)
         self.left_out: list[str] = []  # classes of objects that the last `tree` did not read
+        self.together: ReadingTogether | None = None  # while all ranks load a model
 
     def tree(self, *, objects: bool = False, lazy: Collection[str] | None = None) -> dict[str, Any]:
         """What was saved, with a `LazyTensor` for every tensor; the same one wherever the same tensor stood.
@@ -136,14 +187,14 @@ class StoredCheckpoint:
 
         def read(name: str) -> Tensor:
             if name not in made:
-                made[name] = StoredTensor(self.manifest.tensors[name], self.reader).whole()
+                made[name] = StoredTensor(self.manifest.tensors[name], self).whole()
             return made[name]
 
         return read
 
     @property
     def _lazy(self) -> Callable[[str], Tensor]:
-        made = {name: LazyTensor(StoredTensor(entry, self.reader)) for name, entry in self.manifest.tensors.items()}
+        made = {name: LazyTensor(StoredTensor(entry, self)) for name, entry in self.manifest.tensors.items()}
         return made.__getitem__
 
     def _objects(self) -> list[Any]:
@@ -176,9 +227,28 @@ class StoredCheckpoint:
             self.reader.check_header(number)
         rest = [entry for name, entry in self.manifest.tensors.items() if not name.startswith(RESUMED)]
         for entry in rest[part::parts]:
-            StoredTensor(entry, self.reader).whole()
+            StoredTensor(entry, self).whole()
         if part == 0:
             self._objects_file()
+
+    @contextmanager
+    def reading_together(self, comm: Comm) -> Iterator[None]:
+        """Inside, all ranks load the same model, and read the file once between them; see `ReadingTogether`. At the end
+        they verify what they have not read.
+
+        Raises:
+            RuntimeError: on every rank the same, when one cannot read.
+        """
+        self.together = ReadingTogether(comm)
+        try:
+            yield
+            failed = self.together.failed
+        finally:
+            self.together = None
+        with failing_together(comm, "reading the model"):
+            if failed is not None:
+                raise failed
+            self.verify_rest(comm.rank, comm.size)
 
     def verify(self) -> list[str]:
         """What is wrong: a sentence for each file that is missing, short or altered."""

@@ -26,7 +26,7 @@ import torch
 
 from lightning_zero.checkpoint.folder import MANIFEST, CheckpointError, Folder
 from lightning_zero.checkpoint.tree import dtype_named
-from lightning_zero.extents import Extent
+from lightning_zero.shards.extents import Extent
 
 FORMAT = "lightning_zero"
 VERSION = 1

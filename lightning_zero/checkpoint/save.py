@@ -21,14 +21,14 @@ from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 
-from lightning_zero.board import AgreementError, Board, Record
 from lightning_zero.checkpoint.draft import Draft, InDoubtError
 from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.manifest import Entry, Manifest, ObjectsFile, ShardFile, StoredRange, refuse_gaps
 from lightning_zero.checkpoint.shard import Header, Range, read_header, write_shard
 from lightning_zero.checkpoint.tree import Encoder, full_name, merge
-from lightning_zero.extents import Extent
-from lightning_zero.lazy import LazyTensor, Spread
+from lightning_zero.shards.extents import Extent
+from lightning_zero.views.lazy import LazyTensor, Spread
+from lightning_zero.wire.board import AgreementError, Board, Record
 
 _T = TypeVar("_T")
 

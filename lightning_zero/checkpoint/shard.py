@@ -16,7 +16,7 @@ from lightning_zero.checkpoint.draft import Stream
 from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.manifest import BLOCK_BYTES, Entry, Manifest, ShardFile, StoredRange, read_manifest
 from lightning_zero.checkpoint.tree import dtype_named
-from lightning_zero.extents import Extent
+from lightning_zero.shards.extents import Extent
 
 METADATA_KEY = "lightning_zero"
 CHUNK_BYTES = 1 << 24  # moves at once, between device, host and disk

@@ -22,8 +22,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from lightning_zero.lazy import LazyTensor, Partial, Spread
-from lightning_zero.spread import OfOneRank
+from lightning_zero.views.lazy import LazyTensor, OfOneRank, Partial, Spread
 
 TAG = "$"
 OBJECTS = "objects"  # the kind of leaf that needs the opt-in

@@ -1,0 +1,118 @@
+"""What a fit goes on from besides tensors of the model: random state and counters; and how a module is loaded."""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from lightning_zero.checkpoint import randomness
+from lightning_zero.shards.units import as_written
+from lightning_zero.views.lazy import LazyTensor, OfOneRank, Partial, Source, materialize
+
+KEY = "lightning_zero"  # of the checkpoint's entry
+PARAMETERS = "optimizer_parameters"  # in it: of each optimizer, the names of the parameters that its state numbers
+
+
+@final
+class ResumeEntry:
+    """The checkpoint's entry `KEY`, as one rank writes and reads it: what it was of the run besides tensors.
+
+    Args:
+        rank: of this process.
+        world: how many there are.
+        device: whose generator is saved too.
+        tell: called with what the user should know.
+    """
+
+    def __init__(self, rank: int, world: int, device: torch.device, tell: Callable[[str], None]) -> None:
+        self._rank = rank
+        self._world = world
+        self._device = device
+        self._tell = tell
+
+    def capture(self, step: int, parameters: list[list[str]], **counters: Any) -> dict[str, Any]:
+        """The entry of a checkpoint; every rank adds its own random state.
+
+        Args:
+            step: optimizer steps so far.
+            parameters: see `PARAMETERS`.
+            counters: plain values to keep beside.
+        """
+        mine = {
+            name: LazyTensor(OfOneRank(f"rank {self._rank}:{name}", value)) if isinstance(value, Tensor) else value
+            for name, value in randomness.capture(self._device).items()
+        }
+        seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
+        random = Partial("random", {self._rank: mine})
+        names = {PARAMETERS: parameters}
+        return {"world": self._world, "step": step, "seed": seed, "random": random, **names, **counters}
+
+    def restore_random(self, saved: Mapping[str, Any]) -> None:
+        """The random state that this rank had; where there are more or fewer ranks now, a new one for each."""
+        if saved["world"] == self._world:
+            randomness.restore(materialize(saved["random"][self._rank]), self._device)
+            return
+        randomness.derive(saved["seed"], saved["step"], self._rank)
+        self._tell(
+            f"The checkpoint is of {saved['world']} ranks, and there are {self._world}: each takes a new random state, "
+            "made of seed, step and rank."
+        )
+
+
+class Incompatible(NamedTuple):
+    """Keys that a checkpoint and a module do not share, or not in one shape."""
+
+    missing: list[str]  # in the checkpoint
+    unexpected: list[str]  # in the checkpoint
+    reshaped: list[str]
+
+    def __str__(self) -> str:
+        return (
+            f"missing in the checkpoint {self.missing}, unexpected in it {self.unexpected}, of another shape "
+            f"{self.reshaped}"
+        )
+
+
+def load_state_dict(module: Module, state: Mapping[str, Any], *, strict: bool) -> Incompatible:
+    """`module.load_state_dict`, with all that users do in its hooks. A checkpoint of a compiled model loads into one
+    that is not, and the reverse.
+
+    Args:
+        module: to load into.
+        state: its `state_dict`; lazy entries are read one by one, as they are copied into the module.
+        strict: raise when keys do not match. Otherwise load what does.
+
+    Raises:
+        RuntimeError: torch's own, with every name, when `strict` and keys or shapes do not match.
+    """
+    own = module.state_dict()
+    names = {as_written(name): name for name in own}
+    state = {names.get(as_written(name), name): value for name, value in state.items()}
+    reshaped = [] if strict else [name for name in state if _shape(own.get(name)) not in (None, _shape(state[name]))]
+    filling = module.register_load_state_dict_post_hook(lambda loaded, _: _fill_assigned(loaded))
+    try:
+        left = module.load_state_dict({k: v for k, v in state.items() if k not in reshaped}, strict=strict)
+    finally:
+        filling.remove()
+    return Incompatible(
+        [name for name in left.missing_keys if name not in reshaped], list(left.unexpected_keys), reshaped
+    )
+
+
+def _fill_assigned(module: Module) -> None:
+    """A module that overrides `load_state_dict` may say ``assign=True``: then its parameters are lazy tensors."""
+    made: dict[Source, Tensor] = {}  # tied ones are one
+    for inner in module.modules():
+        for name, lazy in [*inner._parameters.items(), *inner._buffers.items()]:
+            if isinstance(lazy, LazyTensor):
+                if lazy.source not in made:
+                    values = lazy.source.whole()
+                    made[lazy.source] = Parameter(values, lazy.requires_grad) if name in inner._parameters else values
+                setattr(inner, name, made[lazy.source])
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None

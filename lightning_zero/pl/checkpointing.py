@@ -1,0 +1,311 @@
+"""What Lightning asks of a strategy about checkpoints, answered for an engine's sharded states."""
+
+import logging
+import os
+import pickle
+import zipfile
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DDPStrategy
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zero.checkpoint import CheckpointError, CheckpointKeeper, Folder, pickle_on_all_ranks, resume
+from lightning_zero.checkpoint.resume import ResumeEntry
+from lightning_zero.config import Checkpoint
+from lightning_zero.pl.precision import ScaledGradients
+from lightning_zero.run.engine import Engine
+from lightning_zero.run.notices import Notice, Notices
+from lightning_zero.shards.units import as_written
+from lightning_zero.wire.comm import Comm
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointingStrategy(DDPStrategy, ABC):
+    """The half of `ZeroStrategy` that saves and resumes; the other half sets up the engine, and steps it.
+
+    Attributes:
+        stage: told in checkpoints.
+        checkpoint: how to save.
+        engine: of the run under way, or of the last one.
+    """
+
+    stage: int
+    checkpoint: Checkpoint
+    engine: Engine | None
+    _trained: Engine | None  # the engine of the latest fit, which knows the optimizers' pieces
+    _failed: bool  # fit ended with an error
+    _keeper: CheckpointKeeper | None = None
+    _resumed_state: dict[str, Any] | None = None  # what the checkpoint says of the ranks that saved it
+
+    @abstractmethod
+    def _ensure_comm(self) -> Comm:
+        """All ranks."""
+
+    @abstractmethod
+    def end_rendezvous(self) -> None:
+        """Before collectives that are not the engine's."""
+
+    @property
+    @abstractmethod
+    def notices(self) -> Notices:
+        """Of the engine."""
+
+    @property
+    def keeper(self) -> CheckpointKeeper:
+        """The checkpoints of this run."""
+        if self._keeper is None:
+            in_background = self.checkpoint.async_save
+            self._keeper = CheckpointKeeper(self._ensure_comm(), in_background=in_background, warn=rank_zero_warn)
+        return self._keeper
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.checkpoint.format == "sharded"
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        return cast(CheckpointIO, DDPStrategy.checkpoint_io.fget(self))  # type: ignore[attr-defined]
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        if self._is_sharded and io is not None and type(io) is not TorchCheckpointIO:
+            raise ValueError(
+                f"{type(io).__name__} writes single files, and checkpoints are folders of shards. Leave it out (for "
+                "saves in the background there is Checkpoint(async_save=True)), or choose single files: "
+                "ZeroStrategy(checkpoint=Checkpoint(format='full'))."
+            )
+        self._checkpoint_io = io
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole model in its declared dtypes: by default with lazy entries, in the format "full" on every rank."""
+        assert self.lightning_module is not None
+        self.keeper.saver.muster()
+        if self.engine is None or self.engine.closed:
+            return {as_written(name): value for name, value in self.lightning_module.state_dict().items()}
+        self.engine.loans.settle()
+        self.engine.rendezvous.expect_nothing()
+        if self._is_sharded:
+            return self.engine.states.spread_model()
+        return self.engine.states.full_model(copy=self.is_global_zero)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        assert self._trained is not None
+        if self._is_sharded:
+            return self._trained.states.spread_optimizer(optimizer)
+        return self._trained.states.full_optimizer(optimizer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Writes a folder of shards, or in the format "full" Lightning's single file. Call it on every rank.
+
+        Raises:
+            CheckpointError: on every rank, when one cannot write; says what is there now.
+        """
+        self.end_rendezvous()  # ranks may have looked at lazy entries in hooks, alone
+        if not self._is_sharded:
+            # Two steps: where rank 0 found out only now that it must not write, others would wait for it in a gather.
+            self.keeper.saver.together("look at the place", partial(self._refuse_place, filepath))
+            write = partial(self._write_single_file, checkpoint, filepath, storage_options)
+            self.keeper.saver.together("write a single file", write)
+            return
+        if storage_options is not None:
+            raise TypeError("storage_options go to a CheckpointIO plugin; checkpoints are folders of shards here.")
+        trainer = self._trainer
+        path = os.fspath(filepath)
+        saved = _saved_before_last(trainer, path)
+        if saved is not None and self.keeper.link_latest(path, saved, trainer.global_step):
+            return
+        if "optimizer_states" in checkpoint:
+            checkpoint[resume.KEY] = self._resume_entry.capture(
+                trainer.global_step,
+                [] if self._trained is None else self._trained.states.optimizer_parameters,
+                is_mid_epoch=not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch,
+                skipped_steps=getattr(self.precision_plugin, "skipped_steps", 0),
+            )
+        about = {"epoch": trainer.current_epoch, "stage": self.stage}
+        self.keeper.save(checkpoint, path, trainer.global_step, about)
+        # Nobody would look for its errors later; and a SLURM job that is told to stop is requeued at once.
+        if self.engine is None or self.engine.closed or Notice.STOP in self.notices.anywhere:
+            self.finish_saves()
+
+    def _refuse_place(self, path: Any) -> dict[str, Any]:
+        """Lightning's own writer moves its file into a folder of that name, and passes over a lack of permission."""
+        if self.is_global_zero and not self._has_plugin and (place := Folder(path)).is_local:
+            if place.fs.isdir(place.path):
+                raise CheckpointError(
+                    f"{path} is a folder (a sharded checkpoint?), and format='full' writes a single file. Remove it, "
+                    "or choose another path."
+                )
+            effective = os.access in os.supports_effective_ids
+            parent = place.parent.path
+            if place.fs.isdir(parent) and not os.access(parent, os.W_OK, effective_ids=effective):
+                raise CheckpointError(f"cannot write {path}: Permission denied")
+        return {}
+
+    def _write_single_file(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> dict[str, Any]:
+        if not self.is_global_zero:
+            big = ("state_dict", "optimizer_states")
+            pickle_on_all_ranks({key: value for key, value in checkpoint.items() if key not in big}, None)
+        super().save_checkpoint(checkpoint, path, storage_options)
+        return {}
+
+    @property
+    def _has_plugin(self) -> bool:
+        """Whether a `CheckpointIO` of the user's own writes and reads single files."""
+        return type(self.checkpoint_io) is not TorchCheckpointIO
+
+    @property
+    def _trainer(self) -> "pl.Trainer":
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @property
+    def _resume_entry(self) -> ResumeEntry:
+        return ResumeEntry(self.global_rank, self.world_size, self.root_device, rank_zero_info)
+
+    def is_saving(self, path: str) -> bool:
+        """Whether `path` is the checkpoint saved last, which in the background may not be there yet."""
+        return self._keeper is not None and self._keeper.is_latest(path)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self._has_plugin:
+            super().remove_checkpoint(filepath)
+        else:
+            self.keeper.remove(os.fspath(filepath))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """A checkpoint of any strategy. Of a sharded one this reads the manifest, and each rank later what it owns."""
+        self._resumed_state = None
+        path = os.fspath(checkpoint_path)
+        if self._has_plugin and not _is_folder_of_shards(path):
+            return super().load_checkpoint(path, weights_only=weights_only)
+        lazy = ("state_dict", "optimizer_states", resume.KEY)  # everything else is small
+        checkpoint = self.keeper.open(path, lazy=lazy, objects=weights_only is False)
+        if checkpoint is not None:
+            self._resumed_state = checkpoint.get(resume.KEY)
+            return checkpoint
+        try:
+            checkpoint = self._load_single_file(path, weights_only)
+        except Exception as error:  # of bytes that are no pickle, torch raises whatever it stumbles on
+            if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error) and zipfile.is_zipfile(path):
+                raise  # torch says how to opt in to objects of one's own
+            raise CheckpointError(f"ckpt_path={path!r} is not a Lightning checkpoint: {error}") from error
+        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+            raise CheckpointError(
+                f"ckpt_path={path!r} is not a Lightning checkpoint: it has no 'state_dict'. "
+                "Pass what Trainer.save_checkpoint wrote."
+            )
+        return checkpoint
+
+    def _load_single_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
+        """Mapped into memory where that can be: the ranks of a machine share it, and read of it what they own."""
+        if zipfile.is_zipfile(path):
+            return cast(dict[str, Any], torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only))
+        return super().load_checkpoint(path, weights_only=weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """See `resume.load_state_dict`. With ``strict=False`` what does not match is left as it is, and told.
+
+        Args:
+            checkpoint: with its "state_dict".
+            strict: `LightningModule.strict_loading`.
+        """
+        assert self.lightning_module is not None
+        is_whole = self.engine is None or self.engine.closed
+        with self.keeper.reading_together() if is_whole else nullcontext():
+            left = resume.load_state_dict(self.lightning_module, checkpoint["state_dict"], strict=strict)
+        if self.engine is not None and not is_whole:
+            self.engine.states.load_noted(self.keeper.verify_rest)
+        if any(left):
+            rank_zero_warn(f"strict_loading=False: {left}. These stay as they are.")
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.engine is not None
+        states = checkpoint["optimizer_states"]
+        if states and len(states) != len(self.optimizers):  # none, where a hook has taken them out
+            raise ValueError(
+                f"The checkpoint has the state of {len(states)} optimizers; configure_optimizers() returns "
+                f"{len(self.optimizers)}. Resume with the optimizers it was saved with."
+            )
+        if states:
+            self.engine.states.load_optimizers(states)
+        if self._resumed_state is not None:
+            plugin = self.precision_plugin
+            if isinstance(plugin, ScaledGradients):
+                plugin.skipped_steps = self._resumed_state["skipped_steps"]
+            self._resume_entry.restore_random(self._resumed_state)
+
+    def before_batch(self) -> None:
+        """In the middle of an epoch the data loader is made anew, which draws; the run that was saved did not."""
+        saved, self._resumed_state = self._resumed_state, None
+        if saved is not None and saved["is_mid_epoch"]:
+            self._resume_entry.restore_random(saved)
+        if self._keeper is not None:
+            self._keeper.forget()
+            here = self.notices.here
+            (here.add if self._keeper.saver.has_failed else here.discard)(Notice.UNSAVED)
+
+    def finish_saves(self) -> None:
+        """Waits for saves in the background. Call it on every rank: all of them raise what failed on one."""
+        if self._keeper is None:
+            return
+        saver = self._keeper.saver
+        if saver.has_agreed:
+            saver.together("finish what is being saved", saver.finish)
+        else:  # this rank has at most removed something
+            saver.wait()
+
+    def _unsaved(self) -> CheckpointError | OSError | None:
+        """What a save in the background failed with."""
+        self._resumed_state = None
+        if self._keeper is None:
+            return None
+        self._keeper.forget()
+        try:
+            if self._failed:  # other ranks may be gone
+                self._keeper.saver.finish()
+            else:
+                self.finish_saves()
+        except (CheckpointError, OSError) as error:
+            if self._failed:
+                log.error("%s", error)  # another error is on its way out already
+            return error
+        return None
+
+
+def _saved_before_last(trainer: "pl.Trainer", path: str) -> str | None:
+    """What a `ModelCheckpoint(save_last=True)`, which asks to save `path` as the last one, saved before."""
+    for callback in trainer.checkpoint_callbacks:
+        if not isinstance(callback, ModelCheckpoint) or callback.last_model_path != path:
+            continue
+        if callback.save_last is True:  # with "link" Lightning makes links by itself, and who saves `path` means that
+            return callback._last_checkpoint_saved
+    return None
+
+
+def _is_folder_of_shards(path: str) -> bool:
+    try:
+        return Folder(path).is_checkpoint
+    except ValueError:  # a scheme that fsspec does not know; a plugin may
+        return False

@@ -1,0 +1,134 @@
+"""Lightning's own readers and callbacks, made to know folders; `import lightning_zero` is enough.
+
+Three functions of Lightning are wrapped, and nothing else of it is touched:
+
+- its loader of files (`pl_load`), so that `MyModule.load_from_checkpoint(folder)` and `Trainer(strategy="ddp")` read a
+  sharded checkpoint as they read a file. (Without the import, ``zero://folder`` does the same through fsspec.)
+- `ModelCheckpoint._find_last_checkpoints`, so that ``ckpt_path="last"`` takes the newest checkpoint that is complete.
+- `ModelCheckpoint.file_exists`, so that a path is taken as soon as a checkpoint is being saved to it in the background.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import fsspec
+import torch
+from lightning.fabric.plugins.io import torch_io
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core import saving
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from lightning_zero.checkpoint import CheckpointError, Folder, StoredCheckpoint, find_newest
+from lightning_zero.checkpoint.export import ZeroFileSystem
+from lightning_zero.checkpoint.folder import MANIFEST
+from lightning_zero.checkpoint.manifest import what_was_meant
+from lightning_zero.pl.callbacks import PREEMPTED
+
+Loader = Callable[..., Any]
+
+
+def reading_folders(load: Loader) -> Loader:
+    """Lightning's loader of files, which also reads the folder of a sharded checkpoint."""
+
+    @functools.wraps(load)
+    def load_file_or_folder(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        folder = _folder_of_checkpoint(path)
+        if folder is None:
+            return load(path, map_location=map_location, weights_only=weights_only)
+        if not folder.is_checkpoint:
+            raise CheckpointError(f"{path} is not a checkpoint: {what_was_meant(folder)}")
+        with closing(StoredCheckpoint(path)) as found:
+            tree = found.load(objects=weights_only is False)
+            found.verify_rest(0, 1)
+        if left_out := found.told_left_out:
+            rank_zero_warn(left_out)
+        return tree_map(functools.partial(_to, map_location=map_location), tree)
+
+    return load_file_or_folder
+
+
+def _folder_of_checkpoint(path: Any) -> Folder | None:
+    """What is to be read as a folder, or refused; None for what is Lightning's own business."""
+    if not isinstance(path, str | os.PathLike) or str(path).startswith(("http://", "https://", "zero://")):
+        return None
+    folder = Folder(path)
+    is_ours = folder.is_checkpoint or folder.parent.is_checkpoint or (folder.is_local and folder.fs.isdir(folder.path))
+    return folder if is_ours else None
+
+
+def _to(value: Any, map_location: Any) -> Any:
+    if not isinstance(value, Tensor) or not isinstance(map_location, str | torch.device):
+        return value
+    return value.to(map_location)
+
+
+def finding_complete(find: Callable[..., set[str]]) -> Callable[..., set[str]]:
+    """Lightning's search for the checkpoint that ``ckpt_path="last"`` means, which also looks inside."""
+
+    @functools.wraps(find)
+    def find_complete(self: ModelCheckpoint, trainer: Any) -> set[str]:
+        parent = str(self._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+        newest, saved_at, skipped = find_newest(parent)  # first: it forgets listings that are old
+        candidates = find(self, trainer)
+        for problem in skipped:
+            rank_zero_warn(f"ckpt_path='last' passes over {problem}")
+        files = [path for path in candidates if self._fs.isfile(path)]
+        if not Folder(parent).is_local:  # Lightning leaves out of what file system they are
+            files = [self._fs.unstrip_protocol(path) for path in files]
+        preempted = Folder(parent).inside(PREEMPTED)
+        if preempted.is_file:
+            files.append(str(preempted))
+        newer = {path for path in files if self._fs.modified(path).timestamp() > saved_at}
+        if newest is None or newer:
+            return newer
+        # Lightning asks when it was modified, which an object store knows of files only.
+        return {str(newest) if newest.is_local else f"{newest}/{MANIFEST}"}
+
+    return find_complete
+
+
+def knowing_what_is_saved(exists: Callable[..., bool]) -> Callable[..., bool]:
+    """Lightning's question before it chooses a path."""
+
+    @functools.wraps(exists)
+    def file_exists(self: ModelCheckpoint, filepath: Any, trainer: Any) -> bool:
+        is_saving = getattr(trainer.strategy, "is_saving", None)
+        if is_saving is None:  # not ours
+            return exists(self, filepath, trainer)
+        if is_saving(str(filepath)):
+            return True
+        # What was left of a killed save gives way to this one: nobody else would clear it away.
+        return exists(self, filepath, trainer) and not trainer.strategy.broadcast(Folder(filepath).is_leftover)
+
+    return file_exists
+
+
+def install() -> None:
+    """Wraps them, once. Makes ``zero://`` known where the package is not installed, too, and has no entry point."""
+    fsspec.register_implementation("zero", ZeroFileSystem, clobber=True)
+    for module in (saving, torch_io):
+        load = vars(module)["pl_load"]
+        vars(module)["pl_load"] = _once(reading_folders, load)
+    ModelCheckpoint.file_exists = _once(  # type: ignore[method-assign]
+        knowing_what_is_saved, ModelCheckpoint.file_exists
+    )
+    ModelCheckpoint._find_last_checkpoints = _once(  # type: ignore[method-assign]
+        finding_complete, ModelCheckpoint._find_last_checkpoints
+    )
+
+
+def _once(wrap: Callable[[Any], Any], function: Any) -> Any:
+    """`function` wrapped, if it is not so already; other packages may have wrapped it too."""
+    inner = function
+    while inner is not None:
+        if getattr(inner, "_wrapped_by_lightning_zero", False):
+            return function
+        inner = getattr(inner, "__wrapped__", None)
+    wrapped = wrap(function)
+    wrapped._wrapped_by_lightning_zero = True
+    return wrapped

@@ -1,0 +1,158 @@
+"""Lightning's precision plugins, made to know that gradients and optimizer state are spread over ranks.
+
+Left alone, they would clip by the norm of what one rank owns, with no error, and let each rank decide by itself
+whether an fp16 step overflowed.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from lightning_zero.run.engine import Engine
+from lightning_zero.shards.norm import Overflow
+
+if TYPE_CHECKING:
+    _Base = Precision
+else:
+    _Base = object
+
+SUPPORTED = (DoublePrecision, HalfPrecision, MixedPrecision)
+
+
+def adapt(plugin: Precision) -> Precision:
+    """A copy of `plugin` (the user's scaler and all) that steps sharded optimizers.
+
+    Its class keeps its name: Lightning files the scaler's state under it, and a checkpoint must load without us.
+
+    Raises:
+        ValueError: for a plugin whose way of storing parameters we do not know.
+    """
+    if isinstance(plugin, ShardedGradients):
+        return plugin
+    if not (isinstance(plugin, SUPPORTED) or type(plugin) is Precision):
+        raise ValueError(
+            f"ZeroStrategy does not work with {type(plugin).__name__}. Use Trainer(precision=...) with '32-true', "
+            "'64-true', 'bf16-mixed', 'bf16-true', '16-mixed' or '16-true'."
+        )
+    base = type(plugin)
+    adapted = copy.copy(plugin)
+    bases = (ScaledGradients, base) if isinstance(plugin, MixedPrecision) else (ShardedGradients, base)
+    adapted.__class__ = type(base.__name__, bases, {"__qualname__": base.__qualname__, "__module__": base.__module__})
+    return adapted
+
+
+def _restore(base: type[Precision], state: dict[str, Any]) -> Precision:
+    plugin = base.__new__(base)
+    vars(plugin).update(state)
+    return adapt(plugin)
+
+
+class SkippedStep(NamedTuple):
+    """An optimizer step that was not taken because a gradient overflowed in fp16."""
+
+    step: int
+    loss: float | None
+    overflow: Overflow
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.overflow.parameters[:5])
+        more = len(self.overflow.parameters) - 5
+        return f"step {self.step}: loss {self.loss}, non-finite gradients on ranks {self.overflow.ranks} in {shown}" + (
+            f" and {more} more" if more > 0 else ""
+        )
+
+
+class ShardedGradients(_Base):
+    """Backward ends with the reduction; clipping uses the global norm."""
+
+    engine: Engine | None = None
+    warned_of_nan = False
+
+    def __reduce__(self) -> Any:
+        """Pickles as the plugin it was made of (``start_method="spawn"`` sends the strategy to every rank)."""
+        base = next(base for base in type(self).__mro__[1:] if not issubclass(base, ShardedGradients))
+        return _restore, (base, {**vars(self), "engine": None})
+
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: "pl.LightningModule", optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        with nullcontext() if self.engine is None else self.engine.backward():
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        assert self.engine is not None
+        norm = self.engine.clip_by_norm_(optimizer, float(clip_val))
+        if not norm.finite and not self.warned_of_nan and getattr(self, "scaler", None) is None:
+            self.warned_of_nan = True
+            rank_zero_warn(
+                f"The gradient norm is {norm.total.item()}; the step is taken all the same, as under DDP. "
+                "Only precision='16-mixed' skips steps. This is said once."
+            )
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        assert self.engine is not None
+        self.engine.clip_by_value_(optimizer, float(clip_val))
+
+
+class ScaledGradients(ShardedGradients):
+    """fp16: one decision on overflow for all ranks; skips are said, counted and bounded."""
+
+    scaler: Any
+    max_skipped_steps = 20
+    skipped_steps = 0  # since training began, in whatever run
+    skipped_last = False  # the latest step, so that its scheduler does not move either
+    _in_a_row: Sequence[SkippedStep] = ()  # up to now
+
+    def begin(self, max_skipped_steps: int) -> None:
+        """A run starts."""
+        self.max_skipped_steps = max_skipped_steps
+        self.skipped_steps, self.skipped_last, self._in_a_row = 0, False, ()
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        if self.scaler is None or self.engine is None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        if isinstance(optimizer, LBFGS):
+            raise ValueError(
+                "precision='16-mixed' does not work with LBFGS: its closure runs several backwards a step."
+            )
+        closure_result = closure()
+        if closure_result is None and model.automatic_optimization:
+            self._after_closure(model, optimizer)
+            return closure_result  # training_step returned None: there was no backward
+        overflow = self.engine.unscale_(self.scaler, optimizer)
+        self._after_closure(model, optimizer)
+        step_output = self.scaler.step(optimizer, **kwargs)
+        self.scaler.update()
+        self._note(model, overflow, closure_result)
+        return step_output
+
+    def _note(self, model: "pl.LightningModule", overflow: Overflow, loss: Any) -> None:
+        metrics = model.trainer.callback_metrics
+        self.skipped_last = bool(overflow.ranks)
+        if not self.skipped_last:
+            self._in_a_row = ()
+        else:
+            self.skipped_steps += 1
+            value = float(loss) if isinstance(loss, Tensor) else None
+            skipped = SkippedStep(model.trainer.global_step, value, overflow)
+            self._in_a_row = (*self._in_a_row, skipped)
+            rank_zero_warn(f"Skipped an optimizer step, {skipped}. The loss scale is {self.scaler.get_scale():g}.")
+        metrics["zero/skipped_steps"] = torch.tensor(float(self.skipped_steps))
+        metrics["zero/loss_scale"] = torch.tensor(self.scaler.get_scale())
+        if len(self._in_a_row) > self.max_skipped_steps:
+            told = "\n  ".join(str(skipped) for skipped in self._in_a_row)
+            raise RuntimeError(
+                f"{len(self._in_a_row)} optimizer steps in a row overflowed in fp16 (max_skipped_steps="
+                f"{self.max_skipped_steps}):\n  {told}\nThe loss scale is {self.scaler.get_scale():g}. Look at the "
+                "parameters named above, lower the learning rate, or use precision='bf16-mixed'."
+            )

@@ -1,0 +1,532 @@
+"""`ZeroStrategy`: the stages under `lightning.Trainer`."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import Module, Parameter
+from typing_extensions import override
+
+from lightning_zero.config import (
+    ActivationCheckpointing,
+    Checkpoint,
+    Offload,
+    at_least,
+    bytes_from_mib,
+    classes_from,
+    dtype_from,
+    one_of,
+    policy_from,
+    seconds_from,
+)
+from lightning_zero.pl.callbacks import First, Preemption
+from lightning_zero.pl.checkpointing import CheckpointingStrategy
+from lightning_zero.pl.precision import ScaledGradients, ShardedGradients, adapt
+from lightning_zero.run.engine import Engine, Options
+from lightning_zero.run.notices import Notices
+from lightning_zero.stage import STAGES
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.native import make_comm
+
+DEFAULT_TIMEOUT = 1800.0  # s; torch's own for gloo
+
+
+class ZeroStrategy(CheckpointingStrategy):
+    """ZeRO (arXiv 1910.02054) as a strategy: DDP's numbers, with model states partitioned over the ranks.
+
+    Args:
+        stage: what rests as 1/N on each of N ranks: 1 the optimizer state, 2 also the gradients, 3 also the
+            parameters; 0 nothing (the engine's own DDP).
+        units: stage 3: classes (or names, or import paths) of modules whose parameters are gathered together;
+            ``"auto"`` takes the elements of module lists, and what is outside them module by module.
+        bucket_size_mb: largest collective, in MiB. Small models use less.
+        prefetch: stage 3: units gathered ahead.
+        overlap: reduce gradients while backward goes on.
+        offload: see `Offload`.
+        activation_checkpointing: see `ActivationCheckpointing`.
+        tensor_parallel_size: ranks that share each tensor-parallel module.
+        replicate_size: groups of ranks that each hold all shards (hybrid sharding).
+        param_dtype: None: under ``*-mixed`` the weights that autocast casts at each use rest in its dtype, which
+            changes no bit; ``torch.float32``: none does; another dtype: all parameters rest and compute in it.
+        reduce_dtype: of gradients on the wire and at rest; None is fp32, or the parameter's dtype if wider.
+        accumulation: ``"sharded"`` reduces every micro-batch into the shard (stages 2 and 3); ``"local"`` keeps full
+            gradients and reduces once per step.
+        granularity: ``"element"``, or ``"tensor"`` for optimizers that need whole tensors.
+        broadcast_buffers: take rank 0's buffers before a training forward, as DDP.
+        checkpoint: see `Checkpoint`.
+        max_skipped_steps: fp16 overflows in a row before an error.
+        timeout: of the process group, in seconds or as a `timedelta`.
+        wait_timeout: how long a rank waits for another one before it says who is missing, in seconds.
+        sanitize: compare the signature of every collective across ranks first (slow; for debugging).
+        process_group_backend: ``"gloo"``, ``"nccl"``; None chooses by device.
+        start_method: how processes start on one machine; see Lightning's `DDPStrategy`.
+
+    Raises:
+        ValueError: for a value outside what is said above.
+        TypeError: for an unknown argument, or a policy mapping with an unknown key.
+        NotImplementedError: for an argument whose feature is not there yet.
+    """
+
+    def __init__(
+        self,
+        stage: int | Literal["auto"] = 2,
+        *,
+        units: Any = "auto",
+        bucket_size_mb: float = 25.0,
+        prefetch: int = 1,
+        overlap: bool = True,
+        offload: Offload | Mapping[str, Any] | None = None,
+        activation_checkpointing: ActivationCheckpointing | Mapping[str, Any] | None = None,
+        tensor_parallel_size: int = 1,
+        replicate_size: int = 1,
+        param_dtype: torch.dtype | str | None = None,
+        reduce_dtype: torch.dtype | str | None = None,
+        accumulation: Literal["sharded", "local"] = "sharded",
+        granularity: Literal["element", "tensor"] = "element",
+        broadcast_buffers: bool = True,
+        checkpoint: Checkpoint | Mapping[str, Any] | None = None,
+        max_skipped_steps: int = 20,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
+        wait_timeout: timedelta | float = 60.0,
+        sanitize: bool = False,
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        accelerator: Any = None,
+        parallel_devices: Any = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            start_method=start_method,
+            timeout=seconds_from(timeout, "timeout"),
+        )
+        one_of("accumulation", accumulation, ("sharded", "local"))
+        one_of("granularity", granularity, ("element", "tensor"))
+        at_least("prefetch", prefetch, 0)
+        at_least("max_skipped_steps", max_skipped_steps, 1)
+        at_least("tensor_parallel_size", tensor_parallel_size, 1)
+        at_least("replicate_size", replicate_size, 1)
+        self.stage = _stage_from(stage)
+        self.offload = policy_from(Offload, offload, "offload")
+        self.activation_checkpointing = policy_from(
+            ActivationCheckpointing, activation_checkpointing, "activation_checkpointing"
+        )
+        self.checkpoint = policy_from(Checkpoint, checkpoint, "checkpoint") or Checkpoint()
+        self.checkpoint_io = checkpoint_io  # the property has its say
+        self.broadcast_buffers = broadcast_buffers
+        self.max_skipped_steps = max_skipped_steps
+        self._param_dtype = dtype_from(param_dtype, "param_dtype")
+        self._options = Options(
+            unit_classes=classes_from(units, "units"),
+            bucket_bytes=bytes_from_mib(bucket_size_mb, "bucket_size_mb"),
+            prefetch=prefetch,
+            overlap=overlap,
+            accumulation=accumulation,
+            replicate_size=replicate_size,
+            reduce_dtype=dtype_from(reduce_dtype, "reduce_dtype"),
+        )
+        self._wait_timeout = seconds_from(wait_timeout, "wait_timeout")
+        self._sanitize = sanitize
+        _refuse_what_is_not_there_yet(self, tensor_parallel_size, granularity)
+        self.engine: Engine | None = None
+        self._trained: Engine | None = None  # the engine of the latest fit: it knows the optimizers' pieces
+        self._comm: Comm | None = None
+        self._device_mesh: DeviceMesh | None = None
+        self._failed = False
+        self._blocked = False  # Lightning accumulates: the next backward is not the last of its step
+        self._undo = ExitStack()  # what `teardown` takes out of the module again
+
+    # -- set up
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return cast(Precision, DDPStrategy.precision_plugin.fget(self))  # type: ignore[attr-defined]
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = None if precision_plugin is None else adapt(precision_plugin)
+
+    @override
+    def setup_distributed(self) -> None:
+        """DDP seeds every rank anew here. One rank keeps its random state, so that it equals a single device."""
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
+            rank_zero_warn(
+                "torchrun's shared store keeps the addresses of dead ranks, and ranks that are started again may "
+                "connect to those (pytorch issue 135712). Start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."
+            )
+        with isolate_rng() if self.num_nodes * self.num_processes == 1 else nullcontext():
+            super().setup_distributed()
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
+        module = self.lightning_module
+        assert module is not None
+        self.accelerator.setup(trainer)
+        if self.world_size == 1:  # one rank draws its data as one device does, or it could not equal strategy="auto"
+            trainer._accelerator_connector.use_distributed_sampler = False
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, First) for callback in callbacks):
+            callbacks[:] = [First(self), *callbacks, Preemption(self)]
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if not self._close_engine() and self.engine is not None and self.engine.module is module:
+            self._go_on_in_shards(fitting)
+            return
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self._refuse_offload_from_device()
+        comm = self._ensure_comm()
+        if fitting:
+            self.setup_optimizers(trainer)
+            # Lightning's broadcast of each batch, which `Preemption` has replaced: in it a rank would wait for one
+            # that has failed as long as `timeout`, and without a word.
+            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
+        self.engine = Engine(
+            module,
+            self.optimizers if fitting else [],
+            stage=self.stage,
+            comm=comm,
+            device=self.root_device,
+            options=self._engine_options(),
+        )
+        self._failed = False
+        self.setup_precision_plugin()
+        if fitting:
+            self._trained = self.engine
+            _optimizers_to_device(self.optimizers, self.root_device)
+            self._guard_schedulers(module)
+            rank_zero_info(_table(self.engine, self.stage))
+            if foreign := self.engine.foreign_parameters:
+                rank_zero_info(_told_of(foreign))
+        self._attach_precision()
+
+    def _go_on_in_shards(self, fitting: bool) -> None:
+        """With the engine of the run before, whose model does not fit whole into host memory."""
+        if fitting:
+            raise RuntimeError(
+                "The model is still in shards since the run before: whole copies do not fit into host memory, and new "
+                "optimizers need them. Save a checkpoint, make the model anew, and fit(model, ckpt_path=...)."
+            )
+        self._attach_precision()
+
+    def _ensure_comm(self) -> Comm:
+        if self._comm is None:
+            backend = self._process_group_backend
+            self._comm = make_comm(self.root_device, self._wait_timeout, backend=backend, sanitize=self._sanitize)
+        return self._comm
+
+    def _engine_options(self) -> Options:
+        plugin = self.precision_plugin
+        autocast = None
+        if isinstance(plugin, MixedPrecision) and self._param_dtype is None:
+            autocast = torch.bfloat16 if plugin.precision == "bf16-mixed" else torch.float16
+        param_dtype = None if self._param_dtype == torch.float32 else self._param_dtype
+        return Options(**{**vars(self._options), "autocast_dtype": autocast, "param_dtype": param_dtype})
+
+    def _attach_precision(self) -> None:
+        plugin = self.precision_plugin
+        if isinstance(plugin, ShardedGradients):
+            plugin.engine = self.engine
+        if isinstance(plugin, ScaledGradients):
+            plugin.begin(self.max_skipped_steps)
+
+    def _refuse_offload_from_device(self) -> None:
+        """On a CPU everything rests in host memory already; elsewhere offload is still to come."""
+        if self.offload is not None and self.root_device.type != "cpu":
+            raise NotImplementedError("offload= is not there yet for accelerators. Leave it out, or use stage=3.")
+
+    def _guard_schedulers(self, module: "pl.LightningModule") -> None:
+        """A skipped fp16 step does not move the scheduler that steps with it (a declared deviation from DDP)."""
+        plugin = self.precision_plugin
+        if not isinstance(plugin, ScaledGradients) or plugin.scaler is None:
+            return
+        step, own = module.lr_scheduler_step, vars(module).get("lr_scheduler_step")
+
+        def step_unless_skipped(scheduler: Any, metric: Any) -> None:
+            by_step = any(c.scheduler is scheduler and c.interval == "step" for c in self.lr_scheduler_configs)
+            if not (plugin.skipped_last and by_step):
+                step(scheduler, metric)
+
+        def undo() -> None:
+            del module.lr_scheduler_step
+            if own is not None:
+                module.lr_scheduler_step = own  # type: ignore[method-assign]
+
+        module.lr_scheduler_step = step_unless_skipped  # type: ignore[method-assign]
+        self._undo.callback(undo)
+
+    # -- steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        reduces = not self._blocked and self.lightning_module.automatic_optimization
+        with self._running_engine.forward(reduces=reduces):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._running_engine.forward(reduces=False):
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._running_engine.forward(reduces=False):
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._running_engine.forward(reduces=False):
+            return super().predict_step(*args, **kwargs)
+
+    def end_rendezvous(self) -> None:
+        """Waits for ranks that still evaluate, and serves them; before collectives that are not the engine's."""
+        if self.engine is not None and not self.engine.closed:
+            self.engine.rendezvous.meet_before_collective()
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self.end_rendezvous()
+        super().barrier(*args, **kwargs)
+
+    @override
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        self.end_rendezvous()
+        return super().reduce(*args, **kwargs)
+
+    @override
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        self.end_rendezvous()
+        return super().broadcast(*args, **kwargs)
+
+    @override
+    def all_gather(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.end_rendezvous()
+        return super().all_gather(*args, **kwargs)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning enters it for all micro-batches of a step but the last."""
+        assert self.engine is not None
+        self._blocked = True
+        try:
+            with self.engine.accumulating():
+                yield
+        finally:
+            self._blocked = False
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside accumulate on this rank only; the first one outside reduces what they left."""
+        return self._running_engine.no_sync()
+
+    # -- what users read
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The ranks as a torch mesh with the axes "replicate", "data_parallel" and "tensor_parallel". The first look
+        makes process groups: take it on every rank."""
+        if self._device_mesh is None:
+            mesh = self._running_engine.mesh
+            shape = (mesh.world.size // mesh.shard.size, mesh.shard.size, 1)
+            names = ("replicate", "data_parallel", "tensor_parallel")
+            self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+        return self._device_mesh
+
+    @property
+    def _running_engine(self) -> Engine:
+        if self.engine is None:
+            raise RuntimeError("Nothing is set up yet: use this inside trainer.fit, validate, test or predict.")
+        return self.engine
+
+    def full_parameters(self, module: Module | None = None, write: bool = False) -> AbstractContextManager[None]:
+        """All parameters of `module` (default: the whole model) hold their values inside. Enter it on every rank.
+
+        Edits in place persist without it where torch can see them. It cannot where they go through `.numpy()`, or
+        through `.data` inside a module's own forward; outside of ``write=True`` such edits may be lost.
+
+        Args:
+            module: whose parameters.
+            write: keep edits made inside; make the same ones on every rank.
+        """
+        return self._running_engine.full_parameters(module, write=write)
+
+    def full_grad(self, parameter: Parameter) -> Tensor | None:
+        """The averaged gradient of a parameter in its shape, or None. Call it on every rank."""
+        return self._running_engine.full_grad(parameter)
+
+    def grad_norms(self, norm_type: float = 2.0) -> dict[str, Tensor]:
+        """Parameter name -> norm of its averaged gradient, for those that have one; one small reduction for all.
+        Call it on every rank.
+
+        Args:
+            norm_type: p of the p-norm; ``inf`` for the largest magnitude.
+        """
+        return self._running_engine.grad_norms(norm_type)
+
+    def memory_report(self) -> dict[str, int]:
+        """Bytes that rest on this rank, by category (parameter, gradient, master, optimizer state, bucket, gathered,
+        activation checkpoint). After fit: as they were when it ended."""
+        return self._running_engine.bytes_by_category()
+
+    def communication_report(self) -> dict[str, int]:
+        """Bytes this rank has sent, by operation, and by what they cross: ``replicate ...`` between shard groups."""
+        return self.engine.mesh.bytes_sent if self.engine is not None else {}
+
+    @property
+    @override
+    def notices(self) -> Notices:
+        return self._running_engine.reductions.notices
+
+    # -- the end
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        self._undo.close()
+        unsaved = self._unsaved()
+        if self._close_engine():
+            super().teardown()
+        else:
+            self._teardown_spread()
+        if unsaved is not None and not self._failed:
+            raise unsaved
+
+    def _teardown_spread(self) -> None:
+        """Lightning's would move the model to the CPU, and by that read parameters whose values are not here."""
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def _close_engine(self) -> bool:
+        """Makes the model whole when all ranks are there and it fits; says whether it is."""
+        if self.engine is None or self.engine.closed:
+            return True
+        if self._failed and self.engine.mesh.world.size > 1:
+            self.engine.close(whole=False)
+            return False
+        if not self._fits_whole(self.engine):
+            rank_zero_info(
+                "The model stays sharded: whole copies do not fit into host memory. Reading a parameter gathers it "
+                "(on every rank); Trainer.save_checkpoint works."
+            )
+            return False
+        self.engine.close()
+        return True
+
+    def _fits_whole(self, engine: Engine) -> bool:
+        """One decision for all ranks: every local rank holds a whole copy in host memory."""
+        if not engine.partition.parameter:
+            return True
+        available = _available_host_bytes()
+        sizes = [parameter.numel() * parameter.dtype.itemsize for parameter in engine.module.parameters()]
+        needed = sum(sizes) * self.num_processes
+        fits = torch.tensor(available is None or needed < available, dtype=torch.uint8)
+        engine.rendezvous.meet_before_collective()
+        return bool(engine.mesh.world.all_reduce(fits, "fits in host memory", "min"))
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers the names that `Trainer(strategy=...)` understands; DDP's own registers "ddp" again."""
+        for stage in (1, 2, 3):
+            strategy_registry.register(
+                f"zero_stage_{stage}", cls, description=f"ZeRO stage {stage}", override=True, stage=stage
+            )
+        for stage in (2, 3):
+            strategy_registry.register(
+                f"zero_stage_{stage}_offload",
+                cls,
+                description=f"ZeRO stage {stage}, optimizer state in host memory",
+                override=True,
+                stage=stage,
+                offload=Offload(optimizer="cpu"),
+            )
+
+
+ZeroStrategy.register_strategies(StrategyRegistry)
+
+
+def _nothing() -> None: ...
+
+
+def _stage_from(stage: Any) -> int:
+    if stage == "auto":
+        raise NotImplementedError("stage='auto' is not there yet. Write stage=1, 2 or 3.")
+    if isinstance(stage, bool) or stage not in STAGES:
+        raise ValueError(f"stage={stage!r} does not exist. Write one of {list(STAGES)}.")
+    return int(stage)
+
+
+def _refuse_what_is_not_there_yet(strategy: ZeroStrategy, tensor_parallel_size: int, granularity: str) -> None:
+    missing = {
+        "activation_checkpointing": strategy.activation_checkpointing is not None,
+        "tensor_parallel_size": tensor_parallel_size > 1,
+        "granularity='tensor'": granularity != "element",
+        "offload to 'nvme'": strategy.offload is not None
+        and "nvme" in (strategy.offload.optimizer, strategy.offload.parameters),
+    }
+    for argument, is_asked in missing.items():
+        if is_asked:
+            raise NotImplementedError(f"{argument} is not there yet. Leave it out.")
+
+
+def _available_host_bytes() -> int | None:
+    """Memory that this machine can still give, where the system says (Linux)."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return found[0] if found else None
+
+
+def _table(engine: Engine, stage: int) -> str:
+    """The dtypes of every sort of parameter, for the start of fit."""
+    rows = [("elements", "storage", "compute", "reduce", "master")]
+    for numel, kind, reduce in engine.dtype_table():
+        storage, master = _short(kind.resting), _short(kind.declared)
+        rows.append((f"{numel:,}", storage, storage, _short(reduce) if reduce else "-", master if reduce else "-"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return f"ZeRO stage {stage} on {engine.mesh.world.size} ranks" + "".join(f"\n  {line}" for line in lines)
+
+
+def _told_of(foreign: Mapping[str, Parameter]) -> str:
+    kinds = ", ".join(sorted({type(parameter).__name__ for parameter in foreign.values()}))
+    names = ", ".join(list(foreign)[:3]) + (", ..." if len(foreign) > 3 else "")
+    return f"Tensors of their own kind ({kinds}) stay whole on every rank, as they are: {names}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

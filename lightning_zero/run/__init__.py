@@ -1,0 +1,1 @@
+"""A training step: what is gathered, reduced and stepped when."""

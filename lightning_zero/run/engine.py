@@ -1,0 +1,536 @@
+"""`Engine`: the stages for one module and its optimizers. Knows nothing of Lightning."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from lightning_zero.run.cache import UnitCache
+from lightning_zero.run.loans import Loans
+from lightning_zero.run.phase import Phase, Phases
+from lightning_zero.run.reductions import Reductions, Stage
+from lightning_zero.run.rendezvous import Rendezvous
+from lightning_zero.run.schedule import Schedule
+from lightning_zero.run.states import States
+from lightning_zero.shards import norm
+from lightning_zero.shards.assembly import (
+    Options,
+    assemble,
+    bucket_bytes_for,
+    foreign_parameters,
+    managed_parameters,
+    refuse_whole_tensor_optimizers,
+    trainable_of,
+)
+from lightning_zero.shards.group import Kind, Places, Setting, Slot, no_interception, publish, slot_of
+from lightning_zero.shards.ledger import Category, Ledger, Place
+from lightning_zero.shards.optimizer import PieceStepper, training_slot
+from lightning_zero.stage import STAGES, Partition
+from lightning_zero.views.parameter import Interception
+from lightning_zero.views.saved import SavedParameters
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.mesh import Mesh
+
+__all__ = ["Engine", "Options"]
+
+HOST = torch.device("cpu")
+
+
+@final
+class Engine:
+    """Partitions `module` over the ranks of `comm` as `stage` says.
+
+    A training step, from end to end; this loop is all of it:
+
+        engine = Engine(module, [optimizer], stage=2, comm=comm)
+        for batch in batches:
+            with engine.forward():
+                loss = module(batch)
+            with engine.backward():
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.close()
+
+    1. `forward` takes over what users have edited since the last one, and rank 0's buffers. At stage 3 each unit is
+       gathered before the first of its modules runs, with the next one behind it, into an arena; what was used last
+       stays until its room is needed. What autograd saves of parameters is their place in a unit.
+    2. `backward` gathers a unit again when autograd asks for what it saved of it. Each gradient is collected as it
+       comes; when those of a group are complete, they are reduced bucket by bucket, in the same order on all ranks.
+    3. `step` (a hook on every `optimizer.step`) first makes the ranks agree on which parameters have a gradient: the
+       one message of a step beside its data. For the step itself, a parameter *is* the piece that this rank owns.
+    4. After it the new values go where forward reads them: at stages 1 and 2 all ranks gather them at once.
+
+    All ranks start from rank 0's parameters and buffers. Without optimizers only parameters are partitioned. On one
+    rank nothing travels and nothing is swapped.
+
+    Args:
+        module: whose parameters; the Parameter objects stay the same from here to `close`.
+        optimizers: over the module's parameters; stepped as ever.
+        stage: 0, 1, 2 or 3.
+        comm: all ranks.
+        device: where the engine's tensors live; parameters move there group by group, so that a model larger than
+            the device's memory can be set up at stage 3. Everything else of the module moves there at once.
+        options: see `Options`.
+
+    Raises:
+        ValueError: for a `replicate_size` that does not divide the ranks, an optimizer over parameters that are not
+            the module's, a parameter without a shape yet, or a trainable one of a kind that cannot be sharded.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        stage: int,
+        comm: Comm,
+        device: torch.device = HOST,
+        options: Options | None = None,
+    ) -> None:
+        self.module = module
+        self.device = device
+        self.options = options or Options()
+        self.mesh = Mesh.of(comm, self.options.replicate_size)
+        self.comm = self.mesh.shard  # who owns what; replicas have the same values, and decide alike
+        is_replicated = self.options.replicate_size > 1 and comm.size == self.options.replicate_size
+        self.partition: Partition = STAGES[0 if is_replicated else stage]
+        self.ledger = Ledger()
+        managed = managed_parameters(module, optimizers)
+        self.foreign_parameters = foreign_parameters(module)
+        self._known = {id(parameter): parameter for parameter in module.parameters()}  # kept alive: ids stay theirs
+        if self.partition.optimizer and self.comm.size > 1:
+            refuse_whole_tensor_optimizers(optimizers)
+        self._broadcast_states()
+        setting = Setting(
+            partition=self.partition,
+            mesh=self.mesh,
+            ledger=self.ledger,
+            places=Places(*itertools.repeat(Place(device), 4)),
+            bucket_bytes=bucket_bytes_for(managed, self.options),
+            as_declared=self.options.param_dtype is None,
+        )
+        assembly = assemble(module, managed, trainable_of(managed, optimizers), setting, self.options)
+        self._arena = assembly.arena
+        self.groups = assembly.groups
+        self.resident_numel = assembly.resident
+        self.loans = Loans(self.groups, self._settle_gradients)
+        interception = Interception(self.loans)
+        saved = SavedParameters(self._bring, self.loans.gather_old)
+        self.cache = UnitCache(assembly.units, self._arena, 1 + self.options.prefetch, interception, saved)
+        self.reductions = Reductions(
+            assembly.shards,
+            assembly.pools,
+            comm,
+            overlap=self.options.overlap,
+            lender=self.loans,
+            interception=interception,
+        )
+        self.rendezvous = Rendezvous(self.mesh, self.cache, self.reductions)
+        self.loans.join(self.cache, self.rendezvous, saved)
+        self._interception = interception
+        self._move_the_rest()
+        self.schedule = Schedule(
+            assembly,
+            self.cache,
+            self.rendezvous,
+            self.reductions,
+            self.loans,
+            saved,
+            begin_backward=self._begin_backward,
+            end_backward=self._end_backward,
+        )
+        self._steppers = {optimizer: PieceStepper(optimizer, self.ledger) for optimizer in optimizers}
+        self._step_hooks = [handle for optimizer in optimizers for handle in self._hook_step(optimizer)]
+        self.states = States(module, self.groups, self._steppers, self.mesh, self.loans, self.rendezvous)
+        self.states.cut_optimizers()
+        self._phases = Phases()
+        self._measured: norm.Measured | None = None  # for an overflow, and good for clipping too
+        self._buffers = self.rendezvous.enroll("buffers", self._serve_buffers) if self._has_buffers else None
+        self._buffers_are_stale = True
+        for group in self.groups:
+            if not group.is_plain:
+                interception.hide(group)
+
+    @property
+    def phase(self) -> Phase:
+        return self._phases.now
+
+    # -- assembly
+
+    def _broadcast_states(self) -> None:
+        """Every rank takes rank 0's values, as under DDP: otherwise each would hold the shard of another model."""
+        if self.mesh.world.size == 1:
+            return
+        for name, tensor in itertools.chain(self.module.named_parameters(), self.module.named_buffers()):
+            if (isinstance(tensor, Parameter) and name not in self.foreign_parameters) or type(tensor) is Tensor:
+                values = tensor.detach().contiguous()
+                self.mesh.world.broadcast(values, f"initial {name}")
+                with torch.no_grad():
+                    tensor.copy_(values)
+
+    def _move_the_rest(self) -> None:
+        """Buffers, metrics and parameters that no group holds. Grouped parameters must not even be passed by: modules
+        that look at their weights when they move (RNNs) would find nothing."""
+        with no_interception():
+            for module in self.module.modules():
+                moves_by_itself = type(module)._apply is not Module._apply
+                if moves_by_itself and not any(slot_of(parameter) for parameter in module.parameters()):
+                    module._apply(lambda tensor: tensor.to(self.device))
+                    continue
+                for name, buffer in module._buffers.items():
+                    module._buffers[name] = None if buffer is None else buffer.to(self.device)
+                for parameter in module._parameters.values():
+                    if parameter is not None and slot_of(parameter) is None:
+                        parameter.data = parameter.data.to(self.device)
+
+    # -- forward
+
+    @contextmanager
+    def forward(self, *, reduces: bool = True) -> Iterator[None]:
+        """Around a forward.
+
+        Args:
+            reduces: its gradients are reduced; then the next one takes rank 0's buffers first, as under DDP.
+        """
+        self._recover()
+        self.loans.settle()
+        self.schedule.start_pass()
+        if self._buffers is not None and self._buffers_are_stale:
+            self.rendezvous.call(self._buffers)
+        with self._phases.within(Phase.FORWARD), self.schedule.noting_saved():
+            yield
+        self._buffers_are_stale = reduces
+
+    @property
+    def _has_buffers(self) -> bool:
+        return self.options.broadcast_buffers and self.mesh.world.size > 1 and any(True for _ in self.module.buffers())
+
+    def _serve_buffers(self, keep: bool) -> None:
+        """Every rank takes rank 0's buffers, those of one dtype in one message."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in self.module.buffers():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer.detach())
+        for dtype, buffers in by_dtype.items():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            self.mesh.world.broadcast(flat, f"buffers {dtype}")
+            if keep and self.mesh.world.rank:
+                for buffer, values in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+                    buffer.copy_(values.view(buffer.shape))
+
+    def _bring(self, unit: Any) -> None:
+        self.schedule.bring(unit)
+
+    # -- backward
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward; without it the end of backward is found by a callback of autograd."""
+        self._recover()
+        with self.schedule.bracket():
+            self._begin_backward()
+            yield
+        self._end_backward()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only accumulate, on this rank; the first one after reduces what they left."""
+        before, self.reductions.is_on = self.reductions.is_on, False
+        try:
+            yield
+        finally:
+            self.reductions.is_on = before
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Around the backwards of all but the last micro-batch; communicates if gradients accumulate in shards."""
+        if self.partition.gradient and self.options.accumulation == "sharded":
+            yield
+        else:
+            with self.no_sync():
+                yield
+
+    def _begin_backward(self) -> None:
+        self._recover()
+        with no_interception(), torch.no_grad():
+            self.loans.take_back_gradients()  # what is stored from here on is of this backward
+        if self.reductions.stage is Stage.UNSETTLED:
+            self.rendezvous.meet()
+        self.schedule.start_pass()
+        self.reductions.stage = Stage.COLLECTING
+        self._phases.enter(Phase.BACKWARD)
+
+    def _end_backward(self) -> None:
+        self._phases.leave(Phase.BACKWARD)
+        with no_interception(), torch.no_grad():
+            self.reductions.end_backward(starts_all=not self.cache.units)
+            if not self.partition.optimizer and self.reductions.stage is Stage.UNSETTLED:
+                self.rendezvous.meet()  # `p.grad` is what is reduced, and must not be added to meanwhile
+
+    def _recover(self) -> None:
+        """After a backward that failed (on every rank alike): forgets what it left half done."""
+        if self.phase is Phase.BACKWARD and not self.schedule.backward_is_known:
+            self._phases.leave(Phase.BACKWARD)
+            with no_interception():
+                self.reductions.forget()
+
+    def _settle_gradients(self) -> bool:
+        """Ranks agree on which parameters have gradients, because this one is asked before the step; whether they
+        had to."""
+        if self.reductions.stage is not Stage.UNSETTLED:
+            return False
+        with no_interception(), torch.no_grad():
+            self.rendezvous.meet(early=True)
+        return True
+
+    # -- step
+
+    def _hook_step(self, optimizer: Optimizer) -> list[Any]:
+        def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            if closure is None:
+                self._begin_step(optimizer)
+                return None
+
+            def closure_on_full() -> Any:
+                self._end_step(optimizer)  # an optimizer may call its closure several times
+                result = closure()
+                self._begin_step(optimizer)
+                return result
+
+            if len(args) > 1:
+                return (args[0], closure_on_full, *args[2:]), kwargs
+            return args, {**kwargs, "closure": closure_on_full}
+
+        return [
+            optimizer.register_step_pre_hook(before),
+            optimizer.register_step_post_hook(lambda *_: self._end_step(optimizer)),
+        ]
+
+    def step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Context in which each parameter of `optimizer` is the piece that this rank owns; entered by hooks on
+        `optimizer.step`."""
+        return self._step(optimizer)
+
+    @contextmanager
+    def _step(self, optimizer: Optimizer) -> Iterator[None]:
+        self._begin_step(optimizer)
+        try:
+            yield
+        finally:
+            self._end_step(optimizer)
+
+    def _begin_step(self, optimizer: Optimizer) -> None:
+        stepper = self._steppers[optimizer]
+        if stepper.is_stepping:
+            return
+        self._recover()
+        self.loans.settle()
+        while self.rendezvous.meet() and self.rendezvous.may_be_wanted:
+            pass  # a rank may have wanted something since it was asked for its gradients
+        self._refuse_strangers()
+        for slot in stepper.slots:
+            self.reductions.adopt(slot)
+        self._phases.enter(Phase.STEP)
+        stepper.enter()
+
+    def _end_step(self, optimizer: Optimizer) -> None:
+        stepper = self._steppers[optimizer]
+        if not stepper.is_stepping:
+            return
+        groups = stepper.exit()
+        self._phases.leave(Phase.STEP)
+        publish(groups)
+        for group in groups:
+            if group.is_plain:
+                group.note_versions()
+        self._measured = None
+
+    def _refuse_strangers(self) -> None:
+        """Raises for a parameter that trains only since set-up: nobody averages its gradient."""
+        with no_interception():
+            with_grad = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
+        strangers = {parameter for parameter in with_grad if training_slot(parameter) is None}
+        if not strangers:
+            return
+        stepped = {parameter for stepper in self._steppers.values() for parameter in stepper.parameters}
+        for name, parameter in self.module.named_parameters():
+            if parameter not in strangers:
+                continue
+            if id(parameter) not in self._known:
+                raise RuntimeError(
+                    f"Parameter {name!r} was not there at set-up, and has a gradient that is not averaged over ranks. "
+                    "Make modules in __init__ or configure_model(), before fit."
+                )
+            if name in self.foreign_parameters:
+                raise RuntimeError(
+                    f"Parameter {name!r} is a {type(parameter).__name__}, a tensor of its own kind, and trains since "
+                    "set-up: its gradient is not averaged over ranks. Keep it frozen."
+                )
+            if parameter in stepped:
+                raise RuntimeError(
+                    f"Parameter {name!r} was frozen, and was added after set-up to what an optimizer steps: its "
+                    "gradient is not averaged over ranks. Give it to the optimizer in configure_optimizers() already, "
+                    "frozen (requires_grad_(False)) until it is to train."
+                )
+
+    # -- gradients
+
+    def gradients(self, parameters: Iterable[Parameter] | Optimizer, *, meets: bool = False) -> list[Slot]:
+        """The parameters that have a gradient, each once. A collective after a backward.
+
+        Args:
+            parameters: to look among.
+            meets: a collective of the caller's follows.
+        """
+        if isinstance(parameters, Optimizer):
+            parameters = [parameter for group in parameters.param_groups for parameter in group["params"]]
+        if not self._settle_gradients() and meets:
+            self.rendezvous.meet_before_collective()
+        with no_interception(), torch.no_grad():
+            self.loans.take_back_gradients()
+            found = [p for p in dict.fromkeys(parameters) if p.grad is not None]
+            slots = [slot for slot in map(training_slot, found) if slot is not None]
+            for slot in slots:
+                self.reductions.adopt(slot)
+        return slots
+
+    def _measure(self, slots: list[Slot], norm_type: float = 2.0) -> norm.Measured:
+        measured = self._measured
+        if measured is None or not measured.is_of(slots, norm_type):
+            measured = norm.Measured.of(slots, norm_type)
+        return measured
+
+    def clip_by_norm_(self, parameters: Iterable[Parameter] | Optimizer, max_norm: float) -> norm.GradNorm:
+        slots = self.gradients(parameters, meets=True)
+        return norm.clip_by_norm_(self._measure(slots), self.comm, max_norm)
+
+    def clip_by_value_(self, parameters: Iterable[Parameter] | Optimizer, clip_value: float) -> None:
+        norm.clip_by_value_(self.gradients(parameters), clip_value)
+
+    def unscale_(self, scaler: GradScaler, optimizer: Optimizer) -> norm.Overflow:
+        """`GradScaler.unscale_` for gradients that are spread over ranks: every rank comes to the same verdict.
+
+        The scaler's own would look at what this rank owns alone, and ranks would then disagree on whether to step.
+
+        Args:
+            scaler: the user's; its state for `optimizer` is as after its own `unscale_`.
+            optimizer: whose gradients.
+        """
+        slots = self.gradients(optimizer, meets=True)
+        scale, _ = scaler._check_scale_growth_tracker("unscale_")
+        norm.scale_(slots, scale.double().reciprocal().float())
+        self._measured = norm.Measured.of(slots)
+        overflow = self._measured.overflow(self.mesh.world.host)
+        state: dict[str, Any] = scaler._per_optimizer_states[id(optimizer)]
+        # On the host, where the verdict is: the scaler's question of it costs no look at the device.
+        state["found_inf_per_device"] = {self.device: torch.tensor(float(bool(overflow.ranks)))}
+        state["stage"] = OptState.UNSCALED
+        return overflow
+
+    def grad_norms(self, norm_type: float = 2.0) -> dict[str, Tensor]:
+        """Parameter name -> norm of its averaged gradient (0-d, fp32), for those that have one. A collective."""
+        slots = self.gradients(self.module.parameters(), meets=True)
+        norms = self._measure(slots, norm_type).norms(self.comm)
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        return {names[slot.parameter]: found for slot, found in zip(slots, norms.float().unbind(), strict=True)}
+
+    def full_grad(self, parameter: Parameter) -> Tensor | None:
+        """The averaged gradient of one parameter, in its shape; None where it has none. A collective."""
+        slots = self.gradients([parameter])
+        if not slots:
+            return parameter.grad
+        (slot,) = slots
+        if not slot.group.is_cut:
+            return norm.piece_of(slot).clone()
+        return self.loans.lend_gradient(slot).clone()
+
+    # -- whole values
+
+    def full_parameters(self, module: Module | None = None, *, write: bool = False) -> AbstractContextManager[None]:
+        """All parameters of `module` (default: the whole model) hold their values inside. A collective.
+
+        Args:
+            module: whose.
+            write: keep edits that are made inside; every rank must make the same.
+        """
+        wanted = {slot_of(parameter) for parameter in (module or self.module).parameters()} - {None}
+        groups = [group for group in self.groups if not group.is_plain and not wanted.isdisjoint(group.slots)]
+        return self.loans.all_of(groups, write=write)
+
+    # -- reports
+
+    def bytes_by_category(self) -> dict[str, int]:
+        """Bytes that rest on this rank, by `Category`; after `close`, as they were before."""
+        if self.phase is Phase.CLOSED:
+            return self._bytes_at_close
+        live = {str(category): numel for category, numel in self.ledger.live.items()}
+        for parameter in self.module.parameters():
+            slot = slot_of(parameter)
+            if slot is None and parameter.layout == torch.strided:
+                live[Category.PARAMETER] += parameter.nbytes
+            with no_interception():
+                is_own = slot is not None and slot.gradient is not None and not slot.gradient.travels
+                live[Category.GRADIENT] += parameter.grad.nbytes if is_own and parameter.grad is not None else 0
+        return live
+
+    def dtype_table(self) -> list[tuple[int, Kind, torch.dtype | None]]:
+        """Elements, kind and gradient dtype of every sort of parameter in the engine."""
+        grads = {shard.group: shard.dtype for shard in self.reductions.shards}
+        rows: dict[tuple[Kind, torch.dtype | None], int] = {}
+        for group in self.groups:
+            key = (group.kind, grads.get(group))
+            rows[key] = rows.get(key, 0) + sum(slot.numel for slot in group.slots)
+        return [(numel, kind, dtype) for (kind, dtype), numel in rows.items()]
+
+    # -- the end
+
+    @property
+    def closed(self) -> bool:
+        return self.phase is Phase.CLOSED
+
+    def close(self, *, whole: bool = True) -> None:
+        """Leaves module and optimizers.
+
+        Args:
+            whole: the module gets its values back, in the declared dtypes (a collective). Without it (a rank failed,
+                others may be gone) only the hooks go; parameters that rest as shards raise when they are read.
+        """
+        self._bytes_at_close = self.bytes_by_category()
+        for optimizer in self._steppers if whole else ():
+            self._end_step(optimizer)  # one that was interrupted
+        for handle in self._step_hooks:
+            handle.remove()
+        self.schedule.detach()
+        self._phases.close()
+        if not whole:
+            for group in self.groups:
+                group.is_lost = not group.is_plain
+            return
+        self.loans.settle()
+        self.rendezvous.meet()  # nobody must ask for what is let go of below
+        self.rendezvous.forget()
+        self.reductions.free()  # first, so that whole parameters take their place and not more
+        self._arena.close()
+        for group in self.groups:
+            self._restore(group)
+        self.rendezvous.meet()
+
+    def _restore(self, group: Any) -> None:
+        """Leaves the parameters for good: plain again, whole, in their declared dtype, each in storage of its own. What
+        rests as shards goes to the host: a whole model may not fit on the device, and one group at a time does."""
+        full = self.loans.declared(group)
+        device = self.device if group.stays_full else HOST
+        with torch.no_grad(), no_interception():
+            self._interception.show(group)
+            for slot in group.slots:
+                slot.parameter.grad = None
+                slot.parameter.data = slot.whole(slot.view(full), device)
+        group.free()

@@ -1,0 +1,247 @@
+"""Values that are lent to user code, and what becomes of the edits that it makes in them.
+
+Whoever reads a parameter or a gradient that rests as something else borrows its values. What a call has left no view of
+goes back at once; the rest at the next boundary: before a forward, before a step. Edits are taken over by value, each
+rank's where it owns them, so all ranks must make the same.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import final
+
+import torch
+from torch import Tensor
+
+from lightning_zero.run.cache import UnitCache
+from lightning_zero.run.rendezvous import Rendezvous
+from lightning_zero.shards.extents import Extent
+from lightning_zero.shards.group import ShardGroup, Slot, no_interception
+from lightning_zero.shards.ledger import Category
+from lightning_zero.shards.unit import Unit
+from lightning_zero.views.gradient import GradientLender
+from lightning_zero.views.intercept import Lent
+from lightning_zero.views.lazy import Stored
+from lightning_zero.views.parameter import AsDeclared, Lender
+from lightning_zero.views.saved import SavedParameters
+
+
+@final
+class Loans(Lender, GradientLender):
+    """What is lent of an engine's values.
+
+    Args:
+        groups: of all parameters.
+        settle_gradients: makes ranks agree on which parameters have gradients, if they have not yet.
+    """
+
+    def __init__(self, groups: Sequence[ShardGroup], settle_gradients: Callable[[], object]) -> None:
+        self._groups = groups
+        self._settle_gradients = settle_gradients
+        self._declared: dict[ShardGroup, Tensor] = {}  # (N * S,) in the declared dtype, lent
+        self._pinned: dict[Unit, None] = {}  # of whose values views may be held
+        self._gradients: dict[Slot, Tensor] = {}  # whole ones, of which views may be held
+        self._noted: dict[Slot, Stored] = {}  # what parameters are to have the values of
+        self._served: Tensor | None = None  # what the latest call for declared values has brought
+        for group in groups:
+            if group.is_plain:
+                group.note_versions()
+
+    def join(self, cache: UnitCache, rendezvous: Rendezvous, saved: SavedParameters) -> None:
+        """Says where the values come from."""
+        self._cache = cache
+        self._rendezvous = rendezvous
+        self._saved = saved
+        self._units = {group: unit for unit in cache.units for group in unit.groups}
+        self._numbers = {
+            group: rendezvous.enroll(group.name, self._bringing(group))
+            for group in self._groups
+            if group.is_cut and not group.is_plain
+        }
+
+    # -- whole values
+
+    def _bringing(self, group: ShardGroup) -> Callable[[bool], None]:
+        def serve(keep: bool) -> None:
+            if not keep:
+                group.pass_by(group.master, "gather master")
+                return
+            self._served = self._gather(group, group.master, "gather master")
+
+        return serve
+
+    @staticmethod
+    def _gather(group: ShardGroup, shard: Tensor, purpose: str) -> Tensor:
+        setting = group.setting
+        full = setting.ledger.allocate(Category.GATHERED, group.layout.numel, shard.dtype, setting.places.gathered)
+        for gather in group.all_gather(full, shard, purpose):
+            gather.wait()
+        return full
+
+    def declared(self, group: ShardGroup) -> Tensor:
+        """All values of a group in the declared dtype, flat ``(N * S,)``, not to be written to. A collective, unless
+        they rest here in full."""
+        if not group.is_cut:
+            return group.master
+        if group.full_param is not None and group.stays_full and not group.kind.is_cast:
+            return group.full_param
+        if group not in self._numbers:  # nobody reads them but all ranks together
+            return self._gather(group, group.master, "gather master")
+        self._rendezvous.call(self._numbers[group])
+        full, self._served = self._served, None
+        assert full is not None
+        return full
+
+    def gather_old(self, group: ShardGroup, shard: Tensor) -> Tensor:
+        """The full array as it was when `shard` was owned_param. A collective."""
+        return self._gather(group, shard, "gather for backward")
+
+    # -- parameters
+
+    def lend(self, slot: Slot) -> Lent:
+        group = slot.group
+        if group.is_lost:
+            raise RuntimeError(
+                f"Parameter {slot.name!r} cannot be read: training ended with an error, and its values are spread over "
+                "the ranks. Load the latest checkpoint into a new model; to have one of the moment that a run fails, "
+                "add Lightning's OnExceptionCheckpoint callback."
+            )
+        if group.upcasts:
+            return Lent(slot.parameter, self._lend_declared(slot), _nothing)
+        if group.stays_full:
+            return Lent(slot.parameter, slot.parameter, _nothing)
+        unit = self._units[group]
+        self._rendezvous.use(unit)
+        self._cache.pin(unit)
+        # Activation checkpointing counts what is saved, and layers that it computes again come here where their first
+        # forward did not: it must see parameters both times. What it keeps of them it lets go of in the same backward.
+        notes = not self._saved.is_inside_others
+        recomputes = not notes and torch._C._current_graph_task_id() != -1
+        if notes and not self._saved.push():
+            self.hold(unit)
+        return Lent(slot.parameter, slot.parameter, lambda *_: self._end_call(unit, notes, recomputes))
+
+    def _lend_declared(self, slot: Slot) -> Tensor:
+        self._borrow_declared(slot.group)
+        view = slot.view(self._declared[slot.group])
+        if not (slot.parameter.requires_grad and torch.is_grad_enabled()):
+            return view
+        with no_interception():
+            return AsDeclared.apply(slot.parameter, view)
+
+    def _borrow_declared(self, group: ShardGroup) -> None:
+        if group not in self._declared:
+            self._declared[group] = self.declared(group)
+
+    def _end_call(self, unit: Unit, notes: bool, recomputes: bool) -> None:
+        """Ends a loan to one call, unless its result is a view."""
+        if notes:
+            self._saved.pop()
+        if unit.is_shared and not recomputes:
+            self.hold(unit)
+        self._cache.unpin(unit)
+
+    def hold(self, unit: Unit) -> None:
+        """Somebody has a view of the values, or will look for them where they are now: they stay until the boundary."""
+        if unit not in self._pinned:
+            self._pinned[unit] = None
+            self._cache.pin(unit)
+
+    def is_lent(self, group: ShardGroup) -> bool:
+        """Whether somebody reads, and may have edited, a copy of the values in the declared dtype."""
+        return group in self._declared
+
+    @contextmanager
+    def all_of(self, groups: Collection[ShardGroup], *, write: bool) -> Iterator[None]:
+        """The values of all these are here. A collective.
+
+        Args:
+            groups: whose.
+            write: keep edits that are made inside; every rank must make the same.
+        """
+        self.settle()
+        for group in groups:
+            if group.upcasts:
+                self._borrow_declared(group)
+            elif not group.stays_full:
+                self._rendezvous.use(self._units[group])
+                self.hold(self._units[group])
+        try:
+            yield
+        finally:
+            if not write:
+                self._give_up(groups)
+            self.settle()
+
+    def _give_up(self, groups: Collection[ShardGroup]) -> None:
+        """Ends loans without a look at what was edited."""
+        for group in groups:
+            self._declared.pop(group, None)
+            unit = self._units.get(group)
+            if unit in self._pinned:
+                del self._pinned[unit]
+                self._cache.unpin(unit, keeps_edits=False)
+
+    def load(self, slot: Slot, source: Stored) -> None:
+        self._noted[slot] = source
+
+    def read_noted(self) -> None:
+        """Reads what this rank steps into the masters; all ranks must `publish` then."""
+        noted, self._noted = self._noted, {}
+        with torch.no_grad():
+            for slot, source in noted.items():
+                extent = Extent.of_whole(source.name, source.shape, slot.piece.start, slot.piece.stop)
+                source.read(extent, slot.group.master[slot.piece.in_shard])
+
+    # -- gradients
+
+    def settle_gradients(self) -> None:
+        self._settle_gradients()
+
+    def lend_gradient(self, slot: Slot) -> Tensor:
+        if slot not in self._gradients:
+            assert slot.gradient is not None
+            self._rendezvous.meet_before_collective()
+            return slot.gradient.gather(slot)
+        return self._gradients[slot]
+
+    def take_gradient(self, slot: Slot, gradient: Tensor, *, is_visible: bool) -> None:
+        assert slot.gradient is not None
+        slot.gradient.write(slot, gradient)
+        if is_visible:
+            self._gradients[slot] = gradient
+
+    def take_back_gradients(self) -> None:
+        """Ends all loans of gradients, with what was edited through views of them."""
+        for slot, gradient in self._gradients.items():
+            if slot.parameter.grad is not None:
+                self.take_gradient(slot, gradient, is_visible=False)
+        self._gradients.clear()
+
+    # -- boundaries
+
+    def settle(self) -> None:
+        """Ends all loans, with the edits that were made meanwhile."""
+        with torch.no_grad(), no_interception():
+            self.take_back_gradients()
+            for group in self._groups:
+                if group.is_plain and group.kind.is_cast:
+                    group.keep_edits()
+                    group.note_versions()
+                elif group.is_plain:
+                    group.adopt_assigned()
+            for group, full in self._declared.items():
+                if group in self._units and self._units[group].is_gathered:
+                    self._units[group].wait()  # what is under way would undo the edit
+                group.take_edits(full)
+            self._declared.clear()
+            for unit in self._pinned:
+                for group in unit.groups:
+                    if not group.upcasts and group.full_param is not None:
+                        group.adopt_assigned()
+                        group.take_edits(group.full_param)
+                self._cache.unpin(unit)
+            self._pinned.clear()
+
+
+def _nothing(*_: object) -> None:
+    pass

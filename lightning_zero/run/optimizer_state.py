@@ -1,0 +1,213 @@
+"""An optimizer's state as checkpoints hold it, taken from the pieces that ranks step and given back to them."""
+
+from collections.abc import Container, Iterable, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_zero.run.spread import WHOLE, SpreadState
+from lightning_zero.shards.extents import Extent
+from lightning_zero.shards.optimizer import PieceStepper
+from lightning_zero.shards.units import as_written
+from lightning_zero.views.lazy import LazyTensor, OfOneRank, Partial, Stored
+from lightning_zero.wire.comm import Comm
+
+
+@final
+class OptimizerState:
+    """The state of one optimizer.
+
+    Args:
+        stepper: of the optimizer.
+        comm: the ranks that its parameters are spread over.
+    """
+
+    def __init__(self, stepper: PieceStepper, comm: Comm) -> None:
+        self._stepper = stepper
+        self._comm = comm
+
+    @property
+    def parameter_names(self) -> list[str]:
+        """Of the parameters, as `state_dict` numbers them; empty for what the engine does not hold."""
+        return [
+            as_written(self._stepper.slot(parameter).name) if self._stepper.holds(parameter) else ""
+            for parameter in self._stepper.parameters
+        ]
+
+    def _is_cut(self, parameter: Parameter, name: str, value: Any) -> bool:
+        """Whether each rank has its part of this entry."""
+        return isinstance(value, Tensor) and self._stepper.holds(parameter) and self._stepper.cut.get(name, False)
+
+    def _agree_on_cuts(self) -> None:
+        """A rank that owns little may take a tensor that is whole for one that is cut: any other rank knows better."""
+        for theirs in self._comm.all_gather_object(dict(self._stepper.cut), "cuts of optimizer state"):
+            for name, is_cut in theirs.items():
+                self._stepper.cut[name] = self._stepper.cut.get(name, True) and is_cut
+
+    # -- taken
+
+    def full(self) -> dict[str, Any]:
+        """`optimizer.state_dict()` as one device would have it. A collective; every rank gets all of it."""
+        local = self._stepper.optimizer.state_dict()
+        if not local:  # Lightning's stand-in where there is no optimizer
+            return local
+        self._agree_on_cuts()
+        parameters = self._stepper.parameters
+        described = {
+            index: {
+                name: _Cut(value.dtype) if self._is_cut(parameters[index], name, value) else _on_host(value)
+                for name, value in state.items()
+            }
+            for index, state in local["state"].items()
+            if self._steps_any(parameters[index])  # what was made at construction is there for all, and not stepped
+        }
+        merged: dict[int, dict[str, Any]] = {}
+        for theirs in self._comm.all_gather_object(described, "optimizer state"):
+            for index, state in theirs.items():
+                for name, value in state.items():
+                    merged.setdefault(index, {}).setdefault(name, value)
+        full = {
+            index: {
+                name: self._whole(parameters[index], name, value, local["state"].get(index, {}))
+                for name, value in merged[index].items()
+            }
+            for index in sorted(merged)
+        }
+        return {**local, "state": full}
+
+    def _whole(self, parameter: Parameter, name: str, value: Any, mine: Mapping[str, Any]) -> Any:
+        """An entry on every rank, put together slice by slice of what ranks own."""
+        if not isinstance(value, _Cut):
+            return value
+        slot = self._stepper.slot(parameter)
+        group = slot.group
+        if not group.is_cut:
+            return _on_host(mine[name])
+        layout = group.layout
+        of = layout.slice_of(slot.index)
+        rows = torch.zeros(layout.ranks, of.width, dtype=value.dtype, device=group.setting.places.optimizer.device)
+        if slot.piece.numel:
+            at = slot.piece.shard_start - of.shard_start
+            rows[self._comm.rank, at : at + slot.piece.numel] = mine[name]
+        self._comm.all_gather(rows, rows[self._comm.rank], f"state {slot.name} {name}").wait()
+        start = slot.offset - of.start
+        return rows.view(-1)[start : start + slot.numel].view(slot.shape).to("cpu", copy=True)
+
+    def spread(self, name: str) -> dict[str, Any]:
+        """`optimizer.state_dict()` to be written by all ranks together: each has the parameters that it owns any of,
+        with a `LazyTensor` for what is cut like its parameter. A collective of a few bytes.
+
+        Args:
+            name: of this optimizer, in the names of its tensors.
+        """
+        local = self._stepper.optimizer.state_dict()
+        if not local:
+            return local
+        self._agree_on_cuts()
+        mine: dict[int, dict[str, Any]] = {}
+        for index, state in local["state"].items():
+            parameter = self._stepper.parameters[index]
+            if not self._stepper.holds(parameter):
+                continue
+            slot = self._stepper.slot(parameter)
+            full_name = f"{name}:{as_written(slot.name)}"
+            mine[index] = {
+                key: LazyTensor(SpreadState(f"{full_name}:{key}", slot, value))
+                if self._is_cut(parameter, key, value)
+                else _of_one(f"{full_name}:{key}{WHOLE}", value)
+                for key, value in state.items()
+                if slot.writes_once or (slot.share.numel and self._is_cut(parameter, key, value))
+            }
+        return {**local, "state": Partial(name, mine)}
+
+    # -- given back
+
+    def refuse_other_groups(self, state_dict: Mapping[str, Any]) -> None:
+        """Raises ValueError unless a state is of as many parameters, in the same groups."""
+        saved = [len(group["params"]) for group in state_dict.get("param_groups", ())]
+        own = [len(group["params"]) for group in self._stepper.optimizer.param_groups]
+        if saved != own:
+            raise ValueError(
+                f"The checkpoint's {type(self._stepper.optimizer).__name__} has groups of {saved} parameters, and "
+                f"configure_optimizers() makes groups of {own}. Resume with the optimizers it was saved with."
+            )
+
+    def cut_in_place(self) -> None:
+        """Cuts state that exists already (some optimizers make it at construction) to this rank's pieces."""
+        states = self._stepper.optimizer.state
+        whole = _names_of_other_shapes(states.items())
+        for parameter, state in states.items():
+            assert isinstance(parameter, Parameter)
+            for name, value in state.items():
+                state[name] = self._cut(parameter, name, value, whole)
+
+    def cut(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Of any strategy's `optimizer.state_dict()` what this rank steps; of stored tensors only that is read."""
+        parameters = self._stepper.parameters
+        whole = _names_of_other_shapes((parameters[at], state) for at, state in state_dict.get("state", {}).items())
+        state = {
+            index: {name: self._cut(parameters[index], name, value, whole) for name, value in state.items()}
+            for index, state in state_dict.get("state", {}).items()
+            if self._steps_any(parameters[index])
+        }
+        return {**state_dict, "state": state}
+
+    def _cut(self, parameter: Parameter, name: str, value: Any, whole: Container[str]) -> Any:
+        """This rank's part of an entry. The checkpoint says whether it is cut; of others' the shape has to tell."""
+        if not isinstance(value, Tensor):
+            return value
+        stored = value.source if isinstance(value, LazyTensor) else None
+        is_whole = value.shape != parameter.shape or name == "step" or not self._stepper.holds(parameter)
+        if not parameter.shape and name in whole:  # its moments look like its step count, and like other scalars
+            is_whole = True
+        if stored is not None and stored.name.endswith(WHOLE):
+            is_whole = True
+        if self._stepper.holds(parameter):
+            self._stepper.cut[name] = self._stepper.cut.get(name, True) and not is_whole
+        if is_whole or not self._stepper.slot(parameter).group.is_cut:
+            return value if stored is None else stored.whole()
+        slot = self._stepper.slot(parameter)
+        if not isinstance(stored, Stored):
+            return value.reshape(-1)[slot.piece.start : slot.piece.stop].clone()
+        device = slot.group.setting.places.optimizer.device
+        mine = torch.empty(slot.piece.numel, dtype=stored.dtype, device=device)
+        stored.read(Extent.of_whole(stored.name, stored.shape, slot.piece.start, slot.piece.stop), mine)
+        return mine
+
+    def load(self, cut: dict[str, Any]) -> None:
+        """The optimizer goes on from what `cut` gave."""
+        self._stepper.enter()  # so that torch casts the state to the dtype of the master, not of the resting weight
+        try:
+            self._stepper.optimizer.load_state_dict(cut)
+        finally:
+            self._stepper.exit()
+
+    def _steps_any(self, parameter: Parameter) -> bool:
+        return not self._stepper.holds(parameter) or self._stepper.slot(parameter).steps_any
+
+
+def _names_of_other_shapes(states: Iterable[tuple[Any, Mapping[str, Any]]]) -> set[str]:
+    """Names of state tensors that have, for some parameter, not its shape."""
+    return {
+        name
+        for parameter, state in states
+        for name, value in state.items()
+        if isinstance(value, Tensor) and value.shape != parameter.shape
+    }
+
+
+def _of_one(name: str, value: Any) -> Any:
+    return LazyTensor(OfOneRank(name, value)) if isinstance(value, Tensor) else value
+
+
+class _Cut:
+    """Stands for a state tensor of which each rank has its piece."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+
+def _on_host(value: Any) -> Any:
+    return value.to("cpu", copy=True) if isinstance(value, Tensor) else value

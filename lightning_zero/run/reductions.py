@@ -1,0 +1,239 @@
+"""Which gradients travel when: every rank sends those of its groups in one agreed order, whatever became ready first.
+
+The order starts as the reverse of the model's and is then learnt from rank 0's first backward, so that overlap
+survives models whose backward runs in another order than their modules stand in.
+"""
+
+from enum import Enum, auto
+from typing import final
+
+import torch
+from torch import Tensor
+
+from lightning_zero.run.notices import Notice, Notices
+from lightning_zero.shards.gradient import BucketPool, GradientShard
+from lightning_zero.shards.group import Slot, no_interception
+from lightning_zero.views.gradient import GradientLender, ShardedGradient
+from lightning_zero.views.parameter import Interception
+from lightning_zero.wire.comm import Comm
+
+
+class Stage(Enum):
+    """Where the gradients are between autograd and the optimizer."""
+
+    CLEAR = auto()  # no backward since ranks last agreed
+    COLLECTING = auto()  # in backward
+    UNSETTLED = auto()  # backward has ended; ranks have not agreed yet on which parameters have gradients
+
+
+@final
+class Reductions:
+    """The reductions of one backward after the other.
+
+    Args:
+        shards: the gradients of all trainable groups, in the order in which backward should reach them.
+        pools: the buckets they travel in.
+        comm: all ranks.
+        overlap: let reductions run while backward goes on.
+        lender: of averaged gradients, to whoever reads them.
+        interception: makes parameters ask for their gradients, from the end of backward until ranks have agreed.
+
+    Attributes:
+        is_on: whether the next end of backward reduces; otherwise gradients only accumulate, on this rank.
+        notices: what ranks tell each other as they agree.
+    """
+
+    def __init__(
+        self,
+        shards: list[GradientShard],
+        pools: list[BucketPool],
+        comm: Comm,
+        *,
+        overlap: bool,
+        lender: GradientLender,
+        interception: Interception,
+    ) -> None:
+        self._order = shards
+        self._pools = pools
+        self._comm = comm
+        self._overlap = overlap
+        self._lender = lender
+        self._interception = interception
+        self._started = 0  # how many of self._order
+        self._ready_order: list[GradientShard] = []
+        self._order_learnt = False
+        self.stage = Stage.CLEAR
+        self.is_on = True
+        self.notices = Notices()
+
+    @property
+    def shards(self) -> list[GradientShard]:
+        return self._order
+
+    # -- in backward
+
+    def collect(self, slot: Slot) -> bool:
+        """Takes the gradient in `p.grad`; whether it was the last of its group."""
+        shard = slot.gradient
+        assert shard is not None
+        was_complete = shard.is_complete
+        if was_complete and self._order.index(shard) < self._started:
+            raise RuntimeError(
+                f"Parameter {slot.name!r} received a second gradient in one backward, after its first was sent to the "
+                "other ranks: it is used in several reentrant activation checkpoints. Write "
+                "checkpoint(..., use_reentrant=False), or ZeroStrategy(overlap=False)."
+            )
+        with no_interception():
+            shard.collect(slot, local=not self.is_on)
+        if was_complete or not shard.is_complete:
+            return False
+        self._ready_order.append(shard)
+        return True
+
+    def count_complete(self) -> int:
+        """How many groups, from the first of the agreed order, have all their gradients."""
+        if not (self.is_on and self._overlap):
+            return 0
+        return next((at for at, shard in enumerate(self._order) if not shard.is_complete), len(self._order))
+
+    def start(self, number: int) -> None:
+        """Sends the first `number` groups of the agreed order, but for those that have been sent."""
+        if number <= self._started:
+            return
+        with no_interception(), torch.no_grad():
+            for shard in self._order[self._started : number]:
+                shard.begin_reduce()
+        self._started = number
+
+    def end_backward(self, *, starts_all: bool) -> None:
+        """A backward has ended: what it left is reduced, or only accumulates.
+
+        Args:
+            starts_all: at once; otherwise when ranks agree.
+        """
+        if self.is_on:
+            self.stage = Stage.UNSETTLED
+            if starts_all and any(shard.used for shard in self._order):
+                self.start(len(self._order))
+            for shard in self._order:
+                self._await(shard)
+            return
+        self.stage = Stage.CLEAR
+        for shard in self._order:
+            shard.end_backward_unreduced()
+        self._clear()
+
+    def _await(self, shard: GradientShard) -> None:
+        """Until ranks agree: parameters ask for their gradients, and what autograd may add meanwhile goes beside."""
+        if shard.group.is_cut:
+            for index in shard.used:
+                self.show(shard.group.slots[index])
+        if shard in self._plain:
+            self._interception.hide(shard.group)
+
+    # -- what ranks agree on
+
+    def statement(self) -> Tensor:
+        """What this rank knows of the backward, ``(bytes,)`` uint8: a flag for each question. Over all ranks a flag is
+        set where one rank has set it."""
+        has_gradients = self.stage is Stage.UNSETTLED and any(shard.used for shard in self._order)
+        said = bytearray([has_gradients, *self.notices.flags()])
+        complete = self.count_complete()
+        said += bytes(at >= complete for at in range(len(self._order)))
+        for shard in self._order:
+            used = bytearray(len(shard.group.slots))
+            for index in shard.used:
+                used[index] = 1
+            said += used
+        return torch.frombuffer(said, dtype=torch.uint8)
+
+    def count_complete_in(self, said: Tensor) -> int:
+        """How many groups are complete on all ranks, by their statements."""
+        first = 1 + len(Notice)
+        incomplete = said[first : first + len(self._order)].tolist()
+        return incomplete.index(1) if 1 in incomplete else len(self._order)
+
+    def settle(self, said: Tensor) -> None:
+        """Ranks have agreed: reduces what is left, and shows the averaged gradients. A collective.
+
+        Args:
+            said: the statement of all ranks.
+        """
+        self.notices.hear(said[1 : 1 + len(Notice)].tolist())
+        if self.stage is Stage.UNSETTLED:
+            for shard in self._plain:
+                self._interception.show(shard.group)
+        self.stage = Stage.CLEAR
+        if not said[0]:  # no rank has a gradient
+            return
+        with no_interception(), torch.no_grad():
+            self.start(len(self._order))  # all start before the first wait: another rank may be out of buckets
+            for pool in self._pools:
+                pool.drain()
+            used = said[1 + len(Notice) + len(self._order) :].split([len(shard.group.slots) for shard in self._order])
+            for shard, flags in zip(self._order, used, strict=True):
+                shard.end_reduce()
+                if shard.travels:
+                    self._show(shard, flags)
+        self._learn_order()
+        self._clear()
+
+    @property
+    def _plain(self) -> list[GradientShard]:
+        """Of parameters that nothing else makes ask for anything."""
+        return [shard for shard in self._order if shard.travels and shard.group.is_plain]
+
+    def _show(self, shard: GradientShard, used: Tensor) -> None:
+        """Parameters that had a gradient on any rank show the averaged one; the others' `p.grad` stays as it was."""
+        slots = shard.group.slots
+        for index in range(len(slots)) if bool(used.all()) else used.nonzero().flatten().tolist():
+            self.show(slots[index])
+
+    def show(self, slot: Slot) -> None:
+        """`p.grad` is the averaged gradient."""
+        shard = slot.gradient
+        assert shard is not None
+        if slot.group.is_cut:
+            slot.parameter.grad = ShardedGradient(slot, self._lender)
+        else:
+            assert shard.full_grad is not None
+            slot.parameter.grad = slot.view(shard.full_grad)
+
+    def adopt(self, slot: Slot) -> None:
+        """Takes over a gradient that the user has put into `p.grad` in place of ours; the same one on every rank."""
+        shard, grad = slot.gradient, slot.parameter.grad
+        assert shard is not None
+        if grad is not None and not shard.is_shown(slot, grad):
+            shard.write(slot, grad.detach().to(shard.dtype))
+            self.show(slot)
+
+    # -- otherwise
+
+    def forget(self) -> None:
+        """Drops what a backward that failed (on every rank alike) left half done."""
+        for pool in self._pools:
+            pool.drain()
+        for shard in self._order:
+            shard.forget()
+        self.stage = Stage.CLEAR
+        self._clear()
+
+    def _clear(self) -> None:
+        self._started = 0
+        self._ready_order = []
+
+    def free(self) -> None:
+        """Lets go of gradients and buckets for good."""
+        for shard in self._order:
+            shard.free()
+        self._pools = []
+
+    def _learn_order(self) -> None:
+        if self._order_learnt:  # nothing that differs between ranks may decide whether a message is sent
+            return
+        self._order_learnt = True
+        ready = [self._order.index(shard) for shard in self._ready_order]
+        rest = [at for at in range(len(self._order)) if at not in set(ready)]
+        agreed = torch.tensor(ready + rest)
+        self._comm.broadcast(agreed, "reduction order")
+        self._order = [self._order[at] for at in agreed.tolist()]

@@ -1,0 +1,325 @@
+"""Gathers in company: ranks go the same way without a word, and may go apart at any time.
+
+A gather needs every rank. A *round* is the time from one meeting of all ranks to the next: in training, a step. Ranks
+that have gone the same way in an earlier round follow its plan in this one (`plan.Plan`), and send nothing but the
+gathers. A rank that wants something else *diverges*: it marks a gather, and from where all have learnt of it to the end
+of the round every rank says what it wants before it gathers; all serve all that is wanted, and a rank that has come to
+the end serves the others until they have too.
+
+    rank 0   block.0   block.1   head.a    done      done
+    rank 1   block.0   block.1   head.b    head.c    done
+    served   block.0   block.1   both      head.c    (nobody wants any: the round is over)
+
+So a head that one rank does not use, uneven evaluation, `generate` of other lengths and a sample that only rank 0 draws
+all come to their end; and whatever happens, all ranks issue the same collectives in the same order, the reductions of
+gradients among them.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from lightning_zero.run.cache import UnitCache
+from lightning_zero.run.plan import Plan, Step
+from lightning_zero.run.reductions import Reductions
+from lightning_zero.shards.unit import Unit
+from lightning_zero.wire.comm import Gather, RankTimeoutError
+from lightning_zero.wire.mesh import Mesh
+
+_LONGEST = 10_000  # uses; a longer round (an evaluation of many batches) is not planned as a whole
+_MOST_PLANS = 16
+_HASH = 2**61 - 1
+
+
+class _Call(NamedTuple):
+    """Something that can be wanted and is no unit: it is never done ahead."""
+
+    label: str  # for messages
+    serve: Callable[[bool], None]  # a collective; told whether this rank wants its result
+
+
+class _Heard(NamedTuple):
+    """What all ranks have said in one exchange."""
+
+    wants: list[int]  # of any rank, in order; empty where all have come to the end
+    agree: bool  # all want the same, and have used the same before
+    early: bool  # a rank will come again before the step
+    statement: Tensor  # see `Reductions`
+
+
+@dataclass
+class _Round:
+    """What this rank knows of the time since ranks have met."""
+
+    plan: Plan | None = None  # while it is followed
+    start: int = 0  # which use is the plan's first
+    uses: list[int] = field(default_factory=list)
+    digest: int = 0  # of the uses
+    begins: tuple[int, bool] | None = None  # what was used first, and whether gradients were on
+    complete: dict[int, int] = field(default_factory=dict)  # use -> gradient groups that were complete on all ranks
+    in_flight: dict[int, Gather] = field(default_factory=dict)  # unit -> its gather, until it tells who diverges
+
+
+@final
+class Rendezvous:
+    """Agrees on what is gathered next, among the ranks that share shards.
+
+    Args:
+        mesh: the ranks.
+        cache: the units.
+        reductions: started where all ranks are ready for them.
+    """
+
+    def __init__(self, mesh: Mesh, cache: UnitCache, reductions: Reductions) -> None:
+        self._mesh = mesh
+        self._comm = mesh.shard.host
+        self._cache = cache
+        self._reductions = reductions
+        self._calls: list[_Call] = []
+        self._round = _Round()
+        self._plans_ahead = True
+        self._plans: dict[int, Plan] = {}  # kind of a round (the digest of its uses) -> its plan
+        self._next: dict[tuple[int, int], int] = {}  # what came before a round -> its kind, the last time
+        self._beginnings: dict[tuple[int, bool], int] = {}  # how a round begins -> its kind
+        self._before = (0, 0)  # kind of the last round with uses in which all ranks went one way; empty ones since
+
+    def enroll(self, label: str, serve: Callable[[bool], None]) -> int:
+        """Returns the number under which `call` asks for it; enroll the same on every rank. See `_Call`."""
+        self._calls.append(_Call(label, serve))
+        return len(self._cache.units) + len(self._calls) - 1
+
+    @property
+    def is_alone(self) -> bool:
+        return self._mesh.shard.size == 1
+
+    def use(self, unit: Unit) -> None:
+        """Returns when the unit is gathered, or on its way."""
+        number = self._cache.numbers[unit]
+        if self._round.uses and self._round.uses[-1] == number and unit.is_gathered:
+            return
+        self._arrive(number)
+
+    def call(self, number: int) -> None:
+        """Returns when the call has been served."""
+        if self.is_alone:
+            self._calls[number].serve(True)
+        else:
+            self._arrive(number)
+
+    def _arrive(self, number: int) -> None:
+        is_unit = number < len(self._cache.units)
+        if not self._round.uses:
+            self._round.begins = (number, torch.is_grad_enabled())
+        if not (self._round.plan is not None and self._follow(number)):
+            if not (is_unit and self._cache.is_here(number)):
+                self._ask(number)
+            else:
+                self._cache.touch([number])
+        self._round.uses.append(number)
+        self._round.digest = (self._round.digest * 1_000_003 + number + 1) % _HASH
+
+    # -- by plan
+
+    def _follow(self, number: int) -> bool:
+        """Does what all ranks do at this use; False where ranks go, or this one wants to go, another way."""
+        plan, at = self._round.plan, len(self._round.uses) - self._round.start
+        assert plan is not None
+        step = plan.steps[at] if at < len(plan.steps) else None
+        if step is None or step.use != number or self._reductions.count_complete() < step.due:
+            self._diverge(at)
+            return False
+        if not self._take(step, keep=True):
+            return False
+        if number < len(self._cache.units) and not self._cache.is_here(number):  # an edit has made it stale
+            self._diverge(at + 1)
+            return False
+        return True
+
+    def _take(self, step: Step, *, keep: bool, marks: bool = False) -> bool:
+        """What all ranks do at one use of the plan; False where a rank is learnt to have diverged before it."""
+        if self._learn_of_divergence(number for number in step.learns if number not in step.gathers):
+            return False
+        self._reductions.start(step.starts)
+        self._cache.touch(step.window)
+        for number in step.gathers:
+            if keep:
+                self._round.in_flight[number] = self._cache.gather(number, diverges=False)
+            else:
+                self._round.in_flight[number] = self._cache.units[number].pass_by(marks)
+                marks = False
+        if step.use >= len(self._cache.units):
+            self._calls[step.use - len(self._cache.units)].serve(keep)
+        return not self._learn_of_divergence(number for number in step.learns if number in step.gathers)
+
+    def _diverge(self, at: int) -> None:
+        """Leaves the plan before its step `at`: takes part in it until the others have learnt of it."""
+        plan = self._round.plan
+        assert plan is not None
+        marks = True
+        for step in plan.steps[at:]:
+            if not self._take(step, keep=False, marks=marks):
+                return
+            marks = marks and not step.gathers
+        self._stop()
+
+    def _learn_of_divergence(self, numbers: Iterable[int]) -> bool:
+        """Whether a rank has marked one of these gathers; then nobody follows the plan any longer."""
+        for number in numbers:
+            gather = self._round.in_flight.get(number)
+            if gather is not None:
+                gather.wait()
+                if gather.has_divergence():
+                    self._stop()
+                    return True
+                del self._round.in_flight[number]
+        return False
+
+    def _stop(self) -> None:
+        """Leaves the plan, as all ranks do. What was gathered with a mark is void, unless marks travel beside."""
+        self._round.plan = None
+        for number, gather in self._round.in_flight.items():
+            gather.wait()
+            if gather.has_divergence() and not self._mesh.shard.learns_late:
+                self._cache.discard(number)
+        self._round.in_flight.clear()
+
+    # -- by asking
+
+    def _ask(self, number: int) -> None:
+        heard = self._exchange(number)
+        if heard.agree:
+            self._round.complete[len(self._round.uses)] = self._reductions.count_complete_in(heard.statement)
+        for want in heard.wants:
+            if want < len(self._cache.units):
+                self._cache.gather(want) if want == number else self._cache.units[want].pass_by()
+            else:
+                self._calls[want - len(self._cache.units)].serve(want == number)
+        if heard.agree:
+            self._look_for_plan(number)
+
+    def _look_for_plan(self, number: int) -> None:
+        """All ranks want the same, and have done the same: what followed the last time may follow now."""
+        plan = None
+        if not self._plans_ahead:
+            return
+        if not self._round.uses:
+            plan = self._plans.get(self._beginnings.get((number, torch.is_grad_enabled()), 0))
+        elif not torch.is_grad_enabled() and number in self._round.uses:  # one batch after the other
+            last = len(self._round.uses) - self._round.uses[::-1].index(number) - 1
+            plan = self._plan_of(self._round.uses[last:], {})
+            self._cache.discard_all(but=number)  # as the plan expects it
+        if plan is None:
+            return
+        self._round.plan, self._round.start = plan, len(self._round.uses)
+        self._cache.touch(plan.steps[0].window)
+        for ahead in plan.steps[0].gathers:
+            if ahead != number:
+                self._round.in_flight[ahead] = self._cache.gather(ahead, diverges=False)
+
+    def _exchange(self, number: int | None, *, early: bool = False) -> _Heard:
+        """Says what this rank wants (None: nothing more in this round), and hears what the others want."""
+        known, uses = len(self._cache.units) + len(self._calls), self._round.uses
+        wants = bytearray(known)
+        if number is not None:
+            wants[number] = 1
+        same = b"".join(
+            value.to_bytes(8, "little")
+            for value in (known if number is None else number, len(uses), self._round.digest, torch.is_grad_enabled())
+        )
+        # Where ranks differ in a byte of `same`, the largest of it and of its complement do not add up to 255.
+        mine = torch.frombuffer(wants + same + bytes(255 - byte for byte in same) + bytes([early]), dtype=torch.uint8)
+        said = torch.cat([mine, self._reductions.statement()])
+        try:
+            heard = self._comm.all_reduce(said, "rendezvous", "max")
+        except RankTimeoutError as error:
+            what = "had done" if number is None else f"wanted {self._label(number)}"
+            raise RankTimeoutError(f"Rank {self._comm.rank} {what}. {error}") from error
+        wanted, one, other, anybody, statement = heard.split([known, len(same), len(same), 1, len(said) - len(mine)])
+        if wanted.any():  # else all that are left start together, when they settle
+            self._reductions.start(self._reductions.count_complete_in(statement))
+        agree = bool((one.int() + other.int() == 255).all())
+        return _Heard(wanted.nonzero().flatten().tolist(), agree, bool(anybody), statement)
+
+    def _label(self, number: int) -> str:
+        count = len(self._cache.units)
+        return self._cache.units[number].name or "the model" if number < count else self._calls[number - count].label
+
+    # -- meeting
+
+    def meet(self, *, early: bool = False) -> bool:
+        """Ends the round: serves the others until all have come here, and settles the gradients of a backward. A
+        collective; any other collective of ours but those above comes after one.
+
+        Args:
+            early: this rank may want more before the step, and will meet once more.
+
+        Returns:
+            Whether any rank does.
+        """
+        if self.is_alone:
+            self._reductions.settle(self._reductions.statement())
+            return False
+        if self._round.plan is not None:
+            self._diverge(len(self._round.uses) - self._round.start)  # at the end of the plan there is nothing to mark
+        while (heard := self._exchange(None, early=early)).wants:
+            for want in heard.wants:
+                if want < len(self._cache.units):
+                    self._cache.units[want].pass_by()
+                else:
+                    self._calls[want - len(self._cache.units)].serve(False)
+        self._learn(heard.agree)
+        self._cache.discard_all()
+        statement = heard.statement
+        if self._mesh.replicate.size > 1:
+            statement = self._mesh.replicate.host.all_reduce(statement, "settle", "max")
+        self._reductions.settle(statement)
+        return heard.early
+
+    def expect_nothing(self) -> None:
+        """All ranks are known to be here, and not to go on as they did the last time."""
+        self._round.plan = None
+
+    def meet_before_collective(self) -> None:
+        """`meet`, where ranks may want anything that others must serve first."""
+        if self.may_be_wanted:
+            self.meet()
+
+    @property
+    def may_be_wanted(self) -> bool:
+        """Whether there is anything that one rank can want by itself."""
+        return bool(self._cache.units or self._calls)
+
+    def _learn(self, agree: bool) -> None:
+        """The round is over: what comes next is expected to be what came next the last time."""
+        uses, kind, (last, empty) = self._round.uses, self._round.digest, self._before
+        agree &= self._plans_ahead
+        if agree:
+            self._next[self._before] = kind
+            self._before = (kind, 0) if uses else (last, min(empty + 1, _MOST_PLANS))
+        if agree and uses:
+            assert self._round.begins is not None
+            self._beginnings[self._round.begins] = kind
+            if kind not in self._plans and len(uses) <= _LONGEST:
+                self._plans[kind] = self._plan_of(uses, self._round.complete)
+                for old in list(self._plans)[:-_MOST_PLANS]:
+                    del self._plans[old]
+        self._round = _Round(plan=self._plans.get(self._next.get(self._before, 0)))
+
+    def _plan_of(self, uses: list[int], complete: dict[int, int]) -> Plan:
+        return Plan.of(
+            uses,
+            units=range(len(self._cache.units)),
+            apart=self._cache.apart,
+            room=self._cache.room,
+            complete=complete,
+            late=self._mesh.shard.learns_late,
+        )
+
+    def forget(self) -> None:
+        """Expects nothing from here on: what was wanted in earlier rounds is about to be let go of."""
+        self._plans.clear()
+        self._round.plan = None
+        self._plans_ahead = False

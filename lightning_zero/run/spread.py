@@ -1,0 +1,76 @@
+"""What ranks own of parameters and optimizer state, as checkpoints hold it: each rank its ranges, nobody the whole."""
+
+from typing import final
+
+from torch import Tensor
+
+from lightning_zero.run.loans import Loans
+from lightning_zero.shards.extents import Extent
+from lightning_zero.shards.group import Slot
+from lightning_zero.shards.units import as_written
+from lightning_zero.views.lazy import Spread
+
+WHOLE = " (whole)"  # ends the names of optimizer state that is not cut like its parameter
+
+
+@final
+class SpreadParameter(Spread):
+    """A parameter in its declared dtype. Reading it is a collective.
+
+    Args:
+        slot: where it is.
+        loans: brings whole values.
+    """
+
+    def __init__(self, slot: Slot, loans: Loans) -> None:
+        super().__init__(f"model:{as_written(slot.name)}", slot.shape, slot.group.kind.declared)
+        self._slot = slot
+        self._loans = loans
+
+    def whole(self) -> Tensor:
+        self._refuse_freed()
+        return self._slot.view(self._loans.declared(self._slot.group)).to("cpu", copy=True)
+
+    def pieces(self) -> list[tuple[Extent, Tensor]]:
+        self._refuse_freed()
+        share = self._slot.share
+        if not (share.numel or self._slot.writes_once):
+            return []
+        extent = Extent.of_whole(self.name, self.shape, share.start, share.stop)
+        return [(extent, self._slot.group.master[share.in_shard])]
+
+    def _refuse_freed(self) -> None:
+        if self._slot.group.is_freed:
+            raise RuntimeError(
+                f"{self.name!r} was put into a checkpoint during fit, and is looked at after it. Look at "
+                "module.state_dict() instead."
+            )
+
+
+@final
+class SpreadState(Spread):
+    """A tensor of an optimizer's state that is cut like its parameter.
+
+    Args:
+        name: of it.
+        slot: of the parameter.
+        piece: the state of the piece that this rank steps.
+    """
+
+    def __init__(self, name: str, slot: Slot, piece: Tensor) -> None:
+        super().__init__(name, slot.shape, piece.dtype)
+        self._slot = slot
+        self._piece = piece.detach().reshape(-1)
+
+    def whole(self) -> Tensor:
+        raise RuntimeError(
+            f"{self.name!r} is spread over the ranks, and each knows only of its own. Look at it with "
+            "checkpoint=Checkpoint(format='full'), or in the checkpoint once it is written."
+        )
+
+    def pieces(self) -> list[tuple[Extent, Tensor]]:
+        share, owned = self._slot.share, self._slot.piece
+        if not (share.numel or self._slot.writes_once):
+            return []
+        values = self._piece[share.start - owned.start : share.stop - owned.start]
+        return [(Extent.of_whole(self.name, self.shape, share.start, share.stop), values)]

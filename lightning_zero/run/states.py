@@ -1,0 +1,168 @@
+"""`States`: what checkpoints hold of an engine: the model's and the optimizers' states, taken and given back.
+
+*Full* states are those that one device would have; *spread* ones are lazy entries that all ranks write together.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_zero.run.loans import Loans
+from lightning_zero.run.optimizer_state import OptimizerState
+from lightning_zero.run.rendezvous import Rendezvous
+from lightning_zero.run.spread import SpreadParameter
+from lightning_zero.shards.group import ShardGroup, publish
+from lightning_zero.shards.optimizer import PieceStepper
+from lightning_zero.shards.units import as_written
+from lightning_zero.views.lazy import LazyTensor
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.mesh import Mesh
+
+HOST = torch.device("cpu")
+
+
+@final
+class States:
+    """Those of one module and its optimizers. All ranks call the same.
+
+    Args:
+        module: that the groups are of.
+        groups: of its parameters.
+        steppers: of the optimizers, in order.
+        mesh: the ranks.
+        loans: brings whole values.
+        rendezvous: ended before collectives that are not its own.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        groups: Sequence[ShardGroup],
+        steppers: Mapping[Optimizer, PieceStepper],
+        mesh: Mesh,
+        loans: Loans,
+        rendezvous: Rendezvous,
+    ) -> None:
+        self._module = module
+        self._groups = groups
+        self._optimizers = {optimizer: OptimizerState(stepper, mesh.shard) for optimizer, stepper in steppers.items()}
+        self._mesh = mesh
+        self._loans = loans
+        self._rendezvous = rendezvous
+
+    # -- of the model
+
+    def full_model(self, *, copy: bool) -> dict[str, Any]:
+        """`module.state_dict()` with whole values in their declared dtypes. A collective. What rests as shards is
+        copied to the host: a whole model may not fit on the device, and one group at a time does.
+
+        Args:
+            copy: give every entry storage of its own; a view would drag its whole group into a file.
+        """
+        self._rendezvous.meet_before_collective()
+        state = self._module.state_dict(keep_vars=True)
+        whole: dict[int, Tensor] = {}
+        for group in self._groups:
+            full = self._loans.declared(group)
+            device = group.setting.places.gathered.device if group.stays_full else HOST
+            for slot in group.slots:
+                view = slot.view(full)
+                whole[id(slot.parameter)] = slot.whole(view, device) if copy or not group.stays_full else view
+        for name, value in state.items():
+            if id(value) in whole:
+                state[name] = whole[id(value)]  # a tied parameter has several names
+            elif isinstance(value, Tensor):
+                state[name] = value.detach().clone() if copy else value.detach()
+        return {as_written(name): value for name, value in state.items()}
+
+    def spread_model(self) -> dict[str, Any]:
+        """`module.state_dict()` to be written by all ranks together: a `LazyTensor` for every parameter of a group."""
+        lazy = {
+            id(slot.parameter): LazyTensor(SpreadParameter(slot, self._loans))
+            for group in self._groups
+            for slot in group.slots
+        }
+        state = self._module.state_dict(keep_vars=True)
+        for name, value in state.items():
+            if id(value) in lazy:
+                state[name] = lazy[id(value)]
+            elif isinstance(value, Tensor):
+                state[name] = value.detach()
+        return {as_written(name): value for name, value in state.items()}
+
+    def load_noted(self, verify: Callable[[], None]) -> None:
+        """After `module.load_state_dict` with lazy entries, of which parameters have only noted where they are: each
+        rank reads what it owns. A collective.
+
+        Args:
+            verify: checks this rank's share of what is not read.
+
+        Raises:
+            RuntimeError: on every rank the same, when reading fails on one.
+        """
+        self._loans.settle()  # copies that are lent are of what was there before
+        with failing_together(self._mesh.world, "reading the model"):
+            self._loans.read_noted()
+            verify()
+        self._rendezvous.meet_before_collective()  # what is gathered is stale
+        publish(self._groups)
+
+    # -- of the optimizers; these work after the engine was closed, too
+
+    def cut_optimizers(self) -> None:
+        """State that optimizers have made at construction is cut to this rank's pieces."""
+        for state in self._optimizers.values():
+            state.cut_in_place()
+
+    def full_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        """`optimizer.state_dict()` as one device would have it. A collective."""
+        self._rendezvous.meet_before_collective()
+        return self._optimizers[optimizer].full()
+
+    def spread_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The same, to be written by all ranks together; see `OptimizerState.spread`."""
+        self._rendezvous.meet_before_collective()
+        return self._optimizers[optimizer].spread(f"optimizer {list(self._optimizers).index(optimizer)}")
+
+    @property
+    def optimizer_parameters(self) -> list[list[str]]:
+        """Of each optimizer, the names of its parameters in order."""
+        return [state.parameter_names for state in self._optimizers.values()]
+
+    def load_optimizers(self, state_dicts: Sequence[Mapping[str, Any]]) -> None:
+        """Optimizers take the states of any strategy's checkpoint, in order. A collective.
+
+        Raises:
+            ValueError: when an optimizer has other groups of parameters.
+            RuntimeError: on every rank the same, when reading fails on one.
+        """
+        pairs = list(zip(self._optimizers.values(), state_dicts, strict=True))
+        for state, saved in pairs:
+            state.refuse_other_groups(saved)
+        with failing_together(self._mesh.world, "reading the optimizers"):
+            cut = [state.cut(saved) for state, saved in pairs]
+        for (state, _), mine in zip(pairs, cut, strict=True):
+            state.load(mine)
+
+
+@contextmanager
+def failing_together(comm: Comm, doing: str) -> Iterator[None]:
+    """What fails on one rank inside fails on all; nothing inside may wait for other ranks.
+
+    Args:
+        comm: the ranks.
+        doing: what, for the message.
+    """
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+    for rank, reason in enumerate(comm.all_gather_object(None if failed is None else str(failed), doing)):
+        if reason is not None:
+            raise RuntimeError(f"rank {rank}, {doing}: {reason}") from failed

@@ -1,0 +1,1 @@
+"""Flat arrays of parameters, gradients and optimizer state, divided over ranks."""

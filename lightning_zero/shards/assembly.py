@@ -1,0 +1,304 @@
+"""How a module's parameters become units, groups, gradient shards and buckets; the engine's set-up."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lightning_zero.shards import units
+from lightning_zero.shards.arena import Arena
+from lightning_zero.shards.gradient import Bucket, BucketPool, GradientShard
+from lightning_zero.shards.group import Kind, Setting, ShardGroup, slot_of
+from lightning_zero.shards.optimizer import set_grad_dtype
+from lightning_zero.shards.unit import Unit
+from lightning_zero.shards.units import UnitSpec
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How an engine works; none of it changes results, except the two dtypes.
+
+    Args:
+        unit_classes: see `units.find_units`.
+        bucket_bytes: largest collective.
+        prefetch: units gathered ahead at stage 3.
+        overlap: let reductions run while backward goes on.
+        accumulation: reduce every backward into the shard, or keep full gradients until the last one.
+        param_dtype: in which floating-point parameters rest and compute; None leaves it to `autocast_dtype`.
+        autocast_dtype: weights that autocast casts at each use rest in it already (decision of `*-mixed`).
+        replicate_size: groups of ranks that each hold all shards.
+        reduce_dtype: of gradients; None is fp32, or the parameter's dtype where that is wider.
+        broadcast_buffers: take rank 0's buffers before a training forward.
+        merges_units: where `unit_classes` is None, small neighbours are one unit, and what is tiny stays whole.
+    """
+
+    unit_classes: tuple[type | str, ...] | None = None
+    bucket_bytes: int = 25 * MIB
+    prefetch: int = 1
+    overlap: bool = True
+    accumulation: Literal["sharded", "local"] = "sharded"
+    param_dtype: torch.dtype | None = None
+    autocast_dtype: torch.dtype | None = None
+    replicate_size: int = 1
+    reduce_dtype: torch.dtype | None = None
+    broadcast_buffers: bool = True
+    merges_units: bool = False
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What `assemble` makes of a module.
+
+    Args:
+        units: that are gathered when they are used.
+        resident: elements that stay whole on every rank although parameters are sharded, being too few.
+        entrances: modules that look at the weights of a unit before they call it, and that unit.
+        cast_modules: whose weights rest in autocast's dtype, and enter forward so.
+        groups: of all parameters, in the order of forward where units are gathered.
+        shards: gradients of the trainable groups, in the order in which backward should reach them.
+        pools: the buckets that gradients travel in.
+        arena: where units are gathered.
+    """
+
+    units: list[Unit]
+    resident: int
+    entrances: list[tuple[Module, Unit]]
+    cast_modules: list[Module]
+    groups: list[ShardGroup]
+    shards: list[GradientShard]
+    pools: list[BucketPool]
+    arena: Arena
+
+
+def bucket_bytes_for(managed: Sequence[Parameter], options: Options) -> int:
+    """Small models get small buckets: a bucket is memory that grows with nothing, and must not outgrow the model."""
+    return min(options.bucket_bytes, max(MIB, sum(parameter.nbytes for parameter in managed) // 16))
+
+
+def assemble(
+    module: Module, managed: Sequence[Parameter], trainable: set[int], setting: Setting, options: Options
+) -> Assembly:
+    """Takes over the values of `managed` and points the module's parameters at them.
+
+    Args:
+        module: that the parameters belong to.
+        managed: see `managed_parameters`.
+        trainable: ids of those that receive gradients.
+        setting: what all groups share.
+        options: see `Options`.
+    """
+    cast_modules, resting = _choose_resting(module, managed, trainable, options)
+    known = {id(parameter) for parameter in managed}
+    is_sharded = setting.partition.parameter and setting.mesh.shard.size > 1  # on one rank all is there always
+    specs, resident = _choose_units(module, setting, options) if is_sharded else ([], units.whole_model(module))
+    traced = units.modules_in_compiled_regions(module, roots=False)
+
+    def groups_of(spec: UnitSpec, *, stays_full: bool) -> list[ShardGroup]:
+        mine = {name: parameter for name, parameter in spec.parameters.items() if id(parameter) in known}
+        return _make_groups(spec.name, units.split_by_kind(mine, trainable, resting), setting, stays_full)
+
+    made, groups = [], []
+    for spec in [*specs, *resident]:
+        groups += (own := groups_of(spec, stays_full=spec in resident))
+        if own and spec not in resident:
+            inside = traced.intersection(spec.modules)
+            made.append(Unit(spec.name, spec.modules, own, traced=inside, is_leaf=spec.is_leaf))
+    shards = [_make_gradient(group, options.reduce_dtype) for group in groups if group.kind.trainable]
+    if is_sharded:
+        shards.reverse()  # units stand in the order of forward; the groups of whole models are made last first
+    by_module = {inner: unit for unit in made for inner in unit.modules}
+    entrances: list[tuple[Module, Unit]] = [
+        (encoder, by_module[encoder.layers[0]])
+        for encoder in module.modules()
+        if isinstance(encoder, nn.TransformerEncoder) and encoder.layers[0] in by_module
+    ]
+    return Assembly(
+        units=made,
+        resident=sum(slot.numel for group in groups if is_sharded and group.stays_full for slot in group.slots),
+        entrances=entrances,
+        cast_modules=cast_modules,
+        groups=groups,
+        shards=shards,
+        pools=_make_pools(shards, setting, 2 if options.overlap else 1),
+        arena=_make_arena(made, setting, options),
+    )
+
+
+def _choose_resting(
+    module: Module, managed: Sequence[Parameter], trainable: set[int], options: Options
+) -> tuple[list[Module], dict[int, torch.dtype]]:
+    """The modules that may see their weights as they rest, and id -> dtype of parameters that rest in another one."""
+    if options.param_dtype is not None:
+        return [], {id(p): options.param_dtype for p in managed if p.is_floating_point()}
+    if options.autocast_dtype is None:
+        return [], {}
+    modules = [
+        candidate
+        for candidate in units.modules_cast_by_autocast(module)
+        if all(id(parameter) in trainable for parameter in candidate.parameters(recurse=False))
+    ]
+    return modules, {id(p): options.autocast_dtype for m in modules for p in m.parameters(recurse=False)}
+
+
+def _choose_units(module: Module, setting: Setting, options: Options) -> tuple[list[UnitSpec], list[UnitSpec]]:
+    """What is gathered, and what stays."""
+    specs = units.find_units(module, options.unit_classes)
+    if options.unit_classes is not None or not options.merges_units:
+        return specs, []
+    resident = units.too_small_to_shard(specs, units.RESIDENT_BYTES)
+    return units.merge_small([spec for spec in specs if spec not in resident], setting.bucket_bytes), resident
+
+
+def _make_arena(made: list[Unit], setting: Setting, options: Options) -> Arena:
+    """Units around other units are used for longer than those, and have room of their own."""
+    sizes = [unit.nbytes for unit in made if unit.is_leaf]
+    count = min(1 + options.prefetch, len(sizes))
+    return Arena(count, max(sizes, default=0), setting.ledger, setting.places.gathered)
+
+
+def _make_groups(
+    unit: str, kinds: Mapping[Kind, Mapping[str, Parameter]], setting: Setting, stays_full: bool
+) -> list[ShardGroup]:
+    """One group of each kind where a unit is gathered; else groups of at most a bucket, of what trains (what does not
+    rests in full, as the user left it)."""
+    groups = []
+    for kind, parameters in kinds.items():
+        if stays_full and not (kind.trainable or kind.is_cast):
+            continue
+        numel = setting.bucket_bytes // kind.declared.itemsize
+        runs = units.fill_buckets(parameters, numel) if stays_full else [dict(parameters)]
+        for number, run in enumerate(runs):
+            name = f"{unit or 'model'}/{_describe(kind)}/{number}"
+            groups.append(ShardGroup(name, run, kind, setting, stays_full=stays_full))
+    return groups
+
+
+def _describe(kind: Kind) -> str:
+    words = [str(kind.resting).removeprefix("torch."), "" if kind.trainable else "frozen"]
+    return " ".join(word for word in words if word)
+
+
+def _make_gradient(group: ShardGroup, reduce_dtype: torch.dtype | None) -> GradientShard:
+    dtype = reduce_dtype or torch.promote_types(group.kind.declared, torch.float32)
+    for slot in group.slots:
+        set_grad_dtype(slot.parameter, dtype)
+    return GradientShard(group, dtype)
+
+
+def _make_pools(shards: list[GradientShard], setting: Setting, buckets: int) -> list[BucketPool]:
+    """A pool for each dtype of gradients; with two buckets one fills while the other travels. No more buckets than
+    there are collectives: a small model makes one."""
+    comm = setting.mesh.shard
+    pools = []
+    for _, found in itertools.groupby(sorted(shards, key=_by_dtype), _by_dtype):
+        alike = [shard for shard in found if shard.travels]
+        chunks = [comm.size * chunk.width for shard in alike for chunk in shard.group.layout.chunks]
+        packs = any(shard.is_packed for shard in alike)
+        pools.append(
+            BucketPool(
+                [
+                    Bucket(max(chunks), comm, alike[0].dtype, setting.places.gradient, setting.ledger, packs=packs)
+                    for _ in range(min(buckets, len(chunks)))
+                ]
+            )
+        )
+        for shard in alike:
+            shard.pool = pools[-1]
+    return pools
+
+
+def _by_dtype(shard: GradientShard) -> str:
+    return str(shard.dtype)
+
+
+# Their step looks at whole tensors or at all of them (norms, factored moments, line search): pieces would be wrong.
+WHOLE_TENSOR_OPTIMIZERS = {"Adafactor", "LAMB", "Lamb", "LARS", "Lars", "LBFGS", "Muon", "Shampoo", "SOAP"}
+
+
+def refuse_whole_tensor_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Raises ValueError for optimizers that cannot step pieces of parameters."""
+    for optimizer in optimizers:
+        if type(optimizer).__name__ in WHOLE_TENSOR_OPTIMIZERS:
+            raise ValueError(
+                f"{type(optimizer).__name__} looks at whole tensors, and each rank steps only pieces of them: the "
+                "result would be wrong. Use stage=0, or an element-wise optimizer (AdamW, SGD, RMSprop, ...)."
+            )
+
+
+def trainable_of(managed: Sequence[Parameter], optimizers: Sequence[Optimizer]) -> set[int]:
+    """Ids of what an optimizer has, or what asks for gradients: freezing for a while never regroups."""
+    if not optimizers:
+        return set()
+    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    can_train = [parameter for parameter in managed if parameter.is_floating_point() or parameter.is_complex()]
+    return {id(parameter) for parameter in can_train if parameter.requires_grad or id(parameter) in stepped}
+
+
+def managed_parameters(module: Module, optimizers: Sequence[Optimizer]) -> list[Parameter]:
+    """The parameters that the engine takes over: torch's own kind, each once."""
+    named = dict(module.named_parameters())
+    for name, parameter in named.items():
+        if is_lazy(parameter):
+            raise ValueError(f"Parameter {name!r} has no shape yet (a lazy module). Run one forward before fit.")
+    known = {id(parameter) for parameter in named.values()}
+    for number, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in known:
+                    raise ValueError(
+                        f"Optimizer {number} ({type(optimizer).__name__}) has a parameter of shape "
+                        f"{tuple(parameter.shape)} that is not the module's. Give it parameters of the LightningModule "
+                        "(self.parameters()), and register what it should train as a submodule or nn.Parameter."
+                    )
+    for name, parameter in named.items():
+        if slot_of(parameter) is not None:
+            raise ValueError(
+                f"Parameter {name!r} is in shards since an earlier run, which ended with an error; what other ranks "
+                "had of it is lost. Make the model anew, and go on from a checkpoint: fit(model, ckpt_path=...)."
+            )
+        if not _is_plain(parameter) and parameter.requires_grad:
+            raise ValueError(
+                f"Parameter {name!r} is a {type(parameter).__name__}, a tensor of its own kind, and trains: it cannot "
+                "be sharded. Freeze it (requires_grad_(False)), or make it a torch.nn.Parameter."
+            )
+    managed = {name: parameter for name, parameter in named.items() if _is_plain(parameter)}
+    _refuse_shared_memory(managed)
+    return list(managed.values())
+
+
+def _refuse_shared_memory(named: Mapping[str, Parameter]) -> None:
+    """Two parameters over the same memory would part in silence."""
+    owners: dict[int, str] = {}
+    for name, parameter in named.items():
+        if parameter.device.type == "meta" or not parameter.numel():
+            continue
+        other = owners.setdefault(parameter.data_ptr(), name)
+        if other != name and (parameter.requires_grad or named[other].requires_grad):
+            raise ValueError(
+                f"Parameters {other!r} and {name!r} are two that share their memory, and sharded they would part. Make "
+                "them one (decoder.weight = encoder.weight), or give each its own values (.data.clone())."
+            )
+
+
+def foreign_parameters(module: Module) -> dict[str, Parameter]:
+    """Quantised tensors and others of their own kind: every rank keeps them whole, as the user made them."""
+    return {name: parameter for name, parameter in module.named_parameters() if not _is_plain(parameter)}
+
+
+def _is_plain(parameter: Parameter) -> bool:
+    """Whether it is an ordinary tensor, of torch's class or of one that only gives it a name."""
+    kind = type(parameter)
+    return (
+        kind.__torch_function__ is Parameter.__torch_function__
+        and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+        and parameter.layout == torch.strided
+        and not parameter.is_quantized
+    )

@@ -1,0 +1,396 @@
+"""`GradientShard`: collect and reduce, the life of a group's gradients; and the buckets they travel in.
+
+A gradient flows down once: autograd writes `p.grad` -> `collect` -> (last one in) `begin_reduce` ->
+`Comm.reduce_scatter` -> `owned_grad`. Where gradients rest in full they accumulate in `full_grad`, and `p.grad` is a
+view of it; where they rest as shards, `p.grad` is afterwards an `AveragedGradient`, which gathers when it is read.
+
+    full_grad     (N * S,)   accumulation dtype; only where gradients rest in full, or accumulate locally
+    owned_grad    (owned,)   accumulation dtype; reduced and averaged; a view of full_grad at stages 0 and 1
+
+On one rank nothing travels: the gradient is what autograd has left in `p.grad`, and there are no arrays.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from lightning_zero.shards.group import ShardGroup, Slot
+from lightning_zero.shards.layout import Chunk, Slice
+from lightning_zero.shards.ledger import Category, Ledger, Place
+from lightning_zero.wire.comm import Comm, Work
+
+
+class AveragedGradient(Tensor):
+    """What `p.grad` is after a reduction, where the values rest as shards; see `views.gradient`."""
+
+    slot: Slot  # of the parameter
+
+
+@final
+class Bucket:
+    """Constant-size room for one reduction (CB, ZeRO section 6.2).
+
+    Args:
+        chunk_numel: elements of the largest chunk, N rows of it.
+        comm: N ranks.
+        packs: gradients are copied into the bucket; otherwise they travel from where they are.
+        dtype: of the gradients.
+        place: of the gradients.
+        ledger: books it.
+    """
+
+    def __init__(
+        self, chunk_numel: int, comm: Comm, dtype: torch.dtype, place: Place, ledger: Ledger, *, packs: bool
+    ) -> None:
+        def room(numel: int) -> Tensor:
+            return ledger.allocate(Category.BUCKET, numel, dtype, place)
+
+        width = chunk_numel // comm.size
+        self.full = room(chunk_numel if packs else 0)
+        self.scratch = room(comm.scratch_rows * width)
+        self.total = room(width)
+        self.finish: Callable[[], None] | None = None
+
+    def settle(self) -> None:
+        """Waits for the operation that this bucket carries, if any, and stores its result."""
+        finish, self.finish = self.finish, None
+        if finish is not None:
+            finish()
+
+
+@final
+class BucketPool:
+    """A fixed number of buckets, allocated once; when all are in flight, the oldest is waited for."""
+
+    def __init__(self, buckets: list[Bucket]) -> None:
+        self._buckets = buckets
+        self._next = 0
+
+    def take(self) -> Bucket:
+        bucket = self._buckets[self._next]
+        self._next = (self._next + 1) % len(self._buckets)
+        bucket.settle()
+        return bucket
+
+    def drain(self) -> None:
+        """Settles all, oldest first."""
+        for _ in self._buckets:
+            self.take()
+
+
+@final
+class GradientShard:
+    """The gradients of one trainable group.
+
+    Args:
+        group: whose gradients.
+        dtype: in which they travel, are summed and accumulate.
+
+    Attributes:
+        pool: the buckets they travel in; wide enough for the group's largest chunk.
+        ready: indices of parameters that have a gradient in this backward.
+        used: ... or had one since the last reduction, on this rank.
+    """
+
+    pool: BucketPool
+
+    def __init__(self, group: ShardGroup, dtype: torch.dtype) -> None:
+        self.group = group
+        self.dtype = dtype
+        self.travels = group.comm.size > 1
+        self.full_grad: Tensor | None = None
+        self.owned_grad = self._allocate(group.layout.shard_numel if self._rests_cut else 0)
+        if self.travels and not self._rests_cut:
+            self._make_full()
+        self.ready: set[int] = set()
+        self.used: set[int] = set()
+        self._held: dict[int, Tensor] = {}  # gradients that wait for the rest of their group
+        self._added: dict[int, Tensor] = {}  # what autograd has added to an averaged gradient in this backward
+        self._carries: set[int] = set()  # parameters whose owned_grad counts on: the next reduction adds to it
+        for slot in group.slots:
+            slot.gradient = self
+
+    @property
+    def _rests_cut(self) -> bool:
+        return self.travels and self.group.setting.partition.gradient
+
+    def _allocate(self, numel: int) -> Tensor:
+        setting = self.group.setting
+        return setting.ledger.allocate(Category.GRADIENT, numel, self.dtype, setting.places.gradient).zero_()
+
+    def _make_full(self) -> Tensor:
+        group = self.group
+        self.full_grad = self._allocate(group.layout.numel)
+        if not self._rests_cut:
+            start = group.comm.rank * group.layout.shard_numel if group.is_cut else 0
+            numel = group.layout.shard_numel if group.is_cut else group.layout.numel
+            self.owned_grad = self.full_grad[start : start + numel]
+        return self.full_grad
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether gradients are copied into buckets: where they rest as shards, and what is larger than a bucket."""
+        return self._rests_cut or not all(chunk.is_whole for chunk in self.group.layout.chunks)
+
+    @property
+    def ranks(self) -> int:
+        """How many contribute to an average."""
+        return self.group.comm.size * self.group.replicate.size
+
+    # -- collect
+
+    def add(self, slot: Slot, grad: Tensor) -> None:
+        """Autograd adds to an averaged gradient, in backward; `collect` follows."""
+        self._added[slot.index] = self._added[slot.index] + grad if slot.index in self._added else grad
+
+    @contextmanager
+    def kept_apart(self, slot: Slot) -> Iterator[None]:
+        """While an earlier backward is settled, what this one has put into `p.grad` already is not to be lost."""
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter: Any = slot.parameter
+            fresh = parameter.grad
+            if isinstance(fresh, AveragedGradient):
+                yield
+                return
+            parameter.grad = None
+            yield
+            if isinstance(parameter.grad, AveragedGradient):
+                self.add(slot, fresh)
+            else:
+                parameter.grad = fresh
+
+    def collect(self, slot: Slot, *, local: bool) -> None:
+        """Takes the gradient that autograd has just put into `p.grad`.
+
+        Args:
+            slot: of the parameter.
+            local: it will not be reduced in this backward, or others of its window were not.
+        """
+        index, grad = slot.index, slot.parameter.grad
+        assert grad is not None
+        self.group.check_assigned(slot, slot.parameter, self.group.kind.resting)
+        again = index in self.ready  # a weight of several reentrant checkpoints gets a gradient from each
+        self.ready.add(index)
+        self.used.add(index)
+        carried = isinstance(grad, AveragedGradient)
+        if carried:
+            grad = self._added.pop(index)
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if not self.travels:
+            slot.parameter.grad = grad
+        elif self.full_grad is None and not local:
+            if again:
+                grad = self._held[index] + grad
+            else:
+                (self._carries.add if carried else self._carries.discard)(index)
+            self._held[index] = grad
+            slot.parameter.grad = None
+        else:
+            self._accumulate_locally(slot, grad, carried)
+
+    def _accumulate_locally(self, slot: Slot, grad: Tensor, carried: bool) -> None:
+        view = slot.view(self._make_full() if self.full_grad is None else self.full_grad)
+        if grad.data_ptr() == view.data_ptr() and grad.numel():
+            return  # autograd has added in place
+        if carried and self._rests_cut:
+            self._carries.add(slot.index)
+            view.copy_(grad)
+        elif carried:
+            self._keep_average(slot, view)
+            view.add_(grad)
+        else:
+            self._carries.discard(slot.index)
+            view.copy_(grad)
+        slot.parameter.grad = view
+
+    def _keep_average(self, slot: Slot, view: Tensor) -> None:
+        """Stage 1, a second reduction without `zero_grad` between: the averaged gradient lies in the owner's part of
+        full_grad, and elsewhere lies what was summed already. Turns it into contributions whose mean it is."""
+        average = self.owned_grad[slot.piece.in_shard].clone()
+        view.zero_()
+        view.view(-1)[slot.piece.start : slot.piece.stop] = average * self.group.comm.size
+
+    # -- reduce
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.ready) == len(self.group.slots)
+
+    def begin_reduce(self) -> None:
+        """Starts to reduce everything collected; parameters without a gradient here count as zeros."""
+        if not self.travels:
+            return
+        self._settle_unused()
+        for chunk in self.group.layout.chunks:
+            bucket = self.pool.take()
+            full = self._contribution(chunk, bucket)
+            total = bucket.total[: chunk.width]
+            scratch = bucket.scratch[: self.group.comm.scratch_rows * chunk.width].view(-1, chunk.width)
+            name = f"reduce {self.group.name}[{chunk.of.start}+{chunk.start}]"
+            work = self.group.comm.reduce_scatter(total, full, scratch, name)
+            bucket.finish = self._storing(work, total, chunk, frozenset(self._carries), name)
+        self._held.clear()
+
+    def _settle_unused(self) -> None:
+        """A parameter that this rank did not use contributes what its `p.grad` holds: nothing, or what an earlier
+        backward left there and nobody cleared."""
+        for slot in self.group.slots:
+            if slot.index in self.used:
+                continue
+            grad = slot.parameter.grad
+            counts_on = isinstance(grad, AveragedGradient)
+            if self._rests_cut:
+                (self._carries.add if counts_on else self._carries.discard)(slot.index)
+            elif self.full_grad is not None and (counts_on or grad is None):
+                view = slot.view(self.full_grad)
+                if counts_on:
+                    self._keep_average(slot, view)
+                else:
+                    view.zero_()
+
+    def _contribution(self, chunk: Chunk, bucket: Bucket) -> Tensor:
+        """What this rank sends of a chunk: ``(N, width)``, contiguous; in place where it lies so already."""
+        ranks, of = self.group.layout.ranks, chunk.of
+        if self.full_grad is not None:
+            matrix = self.full_grad[of.start : of.start + ranks * of.width].view(ranks, of.width)
+            if chunk.is_whole:
+                return matrix
+        packed = bucket.full[: ranks * chunk.width].view(ranks, chunk.width)
+        if self.full_grad is not None:
+            return packed.copy_(matrix[:, chunk.start : chunk.stop])
+        if chunk.is_whole:
+            self._pack(packed.view(-1), of)
+        else:  # of the one parameter in the slice
+            _pack_columns(packed, self._held.get(of.parameters.start), chunk)
+        return packed
+
+    def _pack(self, flat: Tensor, of: Slice) -> None:
+        """Copies the parameters of a slice to their places, and zeros between them: padding must not carry NaNs."""
+        end = 0
+        for index in of.parameters:
+            held, span = self._held.get(index), self.group.layout.spans[index]
+            start = span.offset - of.start
+            if start > end:
+                flat[end:start].zero_()
+            end = start + span.numel
+            if held is None:
+                flat[start:end].zero_()
+            else:
+                flat[start:end].view(span.shape).copy_(held)
+        flat[end:].zero_()
+
+    def _storing(
+        self, work: Work, total: Tensor, chunk: Chunk, carries: frozenset[int], name: str
+    ) -> Callable[[], None]:
+        def finish() -> None:
+            work.wait()
+            if self.group.replicate.size > 1:
+                self._reduce_between_replicas(total, name)
+            self._store(total.div_(self.ranks), chunk, carries)
+
+        return finish
+
+    def _reduce_between_replicas(self, total: Tensor, name: str) -> None:
+        """Sums `total` over the ranks that hold the same shard: 1/N of the gradient crosses between shard groups."""
+        replicate = self.group.replicate
+        rows = total.view(replicate.size, -1)
+        mine, scratch = torch.empty_like(rows[0]), rows.new_empty(replicate.scratch_rows, rows.shape[1])
+        replicate.reduce_scatter(mine, rows, scratch, name).wait()
+        replicate.all_gather(rows, mine, name).wait()
+
+    def _store(self, average: Tensor, chunk: Chunk, carries: frozenset[int]) -> None:
+        group = self.group
+        if not group.is_cut:
+            assert self.full_grad is not None
+            of, ranks = chunk.of, group.layout.ranks
+            rows = self.full_grad[of.start : of.start + ranks * of.width].view(ranks, of.width)
+            rows[group.comm.rank, chunk.start : chunk.stop] = average
+            if chunk.stop == of.width:  # the slice's last
+                group.comm.all_gather(rows, rows[group.comm.rank], f"gradient {group.name}[{of.start}]").wait()
+        elif not carries:
+            self.owned_grad[chunk.in_shard] = average
+        else:
+            for slot in group.slots:
+                if slot.index not in carries:
+                    self.owned_grad[_overlap(slot.piece.in_shard, chunk.in_shard)].zero_()
+            self.owned_grad[chunk.in_shard].add_(average)
+
+    def end_reduce(self) -> None:
+        """All is stored: the next backward begins anew."""
+        self.ready.clear()
+        self.used.clear()
+        if self._rests_cut:
+            self.full_grad = None
+
+    def end_backward_unreduced(self) -> None:
+        self.ready.clear()
+
+    def forget(self) -> None:
+        """Drops what a failed backward has collected and not reduced."""
+        self.ready.clear()
+        self.used.clear()
+        self._held.clear()
+        self._added.clear()
+
+    def free(self) -> None:
+        """Lets go of all gradients and of the buckets; after training."""
+        for slot in self.group.slots:
+            with torch._C.DisableTorchFunctionSubclass():
+                slot.parameter.grad = None
+                slot.parameter.grad_dtype = slot.parameter.dtype
+        self.full_grad = None
+        self.owned_grad = self.owned_grad.new_empty(0)
+        self.pool = BucketPool([])
+
+    # -- averaged gradients
+
+    def piece(self, slot: Slot) -> Tensor:
+        """What this rank steps of an averaged gradient, in `Slot.stepped_shape`."""
+        if self.travels:
+            return slot.stepped(self.owned_grad)
+        assert slot.parameter.grad is not None
+        return slot.parameter.grad.detach()
+
+    def is_shown(self, slot: Slot, grad: Tensor) -> bool:
+        """Whether `grad` shows the gradient that is here, and nothing that a user has put into `p.grad`."""
+        if not self.travels:
+            return True
+        if isinstance(grad, AveragedGradient):
+            return grad.slot is slot
+        return self.full_grad is not None and grad.data_ptr() == slot.view(self.full_grad).data_ptr()
+
+    def write(self, slot: Slot, grad: Tensor) -> None:
+        """Replaces this rank's piece by its part of a whole gradient."""
+        self.owned_grad[slot.piece.in_shard] = grad.reshape(-1)[slot.piece.start : slot.piece.stop]
+
+    def gather(self, slot: Slot) -> Tensor:
+        """The whole averaged gradient of one parameter, in its shape. A collective, of the slice that it lies in."""
+        layout, comm = self.group.layout, self.group.comm
+        of = layout.slice_of(slot.index)
+        rows = self.owned_grad.new_empty(layout.ranks, of.width)
+        own = self.owned_grad[of.shard_start : of.shard_start + of.width]
+        comm.all_gather(rows, own, f"read gradient {slot.name}").wait()
+        start = slot.offset - of.start
+        return rows.view(-1)[start : start + slot.numel].view(slot.shape)
+
+
+def _pack_columns(packed: Tensor, grad: Tensor | None, chunk: Chunk) -> None:
+    """Fills ``(N, width)`` with columns of the matrix ``(N, slice width)`` that one gradient and zeros make up."""
+    if grad is None:
+        packed.zero_()
+        return
+    flat, width = grad.reshape(-1), chunk.of.width
+    rows, rest = divmod(flat.numel(), width)
+    packed[:rows] = flat[: rows * width].view(rows, width)[:, chunk.start : chunk.stop]
+    packed[rows:].zero_()
+    stop = max(chunk.start, min(rest, chunk.stop))
+    packed[rows : rows + 1, : stop - chunk.start] = flat[rows * width + chunk.start : rows * width + stop]
+
+
+def _overlap(one: slice, other: slice) -> slice:
+    start = max(one.start, other.start)
+    return slice(start, max(start, min(one.stop, other.stop)))

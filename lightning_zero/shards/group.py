@@ -1,0 +1,396 @@
+"""`ShardGroup`: parameters of one kind as one flat, evenly divided array; a parameter in it is a `Slot`.
+
+Tensors of a group (N ranks, S = shard_numel; *owned* is S where the optimizer is partitioned, else N * S):
+
+    full_param    (N * S,)   resting dtype; the module's parameters are views of it. At stage 3 it is there only while
+                             the unit is gathered, in a buffer of the arena
+    owned_param   (owned,)   resting dtype; a view of full_param where that is always there, else a tensor of its own
+    master        (owned,)   declared dtype, what the optimizer steps; owned_param itself where the dtypes agree
+
+On one rank shard and full array are the same storage.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_zero.shards.layout import Layout, Piece
+from lightning_zero.shards.ledger import Category, Ledger, Place
+from lightning_zero.stage import Partition
+from lightning_zero.wire.comm import Gather
+from lightning_zero.wire.mesh import Mesh
+
+if TYPE_CHECKING:
+    from lightning_zero.shards.gradient import GradientShard
+
+no_interception = torch._C.DisableTorchFunctionSubclass
+
+ALIGNMENT_BYTES = 64  # a cache line; what torch's own allocator gives each tensor on the host
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the parameters of one group have in common. Groups never mix kinds."""
+
+    declared: torch.dtype  # what the user made, what the optimizer steps and checkpoints hold
+    resting: torch.dtype  # what rests, travels and enters forward
+    trainable: bool
+
+    @property
+    def is_cast(self) -> bool:
+        return self.resting != self.declared
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the parts of a group live."""
+
+    gathered: Place  # parameters while they are used
+    parameter: Place  # and between uses
+    gradient: Place
+    optimizer: Place  # masters and optimizer state
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every group of an engine shares.
+
+    Args:
+        partition: what rests as shards.
+        mesh: the ranks.
+        ledger: books all memory.
+        places: where things live.
+        bucket_bytes: largest reduction.
+        as_declared: users read parameters in their declared dtype where they rest in another one.
+    """
+
+    partition: Partition
+    mesh: Mesh
+    ledger: Ledger
+    places: Places
+    bucket_bytes: int
+    as_declared: bool
+
+
+@final
+class Slot:
+    """A parameter in its group.
+
+    Attributes:
+        parameter: the user's own object.
+        name: of it, for messages and checkpoints.
+        shape: of it.
+        numel: elements of it.
+        piece: what this rank steps of it: its part, or all of it where the optimizer is not partitioned.
+        plain_class: what the user made it an instance of.
+        offset: of it in full arrays of the group.
+        gradient: of the group; None where it does not train.
+    """
+
+    def __init__(self, group: "ShardGroup", index: int, parameter: Parameter) -> None:
+        span = group.layout.spans[index]
+        self.group = group
+        self.index = index
+        self.parameter = parameter
+        self.name, self.shape, self.numel = span.name, span.shape, span.numel
+        self.piece = self._owned_piece() if group.is_cut else Piece(start=0, stop=span.numel, shard_start=span.offset)
+        self.plain_class = type(parameter)
+        self.gradient: GradientShard | None = None
+        self.offset = span.offset
+        self._strides = parameter.stride()  # as the user made it: values rest in C order
+
+    def _owned_piece(self) -> Piece:
+        return self.group.layout.piece(self.index, self.group.comm.rank)
+
+    def view(self, full: Tensor) -> Tensor:
+        """This parameter in a full array of its group, in its shape."""
+        return full[self.offset : self.offset + self.numel].view(self.shape)
+
+    def stepped(self, owned: Tensor) -> Tensor:
+        """The piece of this parameter in an owned array of its group, in `stepped_shape`."""
+        return owned[self.piece.in_shard].view(self.stepped_shape)
+
+    @property
+    def stepped_shape(self) -> tuple[int, ...]:
+        """Flat, or the parameter's own where no rank steps only a part of it."""
+        return (self.piece.numel,) if self.group.is_cut else self.shape
+
+    @property
+    def share(self) -> Piece:
+        """What this rank writes into checkpoints, in place in an owned array: of what it owns, its part among the
+        replicas that own the same."""
+        owned, replicate = self._owned_piece(), self.group.replicate
+        start, stop = (owned.start + owned.numel * at // replicate.size for at in (replicate.rank, replicate.rank + 1))
+        return Piece(start=start, stop=stop, shard_start=self.piece.shard_start + start - self.piece.start)
+
+    @property
+    def writes_once(self) -> bool:
+        """Whether this rank writes what checkpoints hold once of this parameter: the rank that writes its first
+        element, or rank 0 where it has none."""
+        if not self.numel:
+            return self.group.comm.rank == self.group.replicate.rank == 0
+        return self.share.start == 0 and self.share.numel > 0
+
+    @property
+    def steps_any(self) -> bool:
+        """Whether this rank steps any of it; an empty parameter counts, as state is made for it too."""
+        return self.piece.numel > 0 or not self.numel
+
+    def whole(self, view: Tensor, device: torch.device) -> Tensor:
+        """A copy of its values in storage of its own, and in the memory format that the user made it in."""
+        made = torch.empty_strided(self.shape, self._strides, dtype=view.dtype, device=device)
+        return made.copy_(view)
+
+
+_SLOTS = WeakIdKeyDictionary()  # Parameter -> Slot
+
+
+def slot_of(parameter: Parameter) -> Slot | None:
+    """Where a parameter lives; None for one that no engine holds."""
+    return _SLOTS.get(parameter)
+
+
+@final
+class ShardGroup:
+    """The values of some parameters: gathered, published, edited. Gradients live in `gradient.GradientShard`.
+
+    Args:
+        name: for messages and for matching collectives between ranks.
+        parameters: name -> parameter, all of one kind; their values are taken over.
+        kind: see `Kind`.
+        setting: see `Setting`.
+        stays_full: full_param is always there; otherwise a unit brings it when it is used.
+    """
+
+    def __init__(
+        self, name: str, parameters: dict[str, Parameter], kind: Kind, setting: Setting, *, stays_full: bool
+    ) -> None:
+        self.name = name
+        self.kind = kind
+        self.setting = setting
+        self.comm = setting.mesh.shard
+        self.replicate = setting.mesh.replicate
+        self.stays_full = stays_full
+        self.is_cut = setting.partition.optimizer and self.comm.size > 1  # ranks step parts of parameters
+        self.upcasts = kind.is_cast and setting.as_declared  # readers see the declared dtype
+        self.is_lost = False  # a rank failed: the values are spread over ranks that no longer answer
+        self._shown_versions: list[int] | None = None  # of the parameters, while they are shown plain
+        self.layout = Layout.pack(
+            [(name, tuple(parameter.shape)) for name, parameter in parameters.items()],
+            ranks=self.comm.size,
+            bucket_numel=setting.bucket_bytes // kind.declared.itemsize,
+            # Every chunk is divided once more between replicas.
+            alignment=math.lcm(ALIGNMENT_BYTES // kind.resting.itemsize, self.replicate.size),
+            in_one=stays_full,
+        )
+        self.slots = [Slot(self, index, parameter) for index, parameter in enumerate(parameters.values())]
+        for slot in self.slots:
+            _SLOTS[slot.parameter] = slot
+        self.full_param: Tensor | None = None
+        self._take_over()
+
+    def _take_over(self) -> None:
+        places, kind = self.setting.places, self.kind
+        numel = self.layout.numel if self.stays_full or not self.is_cut else self.layout.shard_numel
+        resting = self._allocate(Category.PARAMETER, numel, kind.resting, places.parameter)
+        self.owned_param = resting[self.own_range] if self.stays_full else resting
+        self.master = self.owned_param
+        if kind.is_cast:
+            self.master = self._allocate(Category.MASTER, self.owned_param.numel(), kind.declared, places.optimizer)
+        for slot in self.slots:
+            values = slot.parameter.detach().reshape(-1)
+            if self.stays_full:
+                slot.view(resting).view(-1).copy_(values)
+            for owned in {id(t): t for t in (self.owned_param, self.master)}.values():
+                owned[slot.piece.in_shard].copy_(values[slot.piece.start : slot.piece.stop])
+            if not self.stays_full:
+                point_at_nothing(slot)  # at once: no two units are whole at the same time, not even here
+        if self.stays_full:
+            self.hold(resting)
+
+    def _allocate(self, category: Category, numel: int, dtype: torch.dtype, place: Place) -> Tensor:
+        """Zeros, since padding travels too."""
+        return self.setting.ledger.allocate(category, numel, dtype, place).zero_()
+
+    @property
+    def own_range(self) -> slice:
+        """What this rank steps of a full array that is always there."""
+        if not self.is_cut:
+            return slice(0, self.layout.numel)
+        start = self.comm.rank * self.layout.shard_numel
+        return slice(start, start + self.layout.shard_numel)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the module's parameters are always there, as the user declared them."""
+        return self.stays_full and not self.upcasts
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values that readers see."""
+        return self.kind.declared if self.upcasts else self.kind.resting
+
+    # -- full arrays
+
+    def hold(self, full: Tensor) -> None:
+        """`full` is full_param from here on, and the module's parameters are views of it; the Parameter objects stay
+        the user's own."""
+        self.full_param = full
+        with no_interception(), torch.inference_mode(False):
+            for slot in self.slots:
+                slot.parameter.data = slot.view(full)
+
+    def let_go(self) -> None:
+        """The reverse of `hold`: full_param belongs to somebody else from here on."""
+        self.full_param = None
+        for slot in self.slots:
+            point_at_nothing(slot)
+
+    def rows(self, full: Tensor) -> Iterator[tuple[Tensor, Tensor, str]]:
+        """Of each slice: its matrix ``(N, width)`` in a full array, its range of the shard, and its name."""
+        for number, each in enumerate(self.layout.slices):
+            matrix = full[each.start : each.start + self.layout.ranks * each.width].view(self.layout.ranks, each.width)
+            yield matrix, slice(each.shard_start, each.shard_start + each.width), f"{self.name}[{number}]"  # type: ignore[misc]
+
+    def all_gather(self, full: Tensor, shard: Tensor, purpose: str, diverges: bool | None = None) -> list[Gather]:
+        """Fills a full array from all ranks' shards, a collective for each slice; the first one tells `diverges`."""
+        return [
+            self.comm.all_gather(matrix, shard[within], f"{purpose} {name}", diverges=None if number else diverges)
+            for number, (matrix, within, name) in enumerate(self.rows(full))
+        ]
+
+    def pass_by(self, shard: Tensor, purpose: str, diverges: bool | None = None) -> list[Gather]:
+        """Takes part in `all_gather` without keeping anything; one slice at a time is here in passing."""
+        done = []
+        for number, each in enumerate(self.layout.slices):
+            passing = shard.new_empty(self.layout.ranks, each.width)
+            own = shard[each.shard_start : each.shard_start + each.width]
+            told = None if number else diverges
+            done.append(self.comm.all_gather(passing, own, f"{purpose} {self.name}[{number}]", diverges=told))
+            done[-1].wait()
+        return done
+
+    # -- after a step, or an edit
+
+    def renew(self) -> None:
+        """New storage for values that are about to change by an edit of their declared copy: graphs keep the old ones,
+        as they keep the copies that autocast makes. (Where parameters rest as declared, the edit was to themselves.)"""
+        if not self.kind.is_cast:
+            return
+        numel = self.layout.numel if self.stays_full else self.owned_param.numel()
+        resting = self._allocate(Category.PARAMETER, numel, self.kind.resting, self.setting.places.parameter)
+        if self.stays_full:
+            resting.copy_(self.full_param)  # type: ignore[arg-type]
+            self.owned_param = resting[self.own_range]
+            self.hold(resting)
+        else:
+            self.owned_param = resting.copy_(self.owned_param)
+
+    def begin_publish(self) -> list[Gather]:
+        """Sends what the optimizer made of the master to where forward reads it."""
+        if self.kind.is_cast:
+            self.owned_param.copy_(self.master)
+        if not (self.stays_full and self.is_cut):
+            return []
+        assert self.full_param is not None
+        return self.all_gather(self.full_param, self.owned_param, "publish")
+
+    def note_versions(self) -> None:
+        """The parameters show full_param from here on, plain."""
+        self._shown_versions = [slot.parameter._version for slot in self.slots]
+
+    def keep_edits(self) -> None:
+        """Takes over what has been done to the parameters since they were shown, as far as torch can tell."""
+        versions, self._shown_versions = self._shown_versions, None
+        if versions is None or self.full_param is None:
+            return
+        replaced = self.adopt_assigned()
+        if replaced or versions != [slot.parameter._version for slot in self.slots]:
+            self.take_edits(self.full_param)
+
+    def adopt_assigned(self) -> bool:
+        """Takes over tensors that the user has put into `p.data` in place of our views; whether there were any."""
+        assert self.full_param is not None
+        start, size, found = self.full_param.data_ptr(), self.full_param.itemsize, False
+        for slot in self.slots:
+            if slot.parameter.data_ptr() != start + slot.offset * size and slot.numel:
+                self.check_assigned(slot, slot.parameter, self.full_param.dtype)
+                view = slot.view(self.full_param)
+                view.copy_(slot.parameter.detach().view_as(view))
+                slot.parameter.data = view
+                found = True
+        return found
+
+    def check_assigned(self, slot: Slot, values: Tensor, dtype: torch.dtype) -> None:
+        """Raises RuntimeError for `p.data` in another dtype or on another device, as `.half()` and `.to()` leave it."""
+        device = self.setting.places.gathered.device
+        if values.dtype != dtype or values.device.type != device.type:
+            raise RuntimeError(
+                f"Parameter {slot.name!r} was {dtype} on {device.type!r} at set-up and would now be {values.dtype} on "
+                f"{values.device.type!r}. Call .to(), .half() and their like before fit, or choose "
+                "Trainer(precision=...)."
+            )
+
+    def take_edits(self, full: Tensor) -> None:
+        """Takes over what users have edited in a full array that was lent to them, of declared or of resting dtype."""
+        declared = full.dtype == self.kind.declared
+        if declared and self.kind.is_cast:
+            if not self._differs(full):
+                return
+            self.renew()
+            if self.full_param is not None:
+                self.full_param.copy_(full)
+        for slot in self.slots:
+            within, master = slot.piece.in_shard, self.master[slot.piece.in_shard]
+            own = slot.view(full).view(-1)[slot.piece.start : slot.piece.stop]
+            if declared:
+                master.copy_(own)
+            else:  # only what differs: a two-byte weight that nobody touched must keep all bits of its master
+                edited = own != master.to(full.dtype)
+                master.copy_(torch.where(edited, own.to(master.dtype), master))
+            self.owned_param[within].copy_(own)
+
+    def _differs(self, full: Tensor) -> bool:
+        """Whether a full array of declared dtype has other values than this group."""
+        if self.full_param is not None and not torch.equal(full.to(self.kind.resting), self.full_param):
+            return True
+        return any(
+            not torch.equal(
+                slot.view(full).view(-1)[slot.piece.start : slot.piece.stop], self.master[slot.piece.in_shard]
+            )
+            for slot in self.slots
+        )
+
+    def free(self) -> None:
+        """Lets go of all values for good; the layout stays, for what was made by it (optimizer state)."""
+        for slot in self.slots:
+            _SLOTS.pop(slot.parameter, None)
+        self.full_param = None
+        self.owned_param = self.master = self.owned_param.new_empty(0)
+
+    @property
+    def is_freed(self) -> bool:
+        return bool(self.slots) and slot_of(self.slots[0].parameter) is not self.slots[0]
+
+
+def point_at_nothing(slot: Slot) -> None:
+    """The parameter keeps shape and dtype, and holds no memory. Its class keeps readers away (`views.parameter`); what
+    goes past that finds NaN, and no memory of somebody else's."""
+    dtype, device = slot.group.kind.resting, slot.group.setting.places.gathered.device
+    missing = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
+    with no_interception(), torch.inference_mode(False):
+        nothing = torch.full((), missing, dtype=dtype, device=device).expand(slot.shape)
+        slot.parameter.data = nothing if slot.numel else torch.empty(slot.shape, dtype=dtype, device=device)
+
+
+def publish(groups: Iterable[ShardGroup]) -> None:
+    """What the optimizer made of the masters is where forward reads it. A collective."""
+    with torch.no_grad():
+        for gather in [gather for group in groups for gather in group.begin_publish()]:
+            gather.wait()

@@ -1,0 +1,81 @@
+"""Bytes by category and tier: every large or long-lived tensor of the engine is made here, so the books are true.
+
+Allocation happens outside inference mode: a buffer first made during the sanity check of validation would
+otherwise stay an inference tensor for ever, and training could not write to it.
+"""
+
+import weakref
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+
+class Category(StrEnum):
+    """What a tensor is for; the rows of the memory report."""
+
+    PARAMETER = "parameter"
+    GRADIENT = "gradient"
+    MASTER = "master"
+    OPTIMIZER_STATE = "optimizer state"
+    BUCKET = "bucket"
+    GATHERED = "gathered"
+    ACTIVATION_CHECKPOINT = "activation checkpoint"
+
+
+class Tier(StrEnum):
+    """What kind of memory a tensor lives in. On a CPU the device is the host."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where tensors live."""
+
+    device: torch.device
+    tier: Tier = Tier.DEVICE
+
+
+class Ledger:
+    """Live and peak bytes on this rank.
+
+    Attributes:
+        live: bytes of each category now, over all tiers.
+        peak: the most there ever were.
+        tiers: live bytes of each tier, over all categories.
+    """
+
+    def __init__(self) -> None:
+        self.live: dict[Category, int] = dict.fromkeys(Category, 0)
+        self.peak: dict[Category, int] = dict.fromkeys(Category, 0)
+        self.tiers: dict[Tier, int] = dict.fromkeys(Tier, 0)
+        self._booked: set[int] = set()  # storages
+
+    def allocate(self, category: Category, numel: int, dtype: torch.dtype, place: Place) -> Tensor:
+        """An uninitialised flat tensor of ``(numel,)``."""
+        with torch.inference_mode(False):
+            tensor = torch.empty(numel, dtype=dtype, device=place.device)
+        self.adopt(category, tensor, place.tier)
+        return tensor
+
+    def adopt(self, category: Category, tensor: Tensor, tier: Tier = Tier.DEVICE) -> None:
+        """Books a tensor that somebody else made; a storage is booked once, whatever views of it there are."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._booked:
+            self._booked.add(key)
+            self._book(category, tier, storage.nbytes())
+            weakref.finalize(storage, self._forget, key, category, tier, storage.nbytes())
+
+    def _book(self, category: Category, tier: Tier, nbytes: int) -> None:
+        self.live[category] += nbytes
+        self.tiers[tier] += nbytes
+        self.peak[category] = max(self.peak[category], self.live[category])
+
+    def _forget(self, key: int, category: Category, tier: Tier, nbytes: int) -> None:
+        self._booked.discard(key)
+        self._book(category, tier, -nbytes)

@@ -1,0 +1,125 @@
+"""Global norm, clipping and overflow of gradients that are spread over ranks.
+
+Everything here looks at the device once: `Measured.of` brings one number per parameter to the host, and norm, clipping
+and the decision to skip a step are made of those.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_zero.shards.group import Slot
+from lightning_zero.wire.comm import Comm
+
+
+class GradNorm(NamedTuple):
+    total: Tensor  # 0-d, fp32, the same on every rank
+    finite: bool
+
+
+class Overflow(NamedTuple):
+    """Where a step's gradients were not finite."""
+
+    ranks: list[int]  # whose part of the gradients
+    parameters: list[str]
+
+
+def piece_of(slot: Slot) -> Tensor:
+    """What this rank has of a parameter's averaged gradient."""
+    assert slot.gradient is not None, slot.name
+    return slot.gradient.piece(slot)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Gradients as this rank sees them.
+
+    Args:
+        slots: parameters with a gradient, in the same order on every rank, each once.
+        norm_type: p of the p-norm; ``inf`` for the largest magnitude.
+        parts: of each, this rank's part of the sum of p-th powers, or its largest magnitude; float64, on the host.
+        versions: of the gradients when they were measured.
+    """
+
+    slots: tuple[Slot, ...]
+    norm_type: float
+    parts: Tensor
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, slots: Sequence[Slot], norm_type: float = 2.0) -> "Measured":
+        """Powers are summed in float64, so the result does not depend on where ranks cut (ZeRO section 5)."""
+        pieces = [piece_of(slot) for slot in slots]
+        versions = tuple(piece._version for piece in pieces)
+        real = [piece.abs() if piece.is_complex() else piece for piece in pieces]
+        if norm_type == float("inf"):
+            norms = [piece.abs().max().double() if piece.numel() else _zero(piece) for piece in real]
+        else:
+            norms = [torch.linalg.vector_norm(piece, norm_type, dtype=torch.float64) for piece in real]
+        parts = torch.stack(norms).cpu() if norms else torch.zeros(0, dtype=torch.float64)
+        return cls(tuple(slots), norm_type, parts if norm_type == float("inf") else parts.pow(norm_type), versions)
+
+    def is_of(self, slots: Sequence[Slot], norm_type: float) -> bool:
+        """Whether measuring these now would give the same."""
+        return (
+            self.norm_type == norm_type
+            and self.slots == tuple(slots)
+            and self.versions == tuple(piece_of(slot)._version for slot in slots)
+        )
+
+    def norms(self, comm: Comm) -> Tensor:
+        """The norm of every gradient by itself, float64 on the host. A collective where gradients are spread."""
+        is_cut = bool(self.slots) and self.slots[0].group.is_cut
+        if self.norm_type == float("inf"):
+            return comm.all_reduce(self.parts, "norm", "max") if is_cut else self.parts
+        return (comm.all_reduce(self.parts, "norm") if is_cut else self.parts).pow(1.0 / self.norm_type)
+
+    def total_norm(self, comm: Comm) -> GradNorm:
+        """The norm of all gradients as if they were one vector. A collective, as `norms`."""
+        norms = self.norms(comm)
+        if not norms.numel():
+            return GradNorm(torch.tensor(0.0), finite=True)
+        p = self.norm_type
+        total = norms.max() if p == float("inf") else norms.pow(p).sum().pow(1.0 / p)
+        return GradNorm(total.float(), finite=bool(total.isfinite()))
+
+    def overflow(self, comm: Comm) -> Overflow:
+        """Which gradients are not finite anywhere, the same on every rank. A collective."""
+        bad = ~self.parts.isfinite()
+        flags = torch.zeros(comm.size + len(self.slots), dtype=torch.uint8)
+        flags[comm.rank] = bad.any()
+        flags[comm.size :] = bad
+        ranks, parameters = comm.all_reduce(flags, "overflow", "max").split([comm.size, len(self.slots)])
+        return Overflow(
+            ranks=ranks.nonzero().flatten().tolist(),
+            parameters=[self.slots[at].name for at in parameters.nonzero().flatten().tolist()],
+        )
+
+
+def _zero(piece: Tensor) -> Tensor:
+    return piece.new_zeros((), dtype=torch.float64)
+
+
+def scale_(slots: Sequence[Slot], factor: Tensor) -> None:
+    """Multiplies all gradients by a 0-d tensor, without a look at it from the host."""
+    by_device: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for piece in map(piece_of, slots):
+        by_device.setdefault((piece.device, piece.dtype), []).append(piece)
+    for (device, _), pieces in by_device.items():
+        torch._foreach_mul_(pieces, factor.to(device, non_blocking=True))
+
+
+def clip_by_norm_(measured: Measured, comm: Comm, max_norm: float) -> GradNorm:
+    """Scales all gradients so that their global norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`."""
+    norm = measured.total_norm(comm)
+    scale_(measured.slots, torch.clamp(max_norm / (norm.total + 1e-6), max=1.0))
+    return norm
+
+
+def clip_by_value_(slots: Sequence[Slot], clip_value: float) -> None:
+    """Clamps every element to ``[-clip_value, clip_value]``; local."""
+    for piece in map(piece_of, slots):
+        piece.clamp_(-clip_value, clip_value)

@@ -1,0 +1,103 @@
+"""`Unit`: modules whose parameters are gathered together, into one buffer of the arena."""
+
+import bisect
+import math
+from collections.abc import Collection, Sequence
+from typing import final
+
+import torch
+from torch.nn import Module
+
+from lightning_zero.shards.arena import Arena, Buffer
+from lightning_zero.shards.group import ALIGNMENT_BYTES, ShardGroup
+from lightning_zero.wire.comm import Gather
+
+
+@final
+class Unit:
+    """Values that are all here or not.
+
+    Args:
+        name: for messages.
+        modules: whose forwards use the parameters.
+        groups: of those parameters, of all kinds.
+        traced: those of the modules whose calls lie inside a compiled region.
+        is_leaf: no other unit's modules run while its own do.
+
+    Attributes:
+        pins: how many forwards and loans need the values to stay.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        modules: Sequence[Module],
+        groups: list[ShardGroup],
+        *,
+        traced: Collection[Module] = (),
+        is_leaf: bool = True,
+    ) -> None:
+        self.name = name
+        self.modules = modules
+        self.groups = groups
+        self.traced = traced
+        self.is_leaf = is_leaf
+        self.pins = 0
+        self._offsets = []  # bytes in a buffer, of each group
+        nbytes = 0
+        for group in groups:
+            self._offsets.append(nbytes)
+            nbytes += math.ceil(group.layout.numel * group.kind.resting.itemsize / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self.nbytes = nbytes
+        self.buffer: Buffer | None = None
+        self._under_way: list[Gather] = []
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the values are here, or on their way."""
+        return self.buffer is not None
+
+    def gather(self, arena: Arena, diverges: bool | None = None) -> Gather:
+        """Starts to bring the values into a buffer. Returns what tells whether a rank diverges."""
+        assert self.buffer is None, self.name
+        self.buffer = arena.take() if self.is_leaf else arena.take_apart(self.nbytes)
+        for offset, group in zip(self._offsets, self.groups, strict=True):
+            dtype = group.kind.resting
+            with torch.inference_mode(False):
+                full = self.buffer.memory[offset : offset + group.layout.numel * dtype.itemsize].view(dtype)
+            group.hold(full)
+            told = diverges if group is self.groups[0] else None
+            self._under_way += group.all_gather(full, group.owned_param, "gather", told)
+        return self._under_way[0]
+
+    def pass_by(self, diverges: bool | None = None) -> Gather:
+        """Takes part in a gather of the other ranks' without keeping the values."""
+        done = []
+        for group in self.groups:
+            done += group.pass_by(group.owned_param, "gather", diverges if group is self.groups[0] else None)
+        return done[0]
+
+    def group_at(self, offset: int) -> tuple[ShardGroup, int]:
+        """The group that a byte of the buffer belongs to, and where it starts."""
+        at = bisect.bisect_right(self._offsets, offset) - 1
+        return self.groups[at], self._offsets[at]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether users, or graphs, hold views of the values."""
+        assert self.buffer is not None, self.name
+        return self.buffer.is_held_beside(sum(1 + len(group.slots) for group in self.groups))
+
+    def wait(self) -> None:
+        """The values are here from now on."""
+        while self._under_way:
+            self._under_way.pop(0).wait()
+
+    def release(self, arena: Arena) -> None:
+        """Gives the buffer back. Its values are gone, save for users who still hold views of it."""
+        buffer, self.buffer = self.buffer, None
+        assert buffer is not None, self.name
+        self.wait()  # what is under way still writes there
+        for group in self.groups:
+            group.let_go()
+        arena.give_back(buffer, apart=not self.is_leaf)

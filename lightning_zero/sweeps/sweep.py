@@ -1,0 +1,367 @@
+"""Hydra runs and sweeps whose jobs have several processes. The only file that imports Hydra; nothing imports it.
+
+An app needs one line in its config, `override hydra/callbacks: lightning_zero`, and gets:
+
+- A `summary.json` in each run's folder: its overrides, whether it finished, the value its main function returned, how
+  it failed, and what the app itself adds with `update_summary`.
+- Sweeps (`-m`) in which each job is a process of its own.
+- At the end of a sweep a table (`sweep.csv`, and printed) and a picture (`sweep.png`) of all jobs in its folder.
+
+Note: why a process per job
+    Lightning's launcher starts rank 1 by repeating rank 0's command line, and kills rank 0's process when rank 1 fails.
+    Inside the sweep's own process that means: rank 1 starts a sweep of its own (the command line has `-m`), the second
+    job finds the first one's MASTER_PORT, process group and memory, and one failing rank takes the sweep with it.
+    A job that is a process with the job's own command line, environment and session has none of these by construction:
+    its ranks repeat the job's command line, and what it leaves behind is killed with its session.
+"""
+
+import json
+import logging
+import os
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.core_plugins.basic_launcher import BasicLauncherConf
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeperConf
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.core.singleton import Singleton
+from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, setup_globals
+from hydra.experimental.callback import Callback
+from hydra.plugins.launcher import Launcher
+from hydra.plugins.plugin import Plugin
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_zero.sweeps.session import TAIL_LINES, End, run_in_session, sigterm_as_exit
+from lightning_zero.sweeps.summary import (
+    FAILED,
+    FINISHED,
+    RUNNING,
+    collect,
+    read_summary,
+    report,
+    update_summary,
+    write_summary,
+)
+
+log = logging.getLogger(__name__)
+
+BASIC_LAUNCHER = BasicLauncherConf._target_
+BASIC_SWEEPER = BasicSweeperConf._target_
+
+# What a launcher of ranks leaves in the environment. A job that inherits it believes to be a rank of another job.
+RANK_VARIABLES = frozenset(
+    "MASTER_ADDR MASTER_PORT RANK LOCAL_RANK NODE_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE "
+    "GROUP_WORLD_SIZE ROLE_WORLD_SIZE PL_GLOBAL_SEED PL_SEED_WORKERS".split()
+)
+FAILURE = "this rank failed"  # heads the traceback in a rank's log
+CONFIG_DIGEST = "LIGHTNING_ZERO_CONFIG_DIGEST"  # from rank 0 to the ranks it starts: what config it resolved
+
+# --- what happens around a job and a sweep
+
+
+class SweepCallback(Callback):
+    """Hydra's callback: prepares a sweep, records each run, reports at the end.
+
+    Hydra turns an Exception of a callback into a warning, so whatever must stop the program is a SystemExit here.
+    """
+
+    def __init__(self) -> None:
+        self.replaced: type[Plugin] | None = None  # Hydra's basic launcher, while ours has its place
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        rank = _rank()
+        if rank != 0:
+            raise SystemExit(
+                f"Rank {rank} was about to start a sweep of its own. Start sweeps with `python`, not with torchrun or "
+                f"srun: each job starts its own ranks (trainer.devices=...)."
+            )
+        if config.hydra.launcher._target_ == BASIC_LAUNCHER:  # any other was chosen on purpose
+            # Hydra takes launchers only from packages called `hydra_plugins`, and does not find such a package in an
+            # editable install. It looks them up in this table, where ours takes the basic one's place for the sweep.
+            table = Plugins.instance().class_name_to_class
+            self.replaced = table[BASIC_LAUNCHER]
+            table[BASIC_LAUNCHER] = ProcessLauncher
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        if self.replaced is not None:
+            Plugins.instance().class_name_to_class[BASIC_LAUNCHER] = self.replaced
+        jobs = collect(Path(config.hydra.sweep.dir))
+        failed = [job for job in jobs if job["status"] != FINISHED]
+        try:
+            report(jobs, Path(config.hydra.sweep.dir))
+        finally:  # whatever becomes of the report
+            if failed:
+                names = "\n".join(f"  #{job['job']} ({job['folder']}): {' '.join(job['overrides'])}" for job in failed)
+                raise SystemExit(f"{len(failed)} of {len(jobs)} jobs failed:\n{names}")
+
+    def on_job_start(self, config: DictConfig, **_: Any) -> None:
+        _require_the_config_of_rank_zero(config)
+        if _rank() == 0:
+            write_summary(_folder(config), _opening(config))
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
+        os.environ.pop(CONFIG_DIGEST, None)
+        error = job_return._return_value if job_return.status == JobStatus.FAILED else None
+        if error is not None:
+            _log_to_file(FAILURE, error)
+        if _rank() != 0:
+            return
+        if error is None:
+            update_summary(_folder(config), status=FINISHED, return_value=job_return.return_value)
+        else:
+            update_summary(_folder(config), status=FAILED, error=_tail("".join(traceback.format_exception(error))))
+
+
+def _opening(config: DictConfig) -> dict[str, Any]:
+    number = OmegaConf.select(config, "hydra.job.num", default=None)
+    return {"job": number, "overrides": _as_written(config.hydra.overrides.task), "status": RUNNING}
+
+
+def _as_written(overrides: ListConfig) -> list[str]:
+    # Not list(overrides): that would resolve the interpolations in `key=${other}`.
+    written = OmegaConf.to_container(overrides, resolve=False)
+    assert isinstance(written, list)
+    return [str(item) for item in written]
+
+
+def _folder(config: DictConfig) -> Path:
+    return Path(config.hydra.runtime.output_dir)
+
+
+def _rank() -> int:
+    # torchrun's, else Lightning's launcher's (whose ranks beyond the first have only this), else SLURM's.
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
+        if name in os.environ:
+            return int(os.environ[name])
+    return 0
+
+
+def _require_the_config_of_rank_zero(config: DictConfig) -> None:
+    """Ends a rank whose config resolved to other values than rank 0's, before it trains something else."""
+    digests = {str(key): _digest(config, key) for key in config if key != "hydra"}
+    expected = os.environ.get(CONFIG_DIGEST)
+    if _rank() == 0 or expected is None:
+        os.environ[CONFIG_DIGEST] = json.dumps(digests)
+        return
+    differing = sorted(key for key, _ in set(digests.items()) ^ set(json.loads(expected).items()))
+    if differing:
+        raise SystemExit(
+            f"Rank {_rank()} resolved another config than rank 0, under: {', '.join(differing)}. Look there for values "
+            f"that differ from process to process, such as ${{now:...}}, ${{oc.env:...}} or ${{hydra:job.name}}."
+        )
+
+
+def _digest(config: DictConfig, key: Any) -> str:
+    holder = OmegaConf.masked_copy(config, key)
+    try:
+        value = OmegaConf.to_container(holder, resolve=True)
+    except OmegaConfBaseException:  # a value that nobody asks for may refer to nothing
+        value = OmegaConf.to_container(holder)
+    return sha256(repr(value).encode()).hexdigest()[:16]
+
+
+def _log_to_file(message: str, error: BaseException) -> None:
+    # Into this rank's log alone: the console gets the traceback from Hydra or from the interpreter.
+    trace = (type(error), error, error.__traceback__)
+    record = log.makeRecord(log.name, logging.ERROR, __file__, 0, message, (), trace)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.handle(record)
+
+
+def _tail(text: str, lines: int = TAIL_LINES) -> str:
+    return "\n".join(text.rstrip().splitlines()[-lines:])
+
+
+# --- one process per job
+
+
+class ProcessLauncher(Launcher):
+    """Runs the jobs of a sweep one after the other, each in a process, an environment and a session of its own.
+
+    Finished jobs are skipped when the sweep is started again in the same folder (`hydra.sweep.dir`); failed or
+    interrupted ones start again in their folders, where they may find a checkpoint to continue from.
+    """
+
+    def __init__(self) -> None:
+        self.config: DictConfig
+        self.context: HydraContext
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.config = config
+        self.context = hydra_context
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        setup_globals()
+        configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
+        jobs = [self._job(list(overrides), initial_job_idx + index) for index, overrides in enumerate(job_overrides)]
+        for job in jobs:
+            _require_a_folder_of_its_own(job, jobs)
+        log.info("Launching %d jobs, each in a process of its own", len(jobs))
+        with sigterm_as_exit():
+            return [self._run(job) for job in jobs]
+
+    def _job(self, overrides: list[str], number: int) -> "Job":
+        config = self.context.config_loader.load_sweep_config(self.config, overrides)
+        with open_dict(config):
+            config.hydra.job.id = number
+            config.hydra.job.num = number
+        with _hydra_config(config):  # for ${hydra:...} in the folder's name
+            folder = Path(config.hydra.sweep.dir, _quotable(str(config.hydra.sweep.subdir))).absolute()
+        if _quotable(str(folder)) != str(folder):
+            raise SystemExit(
+                f"hydra.sweep.dir={str(config.hydra.sweep.dir)!r} holds a double quote, a backslash or a dollar sign, "
+                f"which Lightning cannot pass to a job's ranks. Write another hydra.sweep.dir."
+            )
+        return Job(number, overrides, folder, config)
+
+    def _run(self, job: "Job") -> JobReturn:
+        label = f"#{job.number} : {' '.join(filter_overrides(job.overrides))}"
+        if job.finished():
+            log.info("\t%s (skipped: finished earlier)", label)
+            return self._returned(job)
+        log.info("\t%s", label)
+        write_summary(job.folder, _opening(job.config))
+        started = time.monotonic()
+        end = run_in_session(self._command(job), job_environment(os.environ))
+        job.record(end, seconds=time.monotonic() - started)
+        configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
+        if not job.finished():
+            log.error("\t#%d failed, and the sweep goes on. %s", job.number, read_summary(job.folder)["error"])
+        return self._returned(job)
+
+    def _command(self, job: "Job") -> list[str]:
+        overrides = [*_as_written(self.config.hydra.overrides.hydra), *job.overrides]
+        kept = [item for item in overrides if not item.startswith("hydra.mode=")]
+        identity = [f'hydra.run.dir="{job.folder}"', f"hydra.job.num={job.number}", f"hydra.job.id={job.number}"]
+        return [*program(), *_config_flags(sys.argv[1:]), *kept, *identity, "hydra.mode=RUN"]
+
+    def _returned(self, job: "Job") -> JobReturn:
+        summary = read_summary(job.folder)
+        returned = JobReturn(overrides=job.overrides, cfg=job.config, hydra_cfg=job.config, working_dir=str(job.folder))
+        returned.status = JobStatus.COMPLETED
+        returned.return_value = summary.get("return_value")
+        # The basic sweeper reads every result and stops the sweep at the first failed one, so it hears of no failure;
+        # on_multirun_end does. A sweeper that learns from the results must hear of it.
+        if summary["status"] != FINISHED and self.config.hydra.sweeper._target_ != BASIC_SWEEPER:
+            returned.status = JobStatus.FAILED
+            returned.return_value = RuntimeError(summary["error"])
+        return returned
+
+
+class Job:
+    """One job of a sweep: its number, its overrides and its folder."""
+
+    def __init__(self, number: int, overrides: list[str], folder: Path, config: DictConfig) -> None:
+        self.number = number
+        self.overrides = overrides
+        self.task_overrides = _as_written(config.hydra.overrides.task)
+        self.folder = folder
+        self.config = config
+        self.log_bytes_before = {path.name: path.stat().st_size for path in folder.glob("*.log")}
+
+    def finished(self) -> bool:
+        summary = read_summary(self.folder)
+        return summary.get("status") == FINISHED and summary.get("overrides") == self.task_overrides
+
+    def record(self, end: End, seconds: float) -> None:
+        """Completes the summary by what only the sweep can know: how the process ended."""
+        # Rank 0 may have been through before another rank failed.
+        failed = end.code != 0 or any(FAILURE in text for text in self._logs().values())
+        status = FAILED if failed else FINISHED
+        error = {"error": f"{end.describe()}\n{self._last_words(end)}"} if failed else {}
+        known = {"job": self.number, "overrides": self.task_overrides, "status": status, "seconds": round(seconds, 1)}
+        update_summary(self.folder, **known, **error)
+
+    def _last_words(self, end: End) -> str:
+        """The tracebacks that ranks logged, the last lines of the other ranks, and of stderr if no rank logged any."""
+        logs = self._logs()
+        failures = {name: text[text.rindex(FAILURE) :] for name, text in logs.items() if FAILURE in text}
+        tails = {name: _tail(failures[name]) if name in failures else _tail(logs[name], lines=5) for name in logs}
+        if not failures:
+            tails["stderr"] = end.stderr_tail
+        return "\n".join(f"--- {name}\n{tail}" for name, tail in tails.items() if tail)
+
+    def _logs(self) -> dict[str, str]:
+        """What the ranks have logged since this attempt began."""
+        written = {path.name: path.read_bytes() for path in sorted(self.folder.glob("*.log"))}
+        return {
+            name: log[self.log_bytes_before.get(name, 0) :].decode(errors="replace") for name, log in written.items()
+        }
+
+
+def _require_a_folder_of_its_own(job: Job, jobs: Sequence[Job]) -> None:
+    """Ends the sweep before its first job when a job's folder is, or was, another job's."""
+    others = [other for other in jobs if other is not job and other.folder == job.folder]
+    earlier = read_summary(job.folder).get("overrides", job.task_overrides)
+    if others or earlier != job.task_overrides:
+        owner = others[0].task_overrides if others else earlier
+        raise SystemExit(
+            f"The folder {job.folder} would hold two jobs: {shlex.join(owner)} and {shlex.join(job.task_overrides)}. "
+            f"Write another hydra.sweep.dir, or a hydra.sweep.subdir that tells jobs apart, such as "
+            f"hydra.sweep.subdir='${{hydra.job.override_dirname}}'."
+        )
+
+
+def job_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` without what tells a process that it is a rank."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in RANK_VARIABLES and name != CONFIG_DIGEST and not name.startswith("TORCHELASTIC_")
+    }
+
+
+def program() -> list[str]:
+    """How this Python program was started, without its arguments.
+
+    Raises:
+        SystemExit: when it was not started from a file or a module, so that it cannot be started again.
+    """
+    import __main__
+
+    if __main__.__spec__ is not None:
+        return [sys.executable, "-m", __main__.__spec__.name]
+    script = Path(sys.argv[0]).absolute()
+    if not script.is_file():
+        raise SystemExit(
+            f"A sweep starts each job as `python SCRIPT ...`, but {sys.argv[0]!r} is no script. Use a file."
+        )
+    return [sys.executable, str(script)]
+
+
+def _config_flags(arguments: Sequence[str]) -> list[str]:
+    """Those of Hydra's own command-line flags that say which config an app composes."""
+    parsed = get_args_parser().parse_args(arguments)
+    flags = [
+        ("--config-name", parsed.config_name),
+        ("--config-path", parsed.config_path),
+        ("--config-dir", parsed.config_dir),
+    ]
+    return [item for flag, value in flags if value is not None for item in (flag, value)]
+
+
+def _quotable(path: str) -> str:
+    # Lightning gives the folder to the other ranks as `hydra.run.dir="..."`, without escaping anything.
+    return path.translate({ord('"'): "'", ord("\\"): "_", ord("$"): "_"})
+
+
+@contextmanager
+def _hydra_config(config: DictConfig) -> Iterator[None]:
+    state = Singleton.get_state()
+    HydraConfig.instance().set_config(config)
+    try:
+        yield
+    finally:
+        Singleton.set_state(state)

@@ -1,0 +1,1 @@
+"""What user code touches in place of tensors whose values are elsewhere."""

@@ -1,0 +1,100 @@
+"""`p.grad` where gradients rest as shards: full shape, gathers when read; writes in place reach the shard.
+
+Reading it is a collective: do it on every rank.
+"""
+
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from lightning_zero.shards.gradient import AveragedGradient
+from lightning_zero.shards.group import Slot
+from lightning_zero.views.intercept import METADATA, STRIDES, Lent, asks_for_dtype, call
+
+# `torch.compile` looks at the storage of all it finds, gradients among them.
+_WITHOUT_VALUES = METADATA | STRIDES | {Tensor.untyped_storage}
+
+
+class GradientLender(ABC):
+    """Who has the averaged gradients, and takes them back with what was edited."""
+
+    @abstractmethod
+    def lend_gradient(self, slot: Slot) -> Tensor:
+        """The whole averaged gradient of a parameter, in its shape. A collective."""
+
+    @abstractmethod
+    def take_gradient(self, slot: Slot, gradient: Tensor, *, is_visible: bool) -> None:
+        """The call that it was lent to may have edited it; where it `is_visible`, its holder may do so later."""
+
+
+@final
+class ShardedGradient(AveragedGradient):
+    """See the module's docstring.
+
+    Args:
+        slot: of the parameter.
+        lender: has the values.
+    """
+
+    _lender: GradientLender
+
+    @staticmethod
+    def __new__(cls, slot: Slot, lender: GradientLender) -> "ShardedGradient":
+        assert slot.gradient is not None
+        place = slot.group.setting.places.gathered
+        with torch.inference_mode(False):
+            self = torch.Tensor._make_wrapper_subclass(cls, slot.shape, dtype=slot.gradient.dtype, device=place.device)
+        self.slot, self._lender = slot, lender
+        return self
+
+    def __init__(self, slot: Slot, lender: GradientLender) -> None:
+        super().__init__()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ShardedGradient({self.slot.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}; reading gathers)"
+
+    def _again(self) -> "ShardedGradient":
+        return ShardedGradient(self.slot, self._lender)
+
+    @property
+    def data(self) -> "ShardedGradient":
+        return self._again()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        self.copy_(values)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _WITHOUT_VALUES or asks_for_dtype(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return call(func, args, kwargs or {}, _lend)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """What autograd does with it, past `__torch_function__`."""
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return args[0]._again()
+        if func is torch.ops.aten.add_.Tensor and torch._C._current_graph_task_id() != -1:
+            args[0].slot.gradient.add(args[0].slot, args[1])  # it accumulates
+            return args[0]
+        return call(func, args, kwargs or {}, partial(_lend, is_edited=func._schema.is_mutable))
+
+
+def _lend(value: Any, *, is_edited: bool = False) -> Lent | None:
+    """`is_edited`: take it for edited: below autograd no version tells."""
+    if not isinstance(value, ShardedGradient):
+        return None
+    with torch.inference_mode(False):
+        return Lent(value, value._lender.lend_gradient(value.slot), partial(_end, is_edited=is_edited))
+
+
+def _end(loan: Lent, result: Any, *, is_edited: bool) -> None:
+    gradient, is_visible = loan.tensor, loan.is_visible_in(result)
+    assert isinstance(gradient, ShardedGradient)
+    if is_edited or loan.is_edited or is_visible:
+        gradient._lender.take_gradient(gradient.slot, loan.values, is_visible=is_visible)

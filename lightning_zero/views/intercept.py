@@ -1,0 +1,118 @@
+"""What stands in for a tensor whose values are elsewhere: the one way in which calls on it are intercepted.
+
+A function of torch that is called with such a tensor is called with its values instead, which are *lent* to it. After
+the call is known whether it has edited them, and whether its result is a view through which they may be edited later.
+"""
+
+from collections.abc import Callable
+from typing import Any, final
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter, tree_map
+
+# What can be asked of a tensor whose values are elsewhere without bringing them here.
+METADATA = {
+    *(
+        getattr(Tensor, name).__get__
+        for name in (
+            *"shape device requires_grad grad grad_fn grad_dtype is_leaf ndim layout names is_cuda is_meta".split(),
+            *"is_sparse is_quantized is_mkldnn is_cpu is_nested retains_grad output_nr itemsize nbytes".split(),
+            *"_backward_hooks _post_accumulate_grad_hooks _version _base".split(),
+        )
+        if hasattr(Tensor, name)
+    ),
+    *(getattr(Tensor, name).__set__ for name in ("requires_grad", "grad", "_backward_hooks")),
+    *(
+        getattr(Tensor, name)
+        for name in (
+            *"size dim numel nelement ndimension requires_grad_ register_hook is_floating_point is_complex".split(),
+            *"register_post_accumulate_grad_hook element_size __len__ retain_grad storage_offset get_device".split(),
+            *"is_inference is_conj is_neg _is_view _is_zerotensor".split(),
+        )
+    ),
+}
+STRIDES = {Tensor.stride, Tensor.is_contiguous}  # values that are elsewhere are in C order
+
+
+def asks_for_dtype(func: Any) -> bool:
+    return bool(func == Tensor.dtype.__get__)  # type: ignore[attr-defined]  # such wrappers are made at each look-up
+
+
+@final
+class Lent:
+    """Values in the hands of one call.
+
+    Args:
+        tensor: that the call was made with.
+        values: its values.
+        end: called with this and the result of the call; with None where it has raised.
+    """
+
+    def __init__(self, tensor: Tensor, values: Tensor, end: Callable[["Lent", Any], None]) -> None:
+        self.tensor = tensor
+        self.values = values
+        self.end = end
+        self._was = _state_of(values)
+
+    @property
+    def is_edited(self) -> bool:
+        return _state_of(self.values) != self._was
+
+    def is_visible_in(self, result: Any) -> bool:
+        """Whether `result` holds a view of the values."""
+        return any(
+            isinstance(item, numpy.ndarray) or (isinstance(item, Tensor) and self._shares_memory_with(item))
+            for item in tree_iter(result)
+        )
+
+    def _shares_memory_with(self, item: Tensor) -> bool:
+        if item is self.tensor or type(item).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            if item.layout != torch.strided or not item.numel():
+                return False
+            return item.untyped_storage().data_ptr() == self.values.untyped_storage().data_ptr()
+
+
+def _state_of(values: Tensor) -> tuple[int, int]:
+    """Version and place, both of which in-place edits may change."""
+    with torch._C.DisableTorchFunctionSubclass():
+        version = 0 if values.is_inference() else values._version
+        return version, values.data_ptr() if values.layout == torch.strided else 0
+
+
+def call(func: Callable[..., Any], args: Any, kwargs: Any, lend: Callable[[Any], Lent | None]) -> Any:
+    """Calls `func` with values.
+
+    Args:
+        func: of torch.
+        args: its arguments, nests of containers and tensors.
+        kwargs: also.
+        lend: makes a loan of a tensor whose values are elsewhere, one for each; None for anything else.
+
+    Returns:
+        What the call returned, with the intercepted tensor itself where that is its values edited in place.
+    """
+    lent: dict[int, Lent] = {}
+
+    def give(value: Any) -> Any:
+        loan = lent.get(id(value)) or lend(value)
+        if loan is None:
+            return value
+        lent[id(value)] = loan
+        return loan.values
+
+    result = None
+    try:
+        args, kwargs = tree_map(give, args), tree_map(give, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        for loan in lent.values():
+            if result is loan.values and loan.is_edited:
+                result = loan.tensor
+    finally:
+        for loan in lent.values():
+            loan.end(loan, result)
+    return result

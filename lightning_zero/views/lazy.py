@@ -1,0 +1,183 @@
+"""`LazyTensor`: stands in a checkpoint for a tensor whose values are elsewhere, spread over ranks or in a file.
+
+It has shape and dtype, and can be deleted, renamed, moved or replaced like any entry of a `state_dict`. Whoever looks
+at its values gets them (`Source.whole`), and who edits them in place changes what counts. Code that knows it, the
+writer and the reader of checkpoints, takes only the ranges it needs and never asks for the whole.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from lightning_zero.shards.extents import Extent
+from lightning_zero.views.intercept import METADATA, STRIDES, Lent, asks_for_dtype, call
+
+
+class Source(ABC):
+    """Where the values of a `LazyTensor` are.
+
+    Args:
+        name: of the values, not of the place in the checkpoint: two places of one name hold the same tensor.
+        shape: of the whole tensor.
+        dtype: of its values.
+    """
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.name = name
+        self.shape = shape
+        self.dtype = dtype
+
+    @abstractmethod
+    def whole(self) -> Tensor:
+        """All values, on the host, in storage of their own. May be a collective."""
+
+
+class Spread(Source):
+    """Values that are spread over the ranks of an engine."""
+
+    @abstractmethod
+    def pieces(self) -> list[tuple[Extent, Tensor]]:
+        """What this rank is to write: flat tensors, with the range of each. Over all ranks they tile the tensor."""
+
+
+@final
+class OfOneRank(Spread):
+    """A small tensor that this rank alone writes: its random state, or a tensor of optimizer state that is not cut as
+    its parameter is."""
+
+    def __init__(self, name: str, values: Tensor) -> None:
+        super().__init__(name, tuple(values.shape), values.dtype)
+        self._values = values
+
+    def whole(self) -> Tensor:
+        return self._values.to("cpu", copy=True)
+
+    def pieces(self) -> list[tuple[Extent, Tensor]]:
+        return [(Extent.of_whole(self.name, self.shape), self._values.reshape(-1))]
+
+
+class Stored(Source):
+    """Values that are in a file."""
+
+    @abstractmethod
+    def read(self, extent: Extent, into: Tensor) -> None:
+        """Reads one range of the values into a flat tensor of any dtype and device."""
+
+    def for_loading(self, target: Tensor) -> Tensor:
+        """All values, to be copied to `target`, a part of a model that every rank loads."""
+        return self.whole()
+
+
+@final
+class Partial(dict[Any, Any]):
+    """A dictionary of which each rank has some of the items: the state of optimizers, whose parameters are spread.
+
+    Args:
+        name: the same on all ranks; the writer merges what they have under it.
+        items: of this rank.
+    """
+
+    def __init__(self, name: str, items: Mapping[Any, Any]) -> None:
+        super().__init__(items)
+        self.name = name
+
+
+@final
+class _Edited(Source):
+    """Values that users have edited, or may edit through a view that they were given."""
+
+    def __init__(self, name: str, values: Tensor) -> None:
+        super().__init__(name, tuple(values.shape), values.dtype)
+        self.values = values
+
+    def whole(self) -> Tensor:
+        return self.values.detach().clone()
+
+
+@final
+class LazyTensor(Tensor):
+    """See the module's docstring."""
+
+    _held: list[Source]  # the one source; a list, because what `detach` gives is the same tensor
+
+    @staticmethod
+    def __new__(cls, source: Source) -> "LazyTensor":
+        with torch.inference_mode(False):
+            host = torch.device("cpu")
+            self = torch.Tensor._make_wrapper_subclass(cls, source.shape, dtype=source.dtype, device=host)
+        self._held = [source]
+        return self
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+
+    @property
+    def source(self) -> Source:
+        return self._held[0]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"LazyTensor({self.source.name!r}, shape={self.source.shape}, dtype={self.source.dtype})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.source.whole().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), self.source.whole())
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA or func in STRIDES or asks_for_dtype(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is Tensor.detach:
+            alias = LazyTensor(args[0].source)
+            alias._held = args[0]._held
+            return alias
+        if func is Tensor.copy_ and isinstance(args[1], LazyTensor) and isinstance(args[1].source, Stored):
+            return args[0].copy_(args[1].source.for_loading(args[0]))
+        return _run(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return _run(func, args, kwargs or {})
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    return call(func, args, kwargs, _lend)
+
+
+def _end(loan: Lent, result: Any) -> None:
+    """If a call edits the values, or gives out a view through which they may be edited, they stay in memory and count
+    from now on: hooks edit the checkpoint that they are given, as they would without us."""
+    if not (loan.is_edited or loan.is_visible_in(result)):
+        return
+    tensor, values = loan.tensor, loan.values
+    assert isinstance(tensor, LazyTensor)
+    if (values.shape, values.dtype) != (tensor.shape, tensor.dtype):
+        raise RuntimeError(
+            f"{tensor} has another shape or dtype now, which cannot be done in place. Put a new tensor into the "
+            "checkpoint: state_dict[name] = ..."
+        )
+    tensor._held[0] = _Edited(tensor.source.name, values)
+
+
+def _lend(value: Any) -> Lent | None:
+    if not isinstance(value, LazyTensor):
+        return None
+    with torch.inference_mode(False):  # else there would be no version
+        values = value.source.values if isinstance(value.source, _Edited) else value.source.whole()
+        return Lent(value, values, _end)
+
+
+def _whole(value: Any) -> Any:
+    return value.source.whole() if isinstance(value, LazyTensor) else value
+
+
+def materialize(tree: Any) -> Any:
+    """Containers with the values of the lazy tensors in them."""
+    return tree_map(_whole, tree, is_leaf=lambda value: isinstance(value, LazyTensor))

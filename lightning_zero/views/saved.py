@@ -1,0 +1,167 @@
+"""What autograd saves of gathered parameters: their place in a unit, not a view of a buffer that is reused behind it.
+
+Around the forward of a unit, and around whole training forwards, a pair of saved-tensor hooks notes where a saved
+tensor lies, and gathers the unit again when autograd asks for the values. This is the one way in which backward
+gathers: what it does not look at is not gathered, and by whatever way a graph comes back to a unit (an auxiliary loss,
+a second backward, a recomputation), the values are there.
+
+Hooks do not stack in torch: only the innermost pair is called. Ours hand on what is not a parameter to the pair that
+was there before, so that activation checkpointing and offloading around a unit work as ever.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_zero.shards.group import ShardGroup, no_interception
+from lightning_zero.shards.unit import Unit
+
+_hooks_are_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+
+Use = Callable[[Unit], None]  # brings a unit's values
+
+
+class _Place(NamedTuple):
+    """A view of a group's full_param, and the state of the parameter that it shows."""
+
+    unit: Unit
+    group: ShardGroup
+    parameter: Parameter
+    version: int
+    shard: Tensor  # the group's owned_param then
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # elements of `dtype`, from the start of full_param
+
+
+class _Saved(NamedTuple):
+    """Any other tensor."""
+
+    tensor: Tensor
+    version: int
+
+
+@final
+class SavedParameters:
+    """The pairs of hooks that are in place, innermost last.
+
+    Args:
+        use: brings a unit's values in backward.
+        gather_old: the full array of a group as it was when `shard` was its owned_param. A collective.
+    """
+
+    def __init__(self, use: Use, gather_old: Callable[[ShardGroup, Tensor], Tensor]) -> None:
+        self._use = use
+        self._gather_old = gather_old
+        self._pushed: list[bool] = []
+        self._units: dict[int, Unit] = {}  # storage of a buffer -> the unit in it
+
+    def note_gathered(self, unit: Unit) -> None:
+        """The unit is in its buffer from here on."""
+        assert unit.buffer is not None
+        self._units[unit.buffer.storage] = unit
+
+    def note_released(self, unit: Unit) -> None:
+        """The reverse; to be called before."""
+        assert unit.buffer is not None
+        del self._units[unit.buffer.storage]
+
+    @property
+    def is_inside_others(self) -> bool:
+        """Whether hooks that are not ours see what is saved now."""
+        innermost = _innermost_hooks()
+        return innermost is not None and not isinstance(innermost[0], _Pack)
+
+    def push(self) -> bool:
+        """Notes places until `pop`; False where torch allows no hooks (inside `torch.func` transforms)."""
+        allowed, outer = _hooks_are_allowed(), _innermost_hooks()
+        needed = allowed and (outer is None or self.is_inside_others)
+        if needed:
+            pack, unpack = outer or (_keep, _give_back)
+            ours = _Pack(self._units, pack), _Unpack(self._use, self._gather_old, unpack)
+            torch._C._autograd._push_saved_tensors_default_hooks(*ours)
+        self._pushed.append(needed)
+        return allowed
+
+    def pop(self) -> None:
+        if self._pushed.pop():
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def _innermost_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) if _hooks_are_allowed() else None
+
+
+@final
+class _Pack:
+    def __init__(self, units: dict[int, Unit], otherwise: Callable[[Tensor], Any]) -> None:
+        self._units = units
+        self._otherwise = otherwise
+
+    def __call__(self, tensor: Tensor) -> Any:
+        with no_interception():
+            place = self._place_of(tensor)
+        return self._otherwise(tensor) if place is None else place
+
+    def _place_of(self, tensor: Tensor) -> _Place | None:
+        if not (type(tensor) is Tensor or isinstance(tensor, Parameter)) or tensor.layout != torch.strided:
+            return None
+        unit = self._units.get(tensor.untyped_storage()._cdata)
+        if unit is None or not tensor.numel() or tensor.is_conj() or tensor.is_neg():
+            return None
+        at = int(tensor.storage_offset()) * tensor.itemsize  # bytes
+        group, start = unit.group_at(at)
+        slot = group.slots[group.layout.index_at((at - start) // group.kind.resting.itemsize)]
+        offset = (at - start) // tensor.itemsize
+        version, shard = slot.parameter._version, group.owned_param
+        return _Place(
+            unit, group, slot.parameter, version, shard, tensor.dtype, tensor.shape, tuple(tensor.stride()), offset
+        )
+
+
+@final
+class _Unpack:
+    def __init__(
+        self, use: Use, gather_old: Callable[[ShardGroup, Tensor], Tensor], otherwise: Callable[[Any], Tensor]
+    ) -> None:
+        self._use = use
+        self._gather_old = gather_old
+        self._otherwise = otherwise
+
+    def __call__(self, saved: Any) -> Tensor:
+        if not isinstance(saved, _Place):
+            return self._otherwise(saved)
+        with no_interception():
+            _check_version(saved.parameter, saved.version)
+        if saved.shard is saved.group.owned_param:
+            self._use(saved.unit)
+            full = saved.group.full_param
+            assert full is not None
+        else:
+            full = self._gather_old(saved.group, saved.shard)
+        values = full.view(saved.dtype)
+        return values.as_strided(saved.shape, saved.stride, int(values.storage_offset()) + saved.offset)
+
+
+def _keep(tensor: Tensor) -> Any:
+    # Detached: a graph that holds its own output would never be freed.
+    return _Saved(tensor.detach(), 0 if tensor.is_inference() else tensor._version)
+
+
+def _give_back(saved: _Saved) -> Tensor:
+    if not saved.tensor.is_inference():
+        _check_version(saved.tensor, saved.version)
+    return saved.tensor
+
+
+def _check_version(tensor: Tensor, version: int) -> None:
+    """Torch leaves this check to the hooks, where there are any."""
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version {version} instead."
+        )

@@ -1,0 +1,1 @@
+"""Messages between ranks: collectives, and small agreements that are no collectives."""

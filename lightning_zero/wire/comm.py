@@ -1,0 +1,194 @@
+"""The protocol of all communication between ranks. Only this room names a collective of torch.
+
+Implementations: one rank (`local.LocalComm`), gloo message by message (`gloo.GlooComm`), torch's own collectives
+(`native.NativeComm`: NCCL), ranks as threads of one process (`threads.ThreadComm`), and a count of what would be sent
+(`local.CountingComm`).
+
+Shapes: N ranks; a *full* array is ``(N, columns)``, contiguous, with one row per rank; a *shard* is ``(columns,)``.
+Every operation has a name, the same on all ranks; where messages are ours it goes into their tags, so that two ranks
+that issue different operations wait for each other and say so, instead of silently swapping data.
+"""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_zero.wire.board import Board
+
+T = TypeVar("T")
+Reduction = Literal["sum", "max", "min"]
+
+COMBINE: dict[Reduction, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+class RankTimeoutError(RuntimeError):
+    """A rank waited longer than `wait_timeout` for another one. Fatal: data of that operation is lost."""
+
+
+class CollectiveMismatchError(RuntimeError):
+    """Ranks issued different collectives at the same point (found by ``sanitize=True``)."""
+
+
+class Work:
+    """An operation under way. `wait` finishes it, once; its results may be read only after.
+
+    Args:
+        finish: waits for the operation and does what is left to do with its results; None when nothing is.
+    """
+
+    def __init__(self, finish: Callable[[], None] | None = None) -> None:
+        self._finish = finish
+
+    def wait(self) -> None:
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+class Gather(Work):
+    """An all-gather under way, with which any rank may have told all others that it diverges.
+
+    Args:
+        finish: see `Work`.
+        look: after `wait`: whether a rank said so.
+    """
+
+    def __init__(self, finish: Callable[[], None] | None = None, look: Callable[[], bool] = lambda: False) -> None:
+        super().__init__(finish)
+        self._look = look
+
+    def has_divergence(self) -> bool:
+        """Whether a rank diverges, the same on every rank. Call it after `wait`."""
+        return self._look()
+
+
+class Comm(ABC):
+    """Collectives among `size` ranks, counted in bytes sent by this one.
+
+    Args:
+        rank: of this process, in ``range(size)``.
+        size: number of ranks.
+        sanitize: compare the name, shape and dtype of every collective across ranks before it starts.
+
+    Attributes:
+        scratch_rows: rows ``(columns,)`` of scratch that `reduce_scatter` needs.
+        learns_late: how `all_gather` tells that a rank diverges. False: once the gather is complete, and its rows are
+            then void. True: on the device, so reading it at once would synchronise with it; the rows are valid.
+    """
+
+    scratch_rows = 0
+    learns_late = False
+
+    def __init__(self, rank: int, size: int, *, sanitize: bool = False) -> None:
+        self.rank = rank
+        self.size = size
+        self.sanitize = sanitize
+        self.bytes_sent: Counter[str] = Counter()  # kind of operation -> bytes that left this rank
+        self.calls: Counter[str] = Counter()  # kind of operation -> how many were issued
+        self._issued: Counter[str] = Counter()  # operation name -> how many were issued
+
+    def all_gather(self, full: Tensor, shard: Tensor, name: str, *, diverges: bool | None = None) -> Gather:
+        """Fills row j of `full` ``(N, columns)`` with rank j's `shard` ``(columns,)``, which may be its own row.
+
+        Args:
+            full: receives all rows.
+            shard: what this rank contributes; at least 8 bytes where `diverges` is not None.
+            name: the operation, the same on every rank.
+            diverges: tell all ranks with this gather whether this one diverges; None sends nothing of the kind, on any
+                rank.
+        """
+        key = self._begin("all_gather", name, shard, (self.size - 1) * shard.nbytes)
+        return self._all_gather(full, shard, key, diverges)
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, name: str) -> Work:
+        """Sums over ranks their row for this rank into `shard` ``(columns,)``.
+
+        Args:
+            shard: receives the sum.
+            full: ``(N, columns)``, row j is this rank's contribution to rank j; must stay untouched until done.
+            scratch: ``(scratch_rows, columns)``.
+            name: the operation, the same on every rank.
+        """
+        key = self._begin("reduce_scatter", name, full, full.nbytes - full[0].nbytes)
+        return self._reduce_scatter(shard, full, scratch, key)
+
+    def broadcast(self, tensor: Tensor, name: str, source: int = 0) -> None:
+        """Copies rank `source`'s contiguous `tensor` to all ranks."""
+        sent = (self.size - 1) * tensor.nbytes if self.rank == source else 0
+        key = self._begin("broadcast", name, tensor, sent)
+        if tensor.numel():
+            self._broadcast(tensor, source, key)
+
+    def all_reduce(self, tensor: Tensor, name: str, reduction: Reduction = "sum") -> Tensor:
+        """Returns the reduction of a small host tensor over ranks, with the same bits on every rank.
+
+        Costs this rank O(log N) messages.
+        """
+        value = tensor.detach().contiguous()
+        key = self._begin("all_reduce", name, value, (self.size - 1).bit_length() * value.nbytes)
+        return self._all_reduce(value, COMBINE[reduction], key) if value.numel() else value.clone()
+
+    def all_gather_object(self, value: T, name: str) -> list[T]:
+        """Returns every rank's `value`, in rank order; for small plain objects. Costs this rank O(log N) messages."""
+        key = self._begin("object", name, None, 0)
+        merged = self._merge({self.rank: value}, key)
+        return [merged[rank] for rank in range(self.size)]
+
+    @property
+    def host(self) -> "Comm":
+        """The communicator of these ranks for tensors in host memory."""
+        return self
+
+    @property
+    @abstractmethod
+    def board(self) -> Board:
+        """For agreements among these ranks that are no collectives."""
+
+    @abstractmethod
+    def split(self, groups: Sequence[Sequence[int]]) -> "Comm":
+        """The communicator of the one among `groups` (of ranks) that holds this rank. Call it on every rank, with the
+        same groups; each rank is in exactly one."""
+
+    def _begin(self, kind: str, name: str, tensor: Tensor | None, sent: int) -> str:
+        self.bytes_sent[kind] += sent
+        self.calls[kind] += 1
+        name = f"{kind} {name}"
+        if self.sanitize and tensor is not None:
+            self._compare(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
+        self._issued[name] += 1
+        return f"{name} #{self._issued[name]}"
+
+    def _compare(self, signature: str) -> None:
+        found = self.all_gather_object(signature, "sanitize")
+        if len(set(found)) > 1:
+            told = "\n".join(f"  rank {rank}: {theirs}" for rank, theirs in enumerate(found))
+            raise CollectiveMismatchError(f"Ranks issue different collectives:\n{told}")
+
+    @abstractmethod
+    def _all_gather(self, full: Tensor, shard: Tensor, key: str, diverges: bool | None) -> Gather: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str) -> Work: ...
+
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor, source: int, key: str) -> None: ...
+
+    @abstractmethod
+    def _all_reduce(self, value: Tensor, combine: Callable[[Tensor, Tensor], Tensor], key: str) -> Tensor: ...
+
+    @abstractmethod
+    def _merge(self, mine: dict[int, Any], key: str) -> dict[int, Any]:
+        """The union of all ranks' dictionaries."""
+
+
+def group_of(rank: int, groups: Sequence[Sequence[int]]) -> Sequence[int]:
+    """The one of `groups` that `rank` is in."""
+    return next(ranks for ranks in groups if rank in ranks)

@@ -1,0 +1,144 @@
+"""Torch's own collectives, in place on single tensors: NCCL on CUDA devices, and gloo's where tests run this code."""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero.wire.board import Board
+from lightning_zero.wire.comm import Comm, Gather, Work
+from lightning_zero.wire.gloo import GlooComm, own_group, own_subgroup, report_lost
+from lightning_zero.wire.local import LocalComm
+
+# torch 2.13 renamed the two single-tensor collectives; both names are tried, 2.11 has only the older.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@final
+class NativeComm(Comm):
+    """Collectives on the group's own stream; small host messages go over `control`.
+
+    Sums over more than two ranks are in the backend's order. Whether a rank diverges travels as one more byte per rank
+    in the same launch as the gather (NCCL), and is copied to the host without waiting for it.
+
+    Args:
+        group: a process group of its own.
+        control: the same ranks, for host memory.
+    """
+
+    learns_late = True
+
+    def __init__(self, group: dist.ProcessGroup, control: GlooComm) -> None:
+        super().__init__(control.rank, control.size, sanitize=control.sanitize)
+        self._group = group
+        self._control = control
+        self._on_device = dist.get_backend(group) == "nccl"
+        self.bytes_sent, self.calls = control.bytes_sent, control.calls  # of both together
+
+    @property
+    def host(self) -> Comm:
+        return self._control
+
+    @property
+    def board(self) -> Board:
+        return self._control.board
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Comm:
+        control = self._control.split(groups)
+        assert isinstance(control, GlooComm)
+        return NativeComm(own_subgroup(dist.get_backend(self._group), self.rank, groups), control)
+
+    def _all_gather(self, full: Tensor, shard: Tensor, key: str, diverges: bool | None) -> Gather:
+        if diverges is None:
+            works = [_all_gather_single(full.view(-1), shard, group=self._group, async_op=True)]
+            return Gather(lambda: self._wait(works, key))
+        mine = torch.full((1,), diverges, dtype=torch.uint8, device=full.device)
+        flags = mine.new_empty(self.size)
+        if self._on_device:
+            with dist._coalescing_manager(self._group, async_ops=True) as launch:
+                _all_gather_single(full.view(-1), shard, group=self._group)
+                _all_gather_single(flags, mine, group=self._group)
+            works = [launch]
+        else:
+            pairs = ((full.view(-1), shard), (flags, mine))
+            works = [_all_gather_single(into, own, group=self._group, async_op=True) for into, own in pairs]
+        heard = _Later(flags)
+
+        def finish() -> None:
+            self._wait(works, key)
+            heard.fetch()
+
+        return Gather(finish, heard.read)
+
+    def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str) -> Work:
+        work = _reduce_scatter_single(shard, full.view(-1), group=self._group, async_op=True)
+        return Work(lambda: self._wait([work], key))
+
+    def _broadcast(self, tensor: Tensor, source: int, key: str) -> None:
+        if tensor.is_cuda or not self._on_device:
+            self._wait([dist.broadcast(tensor, group=self._group, group_src=source, async_op=True)], key)
+        else:
+            self._control._broadcast(tensor, source, key)
+
+    def _all_reduce(self, value: Tensor, combine: Callable[[Tensor, Tensor], Tensor], key: str) -> Tensor:
+        return self._control._all_reduce(value, combine, key)
+
+    def _merge(self, mine: dict[int, Any], key: str) -> dict[int, Any]:
+        return self._control._merge(mine, key)
+
+    def _wait(self, works: Sequence[Any], key: str) -> None:
+        for work in works:
+            if self._on_device:
+                work.wait()  # of the current stream; with a time limit it would block this thread
+                continue
+            try:
+                work.wait(self._control._wait_timeout)
+            except RuntimeError as error:
+                told = f"rank {self.rank} was in {key!r}, waiting for the others"
+                waited, peers = self._control._wait_timeout, self._control._peers
+                raise report_lost(self._control._store(), self.rank, peers, told, waited, error) from error
+
+
+class _Later:
+    """Bytes on a device that the host reads later, when they have arrived without anybody's waiting for them."""
+
+    def __init__(self, flags: Tensor) -> None:
+        self._flags = flags
+        self._arrived: Any = None
+
+    def fetch(self) -> None:
+        if self._flags.is_cuda:
+            host = torch.empty(self._flags.shape, dtype=self._flags.dtype, pin_memory=True)
+            self._flags = host.copy_(self._flags, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def read(self) -> bool:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return bool(self._flags.any())
+
+
+def make_comm(
+    device: torch.device, wait_timeout: timedelta, *, backend: str | None = None, sanitize: bool = False
+) -> Comm:
+    """The communicator of this process among all ranks, on process groups of its own.
+
+    Call it on every rank, after `torch.distributed` is initialised (or not at all, for a world of one).
+
+    Args:
+        device: where the tensors live.
+        wait_timeout: how long any rank waits for another before it says who is missing.
+        backend: of the default process group; ``"nccl"`` gives NCCL, everything else gloo.
+        sanitize: compare every collective's signature across ranks.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return LocalComm()
+    control = GlooComm(own_group("gloo"), wait_timeout, sanitize=sanitize)
+    if device.type == "cuda" and backend == "nccl":
+        return NativeComm(own_group("nccl", device_id=device), control)
+    return control
