@@ -189,17 +189,19 @@ def bytes_from_mib(value: Any, argument: str) -> int:
 def classes_from(value: Any, argument: str) -> tuple[type | str, ...] | None:
     """Module classes given as classes, import paths (resolved here) or bare class names (matched later).
 
-    Returns None for ``"auto"``.
+    Returns None for ``"auto"`` and ``"modules"``, which name none.
 
     Raises:
         ValueError: for an import path that does not lead to a class.
         TypeError: for anything else.
     """
-    if value == "auto":
+    if value in ("auto", "modules"):
         return None
     items = [value] if isinstance(value, str | type) else value
     if not isinstance(items, Iterable):
-        raise TypeError(f"{argument}={value!r} must be 'auto', module classes, or their names or import paths.")
+        raise TypeError(
+            f"{argument}={value!r} must be 'auto', 'modules', or module classes, their names or import paths."
+        )
     return tuple(_class_from(item, argument) for item in items)
 
 

@@ -4,6 +4,7 @@ import logging
 import os
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_zero.pl.strategy
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import Folder, StoredCheckpoint
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.gloo import GlooComm, own_group
+from lightning_zero.wire.native import NativeComm, make_comm
 
 SAMPLES, FEATURES, CLASSES = 48, 12, 5
 
@@ -90,7 +94,8 @@ def loader(seed: int = 0, batch_size: int = 4, shuffle: bool = False, samples: i
 
 def strategy_from(given: Any) -> Any:
     """A name, or the arguments of ZeroStrategy; made on the rank, since strategies do not travel."""
-    return ZeroStrategy(**{"wait_timeout": 20, **given}) if isinstance(given, dict) else given
+    # Small models stay whole at stage 3, unless every module is a unit.
+    return ZeroStrategy(**{"wait_timeout": 20, "units": "modules", **given}) if isinstance(given, dict) else given
 
 
 def trainer(strategy: Any, world: int, **kwargs: Any) -> L.Trainer:
@@ -594,3 +599,59 @@ def peak_resident_bytes(strategy: Any) -> int:
     before = _resident_peak()
     trainer(strategy, 2, max_steps=4).fit(model, data)
     return _resident_peak() - before
+
+
+def on_native(job: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs a job with torch's own collectives, as on NCCL, over gloo's."""
+
+    def make_native(*args: Any, **kwargs: Any) -> Comm:
+        control = make_comm(*args, **kwargs)
+        assert isinstance(control, GlooComm)
+        return NativeComm(own_group("gloo", range(control.size)), control)
+
+    with patch.object(lightning_zero.pl.strategy, "make_comm", make_native):
+        return job(*args, **kwargs)
+
+
+class Exact(L.LightningModule):
+    """All its numbers are small multiples of powers of two: sums have the same bits in whatever order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Linear(8, 4)])
+        for number, parameter in enumerate(self.parameters()):
+            values = torch.arange(parameter.numel()) % (5 + number) - 2.0
+            parameter.data = (values / 4).view(parameter.shape)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden, weights = batch
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return (hidden * weights).sum() / 8
+
+    def configure_optimizers(self) -> Any:
+        return RoundedSGD(self.parameters(), lr=2**-4, momentum=0.5)
+
+
+class RoundedSGD(torch.optim.SGD):
+    """Leaves multiples of 1/64, or products would soon have more bits than a number holds."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.mul_(64).round_().div_(64)
+        return loss
+
+
+def fit_exactly(strategy: Any, world: int) -> dict[str, Tensor]:
+    """Five steps, each rank on its own rows."""
+    model = Exact()
+    start = state_of(model)
+    rows = torch.arange(5 * world * 4 * 4).view(-1, 4)
+    data = DataLoader(TensorDataset(rows % 7 - 3.0, rows % 5 - 2.0), batch_size=4)
+    trainer(strategy, world, precision="64-true").fit(model, data)
+    found = state_of(model)
+    assert all(not torch.equal(found[name], start[name].double()) for name in found)
+    return found

@@ -260,3 +260,22 @@ def test_hybrid_sharding_equals_ddp(stage: int, world: int, replicas: int) -> No
 def test_replicas_that_do_not_divide_the_ranks_are_refused_on_every_rank() -> None:
     with pytest.raises(ValueError, match=r"replicate_size=3 does not divide the 4 ranks. Write one of \[1, 2, 4\]"):
         ThreadWorld(4, 5).run(lambda comm: train(assorted(), sgd, comm, 2, replicate_size=3))
+
+
+@pytest.mark.parametrize(("broadcasts", "shared"), [(True, True), (False, False)])
+def test_a_training_forward_begins_with_rank_0s_buffers_unless_told_otherwise(broadcasts: bool, shared: bool) -> None:
+    def rank_main(comm: Comm) -> list[list[float]]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        seen: list[list[float]] = []
+        model[1].register_forward_pre_hook(lambda norm, _: seen.append(norm.running_mean.tolist()))
+        options = Options(broadcast_buffers=broadcasts)
+        engine = Engine(model, [sgd(model)[0]], stage=2, comm=comm, options=options)
+        for _ in range(2):
+            with engine.forward():
+                model(torch.randn(8, 4) + comm.rank)
+        return seen
+
+    (zero_first, zero), (first, one) = ThreadWorld(2, 10).run(rank_main)
+    assert zero_first == first == [0.0] * 4
+    assert (zero == one) is shared
+    assert zero != zero_first

@@ -52,8 +52,18 @@ def test_two_ranks_equal_ddp_bit_for_bit(stage: int, precision: str, two_ranks: 
         assert_same_run(found[rank], run, precision)
 
 
+def test_a_tiny_model_stays_whole_at_stage_3_and_fit_says_so(two_ranks: RankPool, ddp: Any) -> None:
+    found = two_ranks.run(jobs.fit, {"stage": 3, "units": "auto"}, 2, precision="32-true")
+    for mine, theirs in zip(found, ddp(precision="32-true"), strict=True):
+        assert_same_run(mine, theirs)
+    (said, *_), (*_,) = two_ranks.run(jobs.what_fit_says, {"stage": 3, "units": "auto"}, "32-true")
+    assert "838 stay whole on every rank" in said
+    (said, *_), (*_,) = two_ranks.run(jobs.what_fit_says, {"stage": 3}, "32-true")
+    assert "stay whole" not in said
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_r34_one_rank_equals_a_single_device_bit_for_bit(stage: int, precision: str, pool_of: Any) -> None:
     one = pool_of(1)
     found = one.run(jobs.fit, {"stage": stage}, 1, precision=precision)[0]

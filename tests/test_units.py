@@ -1,10 +1,24 @@
+import itertools
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_zero.shards.units import fill_buckets, find_units, modules_cast_by_autocast, whole_model
+from lightning_zero.run.engine import Engine, Options
+from lightning_zero.shards.units import (
+    fill_buckets,
+    find_units,
+    merge_small,
+    modules_cast_by_autocast,
+    too_small_to_shard,
+    whole_model,
+)
+from lightning_zero.wire.local import CountingComm
 from models import Assorted, assorted
+from unit_jobs import assert_same_bits, on_engine, on_one_device, seeded, state_of, x
 
 
 class Block(nn.Module):
@@ -48,6 +62,78 @@ def test_every_parameter_is_in_exactly_one_unit() -> None:
         for units in (find_units(model, None), whole_model(model)):
             found = [id(parameter) for unit in units for parameter in unit.parameters.values()]
             assert sorted(found) == sorted({id(parameter) for parameter in model.parameters()})
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 240))
+def test_small_neighbours_become_one_unit_up_to_a_size(widths: list[int], nbytes: int) -> None:
+    specs = find_units(nn.Sequential(*[nn.Linear(width, 1, bias=False) for width in widths]), None)
+    merged = merge_small(specs, nbytes)
+    assert [module for spec in merged for module in spec.modules] == [m for spec in specs for m in spec.modules]
+    assert [name for spec in merged for name in spec.parameters] == [n for spec in specs for n in spec.parameters]
+    assert all(spec.nbytes <= nbytes or len(spec.modules) == 1 for spec in merged)
+    assert all(one.nbytes + other.nbytes > nbytes for one, other in itertools.pairwise(merged))
+
+
+def test_what_lies_around_other_units_is_not_merged_with_them() -> None:
+    assert names(merge_small(find_units(Transformer(), None), 10**6)) == ["", "embedding to blocks.2"]
+
+
+def test_a_tiny_model_stays_whole_and_of_others_what_would_be_gathered_longest() -> None:
+    specs = find_units(Transformer(), None)
+    nbytes = sum(spec.nbytes for spec in specs)
+    assert names(too_small_to_shard(specs, nbytes)) == names(specs)
+    assert names(too_small_to_shard(specs, nbytes - 1)) == [""]  # its token, used by the forward that calls all others
+    assert names(too_small_to_shard(specs, 4)) == []
+
+
+class Wide(nn.Module):
+    """Modules of 64 KiB, and a vector of the model's own."""
+
+    def __init__(self, modules: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.into = nn.ModuleList([nn.Linear(8, 1024, bias=False) for _ in range(modules)])
+        self.out = nn.ModuleList([nn.Linear(1024, 8, bias=False) for _ in range(modules)])
+
+    def forward(self, batch: Tensor) -> Tensor:
+        for into, out in zip(self.into, self.out, strict=True):
+            batch = batch + torch.tanh(out(torch.tanh(into(batch)))) * self.scale
+        return batch
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_r41_small_modules_take_collectives_by_the_bucket_and_not_by_the_module(stage: int) -> None:
+    modules, bucket_bytes = 64, 2**20
+    model, comm = seeded(lambda: Wide(modules)), CountingComm(0, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = Options(bucket_bytes=bucket_bytes, merges_units=True)
+    engine = Engine(model, [optimizer], stage=stage, comm=comm, options=options)
+    counts: list[int] = []
+    for _ in range(5):
+        before = comm.calls.total()
+        model(x()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(comm.calls.total() - before)
+    buckets = sum(p.nbytes for p in model.parameters()) / bucket_bytes
+    passes = 3 if stage == 3 else 2  # gather, gather again, reduce; or reduce, publish
+    assert engine.resident_numel == (8 if stage == 3 else 0)
+    assert 0 < counts[-1] <= passes * buckets + 4
+
+
+@pytest.mark.parametrize("modules", [2, 20])  # all of it stays whole, its vector alone does
+def test_merged_and_resident_units_train_with_an_ordinary_models_bits(modules: int) -> None:
+    def act(model: Any, engine: Engine | None, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        for step in range(4):
+            optimizer.zero_grad()
+            model(x(1.0 + step)).square().mean().backward()
+            optimizer.step()
+        return state_of(model, engine)
+
+    start = seeded(lambda: Wide(modules))
+    expected = on_one_device(start, act)
+    for found in on_engine(start, act, 3, merges_units=True, bucket_bytes=2**18):
+        assert_same_bits(found, expected)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 60))

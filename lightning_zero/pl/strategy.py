@@ -50,8 +50,10 @@ class ZeroStrategy(CheckpointingStrategy):
     Args:
         stage: what rests as 1/N on each of N ranks: 1 the optimizer state, 2 also the gradients, 3 also the
             parameters; 0 nothing (the engine's own DDP).
-        units: stage 3: classes (or names, or import paths) of modules whose parameters are gathered together;
-            ``"auto"`` takes the elements of module lists, and what is outside them module by module.
+        units: stage 3: classes (or names, or import paths) of modules whose parameters are gathered together.
+            ``"modules"`` takes the elements of module lists, and what is outside them module by module; ``"auto"``
+            the same, with small neighbours gathered together up to `bucket_size_mb`, and at most 1 MiB of what would be
+            gathered for longest (all of a model that is no larger) whole on every rank.
         bucket_size_mb: largest collective, in MiB. Small models use less.
         prefetch: stage 3: units gathered ahead.
         overlap: reduce gradients while backward goes on.
@@ -133,17 +135,18 @@ class ZeroStrategy(CheckpointingStrategy):
         )
         self.checkpoint = policy_from(Checkpoint, checkpoint, "checkpoint") or Checkpoint()
         self.checkpoint_io = checkpoint_io  # the property has its say
-        self.broadcast_buffers = broadcast_buffers
         self.max_skipped_steps = max_skipped_steps
         self._param_dtype = dtype_from(param_dtype, "param_dtype")
         self._options = Options(
             unit_classes=classes_from(units, "units"),
+            merges_units=units == "auto",
             bucket_bytes=bytes_from_mib(bucket_size_mb, "bucket_size_mb"),
             prefetch=prefetch,
             overlap=overlap,
             accumulation=accumulation,
             replicate_size=replicate_size,
             reduce_dtype=dtype_from(reduce_dtype, "reduce_dtype"),
+            broadcast_buffers=broadcast_buffers,
         )
         self._wait_timeout = seconds_from(wait_timeout, "wait_timeout")
         self._sanitize = sanitize
@@ -519,6 +522,8 @@ def _table(engine: Engine, stage: int) -> str:
         rows.append((f"{numel:,}", storage, storage, _short(reduce) if reduce else "-", master if reduce else "-"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    if engine.resident_numel:
+        lines.append(f"{engine.resident_numel:,} stay whole on every rank: gathering them costs more than it saves")
     return f"ZeRO stage {stage} on {engine.mesh.world.size} ranks" + "".join(f"\n  {line}" for line in lines)
 
 
