@@ -30,7 +30,7 @@ from lightning_zero.shards.assembly import (
     trainable_of,
 )
 from lightning_zero.shards.group import Kind, Places, Setting, Slot, no_interception, publish, slot_of
-from lightning_zero.shards.ledger import Category, Ledger, Place
+from lightning_zero.shards.ledger import Category, Ledger, Place, return_freed_memory
 from lightning_zero.shards.optimizer import PieceStepper, training_slot
 from lightning_zero.stage import STAGES, Partition
 from lightning_zero.views.parameter import Interception
@@ -41,6 +41,7 @@ from lightning_zero.wire.mesh import Mesh
 __all__ = ["Engine", "Options"]
 
 HOST = torch.device("cpu")
+MUCH = 64 * 2**20  # bytes of gradients, which a backward makes and frees
 
 
 @final
@@ -118,6 +119,8 @@ class Engine:
             as_declared=self.options.param_dtype is None,
         )
         assembly = assemble(module, managed, trainable_of(managed, optimizers), setting, self.options)
+        gradient_bytes = sum(slot.parameter.nbytes for shard in assembly.shards for slot in shard.group.slots)
+        self._leaves_much = device == HOST and self.partition.gradient and gradient_bytes > MUCH
         self._arena = assembly.arena
         self.groups = assembly.groups
         self.resident_numel = assembly.resident
@@ -352,6 +355,8 @@ class Engine:
             if group.is_plain:
                 group.note_versions()
         self._measured = None
+        if self._leaves_much:
+            return_freed_memory()
 
     def _refuse_strangers(self) -> None:
         """Raises for a parameter that trains only since set-up: nobody averages its gradient."""

@@ -4,12 +4,23 @@ Allocation happens outside inference mode: a buffer first made during the sanity
 otherwise stay an inference tensor for ever, and training could not write to it.
 """
 
+import ctypes
 import weakref
 from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
 from torch import Tensor
+
+
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+
+
+def return_freed_memory() -> None:
+    """Gives memory of freed tensors back to the system. glibc keeps it in holes of its heap otherwise: a third of what
+    is due at stage 3. Takes 10 ms where there is a GiB, which includes the faults that the next step takes."""
+    if _malloc_trim is not None:
+        _malloc_trim(0)
 
 
 class Category(StrEnum):
