@@ -155,6 +155,7 @@ class Engine:
         self.states = States(module, self.groups, self._steppers, self.mesh, self.loans, self.rendezvous)
         self.states.cut_optimizers()
         self._phases = Phases()
+        self._trained = {id(slot.parameter) for shard in assembly.shards for slot in shard.group.slots}
         self._measured: norm.Measured | None = None  # for an overflow, and good for clipping too
         self._buffers = self.rendezvous.enroll("buffers", self._serve_buffers) if self._has_buffers else None
         self._buffers_are_stale = True
@@ -339,10 +340,11 @@ class Engine:
         while self.rendezvous.meet() and self.rendezvous.may_be_wanted:
             pass  # a rank may have wanted something since it was asked for its gradients
         self._refuse_strangers()
-        for slot in stepper.slots:
+        slots = stepper.slots
+        for slot in slots:
             self.reductions.adopt(slot)
         self._phases.enter(Phase.STEP)
-        stepper.enter()
+        stepper.enter(slots)
 
     def _end_step(self, optimizer: Optimizer) -> None:
         stepper = self._steppers[optimizer]
@@ -360,9 +362,8 @@ class Engine:
 
     def _refuse_strangers(self) -> None:
         """Raises for a parameter that trains only since set-up: nobody averages its gradient."""
-        with no_interception():
-            with_grad = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
-        strangers = {parameter for parameter in with_grad if training_slot(parameter) is None}
+        others = [parameter for parameter in self.module.parameters() if id(parameter) not in self._trained]
+        strangers = {parameter for parameter in others if parameter.grad is not None}
         if not strangers:
             return
         stepped = {parameter for stepper in self._steppers.values() for parameter in stepper.parameters}

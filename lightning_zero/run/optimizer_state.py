@@ -178,7 +178,8 @@ class OptimizerState:
 
     def load(self, cut: dict[str, Any]) -> None:
         """The optimizer goes on from what `cut` gave."""
-        self._stepper.enter()  # so that torch casts the state to the dtype of the master, not of the resting weight
+        # So that torch casts the state to the dtype of the master, not of the resting weight.
+        self._stepper.enter(self._stepper.slots)
         try:
             self._stepper.optimizer.load_state_dict(cut)
         finally:

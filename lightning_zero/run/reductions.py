@@ -194,7 +194,9 @@ class Reductions:
         shard = slot.gradient
         assert shard is not None
         if slot.group.is_cut:
-            slot.parameter.grad = ShardedGradient(slot, self._lender)
+            shown = slot.parameter.grad
+            if not (isinstance(shown, ShardedGradient) and shown.slot is slot):
+                slot.parameter.grad = ShardedGradient(slot, self._lender)
         else:
             assert shard.full_grad is not None
             slot.parameter.grad = slot.view(shard.full_grad)

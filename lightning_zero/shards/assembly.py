@@ -154,7 +154,8 @@ def _choose_units(module: Module, setting: Setting, options: Options) -> tuple[l
     if options.unit_classes is not None or not options.merges_units:
         return specs, []
     resident = units.too_small_to_shard(specs, units.RESIDENT_BYTES)
-    return units.merge_small([spec for spec in specs if spec not in resident], setting.bucket_bytes), resident
+    gathered = units.merge_small([spec for spec in specs if spec not in resident], setting.bucket_bytes)
+    return gathered, [units.as_one(resident)] if resident else []
 
 
 def _make_arena(made: list[Unit], setting: Setting, options: Options) -> Arena:

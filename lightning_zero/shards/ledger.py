@@ -12,7 +12,6 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
 
 

@@ -5,6 +5,7 @@ master and `.grad` its gradient, so the optimizer's state takes the piece's shap
 parameters.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, final
 
 import torch
@@ -75,10 +76,14 @@ class PieceStepper:
     def is_stepping(self) -> bool:
         return self._shown is not None
 
-    def enter(self) -> None:
-        """From here to `exit` every parameter of the optimizer is its piece."""
+    def enter(self, slots: Sequence[Slot]) -> None:
+        """From here to `exit` every parameter of the optimizer is its piece.
+
+        Args:
+            slots: of all of them.
+        """
         shown = {}
-        for slot in self.slots:
+        for slot in slots:
             if _is_its_piece(slot):
                 continue
             parameter, piece = slot.parameter, slot.stepped(slot.group.master)

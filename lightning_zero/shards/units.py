@@ -99,21 +99,29 @@ def find_units(model: Module, classes: tuple[type | str, ...] | None) -> list[Un
     ]
 
 
+def as_one(specs: Sequence[UnitSpec]) -> UnitSpec:
+    """All of them together."""
+    return UnitSpec(
+        name=specs[0].name if len(specs) == 1 else f"{specs[0].name} to {specs[-1].name}",
+        modules=tuple(module for spec in specs for module in spec.modules),
+        parameters={name: parameter for spec in specs for name, parameter in spec.parameters.items()},
+        is_leaf=all(spec.is_leaf for spec in specs),
+    )
+
+
 def merge_small(specs: Sequence[UnitSpec], nbytes: int) -> list[UnitSpec]:
     """Neighbours in the order of the modules become one unit, of at most `nbytes`: so the number of gathers depends on
     the size of the model, and not on how many modules it is made of."""
-    merged: list[UnitSpec] = []
+    runs: list[list[UnitSpec]] = []
+    filled = 0
     for spec in specs:
-        last = merged[-1] if merged else None
-        if last is not None and last.is_leaf and spec.is_leaf and last.nbytes + spec.nbytes <= nbytes:
-            merged[-1] = UnitSpec(
-                name=f"{last.name.partition(' to ')[0]} to {spec.name}",
-                modules=(*last.modules, *spec.modules),
-                parameters={**last.parameters, **spec.parameters},
-            )
+        if runs and spec.is_leaf and runs[-1][0].is_leaf and filled + spec.nbytes <= nbytes:
+            runs[-1].append(spec)
+            filled += spec.nbytes
         else:
-            merged.append(spec)
-    return merged
+            runs.append([spec])
+            filled = spec.nbytes
+    return [as_one(run) for run in runs]
 
 
 def too_small_to_shard(specs: Sequence[UnitSpec], nbytes: int) -> list[UnitSpec]:
