@@ -9,7 +9,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
 import pytest
 import torch
 
-from ranks import RankPool
+pytest.register_assert_rewrite("compare", "engine_checkpoints", "unit_jobs")
+
+from ranks import RankPool  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

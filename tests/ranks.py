@@ -38,6 +38,9 @@ def die_with_parent() -> None:
     """Has the system kill this process when the one that started it ends, by a signal or otherwise (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        session = mp.parent_process()
+        if session is not None and not session.is_alive():  # before it could be told
+            os._exit(1)
 
 
 def _rank_main(rank: int, world: int, port: int, inbox: Any, outbox: Any) -> None:

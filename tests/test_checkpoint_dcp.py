@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Subset
 
 import jobs
+from compare import assert_same_bits
 from lightning_zero import CheckpointError, verify
 from lightning_zero.checkpoint import Saver, StoredCheckpoint
 from lightning_zero.checkpoint.dcp import META, export_dcp, import_dcp
@@ -178,13 +179,6 @@ def by_name(state: dict[str, Any], names: list[str]) -> dict[str, Tensor]:
     }
 
 
-def assert_same_tensors(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype, name
-        assert torch.equal(found[name], value), name
-
-
 # -- import
 
 
@@ -193,10 +187,10 @@ def test_what_fsdp2_saved_is_imported_bit_for_bit(two_ranks: RankPool, tmp_path:
     import_dcp(tmp_path / "dcp", tmp_path / "ours")
     assert verify(tmp_path / "ours") == []
     found = StoredCheckpoint(tmp_path / "ours").load()
-    assert_same_tensors(found["state_dict"], saved["model"])
+    assert_same_bits(found["state_dict"], saved["model"])
     (names,) = found["optimizer_parameters"]
     (optimizer,) = found["optimizer_states"]
-    assert_same_tensors(by_name(optimizer, names), by_name(saved["optimizer"], []))
+    assert_same_bits(by_name(optimizer, names), by_name(saved["optimizer"], []))
     for group, expected in zip(optimizer["param_groups"], saved["optimizer"]["param_groups"], strict=True):
         assert [names[number] for number in group["params"]] == expected["params"]
         assert {k: v for k, v in group.items() if k != "params"} == {k: v for k, v in expected.items() if k != "params"}
@@ -262,7 +256,7 @@ def test_a_model_alone_is_imported_and_says_that_it_has_no_optimizer(tmp_path: P
     with pytest.raises(KeyError, match="checkpoint contains only the model"):
         jobs.trainer("auto", 1).fit(OwnLoop(), jobs.loader(), ckpt_path=tmp_path / "ours")
     again = OwnLoop.load_from_checkpoint(tmp_path / "ours")
-    assert_same_tensors(dict(again.state_dict()), dict(model.state_dict()))
+    assert_same_bits(dict(again.state_dict()), dict(model.state_dict()))
 
 
 def test_a_flattened_optimizer_is_refused_with_the_way_out(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -337,10 +331,10 @@ def test_an_export_loads_into_fsdp2_bit_for_bit_and_goes_on(ours: Path, two_rank
     assert export_dcp(ours, tmp_path / "dcp") == []
     loaded = two_ranks.run(load_into_fsdp2, tmp_path / "dcp")
     saved = StoredCheckpoint(ours).load()
-    assert_same_tensors(loaded[0]["loaded"]["model"], saved["state_dict"])
+    assert_same_bits(loaded[0]["loaded"]["model"], saved["state_dict"])
     names = saved["lightning_zero"]["optimizer_parameters"][0]
     optimizer = loaded[0]["loaded"]["optimizer"]
-    assert_same_tensors(by_name(optimizer, []), by_name(saved["optimizer_states"][0], names))
+    assert_same_bits(by_name(optimizer, []), by_name(saved["optimizer_states"][0], names))
     for group, expected in zip(optimizer["param_groups"], saved["optimizer_states"][0]["param_groups"], strict=True):
         assert (group["weight_decay"], group["betas"]) == (expected["weight_decay"], expected["betas"])
     again = two_ranks.run(resume_zero, ours, {"stage": 2}, max_epochs=2)
@@ -364,10 +358,10 @@ def test_there_and_back_again_is_the_same_checkpoint(ours: Path, tmp_path: Path)
         place = tmp_path / f"ours {number}"
         import_dcp(tmp_path / f"dcp {number}", place)
     found, expected = StoredCheckpoint(place).load(), StoredCheckpoint(ours).load()
-    assert_same_tensors(found["state_dict"], expected["state_dict"])
+    assert_same_bits(found["state_dict"], expected["state_dict"])
     assert found["optimizer_states"][0]["param_groups"] == expected["optimizer_states"][0]["param_groups"]
     names = [str(number) for number in range(99)]
-    assert_same_tensors(by_name(found["optimizer_states"][0], names), by_name(expected["optimizer_states"][0], names))
+    assert_same_bits(by_name(found["optimizer_states"][0], names), by_name(expected["optimizer_states"][0], names))
     assert found["loops"] == expected["loops"]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import checkpoint_jobs as jobs
+from compare import assert_same_bits
 from lightning_zero.checkpoint import StoredCheckpoint, verify
 from ranks import RankPool
 
@@ -22,12 +23,6 @@ def mean_losses(runs: list[dict[str, Any]]) -> list[float]:
     return [sum(losses) / len(losses) for losses in zip(*(run["losses"] for run in runs), strict=True)]
 
 
-def assert_same_tensors(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_r01_a_checkpoint_of_four_ranks_goes_on_with_one_two_three_and_eight(
     stage: int, pool_of: Callable[[int], RankPool], tmp_path: Path
@@ -38,9 +33,9 @@ def test_r01_a_checkpoint_of_four_ranks_goes_on_with_one_two_three_and_eight(
     saved = StoredCheckpoint(path).load()
     for world in (1, 2, 3, 8):
         runs = pool_of(world).run(jobs.fit, {"stage": stage}, world, 3, resume=path, seed=5)
-        assert_same_tensors(runs[0]["started"]["state_dict"], saved["state_dict"])
+        assert_same_bits(runs[0]["started"]["state_dict"], saved["state_dict"])
         for index, state in saved["optimizer_states"][0]["state"].items():
-            assert_same_tensors(runs[0]["started"]["optimizer"][0]["state"][index], state)
+            assert_same_bits(runs[0]["started"]["optimizer"][0]["state"][index], state)
         assert mean_losses(runs) == pytest.approx(straight, rel=1e-6)
         assert len(straight) == 10
 
@@ -93,13 +88,13 @@ def test_r07_nothing_is_lost_of_tied_frozen_odd_and_buffered_tensors(
     path = tmp_path / "mid.ckpt"
     straight = two_ranks.run(jobs.fit_saving_at, {"stage": stage}, 2, 1, 5, path)[0]["weights"]
     saved = StoredCheckpoint(path).load()["state_dict"]
-    assert_same_tensors(saved, straight)
+    assert_same_bits(saved, straight)
     assert {name: value.dtype for name, value in saved.items()} == {n: v.dtype for n, v in straight.items()}
     assert saved.keys() == never_switched["weights"].keys()
     assert "scratch" not in saved
     assert saved["blocks.0.weight"].data_ptr() == saved["blocks.1.weight"].data_ptr()
     resumed = two_ranks.run(jobs.fit, {"stage": stage}, 2, 1, resume=path)[0]
-    assert_same_tensors(resumed["weights"], straight)
+    assert_same_bits(resumed["weights"], straight)
     assert resumed["ties"]
 
 
@@ -120,7 +115,7 @@ def test_r22_ten_steps_and_a_resume_are_twenty_steps_bit_for_bit(
         assert same == [False]
         return
     assert same == [True] * world
-    assert_same_tensors(resumed[0]["weights"], straight[0]["weights"])
+    assert_same_bits(resumed[0]["weights"], straight[0]["weights"])
     assert resumed[0]["lr"] == straight[0]["lr"]
 
 
@@ -133,7 +128,7 @@ def test_r22_a_resume_in_mid_epoch_draws_the_same_random_numbers(
     resumed = pool_of(world).run(jobs.fit_in_mid_epoch, {"stage": 2}, world, 10, resume=path, seed=9)
     for mine, theirs in zip(resumed, straight, strict=True):
         assert mine["losses"] == theirs["losses"][5:]
-    assert_same_tensors(resumed[0]["weights"], straight[0]["weights"])
+    assert_same_bits(resumed[0]["weights"], straight[0]["weights"])
 
 
 def test_a_resume_in_mid_epoch_does_what_ddps_does(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -145,7 +140,7 @@ def test_a_resume_in_mid_epoch_does_what_ddps_does(two_ranks: RankPool, tmp_path
         two_ranks.run(jobs.fit_saving_at, {"stage": stage}, 2, 2, 3, path)
         found = two_ranks.run(jobs.fit, {"stage": stage}, 2, 2, resume=path)
         assert [run["losses"] for run in found] == [run["losses"] for run in expected]
-        assert_same_tensors(found[0]["weights"], expected[0]["weights"])
+        assert_same_bits(found[0]["weights"], expected[0]["weights"])
 
 
 def test_r35_top_two_and_last_are_two_folders_and_a_link(pool_of: Callable[[int], RankPool], tmp_path: Path) -> None:
@@ -176,7 +171,7 @@ def test_r39_weights_only_holds_no_optimizer_and_says_so(stage: int, two_ranks: 
         assert error is not None
         assert "checkpoint contains only the model" in error
     weights = two_ranks.run(jobs.evaluate_from, {"stage": stage}, 2, path)[0]
-    assert_same_tensors(weights, stored.load()["state_dict"])
+    assert_same_bits(weights, stored.load()["state_dict"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -193,7 +188,7 @@ def test_r44_a_signal_to_one_rank_saves_one_step_on_all_and_ends_with_zero(
     straight = two_ranks.run(jobs.fit_undisturbed, {"stage": 2})
     for first, second, expected in zip(stopped, again, straight, strict=True):
         assert first["losses"] + second["losses"] == expected["losses"]
-        assert_same_tensors(second["weights"], expected["weights"])
+        assert_same_bits(second["weights"], expected["weights"])
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -213,7 +208,7 @@ def test_r48_what_changes_after_an_asynchronous_save_is_not_in_it(
     before = two_ranks.run(jobs.save_and_overwrite, strategy, tmp_path / "a.ckpt")[0]["before"]
     assert verify(tmp_path / "a.ckpt") == []
     saved = StoredCheckpoint(tmp_path / "a.ckpt").load()["state_dict"]
-    assert_same_tensors({name: saved[name] for name in before}, before)
+    assert_same_bits({name: saved[name] for name in before}, before)
 
 
 @pytest.mark.parametrize("then", ["goes on", "ends"])
@@ -241,8 +236,8 @@ def test_hooks_delete_rename_move_and_replace_entries(strategy: Any, two_ranks: 
     found = two_ranks.run(jobs.fit_with_hooks, strategy, 2, tmp_path / "a.ckpt")
     expected = two_ranks.run(jobs.fit_with_hooks, DDP, 2, tmp_path / "b.ckpt")
     for mine, theirs in zip(found, expected, strict=True):
-        assert_same_tensors(mine["saved"], theirs["saved"])
-        assert_same_tensors(mine["moved"], theirs["moved"])
+        assert_same_bits(mine["saved"], theirs["saved"])
+        assert_same_bits(mine["moved"], theirs["moved"])
         assert mine["losses"] == theirs["losses"]
         assert mine["mine"]["list"] == [1, 2.5, None, "x"]
         assert torch.equal(mine["mine"]["tensor"], torch.arange(3))

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import edit_jobs
+from compare import differing
 from ranks import RankPool
 
 DDP = "ddp_find_unused_parameters_true"
@@ -46,11 +47,6 @@ def runs_once(ranks: RankPool, fit: Callable[..., dict[str, Any]], path: Path) -
 @pytest.fixture(scope="module")
 def outcome(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return runs_once(two_ranks, edit_jobs.fit, tmp_path_factory.mktemp("edits") / "run")
-
-
-def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    assert found.keys() == expected.keys()
-    return [name for name in expected if not torch.equal(found[name], expected[name])]
 
 
 @pytest.mark.parametrize(("name", "precision", "stage"), RUNS)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from compare import assert_same_bits
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
@@ -70,12 +71,6 @@ def on_ranks(world: int, stage: int, make: Maker, model: nn.Module | None = None
 @functools.cache
 def reference(maker: str, world: int, accumulate: int, clip: str | None) -> Run:
     return ddp(assorted(), MAKERS[maker], world=world, accumulate=accumulate, clip=clip, steps=STEPS)
-
-
-def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    different = [name for name in expected if not torch.equal(found[name], expected[name])]
-    assert not different
 
 
 def assert_close(found: Run, expected: Run, maker: str) -> None:

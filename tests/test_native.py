@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-import torch
 
 import jobs
 import user_jobs
+from compare import differing
 from ranks import RankPool
 
 DDP = "ddp_find_unused_parameters_true"
@@ -41,8 +41,3 @@ def test_ranks_that_take_different_branches_give_ddps_bits(stage: int, two_ranks
     for mine, theirs in zip(found, expected, strict=True):
         assert mine["losses"] == theirs["losses"]
         assert differing(mine["weights"], theirs["weights"]) == []
-
-
-def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
-    assert found.keys() == expected.keys()
-    return [name for name in expected if not torch.equal(found[name], expected[name])]

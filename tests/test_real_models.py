@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import real_jobs
+from compare import differing
 from ranks import RankPool
 
 DDP = "ddp_find_unused_parameters_true"
@@ -54,11 +55,6 @@ def both(outcome: Outcome, stage: int, job: Callable[..., Any], *args: Any, ddp:
     """Pairs of what a rank has under ZeRO and under DDP."""
     expected = outcome(job, ddp, *args, exact_norm=True, **kwargs)
     return zip(outcome(job, stage, *args, **kwargs), expected, strict=True)
-
-
-def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    assert found.keys() == expected.keys()
-    return [name for name in expected if not torch.equal(found[name], expected[name])]
 
 
 def assert_trained_alike(found: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -7,15 +7,10 @@ import pytest
 import torch
 
 import jobs
+from compare import assert_same_bits
 from ranks import RankPool, run_alone
 
 STAGES = [0, 1, 2, 3]
-
-
-def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert not [name for name in expected if not torch.equal(found[name], expected[name])]
-    assert {name: value.dtype for name, value in found.items()} == {n: v.dtype for n, v in expected.items()}
 
 
 def assert_same_run(found: dict[str, Any], expected: dict[str, Any], precision: str = "32-true") -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from compare import assert_same_bits
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
@@ -72,11 +73,6 @@ def state_of(model: nn.Module, engine: Engine | None) -> dict[str, Tensor]:
         engine.loans.settle()
         return engine.states.full_model(copy=True)
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
 def assert_as_on_one_device(
