@@ -1,4 +1,4 @@
-"""The model that the benchmarks train: a plain GPT, in two sizes that differ in what costs the most."""
+"""The models that the benchmarks train: a plain GPT, in sizes that differ in what costs the most, and small modules."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,10 @@ class Size:
     vocabulary: int
     width: int
     depth: int  # blocks
-    heads: int
+    heads: int  # none: a stack of small modules
     length: int  # tokens per sequence
     batch: int  # sequences per rank
-    parameters: int  # what the above amounts to; `GPT` checks it
+    parameters: int  # what the above amounts to; `model_of` checks it
 
 
 SIZES = {
@@ -23,6 +23,8 @@ SIZES = {
     "large": Size(vocabulary=8192, width=768, depth=12, heads=12, length=64, batch=2, parameters=97_688_064),
     # Many tokens for few parameters: compute counts.
     "small": Size(vocabulary=4096, width=512, depth=8, heads=8, length=128, batch=4, parameters=29_479_936),
+    # 15 modules of 11 kB: messages and Python count.
+    "modules": Size(vocabulary=53, width=53, depth=14, heads=0, length=1, batch=4, parameters=42_877),
     # Seconds for a test of the benchmark itself.
     "tiny": Size(vocabulary=256, width=64, depth=2, heads=2, length=16, batch=2, parameters=133_888),
 }
@@ -58,8 +60,20 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*(Block(size) for _ in range(size.depth)))
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
-        assert sum(p.numel() for p in self.parameters()) == size.parameters
 
     def forward(self, tokens: Tensor) -> Tensor:  # (batch, length) -> (batch, length, vocabulary)
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         return self.head(self.norm(self.blocks(self.token(tokens) + self.position(positions))))
+
+
+class Stack(nn.Sequential):
+    def __init__(self, size: Size) -> None:
+        layers = [module for _ in range(size.depth) for module in (nn.Tanh(), nn.Linear(size.width, size.width))]
+        super().__init__(nn.Embedding(size.vocabulary, size.width), *layers)
+
+
+def model_of(size: Size) -> nn.Module:
+    """Takes tokens ``(batch, length)``, returns logits ``(batch, length, vocabulary)``."""
+    model = GPT(size) if size.heads else Stack(size)
+    assert sum(p.numel() for p in model.parameters()) == size.parameters
+    return model

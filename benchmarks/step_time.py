@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from gpt import GPT, SIZES, Size
+from gpt import SIZES, Size, model_of
 
 WARM_UP = 3  # steps before anything is measured
 
@@ -199,7 +199,7 @@ class RandomTokens(Dataset[Tensor]):
 class Task(L.LightningModule):
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.model = GPT(size)
+        self.model = model_of(size)
 
     def training_step(self, tokens: Tensor, index: int) -> Tensor:
         return F.cross_entropy(self.model(tokens).flatten(0, 1), tokens.flatten())

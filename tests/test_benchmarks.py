@@ -22,11 +22,11 @@ def load(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(("size", "millions"), [("large", 97.7), ("small", 29.5)])
+@pytest.mark.parametrize(("size", "millions"), [("large", 97.7), ("small", 29.5), ("modules", 0.0)])
 def test_gpt_has_the_number_of_parameters_its_size_states(size: str, millions: float) -> None:
     gpt = load("gpt")
     with torch.device("meta"):
-        model = gpt.GPT(gpt.SIZES[size])
+        model = gpt.model_of(gpt.SIZES[size])
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == millions
 
 
