@@ -106,6 +106,18 @@ def test_real_ranks_compute_every_collective(size: int, function: Any, pool_of: 
         assert_as_expected(found, rank, size)
 
 
+def sum_what_rounds() -> float:
+    """1 is lost beside 1e8: only in the order of ranks the sum is 0."""
+    comm = on_gloo()
+    total, mine = torch.empty(2), [1e8, 1.0, -1e8][comm.rank]
+    comm.reduce_scatter(total, torch.full((3, 2), mine), torch.empty(comm.scratch_rows, 2), "rounds").wait()
+    return float(total[0])
+
+
+def test_gloo_sums_in_the_order_of_ranks_on_every_rank(pool_of: Any) -> None:
+    assert pool_of(3).run(sum_what_rounds) == [0.0, 0.0, 0.0]
+
+
 def diverge(comm: Comm) -> list[bool]:
     """Whether this rank learns that rank 1 diverges with the second gather, and what the first one gave."""
     learnt = []

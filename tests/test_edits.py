@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 import edit_jobs
 from compare import differing
 from ranks import RankPool
+from unit_jobs import on_engine, state_of, tower, x
 
 DDP = "ddp_find_unused_parameters_true"
 
@@ -64,3 +65,22 @@ def test_edits_in_the_way_of_backward_end_in_torchs_error_unless_autocast_made_a
 ) -> None:
     for name in ("EditedInTheWayOfBackward", "EditedBetweenForwards"):
         assert [of_rank["error"] for of_rank in outcome(3, name, precision)] == [error, error]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_edited_element_leaves_its_neighbours_masters_every_bit(stage: int) -> None:
+    """They rest in two bytes: taken over from there, all of the tensor would be rounded."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> tuple[Tensor, Tensor]:
+        before = state_of(model, engine)["0.0.weight"]
+        with torch.no_grad():
+            model[0][0].weight[1, 2] = 0.5
+        model(x().bfloat16())
+        return before, state_of(model, engine)["0.0.weight"]
+
+    for before, after in on_engine(tower(), act, stage, param_dtype=torch.bfloat16):
+        assert after.dtype == torch.float32
+        assert not torch.equal(before, before.bfloat16().float())
+        assert after[1, 2] == 0.5
+        before[1, 2] = 0.5
+        assert torch.equal(after, before)

@@ -46,6 +46,19 @@ def test_no_cut_shows_in_a_single_bit(norm_type: float) -> None:
     assert len(found) == 1
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_no_cut_of_two_byte_gradients_shows_in_a_single_bit(seed: int) -> None:
+    """Powers of pieces that were summed in two bytes would differ with the pieces."""
+    start = seeded(lambda: nn.Sequential(nn.Linear(8, 37), nn.Tanh(), nn.Linear(37, 11)), seed)
+    options = {"reduce_dtype": torch.bfloat16}
+    found = {
+        total
+        for stage, size in ((0, 2**20), (2, 64), (3, 2**20))
+        for total in on_engine(start, measure(2.0), stage, bucket_bytes=size, **options)
+    }
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_gradient_that_is_not_finite_shows_on_every_rank(stage: int, bad: float) -> None:

@@ -56,6 +56,16 @@ def test_every_unit_is_gathered_for_forward_and_for_backward_but_those_that_are_
         assert sum(name.startswith("reduce_scatter") for name in result["issued"]) == LAYERS
 
 
+@pytest.mark.parametrize("frozen", ["first", "last"])
+def test_a_frozen_tower_takes_no_more_room_than_one_that_trains(frozen: str) -> None:
+    """Backward passes through the frozen one, or does not come to it; neither way its units pile up."""
+    halves = [tower(), tower()]
+    halves[0 if frozen == "first" else 1].requires_grad_(False)
+    start = nn.Sequential(*halves)
+    for result in ThreadWorld(2, 10).run(lambda comm: run(comm, start, prefetch=1)):
+        assert result["peak"] == 2 * 4 * (WIDTH * WIDTH + WIDTH)
+
+
 def test_a_step_has_one_message_beside_its_gathers_and_reductions() -> None:
     start = tower()
     for result in ThreadWorld(2, 10).run(lambda comm: run(comm, start)):
