@@ -122,6 +122,7 @@ def test_buckets_are_two_of_constant_size_whatever_the_model() -> None:
         assert runs[0]["rests"]["bucket"] == runs[0]["buckets"]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_loopback_device_sees_two_or_three_psi(stage: int, two_ranks: RankPool) -> None:
     """Counted by the kernel, headers and all; DDP moves 2.00 by the same counter."""

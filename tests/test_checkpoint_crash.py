@@ -299,6 +299,7 @@ def test_r02_a_full_disk_ends_the_save_on_all_ranks_and_costs_no_checkpoint(tmp_
 # -- ranks that are lost
 
 
+@pytest.mark.alone
 def test_a_rank_killed_while_the_others_wait_is_named_within_the_timeout(tmp_path: Path) -> None:
     for victim in (1, 2):
         job = Job(3, jobs.die_while_writing, tmp_path / "a", 3, victim, wait_timeout=1.0)
@@ -313,6 +314,7 @@ def test_a_rank_killed_while_the_others_wait_is_named_within_the_timeout(tmp_pat
         assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("has_store", [False, True], ids=["launcher has the store", "rank 0 has the store"])
 def test_rank_0_killed_after_the_commit_leaves_the_new_checkpoint(has_store: bool, fresh: Callable[[], Path]) -> None:
     path = fresh() / "again"
@@ -411,6 +413,7 @@ def test_an_error_at_any_call_to_an_object_store_leaves_nothing_behind(name: str
 # -- two at once
 
 
+@pytest.mark.alone
 def test_a_second_job_that_saves_to_the_same_path_is_refused_on_every_rank(fresh: Callable[[], Path]) -> None:
     for path in (fresh() / "first", fresh() / "again"):
         job = Job(2, jobs.save_slowly, path, 3, 0.03)

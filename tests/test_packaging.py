@@ -171,6 +171,7 @@ print(time.perf_counter() - start)
 """
 
 
+@pytest.mark.alone
 def test_r33_import_takes_less_than_a_second_beyond_lightning(wheel_python: Path, tmp_path: Path) -> None:
     seconds = [float(run(wheel_python, "-c", IMPORT_TIME, cwd=tmp_path)) for _ in range(3)]
     assert statistics.median(seconds) < 1.0
