@@ -60,10 +60,14 @@ def import_dcp(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> N
     if model_key is None:
         raise CheckpointError(f"{source} has none of {list(_MODEL_KEYS)} at its top, but {list(found)[:5]}.")
     tree["state_dict"] = found[model_key]
-    optimizers = [found[key] for key in sorted(filter(_OPTIMIZER_KEY.fullmatch, found), key=_number_of)]
+    optimizer_keys = sorted(
+        filter(None, map(_OPTIMIZER_KEY.fullmatch, found)), key=lambda matched: int(matched[1] or 0)
+    )
+    optimizers = [found[matched[0]] for matched in optimizer_keys]
     if optimizers:  # without them Lightning says that there is only a model
         names = [_parameter_names(optimizer, source) for optimizer in optimizers]
-        tree["optimizer_states"] = [_by_number(state, known) for state, known in zip(optimizers, names, strict=True)]
+        numbers = [{name: number for number, name in enumerate(known)} for known in names]
+        tree["optimizer_states"] = list(map(_renamed, optimizers, numbers))
         tree[PARAMETERS] = names
         tree.setdefault("lr_schedulers", [])
     Saver(LocalComm().board).save(tree, os.fspath(out), {"step": tree["global_step"], "imported_from": str(source)})
@@ -95,10 +99,9 @@ def export_dcp(url: str | os.PathLike[str], out: str | os.PathLike[str]) -> list
     optimizers = tree.pop("optimizer_states", [])
     if len(names) != len(optimizers):
         raise CheckpointError(f"{url} does not say which parameters its {len(optimizers)} optimizers have.")
-    state = {"model": tree.pop("state_dict")} | {
-        f"optimizer_{number}": _by_name(optimizer, known)
-        for number, (optimizer, known) in enumerate(zip(optimizers, names, strict=True))
-    }
+    state = {"model": tree.pop("state_dict")}
+    for number, (optimizer, known) in enumerate(zip(optimizers, names, strict=True)):
+        state[f"optimizer_{number}"] = _renamed(optimizer, dict(enumerate(known)))
     with warnings.catch_warnings(), _failing_as(f"{out} cannot be written"):
         warnings.simplefilter("ignore")  # it says that there is one process
         writer = dcp.FileSystemWriter(folder.path) if folder.is_local else FsspecWriter(str(folder))
@@ -113,16 +116,9 @@ def _failing_as(what: str) -> Iterator[None]:
     """Errors of DCP, which wraps them in one that no `except Exception` catches, as a CheckpointError."""
     try:
         yield
-    except dcp.CheckpointException as error:
-        reason = next(iter(error.failures.values()))[0]
+    except (Exception, dcp.CheckpointException) as error:
+        reason = next(iter(error.failures.values()))[0] if isinstance(error, dcp.CheckpointException) else error
         raise CheckpointError(f"{what}: {type(reason).__name__}: {reason}") from error
-    except Exception as error:
-        raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
-
-
-def _number_of(key: str) -> int:
-    matched = _OPTIMIZER_KEY.fullmatch(key)
-    return int((matched and matched[1]) or 0)
 
 
 def _parameter_names(optimizer: Mapping[str, Any], source: Any) -> list[str]:
@@ -137,23 +133,13 @@ def _parameter_names(optimizer: Mapping[str, Any], source: Any) -> list[str]:
     return names
 
 
-def _by_number(optimizer: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-    """An optimizer's state by the place of parameters instead of their names."""
-    numbers = {name: number for number, name in enumerate(names)}
+def _renamed(optimizer: Mapping[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
+    """An optimizer's state with a new name or number for each parameter. Frozen parameters, which have an empty name
+    and no state, are left out."""
     return {
-        "state": {numbers[name]: state for name, state in optimizer.get("state", {}).items()},
+        "state": {new[key]: state for key, state in optimizer.get("state", {}).items() if new[key] != ""},
         "param_groups": [
-            {**group, "params": [numbers[name] for name in group["params"]]} for group in optimizer["param_groups"]
-        ],
-    }
-
-
-def _by_name(optimizer: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-    """The reverse. Frozen parameters have no name there, nor any state."""
-    return {
-        "state": {names[number]: state for number, state in optimizer["state"].items() if names[number]},
-        "param_groups": [
-            {**group, "params": [names[number] for number in group["params"] if names[number]]}
+            {**group, "params": [new[key] for key in group["params"] if new[key] != ""]}
             for group in optimizer["param_groups"]
         ],
     }

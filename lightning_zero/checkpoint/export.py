@@ -1,7 +1,6 @@
 """A checkpoint in other formats: Lightning's single file, Hugging Face's safetensors. Written as a stream: of the
 tensors no more than a chunk is in memory at a time."""
 
-import io
 import json
 import os
 import pickle
@@ -9,14 +8,14 @@ import posixpath
 import re
 import secrets
 import struct
-import sys
 import tempfile
 import warnings
 import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from types import SimpleNamespace
+from typing import IO, Any, final
 
 import fsspec
 import torch
@@ -53,8 +52,10 @@ def consolidate(url: str | os.PathLike[str], out: str | os.PathLike[str], *, obj
         place.refuse_inside_checkpoint()
         if place.exists and not place.is_file:
             raise CheckpointError(f"{out} is no file; name the file to write, such as {place.inside('model.ckpt')}.")
-        with _arriving(place) as scratch:
-            write_single_file(checkpoint, scratch, objects=objects)
+        with _arriving(place) as scratch, scratch.open("wb") as file:
+            write_single_file(checkpoint, file, objects=objects)
+            file.flush()
+            os.fsync(file.fileno())
         return checkpoint.left_out
 
 
@@ -76,107 +77,75 @@ def _arriving(place: Folder) -> Iterator[Path]:
         scratch.unlink(missing_ok=True)
 
 
-def write_single_file(checkpoint: StoredCheckpoint, path: Path, *, objects: bool = False) -> None:
-    """What `torch.save` would write of a checkpoint, without ever holding it.
+def write_single_file(checkpoint: StoredCheckpoint, stream: IO[bytes], *, objects: bool = False) -> None:
+    """Writes to `stream` what `torch.save` would write of a checkpoint, without ever holding it.
 
-    That is a zip file, not compressed: ``data.pkl`` has the containers, and each tensor in it names the file, such as
-    ``data/7``, that has its values.
+    Torch does it, except that its own writer of zip files wants each tensor whole. (`torch.serialization.skip_data`
+    leaves room for values in a file that torch writes, but does not tell what belongs where, nor has the file then the
+    checksums that other readers of zip files look at.)
     """
-    pickled = io.BytesIO()
-    pickler = _Pickler(pickled)
-    pickler.dump(checkpoint.tree(objects=objects))
     scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-    with path.open("wb") as raw:
-        with zipfile.ZipFile(raw, "w") as archive:
-            _put(archive, "data.pkl", [pickled.getbuffer()])
-            _put(archive, "byteorder", [sys.byteorder.encode()])
-            for number, values in enumerate(pickler.values):
-                if isinstance(values, UntypedStorage):
-                    content = chunks_of(torch.empty(0, dtype=torch.uint8).set_(values))
-                else:
-                    content = stored_chunks_of(checkpoint, checkpoint.manifest.tensors[values], scratch)
-                _put(archive, f"data/{number}", content)
-            _put(archive, "version", [b"3\n"])
-        raw.flush()
-        os.fsync(raw.fileno())
+    with zipfile.ZipFile(stream, "w") as archive:
+
+        def write_record(name: str, content: str | bytes | UntypedStorage, nbytes: int) -> None:
+            if isinstance(content, _Unread):
+                entry = checkpoint.manifest.tensors[content.tensor.source.name]
+                _put(archive, name, stored_chunks_of(checkpoint, entry, scratch))
+            elif isinstance(content, UntypedStorage):  # a pickled object brought it along
+                _put(archive, name, chunks_of(torch.empty(0, dtype=torch.uint8).set_(content)))
+            else:
+                _put(archive, name, [content.encode() if isinstance(content, str) else content])
+
+        writer, pickling = SimpleNamespace(write_record=write_record), SimpleNamespace(Pickler=_Pickler)
+        torch.serialization._save(checkpoint.tree(objects=objects), writer, pickling, 2, False)
+        _put(archive, "version", [b"3\n"])
 
 
-def _put(archive: zipfile.ZipFile, name: str, content: Iterable[Any]) -> None:
+def _put(archive: zipfile.ZipFile, name: str, content: Iterable[bytes | memoryview]) -> None:
     """Adds a file whose bytes start at a multiple of 64, as torch writes them: tensors can be mapped from there."""
     info = zipfile.ZipInfo(f"archive/{name}")
     assert archive.fp is not None
     start = archive.fp.tell() + 30 + len(info.filename) + 4 + 20  # header, name, this extra field and the one of zip64
     info.extra = struct.pack("<2sH", b"FB", -start % 64) + b"Z" * (-start % 64)
     with archive.open(info, "w", force_zip64=True) as file:
-        for chunk in content:
-            file.write(chunk)
-
-
-class _Later(NamedTuple):
-    """Stands for the storage of a lazy tensor."""
-
-    name: str
-    kind: TypedStorage | UntypedStorage  # an empty one of its dtype
-    numel: int
-    nbytes: int
+        file.writelines(content)
 
 
 @final
 class _Pickler(pickle.Pickler):
-    """Pickles in `torch.save`'s format. Values do not go through it: it gives them numbers, and they are written after.
-
-    (`torch.serialization.skip_data` leaves room for values in a file that torch writes, but does not tell what belongs
-    where, nor has the file then the checksums that other readers of zip files look at.)
-
-    Attributes:
-        values: by number: the name of a tensor of the checkpoint, or what a pickled object brought along.
-    """
-
-    def __init__(self, stream: io.BytesIO) -> None:
-        super().__init__(stream, protocol=2)
-        self.values: list[str | UntypedStorage] = []
-        self._numbers: dict[Any, int] = {}
+    """Pickles a lazy tensor as torch does one in memory, except that its storage is `_Unread`."""
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, LazyTensor):
             return NotImplemented
-        # What torch does for a tensor of this dtype, with another storage and shape.
-        rebuild, (kind, _, _, _, *rest) = torch.empty(0, dtype=value.source.dtype).__reduce_ex__(2)
-        shape, strides = value.source.shape, torch.empty(value.source.shape, device="meta").stride()
-        return rebuild, (_Later(value.source.name, kind, value.numel(), value.nbytes), 0, shape, strides, *rest)
+        rebuild, (storage, _, _, _, *rest) = torch.empty(0, dtype=value.dtype).__reduce_ex__(2)
+        unread = _Unread(0)
+        unread.tensor = value
+        # Dtypes newer than typed storages go as bytes.
+        typed = TypedStorage(wrap_storage=unread, dtype=getattr(storage, "dtype", torch.uint8), _internal=True)
+        return rebuild, (typed, 0, value.shape, torch.empty(value.shape, device="meta").stride(), *rest)
 
-    def persistent_id(self, value: Any) -> Any:
-        if isinstance(value, _Later):
-            is_typed = isinstance(value.kind, TypedStorage)
-            return self._storage(value.name, value.name, value.kind, value.numel if is_typed else value.nbytes)
-        if isinstance(value, TypedStorage):
-            return self._storage(value._untyped_storage._cdata, value._untyped_storage, value, value._size())
-        if isinstance(value, UntypedStorage):
-            return self._storage(value._cdata, value, value, value.nbytes())
-        return None
 
-    def _storage(self, key: Any, values: str | UntypedStorage, kind: TypedStorage | UntypedStorage, size: int) -> Any:
-        if key not in self._numbers:
-            self._numbers[key] = len(self.values)
-            self.values.append(values)
-        name = kind._pickle_storage_type() if isinstance(kind, TypedStorage) else "UntypedStorage"
-        return "storage", getattr(torch, name), str(self._numbers[key]), "cpu", size
+class _Unread(UntypedStorage):
+    """Stands for the storage of a lazy tensor: it knows the size, and takes no memory."""
+
+    tensor: LazyTensor
+
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
 
 
 def stored_chunks_of(checkpoint: StoredCheckpoint, entry: Entry, scratch: Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor in C order, checked, a chunk at a time; each is valid until the next one.
 
-    Args:
-        checkpoint: that has it.
-        entry: the tensor.
-        scratch: ``(CHUNK_BYTES,)`` uint8. One for all tensors: an allocation for each chunk is returned to the system
-            late, and makes the process grow by several.
+    All tensors share `scratch`, ``(CHUNK_BYTES,)`` uint8: an allocation for each chunk is returned to the system late,
+    and makes the process grow by several.
     """
     numel, step = entry.nbytes // entry.dtype.itemsize, CHUNK_BYTES // entry.dtype.itemsize
     for start in range(0, numel, step):
-        stop = min(start + step, numel)
-        values = scratch[: (stop - start) * entry.dtype.itemsize].view(entry.dtype)
-        checkpoint.reader.read(entry, Extent.of_whole(entry.name, entry.shape, start, stop), values)
+        values = scratch.view(entry.dtype)[: min(step, numel - start)]
+        extent = Extent.of_whole(entry.name, entry.shape, start, start + values.numel())
+        checkpoint.reader.read(entry, extent, values)
         yield from chunks_of(values)
 
 
@@ -211,27 +180,27 @@ def export_safetensors(
             if entry.dtype not in SAFE_NAMES:
                 raise CheckpointError(f"safetensors has no {entry.dtype}, which {name!r} of {url} is.")
         groups = _fill(entries, shard_bytes)
-        names = [f"model-{at:05}-of-{len(groups):05}.safetensors" for at in range(1, len(groups) + 1)]
-        names = names if len(groups) > 1 else ["model.safetensors"]
+        several = len(groups) > 1
+        names = [f"model-{at + 1:05}-of-{len(groups):05}.safetensors" for at in range(len(groups))]
+        files = dict(zip(names if several else ["model.safetensors"], groups, strict=True))
         target = Folder(out)
         target.refuse_inside_checkpoint()
         if target.is_file:
             raise CheckpointError(f"{out} is a file; name the folder to write to.")
         with ExitStack() as arriving:  # none comes if one cannot be written; the index, which readers trust, is last
-            index_file = arriving.enter_context(_arriving(target.inside(INDEX))) if len(names) > 1 else None
-            for name, group in zip(names, groups, strict=True):
+            index = arriving.enter_context(_arriving(target.inside(INDEX))) if several else None
+            for name, group in files.items():
                 _write_safetensors(checkpoint, group, arriving.enter_context(_arriving(target.inside(name))))
-            if index_file is not None:
+            if index is not None:
                 total = sum(entry.nbytes for entry in entries.values())
-                weight_map = {key: name for name, group in zip(names, groups, strict=True) for key in group}
-                index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-                index_file.write_text(json.dumps(index, indent=2))
+                weight_map = {key: name for name, group in files.items() for key in group}
+                index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
                 if INDEX in target.names():  # whatever ends this now, none reads files of two exports as one model
                     target.fs.rm_file(target.file(INDEX))
     for name in target.names():  # of an earlier export, which transformers might prefer to this one
-        if _EXPORTED.fullmatch(name) and name not in (*names, INDEX if len(names) > 1 else ""):
+        if _EXPORTED.fullmatch(name) and name not in files and not (several and name == INDEX):
             target.fs.rm_file(target.file(name))
-    return names
+    return list(files)
 
 
 def _write_safetensors(checkpoint: StoredCheckpoint, group: dict[str, Entry], path: Path) -> None:
@@ -239,8 +208,7 @@ def _write_safetensors(checkpoint: StoredCheckpoint, group: dict[str, Entry], pa
     with path.open("wb") as file:
         file.write(header_of([(key, entry.dtype, entry.shape) for key, entry in group.items()], {"format": "pt"}))
         for entry in group.values():
-            for chunk in stored_chunks_of(checkpoint, entry, scratch):
-                file.write(chunk)
+            file.writelines(stored_chunks_of(checkpoint, entry, scratch))
         file.flush()
         os.fsync(file.fileno())
 
@@ -266,10 +234,6 @@ class ZeroFileSystem(fsspec.AbstractFileSystem):
     protocol = "zero"
     cachable = False
 
-    @classmethod
-    def _strip_protocol(cls, path: Any) -> Any:
-        return path if isinstance(path, list) else str(path).removeprefix("zero://")
-
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         if not self.exists(path):
             raise FileNotFoundError(path)
@@ -285,12 +249,10 @@ class ZeroFileSystem(fsspec.AbstractFileSystem):
     def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
         if mode != "rb":
             raise CheckpointError("zero:// is for reading; save to the folder itself.")
-        with (
-            closing(StoredCheckpoint(self._strip_protocol(path))) as checkpoint,
-            tempfile.TemporaryDirectory() as folder,
-        ):
-            single = Path(folder) / "checkpoint.ckpt"
+        place = self._strip_protocol(path)
+        with closing(StoredCheckpoint(place)) as checkpoint, tempfile.NamedTemporaryFile() as single:
             write_single_file(checkpoint, single)
+            single.flush()
             if left_out := checkpoint.told_left_out:
                 warnings.warn(left_out, stacklevel=2)
-            return single.open("rb")  # its name goes away, the file stays until it is closed
+            return Path(single.name).open("rb")  # its name goes away, the file stays until it is closed

@@ -36,8 +36,7 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
 
 def derive(*key: int) -> None:
     """Seeds every generator from what the arguments come to, where there is no saved state to go on from."""
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    seed = int.from_bytes(digest[:4], "little")
+    seed = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:4], "little")
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
