@@ -60,10 +60,8 @@ def import_dcp(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> N
     if model_key is None:
         raise CheckpointError(f"{source} has none of {list(_MODEL_KEYS)} at its top, but {list(found)[:5]}.")
     tree["state_dict"] = found[model_key]
-    optimizer_keys = sorted(
-        filter(None, map(_OPTIMIZER_KEY.fullmatch, found)), key=lambda matched: int(matched[1] or 0)
-    )
-    optimizers = [found[matched[0]] for matched in optimizer_keys]
+    matches = [matched for key in found if (matched := _OPTIMIZER_KEY.fullmatch(key))]
+    optimizers = [found[matched[0]] for matched in sorted(matches, key=lambda matched: int(matched[1] or 0))]
     if optimizers:  # without them Lightning says that there is only a model
         names = [_parameter_names(optimizer, source) for optimizer in optimizers]
         numbers = [{name: number for number, name in enumerate(known)} for known in names]

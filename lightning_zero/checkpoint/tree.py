@@ -71,8 +71,9 @@ def _class(name: str) -> Any:
 
 
 def _instance(name: str, of: Any) -> Any:
+    made_by = _class(name)
     try:
-        return _class(name)(of)
+        return made_by(of)
     except Exception as error:  # whatever a constructor raises for what it would never have made
         raise ValueError(f"this is no instance of {name}: {error}") from error
 
