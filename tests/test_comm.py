@@ -152,8 +152,9 @@ def count_messages(size: int) -> int:
     """The most that any rank sends for one small agreement."""
     comm = on_gloo()
     assert isinstance(comm, GlooComm)
-    sent = []
-    send, comm._send = comm._send, lambda *args: sent.append(args) or send(*args)  # type: ignore[method-assign]
+    sent: list[int] = []
+    start = comm._start
+    comm._start = lambda receives, sends, key: sent.extend(sends) or start(receives, sends, key)  # type: ignore
     comm.all_reduce(torch.tensor([comm.rank]), "counted", "max")
     return len(sent)
 

@@ -12,6 +12,7 @@ that issue different operations wait for each other and say so, instead of silen
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -22,11 +23,8 @@ from lightning_zero.wire.board import Board
 T = TypeVar("T")
 Reduction = Literal["sum", "max", "min"]
 
-COMBINE: dict[Reduction, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
+Combine = Callable[[Tensor, Tensor], Tensor]
+COMBINE: dict[Reduction, Combine] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 class RankTimeoutError(RuntimeError):
@@ -37,54 +35,34 @@ class CollectiveMismatchError(RuntimeError):
     """Ranks issued different collectives at the same point (found by ``sanitize=True``)."""
 
 
+@dataclass(eq=False)
 class Work:
-    """An operation under way. `wait` finishes it, once; its results may be read only after.
+    """An operation under way, and what is left to do with its results, which may be read only after `wait`."""
 
-    Args:
-        finish: waits for the operation and does what is left to do with its results; None when nothing is.
-    """
-
-    def __init__(self, finish: Callable[[], None] | None = None) -> None:
-        self._finish = finish
+    _finish: Callable[[], None] | None = None
 
     def wait(self) -> None:
-        finish, self._finish = self._finish, None
+        finish, self._finish = self._finish, None  # it finishes once
         if finish is not None:
             finish()
 
 
+@dataclass(eq=False)
 class Gather(Work):
-    """An all-gather under way, with which any rank may have told all others that it diverges.
+    """An all-gather under way, with which any rank may have told all others that it diverges."""
 
-    Args:
-        finish: see `Work`.
-        look: after `wait`: whether a rank said so.
-    """
-
-    def __init__(self, finish: Callable[[], None] | None = None, look: Callable[[], bool] = lambda: False) -> None:
-        super().__init__(finish)
-        self._look = look
-
-    def has_divergence(self) -> bool:
-        """Whether a rank diverges, the same on every rank. Call it after `wait`."""
-        return self._look()
+    has_divergence: Callable[[], bool] = lambda: False  # after `wait`: whether a rank said so; the same on every rank
 
 
 class Comm(ABC):
     """Collectives among `size` ranks, counted in bytes sent by this one.
 
-    Args:
-        rank: of this process, in ``range(size)``.
-        size: number of ranks.
-        sanitize: compare the name, shape and dtype of every collective across ranks before it starts.
-
-    Attributes:
-        scratch_rows: rows ``(columns,)`` of scratch that `reduce_scatter` needs.
-        learns_late: how `all_gather` tells that a rank diverges. False: once the gather is complete, and its rows are
-            then void. True: on the device, so reading it at once would synchronise with it; the rows are valid.
+    With `sanitize`, name, shape and dtype of every collective are compared across ranks before it starts.
     """
 
-    scratch_rows = 0
+    scratch_rows = 0  # rows ``(columns,)`` of scratch that `reduce_scatter` needs
+    # How `all_gather` tells that a rank diverges. False: once the gather is complete, and its rows are then void.
+    # True: on the device, so reading it at once would synchronise with it; the rows are valid.
     learns_late = False
 
     def __init__(self, rank: int, size: int, *, sanitize: bool = False) -> None:
@@ -98,25 +76,15 @@ class Comm(ABC):
     def all_gather(self, full: Tensor, shard: Tensor, name: str, *, diverges: bool | None = None) -> Gather:
         """Fills row j of `full` ``(N, columns)`` with rank j's `shard` ``(columns,)``, which may be its own row.
 
-        Args:
-            full: receives all rows.
-            shard: what this rank contributes; at least 8 bytes where `diverges` is not None.
-            name: the operation, the same on every rank.
-            diverges: tell all ranks with this gather whether this one diverges; None sends nothing of the kind, on any
-                rank.
+        `diverges` tells all ranks whether this one diverges, and needs a shard of at least 8 bytes; None, on every
+        rank, sends nothing of the kind.
         """
         key = self._begin("all_gather", name, shard, (self.size - 1) * shard.nbytes)
         return self._all_gather(full, shard, key, diverges)
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, name: str) -> Work:
-        """Sums over ranks their row for this rank into `shard` ``(columns,)``.
-
-        Args:
-            shard: receives the sum.
-            full: ``(N, columns)``, row j is this rank's contribution to rank j; must stay untouched until done.
-            scratch: ``(scratch_rows, columns)``.
-            name: the operation, the same on every rank.
-        """
+        """Sums over ranks row j of their `full` ``(N, columns)``, which must stay untouched until done, into rank j's
+        `shard` ``(columns,)``. `scratch` is ``(scratch_rows, columns)``."""
         key = self._begin("reduce_scatter", name, full, full.nbytes - full[0].nbytes)
         return self._reduce_scatter(shard, full, scratch, key)
 
@@ -128,10 +96,8 @@ class Comm(ABC):
             self._broadcast(tensor, source, key)
 
     def all_reduce(self, tensor: Tensor, name: str, reduction: Reduction = "sum") -> Tensor:
-        """Returns the reduction of a small host tensor over ranks, with the same bits on every rank.
-
-        Costs this rank O(log N) messages.
-        """
+        """Returns the reduction of a small host tensor over ranks, with the same bits on every rank, for O(log N)
+        messages of each."""
         value = tensor.detach().contiguous()
         key = self._begin("all_reduce", name, value, (self.size - 1).bit_length() * value.nbytes)
         return self._all_reduce(value, COMBINE[reduction], key) if value.numel() else value.clone()
@@ -144,7 +110,7 @@ class Comm(ABC):
 
     @property
     def host(self) -> "Comm":
-        """The communicator of these ranks for tensors in host memory."""
+        """These ranks' communicator for tensors in host memory."""
         return self
 
     @property
@@ -162,15 +128,12 @@ class Comm(ABC):
         self.calls[kind] += 1
         name = f"{kind} {name}"
         if self.sanitize and tensor is not None:
-            self._compare(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
+            found = self.all_gather_object(f"{name} {tuple(tensor.shape)} {tensor.dtype}", "sanitize")
+            if len(set(found)) > 1:
+                told = "\n".join(f"  rank {rank}: {theirs}" for rank, theirs in enumerate(found))
+                raise CollectiveMismatchError(f"Ranks issue different collectives:\n{told}")
         self._issued[name] += 1
         return f"{name} #{self._issued[name]}"
-
-    def _compare(self, signature: str) -> None:
-        found = self.all_gather_object(signature, "sanitize")
-        if len(set(found)) > 1:
-            told = "\n".join(f"  rank {rank}: {theirs}" for rank, theirs in enumerate(found))
-            raise CollectiveMismatchError(f"Ranks issue different collectives:\n{told}")
 
     @abstractmethod
     def _all_gather(self, full: Tensor, shard: Tensor, key: str, diverges: bool | None) -> Gather: ...
@@ -182,7 +145,7 @@ class Comm(ABC):
     def _broadcast(self, tensor: Tensor, source: int, key: str) -> None: ...
 
     @abstractmethod
-    def _all_reduce(self, value: Tensor, combine: Callable[[Tensor, Tensor], Tensor], key: str) -> Tensor: ...
+    def _all_reduce(self, value: Tensor, combine: Combine, key: str) -> Tensor: ...
 
     @abstractmethod
     def _merge(self, mine: dict[int, Any], key: str) -> dict[int, Any]:

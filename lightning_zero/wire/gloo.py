@@ -7,7 +7,8 @@ and its all-reduce of a few bytes takes three times as long as the messages here
 import itertools
 import pickle
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, final
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.wire.board import Board
-from lightning_zero.wire.comm import Comm, Gather, RankTimeoutError, Work
+from lightning_zero.wire.comm import Combine, Comm, Gather, RankTimeoutError, Work
 
 _MADE = itertools.count()  # communicators of this process; all ranks make the same ones, in the same order
 _GRACE = timedelta(seconds=3)  # after a timed-out wait: how long to listen for what the other ranks report
@@ -27,44 +28,50 @@ _GRACE = timedelta(seconds=3)  # after a timed-out wait: how long to listen for 
 _DIVERGES = 0x5AFE_C0DE_0D1F_FE25
 _WORD = torch.int64
 
+_Pending = list[tuple[int, dist.Work]]  # messages under way, each with the peer that it is to or from
+
 
 @final
 class GlooComm(Comm):
     """Host memory. Tensors of another device are staged through it, because gloo sends only that.
 
-    Args:
-        group: a process group of its own, so that tags cannot meet anybody else's.
-        wait_timeout: how long to wait for a peer before saying who is missing.
-        sanitize: see `Comm`.
+    `group` is one of its own, so that tags cannot meet anybody else's. A wait for a peer that is longer than
+    `wait_timeout` says who is missing.
     """
 
     def __init__(self, group: dist.ProcessGroup, wait_timeout: timedelta, *, sanitize: bool = False) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), sanitize=sanitize)
         self.scratch_rows = self.size - 1
         self._group = group
-        self._wait_timeout = wait_timeout
+        self.wait_timeout = wait_timeout
         self._number = next(_MADE)
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
 
     @cached_property
     def board(self) -> Board:
-        return Board(self._store(), self.rank, self.size, self._wait_timeout)
+        return Board(self._store, self.rank, self.size, self.wait_timeout)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Comm:
-        return GlooComm(own_subgroup("gloo", self.rank, groups), self._wait_timeout, sanitize=self.sanitize)
+        return GlooComm(own_subgroup("gloo", self.rank, groups), self.wait_timeout, sanitize=self.sanitize)
 
     # -- arrays
 
     def _all_gather(self, full: Tensor, shard: Tensor, key: str, diverges: bool | None) -> Gather:
         if full.device.type != "cpu":
-            return self._staged_all_gather(full, shard, key, diverges)
+            host = torch.empty(full.shape, dtype=full.dtype, pin_memory=full.is_cuda)
+            gather = self._all_gather(host, shard.cpu(), key, diverges)
+
+            def finish() -> None:
+                gather.wait()
+                full.copy_(host)
+
+            return Gather(finish, gather.has_divergence)
         if diverges:
             shard = shard.clone()
             shard.view(_WORD)[0] = _DIVERGES
         if full[self.rank].data_ptr() != shard.data_ptr():
             full[self.rank].copy_(shard)
-        pending = [(peer, self._receive(full[peer], peer, key)) for peer in self._peers]
-        pending += [(peer, self._send(shard, peer, key)) for peer in self._peers]
+        pending = self._start({peer: full[peer] for peer in self._peers}, dict.fromkeys(self._peers, shard), key)
         look = (lambda: False) if diverges is None else (lambda: bool((full.view(_WORD)[:, 0] == _DIVERGES).any()))
         return Gather(lambda: self._wait(pending, key), look)
 
@@ -72,9 +79,9 @@ class GlooComm(Comm):
         rows, landing = full, scratch
         if full.device.type != "cpu":
             rows, landing = full.cpu(), scratch.cpu()
-        slots = dict(zip(self._peers, landing, strict=True)) | {self.rank: rows[self.rank]}
-        pending = [(peer, self._receive(slots[peer], peer, key)) for peer in self._peers]
-        pending += [(peer, self._send(rows[peer], peer, key)) for peer in self._peers]
+        received = dict(zip(self._peers, landing, strict=True))
+        pending = self._start(received, {peer: rows[peer] for peer in self._peers}, key)
+        slots = received | {self.rank: rows[self.rank]}
 
         def finish() -> None:
             self._wait(pending, key)
@@ -85,29 +92,18 @@ class GlooComm(Comm):
 
         return Work(finish)
 
-    def _staged_all_gather(self, full: Tensor, shard: Tensor, key: str, diverges: bool | None) -> Gather:
-        host = torch.empty(full.shape, dtype=full.dtype, pin_memory=full.is_cuda)
-        gather = self._all_gather(host, shard.cpu(), key, diverges)
-
-        def finish() -> None:
-            gather.wait()
-            full.copy_(host)
-
-        return Gather(finish, gather.has_divergence)
-
     def _broadcast(self, tensor: Tensor, source: int, key: str) -> None:
         host = tensor.cpu()  # the tensor itself when it is on the host
         if self.rank == source:
-            pending = [(peer, self._send(host, peer, key)) for peer in self._peers]
-        else:
-            pending = [(source, self._receive(host, source, key))]
-        self._wait(pending, key)
-        if host is not tensor and self.rank != source:
+            self._wait(self._start({}, dict.fromkeys(self._peers, host), key), key)
+            return
+        self._wait(self._start({source: host}, {}, key), key)
+        if host is not tensor:
             tensor.copy_(host)
 
     # -- small agreements, in a tree
 
-    def _all_reduce(self, value: Tensor, combine: Callable[[Tensor, Tensor], Tensor], key: str) -> Tensor:
+    def _all_reduce(self, value: Tensor, combine: Combine, key: str) -> Tensor:
         def swap(mine: Tensor | None, peer: int, receives: bool) -> Tensor | None:
             theirs = torch.empty_like(value) if receives else None
             self._exchange(mine, theirs, peer, key)
@@ -129,9 +125,9 @@ class GlooComm(Comm):
 
     def _exchange(self, mine: Tensor | None, theirs: Tensor | None, peer: int, key: str) -> None:
         """Sends what there is to send, and receives what there is room for."""
-        pending = [] if theirs is None else [(peer, self._receive(theirs, peer, key))]
-        pending += [] if mine is None else [(peer, self._send(mine, peer, key))]
-        self._wait(pending, key)
+        receives = {} if theirs is None else {peer: theirs}
+        sends = {} if mine is None else {peer: mine}
+        self._wait(self._start(receives, sends, key), key)
 
     def _tree(self, value: Any, combine: Callable[[Any, Any], Any], swap: Callable[..., Any]) -> Any:
         """Recursive doubling: in round k, pairs at a distance of 2^k swap and combine, the lower rank's part first, so
@@ -161,58 +157,45 @@ class GlooComm(Comm):
 
     # -- messages
 
-    def _send(self, tensor: Tensor, peer: int, key: str) -> dist.Work:
-        return self._begin_with(peer, key, self._group.send, tensor)
+    def _start(self, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor], key: str) -> _Pending:
+        """Starts a message from each peer of `receives` into its tensor, then one to each peer of `sends`."""
+        pending = []
+        tag = zlib.crc32(key.encode()) & 0x7FFFFFFF
+        for begin, tensors in ((self._group.recv, receives), (self._group.send, sends)):
+            for peer, tensor in tensors.items():
+                with self.explaining(key, f"rank {peer}"):  # fails where an earlier wait timed out and closed it
+                    pending.append((peer, begin([tensor], peer, tag)))
+        return pending
 
-    def _receive(self, tensor: Tensor, peer: int, key: str) -> dist.Work:
-        return self._begin_with(peer, key, self._group.recv, tensor)
-
-    def _begin_with(self, peer: int, key: str, begin: Callable[..., dist.Work], tensor: Tensor) -> dist.Work:
-        try:
-            return begin([tensor], peer, _tag(key))
-        except RuntimeError as error:  # the connection is closed, since an earlier wait timed out
-            raise self._lost(peer, key, error) from error
-
-    def _wait(self, pending: list[tuple[int, dist.Work]], key: str) -> None:
+    def _wait(self, pending: _Pending, key: str) -> None:
         for peer, work in pending:
-            try:
-                work.wait(self._wait_timeout)
-            except RuntimeError as error:
-                raise self._lost(peer, key, error) from error
+            with self.explaining(key, f"rank {peer}"):
+                work.wait(self.wait_timeout)
 
+    @property
     def _store(self) -> dist.Store:
         # By number: what an earlier one left there (the verdict on its first save) must not be taken for this one's.
         prefix = f"lightning_zero/{self._group.group_name}/{self._number}"
         return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
 
-    def _lost(self, peer: int, key: str, error: RuntimeError) -> RankTimeoutError:
-        told = f"rank {self.rank} was in {key!r}, waiting for rank {peer}"
-        return report_lost(self._store(), self.rank, self._peers, told, self._wait_timeout, error)
-
-
-def report_lost(
-    store: dist.Store, rank: int, peers: Sequence[int], told: str, waited: timedelta, error: RuntimeError
-) -> RankTimeoutError:
-    """Tells the others, through the store, where this rank waits, and listens for where they do.
-
-    Args:
-        store: shared by the ranks.
-        rank: this one.
-        peers: the others.
-        told: where this rank waits, and for whom.
-        waited: for how long.
-        error: that ended the wait.
-    """
-    said = [told]
-    try:
-        store.set(f"lost/{rank}", told)
-        said += [_hear(store, peer) for peer in peers]
-    except Exception as unreachable:  # rank 0, which holds the store, may be the one that died
-        said.append(f"the store on rank 0 does not answer ({type(unreachable).__name__})")
-    return RankTimeoutError(
-        f"Lost a rank (wait_timeout={waited.total_seconds():g} s): {'; '.join(said)}. "
-        f"Cause: {str(error).splitlines()[0]}"
-    )
+    @contextmanager
+    def explaining(self, key: str, awaited: str) -> Iterator[None]:
+        """When a message of `key` fails: tells the others, through the store, that this rank waited for `awaited`,
+        listens for where they wait, and raises all of it."""
+        try:
+            yield
+        except RuntimeError as error:
+            said = [f"rank {self.rank} was in {key!r}, waiting for {awaited}"]
+            try:
+                store = self._store
+                store.set(f"lost/{self.rank}", said[0])
+                said += [_hear(store, peer) for peer in self._peers]
+            except Exception as unreachable:  # rank 0, which holds the store, may be the one that died
+                said.append(f"the store on rank 0 does not answer ({type(unreachable).__name__})")
+            raise RankTimeoutError(
+                f"Lost a rank (wait_timeout={self.wait_timeout.total_seconds():g} s): {'; '.join(said)}. "
+                f"Cause: {str(error).splitlines()[0]}"
+            ) from error
 
 
 def _hear(store: Any, rank: int) -> str:
@@ -223,21 +206,11 @@ def _hear(store: Any, rank: int) -> str:
     return store.get(f"lost/{rank}").decode()
 
 
-def _tag(key: str) -> int:
-    return zlib.crc32(key.encode()) & 0x7FFFFFFF
-
-
 _OWN_GROUPS: dict[Any, tuple[Any, dist.ProcessGroup]] = {}  # backend and ranks -> the world it was made in, the group
 
 
 def own_group(backend: str, ranks: Sequence[int] | None = None, **kwargs: Any) -> dist.ProcessGroup:
-    """A group made once per process and world, because each holds sockets and threads while it lives.
-
-    Args:
-        backend: such as ``"gloo"``.
-        ranks: its members; None for all ranks.
-        kwargs: for `torch.distributed.new_group`.
-    """
+    """A group of `ranks` (None: all), made once per process and world: it holds sockets and threads while it lives."""
     key = (backend, None if ranks is None else tuple(ranks))
     world, group = _OWN_GROUPS.get(key, (None, None))
     if group is None or world is not dist.group.WORLD:

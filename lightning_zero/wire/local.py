@@ -1,27 +1,40 @@
 """Communicators that send nothing: a world of one rank, and a rank of an imagined world that counts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, final
 
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.wire.board import Board
-from lightning_zero.wire.comm import Comm, Gather, Work, group_of
+from lightning_zero.wire.comm import Combine, Comm, Gather, Work, group_of
+
+
+class _Silent(Comm):
+    """Sends nothing, and takes it that all ranks do what this one does."""
+
+    def _broadcast(self, tensor: Tensor, source: int, key: str) -> None:
+        pass
+
+    def _all_reduce(self, value: Tensor, combine: Combine, key: str) -> Tensor:
+        return value.clone()
+
+    def _merge(self, mine: dict[int, Any], key: str) -> dict[int, Any]:
+        return dict.fromkeys(range(self.size), mine[self.rank])
 
 
 @final
-class LocalComm(Comm):
+class LocalComm(_Silent):
     """A world of one: the shard is the full array, and nothing travels."""
 
     def __init__(self) -> None:
         super().__init__(rank=0, size=1)
-        self._board = Board(dist.HashStore(), 0, 1, timedelta.max)
 
-    @property
+    @cached_property
     def board(self) -> Board:
-        return self._board
+        return Board(dist.HashStore(), 0, 1, timedelta.max)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Comm:
         return self
@@ -34,18 +47,9 @@ class LocalComm(Comm):
         _copy_unless_same(shard, full[0])
         return Work()
 
-    def _broadcast(self, tensor: Tensor, source: int, key: str) -> None:
-        pass
-
-    def _all_reduce(self, value: Tensor, combine: Callable[[Tensor, Tensor], Tensor], key: str) -> Tensor:
-        return value.clone()
-
-    def _merge(self, mine: dict[int, Any], key: str) -> dict[int, Any]:
-        return mine
-
 
 @final
-class CountingComm(Comm):
+class CountingComm(_Silent):
     """Rank `rank` of an imagined world in which all ranks do what this one does: counts, and moves nothing."""
 
     @property
@@ -57,19 +61,10 @@ class CountingComm(Comm):
         return CountingComm(mine.index(self.rank), len(mine))
 
     def _all_gather(self, full: Tensor, shard: Tensor, key: str, diverges: bool | None) -> Gather:
-        return Gather(look=lambda: bool(diverges))
+        return Gather(has_divergence=lambda: bool(diverges))
 
     def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str) -> Work:
         return Work()
-
-    def _broadcast(self, tensor: Tensor, source: int, key: str) -> None:
-        pass
-
-    def _all_reduce(self, value: Tensor, combine: Callable[[Tensor, Tensor], Tensor], key: str) -> Tensor:
-        return value.clone()
-
-    def _merge(self, mine: dict[int, Any], key: str) -> dict[int, Any]:
-        return dict.fromkeys(range(self.size), mine[self.rank])
 
 
 def _copy_unless_same(target: Tensor, source: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Torch's own collectives, in place on single tensors: NCCL on CUDA devices, and gloo's where tests run this code."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, final
 
@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.wire.board import Board
-from lightning_zero.wire.comm import Comm, Gather, Work
-from lightning_zero.wire.gloo import GlooComm, own_group, own_subgroup, report_lost
+from lightning_zero.wire.comm import Combine, Comm, Gather, Work
+from lightning_zero.wire.gloo import GlooComm, own_group, own_subgroup
 from lightning_zero.wire.local import LocalComm
 
 # torch 2.13 renamed the two single-tensor collectives; both names are tried, 2.11 has only the older.
@@ -25,9 +25,7 @@ class NativeComm(Comm):
     Sums over more than two ranks are in the backend's order. Whether a rank diverges travels as one more byte per rank
     in the same launch as the gather (NCCL), and is copied to the host without waiting for it.
 
-    Args:
-        group: a process group of its own.
-        control: the same ranks, for host memory.
+    `group` is one of its own; `control` is of the same ranks.
     """
 
     learns_late = True
@@ -54,8 +52,8 @@ class NativeComm(Comm):
 
     def _all_gather(self, full: Tensor, shard: Tensor, key: str, diverges: bool | None) -> Gather:
         if diverges is None:
-            works = [_all_gather_single(full.view(-1), shard, group=self._group, async_op=True)]
-            return Gather(lambda: self._wait(works, key))
+            work = _all_gather_single(full.view(-1), shard, group=self._group, async_op=True)
+            return Gather(lambda: self._wait([work], key))
         mine = torch.full((1,), diverges, dtype=torch.uint8, device=full.device)
         flags = mine.new_empty(self.size)
         if self._on_device:
@@ -66,13 +64,21 @@ class NativeComm(Comm):
         else:
             pairs = ((full.view(-1), shard), (flags, mine))
             works = [_all_gather_single(into, own, group=self._group, async_op=True) for into, own in pairs]
-        heard = _Later(flags)
+        arrived = torch.cuda.Event() if flags.is_cuda else None
+        heard = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=flags.is_cuda)
 
         def finish() -> None:
             self._wait(works, key)
-            heard.fetch()
+            heard.copy_(flags, non_blocking=True)
+            if arrived is not None:
+                arrived.record()
 
-        return Gather(finish, heard.read)
+        def has_divergence() -> bool:
+            if arrived is not None:
+                arrived.synchronize()
+            return bool(heard.any())
+
+        return Gather(finish, has_divergence)
 
     def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str) -> Work:
         work = _reduce_scatter_single(shard, full.view(-1), group=self._group, async_op=True)
@@ -84,7 +90,7 @@ class NativeComm(Comm):
         else:
             self._control._broadcast(tensor, source, key)
 
-    def _all_reduce(self, value: Tensor, combine: Callable[[Tensor, Tensor], Tensor], key: str) -> Tensor:
+    def _all_reduce(self, value: Tensor, combine: Combine, key: str) -> Tensor:
         return self._control._all_reduce(value, combine, key)
 
     def _merge(self, mine: dict[int, Any], key: str) -> dict[int, Any]:
@@ -94,47 +100,18 @@ class NativeComm(Comm):
         for work in works:
             if self._on_device:
                 work.wait()  # of the current stream; with a time limit it would block this thread
-                continue
-            try:
-                work.wait(self._control._wait_timeout)
-            except RuntimeError as error:
-                told = f"rank {self.rank} was in {key!r}, waiting for the others"
-                waited, peers = self._control._wait_timeout, self._control._peers
-                raise report_lost(self._control._store(), self.rank, peers, told, waited, error) from error
-
-
-class _Later:
-    """Bytes on a device that the host reads later, when they have arrived without anybody's waiting for them."""
-
-    def __init__(self, flags: Tensor) -> None:
-        self._flags = flags
-        self._arrived: Any = None
-
-    def fetch(self) -> None:
-        if self._flags.is_cuda:
-            host = torch.empty(self._flags.shape, dtype=self._flags.dtype, pin_memory=True)
-            self._flags = host.copy_(self._flags, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-
-    def read(self) -> bool:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return bool(self._flags.any())
+            else:
+                with self._control.explaining(key, "the others"):
+                    work.wait(self._control.wait_timeout)
 
 
 def make_comm(
     device: torch.device, wait_timeout: timedelta, *, backend: str | None = None, sanitize: bool = False
 ) -> Comm:
-    """The communicator of this process among all ranks, on process groups of its own.
+    """The communicator of this process among all ranks, on process groups of its own, for tensors on `device`.
 
-    Call it on every rank, after `torch.distributed` is initialised (or not at all, for a world of one).
-
-    Args:
-        device: where the tensors live.
-        wait_timeout: how long any rank waits for another before it says who is missing.
-        backend: of the default process group; ``"nccl"`` gives NCCL, everything else gloo.
-        sanitize: compare every collective's signature across ranks.
+    Call it on every rank, after `torch.distributed` is initialised (or not at all, for a world of one). `backend` is
+    the default process group's: ``"nccl"`` gives NCCL, everything else gloo.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return LocalComm()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.wire.board import Board
-from lightning_zero.wire.comm import Comm, Gather, RankTimeoutError, Work, group_of
+from lightning_zero.wire.comm import Combine, Comm, Gather, RankTimeoutError, Work, group_of
 
 T = TypeVar("T")
 
@@ -32,10 +32,10 @@ class ThreadWorld:
     size: int
     wait_timeout: float = 60.0
     learns_late: bool = False
-    _posted: dict[str, dict[int, Any]] = field(default_factory=dict)
-    _read: Counter[str] = field(default_factory=Counter)
-    _changed: threading.Condition = field(default_factory=threading.Condition)
-    _failed: bool = False
+    posted: dict[str, dict[int, Any]] = field(default_factory=dict)  # operation -> rank -> payload
+    read: Counter[str] = field(default_factory=Counter)  # operation -> how many ranks have read what was posted
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    errors: list[BaseException] = field(default_factory=list)  # that ranks raised
     store: dist.Store = field(default_factory=dist.HashStore)
 
     def run(self, function: Callable[[Comm], T]) -> list[T]:
@@ -44,52 +44,25 @@ class ThreadWorld:
         Raises:
             Exception: the first one that a rank raised; the other ranks stop waiting.
         """
+        world = ThreadWorld(self.size, self.wait_timeout, self.learns_late)  # nothing of an earlier run is in it
         results: list[Any] = [None] * self.size
-        errors: list[BaseException] = []
-        self.store = dist.HashStore()
-        self._posted.clear()
-        self._read.clear()
-        self._failed = False
 
         def rank_main(rank: int) -> None:
             try:
-                results[rank] = function(ThreadComm(self, rank))
+                results[rank] = function(ThreadComm(world, rank))
             except BaseException as error:  # handed to the caller below
-                errors.append(error)
-                with self._changed:
-                    self._failed = True
-                    self._changed.notify_all()
+                with world.changed:
+                    world.errors.append(error)
+                    world.changed.notify_all()
 
         threads = [threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}") for rank in range(self.size)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        if errors:
-            raise errors[0]
+        if world.errors:
+            raise world.errors[0]
         return results
-
-    def post(self, key: str, rank: int, payload: Any) -> None:
-        with self._changed:
-            self._posted.setdefault(key, {})[rank] = payload
-            self._changed.notify_all()
-
-    def collect(self, key: str, members: Sequence[int]) -> list[Any]:
-        """Every member's payload, in rank order, once all have posted it; the last reader clears it away."""
-        with self._changed:
-            complete = self._changed.wait_for(
-                lambda: self._failed or len(self._posted.get(key, {})) == len(members), self.wait_timeout
-            )
-            here = self._posted.get(key, {})
-            if len(here) < len(members):
-                missing = [rank for rank in members if rank not in here]
-                why = "another rank failed" if complete else f"wait_timeout={self.wait_timeout:g} s"
-                raise RankTimeoutError(f"{key!r}: ranks {missing} never came ({why}).")
-            payloads = [here[rank] for rank in members]
-            self._read[key] += 1
-            if self._read[key] == len(members):
-                del self._posted[key], self._read[key]
-            return payloads
 
 
 @final
@@ -97,11 +70,11 @@ class ThreadComm(Comm):
     """One rank of a `ThreadWorld`."""
 
     def __init__(self, world: ThreadWorld, rank: int, members: Sequence[int] | None = None) -> None:
-        self._members = list(range(world.size)) if members is None else list(members)
+        self._members = range(world.size) if members is None else members
         super().__init__(self._members.index(rank), len(self._members))
         self.learns_late = world.learns_late
         self._world = world
-        self._prefix = "" if members is None else f"among {self._members}: "
+        self._prefix = "" if members is None else f"among {list(members)}: "
 
     @cached_property
     def board(self) -> Board:
@@ -113,10 +86,24 @@ class ThreadComm(Comm):
         return ThreadComm(self._world, rank, group_of(rank, groups))
 
     def _post(self, key: str, payload: Any) -> None:
-        self._world.post(self._prefix + key, self._members[self.rank], payload)
+        with self._world.changed:
+            self._world.posted.setdefault(self._prefix + key, {})[self.rank] = payload
+            self._world.changed.notify_all()
 
     def _collect(self, key: str) -> list[Any]:
-        return self._world.collect(self._prefix + key, self._members)
+        """Every rank's payload, in rank order, once all have posted it; the last reader clears it away."""
+        key, world = self._prefix + key, self._world
+        with world.changed:
+            here = world.posted[key]
+            in_time = world.changed.wait_for(lambda: world.errors or len(here) == self.size, world.wait_timeout)
+            if len(here) < self.size:
+                missing = [member for rank, member in enumerate(self._members) if rank not in here]
+                why = "another rank failed" if in_time else f"wait_timeout={world.wait_timeout:g} s"
+                raise RankTimeoutError(f"{key!r}: ranks {missing} never came ({why}).")
+            world.read[key] += 1
+            if world.read[key] == self.size:
+                del world.posted[key], world.read[key]
+            return [here[rank] for rank in range(self.size)]
 
     def _all_gather(self, full: Tensor, shard: Tensor, key: str, diverges: bool | None) -> Gather:
         self._post(key, (shard.clone(), diverges))
@@ -145,7 +132,7 @@ class ThreadComm(Comm):
         self._post(key, tensor.clone())
         tensor.copy_(self._collect(key)[source])
 
-    def _all_reduce(self, value: Tensor, combine: Callable[[Tensor, Tensor], Tensor], key: str) -> Tensor:
+    def _all_reduce(self, value: Tensor, combine: Combine, key: str) -> Tensor:
         self._post(key, value.clone())
         return functools.reduce(combine, self._collect(key))
 
