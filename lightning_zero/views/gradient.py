@@ -32,12 +32,7 @@ class GradientLender(ABC):
 
 @final
 class ShardedGradient(AveragedGradient):
-    """See the module's docstring.
-
-    Args:
-        slot: of the parameter.
-        lender: has the values.
-    """
+    """The averaged gradient of the parameter at `slot`; see the module's docstring."""
 
     _lender: GradientLender
 

@@ -5,6 +5,7 @@ the call is known whether it has edited them, and whether its result is a view t
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy
@@ -41,20 +42,16 @@ def asks_for_dtype(func: Any) -> bool:
 
 
 @final
+@dataclass(eq=False)
 class Lent:
-    """Values in the hands of one call.
+    """Values in the hands of one call."""
 
-    Args:
-        tensor: that the call was made with.
-        values: its values.
-        end: called with this and the result of the call; with None where it has raised.
-    """
+    tensor: Tensor  # that the call was made with
+    values: Tensor
+    end: Callable[["Lent", Any], None]  # called with this and the result of the call; with None where it has raised
 
-    def __init__(self, tensor: Tensor, values: Tensor, end: Callable[["Lent", Any], None]) -> None:
-        self.tensor = tensor
-        self.values = values
-        self.end = end
-        self._was = _state_of(values)
+    def __post_init__(self) -> None:
+        self._was = _state_of(self.values)
 
     @property
     def is_edited(self) -> bool:
@@ -84,16 +81,9 @@ def _state_of(values: Tensor) -> tuple[int, int]:
 
 
 def call(func: Callable[..., Any], args: Any, kwargs: Any, lend: Callable[[Any], Lent | None]) -> Any:
-    """Calls `func` with values.
+    """Calls `func`, of torch, with values: what `lend` makes a loan of, one for each, in the nests `args` and `kwargs`.
 
-    Args:
-        func: of torch.
-        args: its arguments, nests of containers and tensors.
-        kwargs: also.
-        lend: makes a loan of a tensor whose values are elsewhere, one for each; None for anything else.
-
-    Returns:
-        What the call returned, with the intercepted tensor itself where that is its values edited in place.
+    Returns what the call returned, with the intercepted tensor itself where that is its values edited in place.
     """
     lent: dict[int, Lent] = {}
 

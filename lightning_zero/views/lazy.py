@@ -7,29 +7,24 @@ writer and the reader of checkpoints, takes only the ranges it needs and never a
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from lightning_zero.shards.extents import Extent
 from lightning_zero.views.intercept import METADATA, STRIDES, Lent, asks_for_dtype, call
 
 
+@dataclass(eq=False)
 class Source(ABC):
-    """Where the values of a `LazyTensor` are.
+    """Where the values of a `LazyTensor` are."""
 
-    Args:
-        name: of the values, not of the place in the checkpoint: two places of one name hold the same tensor.
-        shape: of the whole tensor.
-        dtype: of its values.
-    """
-
-    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.name = name
-        self.shape = shape
-        self.dtype = dtype
+    name: str  # of the values, not of the place in the checkpoint: two places of one name hold the same tensor
+    shape: tuple[int, ...]  # of the whole tensor
+    dtype: torch.dtype
 
     @abstractmethod
     def whole(self) -> Tensor:
@@ -74,12 +69,8 @@ class Stored(Source):
 
 @final
 class Partial(dict[Any, Any]):
-    """A dictionary of which each rank has some of the items: the state of optimizers, whose parameters are spread.
-
-    Args:
-        name: the same on all ranks; the writer merges what they have under it.
-        items: of this rank.
-    """
+    """A dictionary of which each rank has some of the items: the state of optimizers, whose parameters are spread. The
+    writer merges what ranks have under one `name`."""
 
     def __init__(self, name: str, items: Mapping[Any, Any]) -> None:
         super().__init__(items)
@@ -140,15 +131,11 @@ class LazyTensor(Tensor):
             return alias
         if func is Tensor.copy_ and isinstance(args[1], LazyTensor) and isinstance(args[1].source, Stored):
             return args[0].copy_(args[1].source.for_loading(args[0]))
-        return _run(func, args, kwargs)
+        return call(func, args, kwargs, _lend)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return _run(func, args, kwargs or {})
-
-
-def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    return call(func, args, kwargs, _lend)
+        return call(func, args, kwargs or {}, _lend)
 
 
 def _end(loan: Lent, result: Any) -> None:
@@ -174,10 +161,6 @@ def _lend(value: Any) -> Lent | None:
         return Lent(value, values, _end)
 
 
-def _whole(value: Any) -> Any:
-    return value.source.whole() if isinstance(value, LazyTensor) else value
-
-
 def materialize(tree: Any) -> Any:
     """Containers with the values of the lazy tensors in them."""
-    return tree_map(_whole, tree, is_leaf=lambda value: isinstance(value, LazyTensor))
+    return tree_map_only(LazyTensor, lambda lazy: lazy.source.whole(), tree)

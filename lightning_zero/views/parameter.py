@@ -11,7 +11,6 @@ one of them for its gradient makes them agree.
 """
 
 import copy
-import types
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, final
 
@@ -54,7 +53,7 @@ class RestingParameter(Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _GRADIENT:
-            cls._lender_of(args).settle_gradients()
+            cls.lender.settle_gradients()
         if func in METADATA or func in _BY_IDENTITY:
             with no_interception():
                 return func(*args, **kwargs)
@@ -73,14 +72,8 @@ class RestingParameter(Parameter):
             return None
         return call(func, args, kwargs, _lend)
 
-    @staticmethod
-    def _lender_of(args: Any) -> Lender:
-        return next(value for value in args if isinstance(value, RestingParameter)).lender
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
-        if id(self) not in memo:
-            memo[id(self)] = copy.deepcopy(_as_made(self))
-        return memo[id(self)]
+        return memo.setdefault(id(self), copy.deepcopy(_as_made(self)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _as_made(self).__reduce_ex__(protocol)
@@ -107,11 +100,7 @@ def _as_made(parameter: RestingParameter) -> Parameter:
 
 @final
 class Interception:
-    """Switches parameters between the class that the user gave them and the one that borrows their values.
-
-    Args:
-        lender: whom they borrow from.
-    """
+    """Switches parameters between the class that the user gave them and the one that borrows their values."""
 
     def __init__(self, lender: Lender) -> None:
         self._lender = lender
@@ -131,9 +120,7 @@ class Interception:
         """What the user gave the class (methods, `isinstance`) stays."""
         if plain not in self._classes:
             bases = (RestingParameter,) if plain is Parameter else (RestingParameter, plain)
-            self._classes[plain] = types.new_class(
-                plain.__name__, bases, exec_body=lambda body: body.update(lender=self._lender)
-            )
+            self._classes[plain] = type(plain.__name__, bases, {"lender": self._lender})
         return self._classes[plain]
 
 

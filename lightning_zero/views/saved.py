@@ -10,6 +10,7 @@ was there before, so that activation checkpointing and offloading around a unit 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -20,8 +21,6 @@ from lightning_zero.shards.group import ShardGroup, no_interception
 from lightning_zero.shards.unit import Unit
 
 _hooks_are_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
-
-Use = Callable[[Unit], None]  # brings a unit's values
 
 
 class _Place(NamedTuple):
@@ -38,23 +37,19 @@ class _Place(NamedTuple):
     offset: int  # elements of `dtype`, from the start of full_param
 
 
-class _Saved(NamedTuple):
-    """Any other tensor."""
-
-    tensor: Tensor
-    version: int
+class _Ours(partial[Any]):
+    """A hook of ours."""
 
 
 @final
 class SavedParameters:
     """The pairs of hooks that are in place, innermost last.
 
-    Args:
-        use: brings a unit's values in backward.
-        gather_old: the full array of a group as it was when `shard` was its owned_param. A collective.
+    `use` brings a unit's values in backward; `gather_old(group, shard)` is the full array of a group as it was when
+    `shard` was its owned_param, a collective.
     """
 
-    def __init__(self, use: Use, gather_old: Callable[[ShardGroup, Tensor], Tensor]) -> None:
+    def __init__(self, use: Callable[[Unit], None], gather_old: Callable[[ShardGroup, Tensor], Tensor]) -> None:
         self._use = use
         self._gather_old = gather_old
         self._pushed: list[bool] = []
@@ -74,7 +69,7 @@ class SavedParameters:
     def is_inside_others(self) -> bool:
         """Whether hooks that are not ours see what is saved now."""
         innermost = _innermost_hooks()
-        return innermost is not None and not isinstance(innermost[0], _Pack)
+        return innermost is not None and not isinstance(innermost[0], _Ours)
 
     def push(self) -> bool:
         """Notes places until `pop`; False where torch allows no hooks (inside `torch.func` transforms)."""
@@ -82,7 +77,7 @@ class SavedParameters:
         needed = allowed and (outer is None or self.is_inside_others)
         if needed:
             pack, unpack = outer or (_keep, _give_back)
-            ours = _Pack(self._units, pack), _Unpack(self._use, self._gather_old, unpack)
+            ours = _Ours(self._pack, pack), _Ours(self._unpack, unpack)
             torch._C._autograd._push_saved_tensors_default_hooks(*ours)
         self._pushed.append(needed)
         return allowed
@@ -91,21 +86,10 @@ class SavedParameters:
         if self._pushed.pop():
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
-
-def _innermost_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) if _hooks_are_allowed() else None
-
-
-@final
-class _Pack:
-    def __init__(self, units: dict[int, Unit], otherwise: Callable[[Tensor], Any]) -> None:
-        self._units = units
-        self._otherwise = otherwise
-
-    def __call__(self, tensor: Tensor) -> Any:
+    def _pack(self, otherwise: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         with no_interception():
             place = self._place_of(tensor)
-        return self._otherwise(tensor) if place is None else place
+        return otherwise(tensor) if place is None else place
 
     def _place_of(self, tensor: Tensor) -> _Place | None:
         if not (type(tensor) is Tensor or isinstance(tensor, Parameter)) or tensor.layout != torch.strided:
@@ -115,26 +99,14 @@ class _Pack:
             return None
         at = int(tensor.storage_offset()) * tensor.itemsize  # bytes
         group, start = unit.group_at(at)
-        slot = group.slots[group.layout.index_at((at - start) // group.kind.resting.itemsize)]
-        offset = (at - start) // tensor.itemsize
-        version, shard = slot.parameter._version, group.owned_param
-        return _Place(
-            unit, group, slot.parameter, version, shard, tensor.dtype, tensor.shape, tuple(tensor.stride()), offset
-        )
+        parameter = group.slots[group.layout.index_at((at - start) // group.kind.resting.itemsize)].parameter
+        offset, stride = (at - start) // tensor.itemsize, tuple(tensor.stride())
+        version, shard = parameter._version, group.owned_param
+        return _Place(unit, group, parameter, version, shard, tensor.dtype, tensor.shape, stride, offset)
 
-
-@final
-class _Unpack:
-    def __init__(
-        self, use: Use, gather_old: Callable[[ShardGroup, Tensor], Tensor], otherwise: Callable[[Any], Tensor]
-    ) -> None:
-        self._use = use
-        self._gather_old = gather_old
-        self._otherwise = otherwise
-
-    def __call__(self, saved: Any) -> Tensor:
+    def _unpack(self, otherwise: Callable[[Any], Tensor], saved: Any) -> Tensor:
         if not isinstance(saved, _Place):
-            return self._otherwise(saved)
+            return otherwise(saved)
         with no_interception():
             _check_version(saved.parameter, saved.version)
         if saved.shard is saved.group.owned_param:
@@ -147,15 +119,20 @@ class _Unpack:
         return values.as_strided(saved.shape, saved.stride, int(values.storage_offset()) + saved.offset)
 
 
-def _keep(tensor: Tensor) -> Any:
+def _innermost_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) if _hooks_are_allowed() else None
+
+
+def _keep(tensor: Tensor) -> tuple[Tensor, int | None]:
     # Detached: a graph that holds its own output would never be freed.
-    return _Saved(tensor.detach(), 0 if tensor.is_inference() else tensor._version)
+    return tensor.detach(), None if tensor.is_inference() else tensor._version
 
 
-def _give_back(saved: _Saved) -> Tensor:
-    if not saved.tensor.is_inference():
-        _check_version(saved.tensor, saved.version)
-    return saved.tensor
+def _give_back(saved: tuple[Tensor, int | None]) -> Tensor:
+    tensor, version = saved
+    if version is not None:
+        _check_version(tensor, version)
+    return tensor
 
 
 def _check_version(tensor: Tensor, version: int) -> None:
