@@ -12,10 +12,7 @@ from torch import Tensor
 
 from lightning_zero.shards.gradient import AveragedGradient
 from lightning_zero.shards.group import Slot
-from lightning_zero.views.intercept import METADATA, STRIDES, Lent, asks_for_dtype, call
-
-# `torch.compile` looks at the storage of all it finds, gradients among them.
-_WITHOUT_VALUES = METADATA | STRIDES | {Tensor.untyped_storage}
+from lightning_zero.views.intercept import Lent, call
 
 
 class GradientLender(ABC):
@@ -45,9 +42,6 @@ class ShardedGradient(AveragedGradient):
         self.slot, self._lender = slot, lender
         return self
 
-    def __init__(self, slot: Slot, lender: GradientLender) -> None:
-        super().__init__()
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedGradient({self.slot.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}; reading gathers)"
 
@@ -64,10 +58,10 @@ class ShardedGradient(AveragedGradient):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _WITHOUT_VALUES or asks_for_dtype(func):
+        if func is Tensor.untyped_storage:  # `torch.compile` looks at it of all it finds, gradients among them
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        return call(func, args, kwargs or {}, _lend)
+                return func(*args)
+        return call(func, args, kwargs, _lend)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -77,7 +71,7 @@ class ShardedGradient(AveragedGradient):
         if func is torch.ops.aten.add_.Tensor and torch._C._current_graph_task_id() != -1:
             args[0].slot.gradient.add(args[0].slot, args[1])  # it accumulates
             return args[0]
-        return call(func, args, kwargs or {}, partial(_lend, is_edited=func._schema.is_mutable))
+        return call(func, args, kwargs, partial(_lend, is_edited=func._schema.is_mutable))
 
 
 def _lend(value: Any, *, is_edited: bool = False) -> Lent | None:

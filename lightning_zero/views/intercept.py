@@ -14,25 +14,20 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map
 
 # What can be asked of a tensor whose values are elsewhere without bringing them here.
+_ATTRIBUTES = """
+    shape device requires_grad grad grad_fn grad_dtype is_leaf ndim layout names is_cuda is_meta is_sparse is_quantized
+    is_mkldnn is_cpu is_nested retains_grad output_nr itemsize nbytes _backward_hooks _post_accumulate_grad_hooks
+    _version _base
+""".split()
+_METHODS = """
+    size dim numel nelement ndimension requires_grad_ register_hook register_post_accumulate_grad_hook is_floating_point
+    is_complex element_size __len__ retain_grad storage_offset get_device is_inference is_conj is_neg _is_view
+    _is_zerotensor
+""".split()
 METADATA = {
-    *(
-        getattr(Tensor, name).__get__
-        for name in (
-            *"shape device requires_grad grad grad_fn grad_dtype is_leaf ndim layout names is_cuda is_meta".split(),
-            *"is_sparse is_quantized is_mkldnn is_cpu is_nested retains_grad output_nr itemsize nbytes".split(),
-            *"_backward_hooks _post_accumulate_grad_hooks _version _base".split(),
-        )
-        if hasattr(Tensor, name)
-    ),
+    *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES if hasattr(Tensor, name)),
     *(getattr(Tensor, name).__set__ for name in ("requires_grad", "grad", "_backward_hooks")),
-    *(
-        getattr(Tensor, name)
-        for name in (
-            *"size dim numel nelement ndimension requires_grad_ register_hook is_floating_point is_complex".split(),
-            *"register_post_accumulate_grad_hook element_size __len__ retain_grad storage_offset get_device".split(),
-            *"is_inference is_conj is_neg _is_view _is_zerotensor".split(),
-        )
-    ),
+    *(getattr(Tensor, name) for name in _METHODS),
 }
 STRIDES = {Tensor.stride, Tensor.is_contiguous}  # values that are elsewhere are in C order
 
@@ -81,10 +76,15 @@ def _state_of(values: Tensor) -> tuple[int, int]:
 
 
 def call(func: Callable[..., Any], args: Any, kwargs: Any, lend: Callable[[Any], Lent | None]) -> Any:
-    """Calls `func`, of torch, with values: what `lend` makes a loan of, one for each, in the nests `args` and `kwargs`.
+    """Calls `func`, of torch, with values where it needs them: `lend` makes a loan of a tensor in `args` and `kwargs`
+    whose values are elsewhere; None of anything else.
 
     Returns what the call returned, with the intercepted tensor itself where that is its values edited in place.
     """
+    kwargs = kwargs or {}
+    if func in METADATA or func in STRIDES or asks_for_dtype(func):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
     lent: dict[int, Lent] = {}
 
     def give(value: Any) -> Any:
@@ -96,7 +96,7 @@ def call(func: Callable[..., Any], args: Any, kwargs: Any, lend: Callable[[Any],
 
     result = None
     try:
-        args, kwargs = tree_map(give, args), tree_map(give, kwargs)
+        args, kwargs = tree_map(give, (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         for loan in lent.values():

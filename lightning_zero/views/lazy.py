@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero.shards.extents import Extent
-from lightning_zero.views.intercept import METADATA, STRIDES, Lent, asks_for_dtype, call
+from lightning_zero.views.intercept import Lent, call
 
 
 @dataclass(eq=False)
@@ -103,9 +103,6 @@ class LazyTensor(Tensor):
         self._held = [source]
         return self
 
-    def __init__(self, source: Source) -> None:
-        super().__init__()
-
     @property
     def source(self) -> Source:
         return self._held[0]
@@ -121,10 +118,6 @@ class LazyTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in METADATA or func in STRIDES or asks_for_dtype(func):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
         if func is Tensor.detach:
             alias = LazyTensor(args[0].source)
             alias._held = args[0]._held
@@ -135,7 +128,7 @@ class LazyTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return call(func, args, kwargs or {}, _lend)
+        return call(func, args, kwargs, _lend)
 
 
 def _end(loan: Lent, result: Any) -> None:

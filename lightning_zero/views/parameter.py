@@ -51,14 +51,13 @@ class RestingParameter(Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if func in _GRADIENT:
             cls.lender.settle_gradients()
         if func in METADATA or func in _BY_IDENTITY:
             with no_interception():
-                return func(*args, **kwargs)
+                return func(*args, **(kwargs or {}))
         if func in STRIDES:
-            return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)
+            return func(torch.empty(args[0].shape, device="meta"), *args[1:], **(kwargs or {}))
         if asks_for_dtype(func):
             return _slot(args[0]).group.dtype
         if func is Tensor.copy_ and isinstance(args[1], LazyTensor) and isinstance(args[1].source, Stored):

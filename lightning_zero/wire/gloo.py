@@ -105,17 +105,17 @@ class GlooComm(Comm):
 
     def _all_reduce(self, value: Tensor, combine: Combine, key: str) -> Tensor:
         def swap(mine: Tensor | None, peer: int, receives: bool) -> Tensor | None:
-            theirs = torch.empty_like(value) if receives else None
-            self._exchange(mine, theirs, peer, key)
-            return theirs
+            return self._exchange(mine, torch.empty_like(value) if receives else None, peer, key)
 
         return self._tree(value, combine, swap)
 
     def _merge(self, mine: dict[int, Any], key: str) -> dict[int, Any]:
         def swap(mine: dict[int, Any] | None, peer: int, receives: bool) -> dict[int, Any] | None:
             packed = None if mine is None else torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
-            length = torch.zeros(1, dtype=torch.int64) if receives else None
-            self._exchange(None if packed is None else torch.tensor([packed.numel()]), length, peer, f"length of {key}")
+            told = None if packed is None else torch.tensor([packed.numel()])
+            length = self._exchange(
+                told, torch.zeros(1, dtype=torch.int64) if receives else None, peer, f"length of {key}"
+            )
             theirs = None if length is None else torch.empty(int(length), dtype=torch.uint8)
             self._exchange(packed, theirs, peer, key)
             self.bytes_sent["object"] += 0 if packed is None else packed.numel()
@@ -123,11 +123,11 @@ class GlooComm(Comm):
 
         return self._tree(mine, lambda one, other: one | other, swap)
 
-    def _exchange(self, mine: Tensor | None, theirs: Tensor | None, peer: int, key: str) -> None:
-        """Sends what there is to send, and receives what there is room for."""
-        receives = {} if theirs is None else {peer: theirs}
-        sends = {} if mine is None else {peer: mine}
+    def _exchange(self, mine: Tensor | None, theirs: Tensor | None, peer: int, key: str) -> Tensor | None:
+        """Sends `mine` if it is there, and receives into `theirs` if there is room."""
+        receives, sends = ({} if tensor is None else {peer: tensor} for tensor in (theirs, mine))
         self._wait(self._start(receives, sends, key), key)
+        return theirs
 
     def _tree(self, value: Any, combine: Callable[[Any, Any], Any], swap: Callable[..., Any]) -> Any:
         """Recursive doubling: in round k, pairs at a distance of 2^k swap and combine, the lower rank's part first, so
@@ -145,12 +145,10 @@ class GlooComm(Comm):
         outside = self.rank + core if self.rank + core < self.size else None
         if outside is not None:
             value = combine(value, swap(None, outside, True))
-        distance = 1
-        while distance < core:
-            peer = self.rank ^ distance
+        for number in range(core.bit_length() - 1):
+            peer = self.rank ^ (1 << number)
             theirs = swap(value, peer, True)
             value = combine(value, theirs) if self.rank < peer else combine(theirs, value)
-            distance *= 2
         if outside is not None:
             swap(value, outside, False)
         return value

@@ -16,25 +16,15 @@ from lightning_zero.wire.local import LocalComm
 
 @dataclass(frozen=True)
 class Mesh:
-    """See the module's docstring; the axes "data_parallel" (shard) and "replicate" of `ZeroStrategy.device_mesh`.
+    """See the module's docstring; the axes "data_parallel" (shard) and "replicate" of `ZeroStrategy.device_mesh`."""
 
-    Args:
-        world: all of them.
-        shard: those that divide one copy of the model states among them, neighbours in `world`.
-        replicate: those that hold the same shard, one of each shard group.
-    """
-
-    world: Comm
-    shard: Comm
-    replicate: Comm
+    world: Comm  # all ranks
+    shard: Comm  # those that divide one copy of the model states among them, neighbours in `world`
+    replicate: Comm  # those that hold the same shard, one of each shard group
 
     @classmethod
     def of(cls, world: Comm, replicate_size: int) -> "Mesh":
-        """Divides `world` into `replicate_size` shard groups.
-
-        Raises:
-            ValueError: when they would not be of one size.
-        """
+        """Divides `world` into `replicate_size` shard groups, which must come out of one size."""
         if world.size % replicate_size:
             fitting = [size for size in range(1, world.size + 1) if world.size % size == 0]
             raise ValueError(

@@ -21,17 +21,11 @@ T = TypeVar("T")
 
 @dataclass
 class ThreadWorld:
-    """Ranks as threads of one process, for large test matrices: `ThreadWorld(4).run(function)`.
+    """Ranks as threads of one process, for large test matrices: `ThreadWorld(4).run(function)`."""
 
-    Args:
-        size: number of ranks.
-        wait_timeout: seconds a rank waits for the others.
-        learns_late: see `Comm`; True does as torch's own collectives do.
-    """
-
-    size: int
-    wait_timeout: float = 60.0
-    learns_late: bool = False
+    size: int  # number of ranks
+    wait_timeout: float = 60.0  # seconds a rank waits for the others
+    learns_late: bool = False  # see `Comm`; True does as torch's own collectives do
     posted: dict[str, dict[int, Any]] = field(default_factory=dict)  # operation -> rank -> payload
     read: Counter[str] = field(default_factory=Counter)  # operation -> how many ranks have read what was posted
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -39,11 +33,8 @@ class ThreadWorld:
     store: dist.Store = field(default_factory=dist.HashStore)
 
     def run(self, function: Callable[[Comm], T]) -> list[T]:
-        """Calls `function(comm)` on every rank and returns the results in rank order.
-
-        Raises:
-            Exception: the first one that a rank raised; the other ranks stop waiting.
-        """
+        """Calls `function(comm)` on every rank and returns the results in rank order. Raises the first exception that a
+        rank raised; the other ranks stop waiting."""
         world = ThreadWorld(self.size, self.wait_timeout, self.learns_late)  # nothing of an earlier run is in it
         results: list[Any] = [None] * self.size
 
@@ -121,10 +112,7 @@ class ThreadComm(Comm):
         self._post(key, full.clone())
 
         def finish() -> None:
-            first, *others = (theirs[self.rank] for theirs in self._collect(key))
-            shard.copy_(first)
-            for contribution in others:
-                shard.add_(contribution)
+            shard.copy_(functools.reduce(torch.add, [theirs[self.rank] for theirs in self._collect(key)]))
 
         return Work(finish)
 
