@@ -16,7 +16,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections import defaultdict
+from collections.abc import Callable, Sequence, Sized
 
 from lightning_zero.checkpoint import CheckpointError, Folder, StoredCheckpoint, verify
 from lightning_zero.checkpoint.dcp import export_dcp, import_dcp
@@ -31,15 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options) or 0)
-    except CheckpointError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     except BrokenPipeError:  # whoever reads has seen enough: `lightning-zero inspect DIR | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains as it exits
-        return 1
-    except OSError as error:
-        print(f"error: {error.strerror or error}" + (f": {error.filename}" * bool(error.filename)), file=sys.stderr)
-        return 1
+    except (CheckpointError, OSError) as error:
+        reason, file = getattr(error, "strerror", None) or error, getattr(error, "filename", None)
+        print(f"error: {reason}" + (f": {file}" if file else ""), file=sys.stderr)
+    return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,32 +50,32 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", help=argparse.SUPPRESS, prog="lightning-zero")
 
-    def command(name: str, run: Callable[[argparse.Namespace], int | None], about: str) -> argparse.ArgumentParser:
+    def command(name: str, run: Callable[..., bool | None], about: str, **places: str) -> argparse.ArgumentParser:
         one = commands.add_parser(name, description=about)
         one.set_defaults(run=run, refuse=one.error)
+        for place, told in places.items():
+            one.add_argument(place, type=_place, metavar=place.upper(), help=told)
         return one
 
-    inspect = command("inspect", _inspect, "Tells what is inside, by the manifest only.")
-    inspect.add_argument("dir", type=_place, metavar="DIR", help="the checkpoint's folder, a path or URL")
+    folder = "the checkpoint's folder"
+    command("inspect", _inspect, "Tells what is inside, by the manifest only.", dir=f"{folder}, a path or URL")
 
-    verify = command("verify", _verify, "Reads everything, and names every file that is missing, short or altered.")
-    verify.add_argument("dirs", type=_place, nargs="+", metavar="DIR", help="the checkpoints' folders")
+    one = command("verify", _verify, "Reads everything, and names every file that is missing, short or altered.")
+    one.add_argument("dirs", type=_place, nargs="+", metavar="DIR", help="the checkpoints' folders")
 
-    one = command("consolidate", _consolidate, "Writes one ordinary Lightning file, or the model as safetensors.")
-    one.add_argument("dir", type=_place, metavar="DIR", help="the checkpoint's folder")
-    one.add_argument("out", type=_place, metavar="OUT", help="the file to write; with --safetensors the folder")
+    about = "Writes one ordinary Lightning file, or the model as safetensors."
+    out = "the file to write; with --safetensors the folder"
+    one = command("consolidate", _consolidate, about, dir=folder, out=out)
     one.add_argument("--objects", action="store_true", help="unpickle objects of your own, and include them")
     one.add_argument("--safetensors", action="store_true", help="the model only, as Hugging Face writes it")
     one.add_argument("--prefix", default=None, help="write only what is named so, without it (often 'model.')")
     one.add_argument("--shard-gb", type=_positive, default=None, help="most that one of its files holds (default 5)")
 
-    bring = command("import", _import, "Makes a checkpoint of a torch.distributed.checkpoint folder (FSDP's).")
-    bring.add_argument("dcp", type=_place, metavar="DCP", help="the folder with .metadata, which is unpickled")
-    bring.add_argument("dir", type=_place, metavar="DIR", help="the checkpoint's folder to write")
+    about, dcp = "Makes a checkpoint of a torch.distributed.checkpoint folder (FSDP's).", "the folder with .metadata"
+    command("import", _import, about, dcp=f"{dcp}, which is unpickled", dir=f"{folder} to write")
 
-    take = command("export", _export, "Makes a torch.distributed.checkpoint folder, laid out as FSDPStrategy does.")
-    take.add_argument("dir", type=_place, metavar="DIR", help="the checkpoint's folder")
-    take.add_argument("dcp", type=_place, metavar="DCP", help="the folder to write; new, or empty")
+    about = "Makes a torch.distributed.checkpoint folder, laid out as FSDPStrategy does."
+    command("export", _export, about, dir=folder, dcp="the folder to write; new, or empty")
     return parser
 
 
@@ -100,33 +98,27 @@ def _positive(text: str) -> float:
 def _inspect(options: argparse.Namespace) -> None:
     checkpoint = StoredCheckpoint(options.dir)
     manifest = checkpoint.manifest
-    about = {key: value for key, value in manifest.about.items() if key != "saved_at"}
-    saved_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.about.get("saved_at", 0.0)))
+    about = {**manifest.about}
+    saved_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(about.pop("saved_at", 0.0)))
     print(checkpoint.folder)
     print("  " + ", ".join([*(f"{key} {value}" for key, value in about.items()), f"saved {saved_at}"]))
     print(f"  {_count(manifest.files, 'shard')}, {_count(manifest.tensors, 'tensor')}, {_size(manifest.nbytes)}")
     if manifest.objects:
         print(f"  pickled objects, left out unless asked for: {', '.join(manifest.objects.classes)}")
-    _print_table(_rows(manifest.tensors.values()))
-    model = checkpoint.model()
-    rows = [("parameter or buffer", "dtype", "shape", "size")]
-    for name, value in model.items():
+    parts = defaultdict[tuple[str, str], list[Entry]](list)
+    for entry in manifest.tensors.values():
+        parts[_part_of(entry.name), _short(entry)].append(entry)
+    rows: list[tuple[str, ...]] = []
+    for part, entries in parts.items():
+        numel, nbytes = sum(math.prod(entry.shape) for entry in entries), sum(entry.nbytes for entry in entries)
+        rows.append((*part, f"{len(entries):,}", f"{numel:,}", _size(nbytes)))
+    _print_table("part", "dtype", "tensors", "elements", "size", rows=rows)
+    rows = []
+    for name, value in checkpoint.model().items():
         if isinstance(value, LazyTensor):
             entry = manifest.tensors[value.source.name]
             rows.append((name, _short(entry), "x".join(map(str, entry.shape)) or "scalar", _size(entry.nbytes)))
-    _print_table(rows)
-
-
-def _rows(entries: Iterable[Entry]) -> list[tuple[str, ...]]:
-    """Elements and bytes of each part of a checkpoint, by dtype."""
-    totals: dict[tuple[str, str], list[int]] = {}
-    for entry in entries:
-        held = totals.setdefault((_part_of(entry.name), _short(entry)), [0, 0, 0])
-        for at, value in enumerate((1, math.prod(entry.shape), entry.nbytes)):
-            held[at] += value
-    rows: list[tuple[str, ...]] = [("part", "dtype", "tensors", "elements", "size")]
-    rows += [(*key, f"{count:,}", f"{numel:,}", _size(nbytes)) for key, (count, numel, nbytes) in totals.items()]
-    return rows
+    _print_table("parameter or buffer", "dtype", "shape", "size", rows=rows)
 
 
 def _part_of(name: str) -> str:
@@ -148,30 +140,24 @@ def _count(items: Sized, noun: str) -> str:
 
 
 def _size(nbytes: int) -> str:
-    size, unit = float(nbytes), 0
-    while size >= 1000 and unit < 4:
-        size, unit = size / 1000, unit + 1
-    return f"{nbytes} B" if not unit else f"{size:.1f} {' kMGT'[unit]}B"
+    power = min(len(str(nbytes)) - 1, 12) // 3
+    return f"{nbytes / 1000**power:.1f} {' kMGT'[power]}B" if power else f"{nbytes} B"
 
 
-def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+def _print_table(*header: str, rows: Sequence[tuple[str, ...]]) -> None:
+    first, *others = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     print()
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        print("  " + "  ".join(cells).rstrip())
+    for name, *cells in (header, *rows):
+        print("  " + "  ".join([name.ljust(first), *map(str.rjust, cells, others)]).rstrip())
 
 
-def _verify(options: argparse.Namespace) -> int:
-    status = 0
+def _verify(options: argparse.Namespace) -> bool:
+    has_failed = False
     for path in options.dirs:
         problems = verify(path)
-        for problem in problems:
-            print(problem)
-            status = 1
-        if not problems:
-            print(f"{path}: complete, every checksum matches")
-    return status
+        print(*(problems or [f"{path}: complete, every checksum matches"]), sep="\n")
+        has_failed |= bool(problems)
+    return has_failed
 
 
 def _consolidate(options: argparse.Namespace) -> None:
@@ -185,8 +171,7 @@ def _consolidate(options: argparse.Namespace) -> None:
         print(f"wrote {', '.join(names)} to {options.out}")
     else:
         left_out = consolidate(options.dir, options.out, objects=options.objects)
-        print(f"wrote {options.out}")
-        _tell_left_out(left_out, "--objects includes them, by running whatever code they name")
+        _tell_written(options.out, left_out, "--objects includes them, by running whatever code they name")
 
 
 def _import(options: argparse.Namespace) -> None:
@@ -195,14 +180,13 @@ def _import(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    left_out = export_dcp(options.dir, options.dcp)
-    print(f"wrote {options.dcp}")
-    _tell_left_out(left_out, "consolidate --objects has them")
+    _tell_written(options.dcp, export_dcp(options.dir, options.dcp), "consolidate --objects has them")
 
 
-def _tell_left_out(classes: Sequence[str], hint: str) -> None:
-    if classes:
-        print(f"left out what had been pickled ({', '.join(sorted(set(classes)))}); {hint}", file=sys.stderr)
+def _tell_written(out: str, left_out: Sequence[str], hint: str) -> None:
+    print(f"wrote {out}")
+    if left_out:
+        print(f"left out what had been pickled ({', '.join(sorted(set(left_out)))}); {hint}", file=sys.stderr)
 
 
 if __name__ == "__main__":

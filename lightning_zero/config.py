@@ -18,17 +18,8 @@ import torch
 Tier = Literal["cpu", "nvme"]
 Policy = TypeVar("Policy")
 
-_TIERS = ("cpu", "nvme")
-_DTYPES = {
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "fp64": torch.float64,
-    "float64": torch.float64,
-}
+_FULL_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+_DTYPES = {name: getattr(torch, full) for short, full in _FULL_NAMES.items() for name in (short, full)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +47,7 @@ class Offload:
     def __post_init__(self) -> None:
         for name in ("optimizer", "parameters"):
             tier = getattr(self, name)
-            if tier is not None and tier not in _TIERS:
+            if tier not in (None, "cpu", "nvme"):
                 raise ValueError(
                     f"Offload({name}={tier!r}) is not a tier. Write {name}='cpu', {name}='nvme' or leave it out."
                 )
@@ -115,11 +106,7 @@ class Checkpoint:
 
 
 def policy_from(kind: type[Policy], value: Policy | Mapping[str, Any] | None, argument: str) -> Policy | None:
-    """Returns `value` as a `kind`, building it from a plain mapping when it is one.
-
-    Raises:
-        TypeError: when `value` is neither, or the mapping has a key that `kind` lacks.
-    """
+    """`value` as a `kind`, built from a plain mapping when it is one; TypeError for another type or an unknown key."""
     if value is None or isinstance(value, kind):
         return value
     if not isinstance(value, Mapping):
@@ -138,29 +125,32 @@ def did_you_mean(word: str, allowed: Iterable[str]) -> str:
 
 
 def dtype_from(value: torch.dtype | str | None, argument: str) -> torch.dtype | None:
-    """Accepts ``torch.bfloat16``, ``"bf16"``, ``"bfloat16"``, ``"torch.bfloat16"`` and their like.
-
-    Raises:
-        ValueError: for anything that is not a floating-point dtype.
-    """
-    found = value
-    if isinstance(value, str):
-        found = _DTYPES.get(value.removeprefix("torch."))
-    if (found is None and value is not None) or (isinstance(found, torch.dtype) and not found.is_floating_point):
+    """The dtype that ``torch.bfloat16``, ``"bf16"``, ``"bfloat16"``, ``"torch.bfloat16"`` and their like mean."""
+    if value is None:
+        return None
+    found = _DTYPES.get(value.removeprefix("torch.")) if isinstance(value, str) else value
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(f"{argument}={value!r} is not a floating-point dtype. Write one of {sorted(_DTYPES)} or None.")
-    return found  # type: ignore[return-value]
+    return found
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def seconds_from(value: timedelta | float, argument: str) -> timedelta:
-    """Accepts a `timedelta` or seconds.
-
-    Raises:
-        ValueError: when it is not a positive, finite duration.
-    """
+    """Seconds, or what is a `timedelta` already; ValueError unless they are a positive, finite duration."""
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not (0 < seconds < math.inf):
+    if not _is_positive(seconds):
         raise ValueError(f"{argument}={value!r} must be a positive duration: seconds, or a timedelta.")
     return timedelta(seconds=seconds)
+
+
+def bytes_from_mib(value: Any, argument: str) -> int:
+    """The bytes of a positive number of MiB; ValueError for anything else."""
+    if not _is_positive(value):
+        raise ValueError(f"{argument}={value!r} must be a positive number of MiB; the default is 25.")
+    return int(value * 2**20)
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
@@ -175,25 +165,10 @@ def at_least(name: str, value: Any, least: int) -> None:
         raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
 
 
-def bytes_from_mib(value: Any, argument: str) -> int:
-    """Accepts a positive number of MiB.
-
-    Raises:
-        ValueError: for anything else.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{argument}={value!r} must be a positive number of MiB; the default is 25.")
-    return int(value * 2**20)
-
-
 def classes_from(value: Any, argument: str) -> tuple[type | str, ...] | None:
     """Module classes given as classes, import paths (resolved here) or bare class names (matched later).
 
     Returns None for ``"auto"`` and ``"modules"``, which name none.
-
-    Raises:
-        ValueError: for an import path that does not lead to a class.
-        TypeError: for anything else.
     """
     if value in ("auto", "modules"):
         return None

@@ -30,21 +30,14 @@ _BEATS_IN_TIMEOUT = 5  # so that one late beat is not taken for death
 
 
 class AgreementError(RuntimeError):
-    """What ranks wanted to do together did not happen: one was missing, or one had an error. The same on all ranks.
+    """What ranks wanted to do together did not happen: one was missing, or one had an error. The same on all ranks."""
 
-    Args:
-        told: what happened.
-        is_verdict: it is what rank 0 decided. Otherwise rank 0 was lost, and nobody knows what it decided, if anything.
-    """
-
-    def __init__(self, told: str, *, is_verdict: bool = False) -> None:
-        super().__init__(told)
-        self.is_verdict = is_verdict
+    is_verdict = False  # what rank 0 decided. Otherwise rank 0 was lost, and nobody knows what it decided, if anything
 
 
 @final
 class Board:
-    """One rank's view.
+    """One rank's view of the store that all ranks share.
 
     Args:
         store: shared by all ranks.
@@ -54,10 +47,8 @@ class Board:
     """
 
     def __init__(self, store: Store, rank: int, size: int, wait_timeout: timedelta) -> None:
-        self._store = store
-        self.rank = rank
-        self.size = size
-        self._wait_timeout = wait_timeout
+        self._store, self.rank, self.size, self._wait_timeout = store, rank, size, wait_timeout
+        self._beat_seconds = wait_timeout.total_seconds() / _BEATS_IN_TIMEOUT
         self._beats = 0
         self._last_beat = -math.inf
         self._waits_at = ""  # the topic
@@ -94,13 +85,19 @@ class Board:
             self.beat()
             self._forget_giving_up()
             self._store.set(f"{topic}/{self.rank}", json.dumps(record))
-            verdict = self._decide(topic, decide, absent) if self.rank == 0 else self._hear(topic, absent)
+            if self.rank == 0:
+                verdict = self._decide(topic, decide, absent)
+            else:
+                self._wait_for({0: f"{topic}/verdict"}, topic, absent)
+                verdict = json.loads(self._store.get(f"{topic}/verdict"))
         except DistError as error:  # rank 0's process holds the store, unless a launcher does
             raise AgreementError(f"rank 0 has died, or its store does not answer ({type(error).__name__})") from error
         finally:
             self._waits_at = ""
         if "refused" in verdict:
-            raise AgreementError(verdict["refused"], is_verdict=True)
+            refusal = AgreementError(verdict["refused"])
+            refusal.is_verdict = True
+            raise refusal
         return verdict
 
     def beat(self) -> None:
@@ -110,10 +107,6 @@ class Board:
             self._last_beat = now
             self._beats += 1
             self._store.set(f"beat/{self.rank}", f"{self._beats} {self._waits_at}")
-
-    @property
-    def _beat_seconds(self) -> float:
-        return self._wait_timeout.total_seconds() / _BEATS_IN_TIMEOUT
 
     @contextmanager
     def alive(self) -> Iterator[None]:
@@ -140,12 +133,11 @@ class Board:
                 self.beat()
 
     def _decide(self, topic: str, decide: Callable[[list[Record]], Record], absent: str) -> Record:
-        keys = [f"{topic}/{rank}" for rank in range(self.size)]
-        have_come = False
+        keys = {rank: f"{topic}/{rank}" for rank in range(self.size)}
+        records: list[Record] = []
         try:
-            self._wait_for(set(range(self.size)), lambda rank: self._has(keys[rank]), topic, absent)
-            have_come = True
-            records: list[Record] = [json.loads(self._store.get(key)) for key in keys]
+            self._wait_for(keys, topic, absent)
+            records += [json.loads(self._store.get(key)) for key in keys.values()]
             errors = _errors_of(records)
             verdict = {"refused": errors} if errors else decide(records)
         except AgreementError as error:
@@ -153,27 +145,23 @@ class Board:
         except Exception as error:  # every rank must hear of it
             verdict = {"refused": f"{type(error).__name__}: {error}"}
         self._store.set(f"{topic}/verdict", json.dumps(verdict))
-        for key in keys:
+        for key in keys.values():
             self._store.delete_key(key)
-        if have_come and self._heard is not None:  # so all have heard the one before
+        if records and self._heard is not None:  # all have come, so all have heard the one before
             self._store.delete_key(self._heard)
         self._heard = f"{topic}/verdict"
         return verdict
 
-    def _hear(self, topic: str, absent: str) -> Record:
-        verdict = f"{topic}/verdict"
-        self._wait_for({0}, lambda _: self._has(verdict), topic, absent)
-        return dict(json.loads(self._store.get(verdict)))
-
     def _has(self, key: str) -> bool:
         return bool(self._store.check([key]))
 
-    def _wait_for(self, ranks: set[int], has_come: Callable[[int], bool], topic: str, absent: str) -> None:
-        """Until all of `ranks` have come, or one of them has shown no life for too long."""
+    def _wait_for(self, keys: dict[int, str], topic: str, absent: str) -> None:
+        """Until each of these ranks has posted its key, or one of them has shown no life for too long."""
         pause = _LOOK_AGAIN
         beats: dict[int, str] = {}
         seen: dict[int, float] = {}  # rank -> when it last showed life
-        while ranks := {rank for rank in ranks if not has_come(rank)}:
+        ranks = set(keys)
+        while ranks := {rank for rank in ranks if not self._has(keys[rank])}:
             self.beat()
             now = time.monotonic()
             for rank in ranks:
@@ -185,8 +173,7 @@ class Board:
                 if rank not in seen or (beats[rank] != beat and not is_elsewhere):
                     seen[rank] = now
                 beats[rank] = beat
-            lost = {rank for rank in ranks if now - seen[rank] > self._wait_timeout.total_seconds()}
-            if lost:
+            if lost := {rank for rank in ranks if now - seen[rank] > self._wait_timeout.total_seconds()}:
                 self._give_up(topic, lost, alive=ranks - lost, absent=absent)
             time.sleep(pause)
             pause = min(_GROWS * pause, _LOOK_SLOWLY)
