@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, final
+from typing import IO, Any, final
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
@@ -69,18 +69,15 @@ class Folder:
 
     @property
     def is_checkpoint(self) -> bool:
-        self.refresh()
-        return bool(self.fs.isfile(self.file(MANIFEST)))
+        return bool(self.refresh().isfile(self.file(MANIFEST)))
 
     @property
     def is_file(self) -> bool:
-        self.refresh()
-        return bool(self.fs.isfile(self.path))
+        return bool(self.refresh().isfile(self.path))
 
     @property
     def exists(self) -> bool:
-        self.refresh()
-        return bool(self.fs.exists(self.path))
+        return bool(self.refresh().exists(self.path))
 
     @property
     def is_leftover(self) -> bool:
@@ -88,17 +85,21 @@ class Folder:
         names = [] if self.is_local or self.is_file else self.names()
         return bool(names) and MANIFEST not in names and all(OURS.fullmatch(name) for name in names)
 
-    def refresh(self) -> None:
-        """Forgets what was listed here. Object stores' file systems remember listings for good, and other processes
-        write here too: a stale one hides the newest checkpoint, or shows an old one."""
+    def refresh(self) -> Any:
+        """The file system, which forgets what it listed here. Those of object stores remember listings for good, and
+        other processes write here too: a stale one hides the newest checkpoint, or shows an old one."""
         if not self.is_local:
             self.fs.invalidate_cache(self.path)
+        return self.fs
+
+    @property
+    def is_link(self) -> bool:
+        return self.is_local and Path(self.path).is_symlink()
 
     @property
     def real(self) -> "Folder":
         """What a link shows. It may move while somebody reads what it showed."""
-        path = Path(self.path)
-        return Folder(path.resolve()) if self.is_local and path.is_symlink() and path.exists() else self
+        return Folder(Path(self.path).resolve()) if self.is_link and self.exists else self
 
     def file(self, name: str) -> str:
         return posixpath.join(self.path, name)
@@ -112,26 +113,22 @@ class Folder:
 
     def names(self) -> list[str]:
         """Of what is inside; nothing where there is no folder."""
-        self.refresh()
         try:
-            found = self.fs.ls(self.path, detail=False)
+            return sorted(posixpath.basename(path.rstrip("/")) for path in self.refresh().ls(self.path, detail=False))
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(posixpath.basename(path.rstrip("/")) for path in found)
 
     def open(self, name: str) -> IO[bytes]:
-        self.refresh()
         with self._reading(name):
-            return self.fs.open(self.file(name), "rb")
+            return self.refresh().open(self.file(name), "rb")
 
     def read(self, name: str) -> bytes:
         with self._reading(name), self.open(name) as stream:
             return stream.read()
 
     def size(self, name: str) -> int:
-        self.refresh()
         with self._reading(name):
-            return int(self.fs.size(self.file(name)))
+            return int(self.refresh().size(self.file(name)))
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[None]:
@@ -153,10 +150,8 @@ class Folder:
         # shards belongs to some other program.
         is_ours = has_shards and (self.is_checkpoint or not self.is_local)
         if names and (strange or not is_ours):
-            shown = ", ".join((strange or names)[:3])
-            raise CheckpointError(
-                f"{self} is a folder that is not a checkpoint (it holds {shown}). Choose another path, or empty it."
-            )
+            told = f"is a folder that is not a checkpoint (it holds {', '.join((strange or names)[:3])})"
+            raise CheckpointError(f"{self} {told}. Choose another path, or empty it.")
 
     def refuse_inside_checkpoint(self) -> None:
         """Raises CheckpointError when this is, or is to be, inside a checkpoint: that holds its own files only, and the
@@ -178,18 +173,14 @@ class Folder:
     def hide(self) -> Callable[[], None]:
         """The first half of `remove`: nobody finds the checkpoint any more. Returns the other half, which may take its
         time and never fails."""
-        if not self.is_local:
-            if self.is_file:
-                self.fs.rm_file(self.path)
-                return lambda: None
+        if self.is_link or self.is_file:
+            self.fs.rm_file(self.path)
+        elif self.is_local and self.exists:
+            return partial(self._delete_hidden, self._rename_away())
+        elif not self.is_local:
             if MANIFEST in (names := self.names()):
                 self.fs.rm_file(self.file(MANIFEST))
             return partial(self._delete_uploaded, [self.file(name) for name in names if name != MANIFEST])
-        path = Path(self.path)
-        if path.is_symlink() or path.is_file():
-            path.unlink()
-        elif path.is_dir():
-            return partial(self._delete_hidden, self._rename_away())
         return lambda: None
 
     def _delete_uploaded(self, files: list[str]) -> None:
@@ -210,11 +201,8 @@ class Folder:
     @property
     def can_be_link(self) -> bool:
         """Whether the file system has symbolic links; some of removable disks and of networks have none."""
-        coming = hidden_beside(Path(self.path), "linking")
         try:
-            coming.unlink(missing_ok=True)
-            coming.symlink_to("nowhere")
-            coming.unlink()
+            self._new_link("nowhere").unlink()
         except OSError:
             return False
         return True
@@ -226,17 +214,21 @@ class Folder:
             CheckpointError: when it is a folder of something else than a checkpoint.
         """
         path = Path(self.path)
-        is_folder = path.is_dir() and not path.is_symlink()
+        is_folder = path.is_dir() and not self.is_link
         if is_folder:
             self.refuse_other_folder()
-        coming = hidden_beside(path, "linking")
-        coming.unlink(missing_ok=True)
-        coming.symlink_to(os.path.relpath(target.path, path.parent))
+        coming = self._new_link(os.path.relpath(target.path, path.parent))
         replaced = self._rename_away() if is_folder else None
         coming.replace(path)
         sync_names(path.parent)
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
+
+    def _new_link(self, target: str) -> Path:
+        coming = hidden_beside(Path(self.path), "linking")
+        coming.unlink(missing_ok=True)
+        coming.symlink_to(target)
+        return coming
 
     def _rename_away(self) -> Path:
         """From under its name, so that nobody finds half of it. Returns where it is now."""

@@ -47,20 +47,17 @@ class CheckpointKeeper:
     def link_latest(self, path: str, saved: str, step: int) -> bool:
         """Makes `path` a link to the checkpoint `saved`, if that is the latest one, was saved beside it at this very
         step, and the file system has links. Call it on every rank: all of them hear when it fails."""
-        link = Folder(path)
-        if self._latest is None or not link.is_local or self._latest != (Folder(saved), step):
-            return False
-        latest = self._latest[0]
-        if latest == link or latest.parent != link.parent:
+        link, latest = Folder(path), Folder(saved)
+        is_beside = link.is_local and latest != link and latest.parent == link.parent
+        if not is_beside or self._latest != (latest, step):
             return False
 
         def make() -> Record:
             self.saver.wait()
             # It is not there when saving it has failed in the background.
-            if self._comm.rank or not (latest.is_checkpoint and link.can_be_link):
-                return {"made": False}
-            self.saver.link(link, latest)
-            return {"made": True}
+            if can_be_made := not self._comm.rank and latest.is_checkpoint and link.can_be_link:
+                self.saver.link(link, latest)
+            return {"made": can_be_made}
 
         made = bool(self.saver.together("link a checkpoint", make)["made"])
         if made:
@@ -75,8 +72,8 @@ class CheckpointKeeper:
         if self._comm.rank:
             return
         self._links.discard(folder.path)
-        for link in self._links:
-            if Path(link).is_symlink() and Path(link).parent / Path(link).readlink() == Path(folder.path):
+        for link in map(Path, self._links):
+            if link.is_symlink() and link.parent / link.readlink() == Path(folder.path):
                 if self._latest is not None:
                     self.saver.move_link(Folder(link), self._latest[0])
                 else:
@@ -103,12 +100,17 @@ class CheckpointKeeper:
         found = self.saver.together("resume", partial(self._look_at, path), _refuse_different)
         if "absent" in found:
             raise CheckpointNotFoundError(found["absent"])
-        if self._resumed is None:
+        if (resumed := self._resumed) is None:
             return None
         read: dict[str, Any] = {}
-        self.saver.together("read a checkpoint", partial(self._read_into, read, lazy, objects))
-        if left_out := self._resumed.told_left_out:
-            self._warn(left_out)
+
+        def read_all() -> Record:
+            read.update(resumed.tree(objects=objects, lazy=lazy))
+            return {}
+
+        self.saver.together("read a checkpoint", read_all)
+        if resumed.told_left_out:
+            self._warn(resumed.told_left_out)
         return read
 
     def _look_at(self, path: str) -> Record:
@@ -121,11 +123,6 @@ class CheckpointKeeper:
             return {"path": path, "is": None}
         self._resumed = StoredCheckpoint(path)
         return {"path": str(folder), "is": [file.name for file in self._resumed.manifest.files[:1]]}
-
-    def _read_into(self, read: dict[str, Any], lazy: Collection[str], objects: bool) -> Record:
-        assert self._resumed is not None
-        read.update(self._resumed.tree(objects=objects, lazy=lazy))
-        return {}
 
     def reading_together(self) -> AbstractContextManager[None]:
         """See `StoredCheckpoint.reading_together`, of the checkpoint that is resumed from."""

@@ -6,8 +6,7 @@ import os
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, contextmanager
-from functools import partial
-from pathlib import Path
+from functools import cache, partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -34,32 +33,26 @@ class StoredTensor(Stored):
 
     def __init__(self, entry: Entry, checkpoint: "StoredCheckpoint") -> None:
         super().__init__(entry.name, entry.shape, entry.dtype)
-        self._entry = entry
-        self._reader = checkpoint.reader
-        self._checkpoint = checkpoint
+        self._entry, self._checkpoint = entry, checkpoint
 
     def for_loading(self, target: Tensor) -> Tensor:
         together = self._checkpoint.together
         return self.whole() if together is None else together.read(self, target)
 
     def whole(self) -> Tensor:
-        self._reader.open(self._entry)  # before memory is asked for: a manifest may claim any size
+        self._checkpoint.reader.open(self._entry)  # before memory is asked for: a manifest may claim any size
         found = torch.empty(self.shape, dtype=self.dtype)
         self.read(Extent.of_whole(self.name, self.shape), found.view(-1))
         return found
 
     def read(self, extent: Extent, into: Tensor) -> None:
-        self._reader.read(self._entry, extent, into)
+        self._checkpoint.reader.read(self._entry, extent, into)
 
 
 @final
 class ReadingTogether:
     """Ranks that load the same model read its tensors together, each a part, and gather them: between them they read
-    the file once.
-
-    Args:
-        comm: the ranks.
-    """
+    the file once."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm.host
@@ -118,29 +111,23 @@ class StoredCheckpoint:
             objects: unpickle what had to be pickled, which runs whatever code it names; otherwise it is left out.
             lazy: the entries that this is for; those of the others are in memory. None: all.
         """
-        if lazy is None:
-            return self._decode_all(self._lazy, objects)
         with self._believing():
-            later, now = parted(self.manifest.tree, lazy)
-        opened = self._objects() if objects else None
-        tree, left_out = self._decode(now, self._read, opened)
-        rest, left_out_too = self._decode(later, self._lazy, opened)
-        self.left_out = left_out + left_out_too
-        return tree | rest
+            later, now = (self.manifest.tree, {}) if lazy is None else parted(self.manifest.tree, lazy)
+        return self._decode(now, later, objects)
+
+    def load(self, *, objects: bool = False) -> dict[str, Any]:
+        """What was saved, with all tensors in memory; tied ones are one tensor."""
+        return self.tree(objects=objects, lazy=())
+
+    def model(self) -> dict[str, Any]:
+        """The entry "state_dict" of `tree`. Nothing else is looked at."""
+        return self._decode({}, self.manifest.tree.get("state_dict", {}), objects=False)
 
     @property
     def told_left_out(self) -> str | None:
         """What to tell the user of objects that the last `tree` or `load` did not read."""
-        if not self.left_out:
-            return None
-        return (
-            f"{self.folder} holds pickled objects that were not read ({', '.join(self.left_out)}). If you trust it, "
-            "pass weights_only=False."
-        )
-
-    def model(self) -> dict[str, Any]:
-        """The entry "state_dict" of `tree`. Nothing else is looked at."""
-        return self._decode(self.manifest.tree.get("state_dict", {}), self._lazy, None)[0]
+        told = f"{self.folder} holds pickled objects that were not read ({', '.join(self.left_out)})."
+        return f"{told} If you trust it, pass weights_only=False." if self.left_out else None
 
     def check_sizes(self) -> None:
         """Raises CheckpointError when a file is missing or short."""
@@ -157,22 +144,20 @@ class StoredCheckpoint:
             if found != nbytes:
                 raise CheckpointError(f"{self.folder}: {name} has {found} of {nbytes} bytes.")
 
-    def load(self, *, objects: bool = False) -> dict[str, Any]:
-        """What was saved, with all tensors in memory; tied ones are one tensor."""
-        return self._decode_all(self._read, objects)
-
-    def _decode_all(self, tensor: Callable[[str], Tensor], objects: bool) -> dict[str, Any]:
-        """What was saved, with `tensor(name)` for every tensor."""
-        tree, self.left_out = self._decode(self.manifest.tree, tensor, self._objects() if objects else None)
+    def _decode(self, now: Any, later: Any, objects: bool) -> dict[str, Any]:
+        """Two encoded dictionaries as one, in which the tensors of the first are in memory, the others lazy."""
+        raw = self._objects_file() if objects else None
+        opened = [] if raw is None else list(torch.load(io.BytesIO(raw), map_location="cpu", weights_only=False))
+        stored = {name: StoredTensor(entry, self) for name, entry in self.manifest.tensors.items()}
+        read, lazy = cache(lambda name: stored[name].whole()), cache(lambda name: LazyTensor(stored[name]))
+        tree: dict[str, Any] = {}
+        self.left_out = []
+        for encoded, tensor in ((now, read), (later, lazy)):
+            decoder = Decoder(tensor, self.manifest.partials, opened if objects else None)
+            with self._believing():
+                tree |= decoder.decode(encoded)
+            self.left_out += decoder.left_out
         return tree
-
-    def _decode(
-        self, encoded: Any, tensor: Callable[[str], Tensor], objects: list[Any] | None
-    ) -> tuple[dict[str, Any], list[str]]:
-        """A dictionary, and the classes of objects that were left out."""
-        decoder = Decoder(tensor, self.manifest.partials, objects)
-        with self._believing():
-            return dict(decoder.decode(encoded)), decoder.left_out
 
     @contextmanager
     def _believing(self) -> Iterator[None]:
@@ -181,29 +166,8 @@ class StoredCheckpoint:
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise CheckpointError(f"{self.folder}: its tree cannot be believed: {error}.") from error
 
-    @property
-    def _read(self) -> Callable[[str], Tensor]:
-        made: dict[str, Tensor] = {}
-
-        def read(name: str) -> Tensor:
-            if name not in made:
-                made[name] = StoredTensor(self.manifest.tensors[name], self).whole()
-            return made[name]
-
-        return read
-
-    @property
-    def _lazy(self) -> Callable[[str], Tensor]:
-        made = {name: LazyTensor(StoredTensor(entry, self)) for name, entry in self.manifest.tensors.items()}
-        return made.__getitem__
-
-    def _objects(self) -> list[Any]:
-        raw = self._objects_file()
-        return [] if raw is None else list(torch.load(io.BytesIO(raw), map_location="cpu", weights_only=False))
-
     def _objects_file(self) -> bytes | None:
-        file = self.manifest.objects
-        if file is None:
+        if (file := self.manifest.objects) is None:
             return None
         try:
             raw = self.folder.read(file.name)
@@ -214,11 +178,8 @@ class StoredCheckpoint:
         return raw
 
     def verify_rest(self, part: int, parts: int) -> None:
-        """Checks what a resume does not read: the shards' headers, pickled objects, what single ranks left.
-
-        Args:
-            part: which share of it, of `parts` that the ranks divide among them.
-            parts: how many shares there are.
+        """Checks share `part`, of `parts` that ranks divide among them, of what a resume does not read: the shards'
+        headers, pickled objects, what single ranks left.
 
         Raises:
             CheckpointError: for the first file that is not what it was.
@@ -233,8 +194,7 @@ class StoredCheckpoint:
 
     @contextmanager
     def reading_together(self, comm: Comm) -> Iterator[None]:
-        """Inside, all ranks load the same model, and read the file once between them; see `ReadingTogether`. At the end
-        they verify what they have not read.
+        """Inside, all ranks load the same model as `ReadingTogether`; at the end they verify what they have not read.
 
         Raises:
             RuntimeError: on every rank the same, when one cannot read.
@@ -252,21 +212,17 @@ class StoredCheckpoint:
 
     def verify(self) -> list[str]:
         """What is wrong: a sentence for each file that is missing, short or altered."""
-        checks: list[Callable[[], Any]] = [
-            partial(self.reader.check_file, number) for number in range(len(self.manifest.files))
-        ]
-        return [problem for check in [*checks, self._objects_file, self.tree] if (problem := _problem_of(check))]
+        checks: list[Callable[[], Any]] = [self._objects_file, self.tree]
+        problems = []
+        for check in [partial(self.reader.check_file, number) for number in range(len(self.manifest.files))] + checks:
+            try:
+                check()
+            except CheckpointError as error:
+                problems.append(str(error))
+        return problems
 
     def close(self) -> None:
         self.reader.close()
-
-
-def _problem_of(check: Callable[[], Any]) -> str | None:
-    try:
-        check()
-    except CheckpointError as error:
-        return str(error)
-    return None
 
 
 def verify(url: str | os.PathLike[str]) -> list[str]:
@@ -290,7 +246,7 @@ class Found(NamedTuple):
 def find_newest(url: str | os.PathLike[str]) -> Found:
     """Looks among the checkpoints in a folder for the one saved last. Only manifests and sizes are looked at."""
     parent = Folder(url)
-    found: list[tuple[float, int, str]] = []
+    found: list[tuple[float, bool, str]] = []
     skipped = []
     for name in parent.names():
         folder = parent.inside(name)
@@ -306,8 +262,6 @@ def find_newest(url: str | os.PathLike[str]) -> Found:
         except CheckpointError as error:
             skipped.append(str(error))
             continue
-        about = checkpoint.manifest.about
-        is_link = folder.is_local and Path(folder.path).is_symlink()
-        found.append((about.get("saved_at", 0.0), not is_link, folder.url))
-    newest = max(found, default=None)
-    return Found(None, -math.inf, skipped) if newest is None else Found(Folder(newest[2]), newest[0], skipped)
+        found.append((checkpoint.manifest.about.get("saved_at", 0.0), not folder.is_link, folder.url))
+    saved_at, _, newest = max(found, default=(-math.inf, False, None))
+    return Found(None if newest is None else Folder(newest), saved_at, skipped)

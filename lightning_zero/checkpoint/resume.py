@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import torch
@@ -17,47 +18,34 @@ PARAMETERS = "optimizer_parameters"  # in it: of each optimizer, the names of th
 
 
 @final
+@dataclass(frozen=True)
 class ResumeEntry:
-    """The checkpoint's entry `KEY`, as one rank writes and reads it: what it was of the run besides tensors.
+    """The checkpoint's entry `KEY`, as one rank writes and reads it: what it was of the run besides tensors."""
 
-    Args:
-        rank: of this process.
-        world: how many there are.
-        device: whose generator is saved too.
-        tell: called with what the user should know.
-    """
-
-    def __init__(self, rank: int, world: int, device: torch.device, tell: Callable[[str], None]) -> None:
-        self._rank = rank
-        self._world = world
-        self._device = device
-        self._tell = tell
+    rank: int
+    world: int  # number of ranks
+    device: torch.device  # whose generator is saved too
+    tell: Callable[[str], None]  # called with what the user should know
 
     def capture(self, step: int, parameters: list[list[str]], **counters: Any) -> dict[str, Any]:
-        """The entry of a checkpoint; every rank adds its own random state.
-
-        Args:
-            step: optimizer steps so far.
-            parameters: see `PARAMETERS`.
-            counters: plain values to keep beside.
-        """
+        """The entry of a checkpoint after `step` optimizer steps, with plain `counters`; every rank adds its own random
+        state. For `parameters` see `PARAMETERS`."""
         mine = {
-            name: LazyTensor(OfOneRank(f"rank {self._rank}:{name}", value)) if isinstance(value, Tensor) else value
-            for name, value in randomness.capture(self._device).items()
+            name: LazyTensor(OfOneRank(f"rank {self.rank}:{name}", value)) if isinstance(value, Tensor) else value
+            for name, value in randomness.capture(self.device).items()
         }
         seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
-        random = Partial("random", {self._rank: mine})
-        names = {PARAMETERS: parameters}
-        return {"world": self._world, "step": step, "seed": seed, "random": random, **names, **counters}
+        entry = {"world": self.world, "step": step, "seed": seed, "random": Partial("random", {self.rank: mine})}
+        return {**entry, PARAMETERS: parameters, **counters}
 
     def restore_random(self, saved: Mapping[str, Any]) -> None:
         """The random state that this rank had; where there are more or fewer ranks now, a new one for each."""
-        if saved["world"] == self._world:
-            randomness.restore(materialize(saved["random"][self._rank]), self._device)
+        if saved["world"] == self.world:
+            randomness.restore(materialize(saved["random"][self.rank]), self.device)
             return
-        randomness.derive(saved["seed"], saved["step"], self._rank)
-        self._tell(
-            f"The checkpoint is of {saved['world']} ranks, and there are {self._world}: each takes a new random state, "
+        randomness.derive(saved["seed"], saved["step"], self.rank)
+        self.tell(
+            f"The checkpoint is of {saved['world']} ranks, and there are {self.world}: each takes a new random state, "
             "made of seed, step and rank."
         )
 
@@ -70,23 +58,15 @@ class Incompatible(NamedTuple):
     reshaped: list[str]
 
     def __str__(self) -> str:
-        return (
-            f"missing in the checkpoint {self.missing}, unexpected in it {self.unexpected}, of another shape "
-            f"{self.reshaped}"
-        )
+        told = f"missing in the checkpoint {self.missing}, unexpected in it {self.unexpected}"
+        return f"{told}, of another shape {self.reshaped}"
 
 
 def load_state_dict(module: Module, state: Mapping[str, Any], *, strict: bool) -> Incompatible:
-    """`module.load_state_dict`, with all that users do in its hooks. A checkpoint of a compiled model loads into one
-    that is not, and the reverse.
+    """`module.load_state_dict`, with all that users do in its hooks; a compiled model and its plain one are alike.
 
-    Args:
-        module: to load into.
-        state: its `state_dict`; lazy entries are read one by one, as they are copied into the module.
-        strict: raise when keys do not match. Otherwise load what does.
-
-    Raises:
-        RuntimeError: torch's own, with every name, when `strict` and keys or shapes do not match.
+    Lazy entries are read one by one, as they are copied into the module. What does not match is an error of torch's
+    own if `strict`; otherwise it is left as it is.
     """
     own = module.state_dict()
     names = {as_written(name): name for name in own}
@@ -97,9 +77,8 @@ def load_state_dict(module: Module, state: Mapping[str, Any], *, strict: bool) -
         left = module.load_state_dict({k: v for k, v in state.items() if k not in reshaped}, strict=strict)
     finally:
         filling.remove()
-    return Incompatible(
-        [name for name in left.missing_keys if name not in reshaped], list(left.unexpected_keys), reshaped
-    )
+    missing = [name for name in left.missing_keys if name not in reshaped]
+    return Incompatible(missing, list(left.unexpected_keys), reshaped)
 
 
 def _fill_assigned(module: Module) -> None:

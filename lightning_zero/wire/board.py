@@ -21,6 +21,7 @@ from typing import Any, final
 from torch.distributed import DistError, PrefixStore, Store
 
 Record = dict[str, Any]  # plain data, small
+Decide = Callable[[list[Record]], Record]
 
 _LOOK_AGAIN = 0.002  # s; grows up to _LOOK_SLOWLY
 _GROWS = 1.25  # a pause is then at most a fourth of the wait before it: who waits for a save of 0.2 s loses little
@@ -37,14 +38,8 @@ class AgreementError(RuntimeError):
 
 @final
 class Board:
-    """One rank's view of the store that all ranks share.
-
-    Args:
-        store: shared by all ranks.
-        rank: of this process.
-        size: number of ranks.
-        wait_timeout: how long a rank may show no sign of life before the others give up.
-    """
+    """One rank's view of the store that all ranks share. A rank that shows no sign of life for `wait_timeout` is taken
+    for dead."""
 
     def __init__(self, store: Store, rank: int, size: int, wait_timeout: timedelta) -> None:
         self._store, self.rank, self.size, self._wait_timeout = store, rank, size, wait_timeout
@@ -61,13 +56,7 @@ class Board:
         store = PrefixStore("clone", self._store.clone())  # type: ignore[attr-defined]
         return Board(store, self.rank, self.size, self._wait_timeout)
 
-    def agree(
-        self,
-        topic: str,
-        record: Record,
-        decide: Callable[[list[Record]], Record],
-        absent: str = "ranks {missing} never came",
-    ) -> Record:
+    def agree(self, topic: str, record: Record, decide: Decide, absent: str = "ranks {missing} never came") -> Record:
         """Every rank calls it with its record; rank 0 calls `decide(records)`; every rank returns what that returns.
 
         Args:
@@ -83,7 +72,9 @@ class Board:
         self._waits_at, self._last_beat = topic, -math.inf
         try:
             self.beat()
-            self._forget_giving_up()
+            if self._has_given_up:  # a user has caught that error: it must not be named as the cause of a later one
+                self._store.delete_key(f"lost/{self.rank}")
+                self._has_given_up = False
             self._store.set(f"{topic}/{self.rank}", json.dumps(record))
             if self.rank == 0:
                 verdict = self._decide(topic, decide, absent)
@@ -132,7 +123,7 @@ class Board:
             with suppress(DistError):  # the agreement that follows will say so
                 self.beat()
 
-    def _decide(self, topic: str, decide: Callable[[list[Record]], Record], absent: str) -> Record:
+    def _decide(self, topic: str, decide: Decide, absent: str) -> Record:
         keys = {rank: f"{topic}/{rank}" for rank in range(self.size)}
         records: list[Record] = []
         try:
@@ -186,12 +177,6 @@ class Board:
         self._store.set(f"lost/{self.rank}", told)
         self._has_given_up = True
         raise AgreementError(told)
-
-    def _forget_giving_up(self) -> None:
-        """A user may have caught the error; it must not be named as the cause of another one later."""
-        if self._has_given_up:
-            self._store.delete_key(f"lost/{self.rank}")
-            self._has_given_up = False
 
 
 def _errors_of(records: list[Record]) -> str:
