@@ -228,11 +228,10 @@ class StoredCheckpoint:
 def verify(url: str | os.PathLike[str]) -> list[str]:
     """What is wrong with a checkpoint: nothing, or a sentence for each file that is missing, short or altered."""
     try:
-        checkpoint = StoredCheckpoint(url)
+        with closing(StoredCheckpoint(url)) as checkpoint:
+            return checkpoint.verify()
     except CheckpointError as error:
         return [str(error)]
-    with closing(checkpoint):
-        return checkpoint.verify()
 
 
 class Found(NamedTuple):
@@ -259,9 +258,8 @@ def find_newest(url: str | os.PathLike[str]) -> Found:
         try:
             checkpoint = StoredCheckpoint(folder.url)
             checkpoint.check_sizes()
+            found.append((checkpoint.manifest.about.get("saved_at", 0.0), not folder.is_link, folder.url))
         except CheckpointError as error:
             skipped.append(str(error))
-            continue
-        found.append((checkpoint.manifest.about.get("saved_at", 0.0), not folder.is_link, folder.url))
     saved_at, _, newest = max(found, default=(-math.inf, False, None))
     return Found(None if newest is None else Folder(newest), saved_at, skipped)

@@ -44,10 +44,8 @@ class ResumeEntry:
             randomness.restore(materialize(saved["random"][self.rank]), self.device)
             return
         randomness.derive(saved["seed"], saved["step"], self.rank)
-        self.tell(
-            f"The checkpoint is of {saved['world']} ranks, and there are {self.world}: each takes a new random state, "
-            "made of seed, step and rank."
-        )
+        told = f"The checkpoint is of {saved['world']} ranks, and there are {self.world}"
+        self.tell(f"{told}: each takes a new random state, made of seed, step and rank.")
 
 
 class Incompatible(NamedTuple):
