@@ -11,10 +11,9 @@ import io
 import os
 import posixpath
 import shutil
-import stat
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, final
@@ -46,10 +45,9 @@ class Stream:
     SYNC_BYTES = 1 << 28  # let no more than this wait for the disk, so that the last sync is short
 
     def __init__(self, raw: Any, path: str, *, has_disk: bool) -> None:
-        self._raw = raw
-        self._path = path
-        self._has_disk = has_disk
-        self._unsynced = 0
+        self.name = posixpath.basename(path)
+        self._raw, self._path, self._has_disk = raw, path, has_disk
+        self._unsynced = 0  # bytes
 
     def write(self, data: Any) -> None:
         rest = memoryview(data).cast("B")
@@ -76,16 +74,12 @@ class InDoubtError(CheckpointError):
 
 class Draft(ABC):
     """A checkpoint while it is written. Rank 0 calls `begin`, then every rank may `create` files; rank 0 may `commit`
-    them, and calls `close` at last.
-
-    Args:
-        folder: where the checkpoint is to be.
-        token: eight hexadecimal digits, in the names of all its files and of no other checkpoint's.
-    """
+    them, and calls `close` at last."""
 
     def __init__(self, folder: Folder, token: str) -> None:
         self.folder = folder
-        self.token = token
+        self.written = folder  # where the files are before `commit`
+        self.token = token  # eight hexadecimal digits, in the names of all its files and of no other checkpoint's
         self.is_committed = False
         self._superfluous: list[str] = []  # names of files that go at last, when no rank waits for it any more
 
@@ -117,7 +111,7 @@ class Draft(ABC):
         """A new file, complete when the context ends."""
         path = posixpath.join(self.written.path, name)
         with _naming(path):
-            raw = self._open(path)
+            raw = io.FileIO(path, "w") if self.folder.is_local else self.folder.fs.open(path, "wb")
         stream = Stream(raw, path, has_disk=self.folder.is_local)
         try:
             yield stream
@@ -125,15 +119,6 @@ class Draft(ABC):
         finally:
             with _naming(path):
                 raw.close()
-
-    @abstractmethod
-    def _open(self, path: str) -> IO[bytes]:
-        """An empty file to write to."""
-
-    @property
-    @abstractmethod
-    def written(self) -> Folder:
-        """Where the files are before `commit`."""
 
     def commit(self, manifest: bytes) -> str | None:
         """The files become the checkpoint, in one step.
@@ -147,18 +132,39 @@ class Draft(ABC):
         """
         old = self._replace(manifest)
         self.is_committed = True
-        doubt = self._confirm()
-        if doubt is None:
-            self._superfluous = old
-        return doubt
+        try:
+            if self.folder.is_local:
+                sync_names(Path(self.folder.path))
+                sync_names(Path(self.folder.path).parent)
+        except OSError as error:  # the step may be lost with the power: what it would come back to must stay
+            return f"the disk does not confirm that it will last ({error})"
+        self._superfluous = old
+        return None
 
     @abstractmethod
     def _replace(self, manifest: bytes) -> list[str]:
         """The step. Returns the names of files that it made superfluous."""
 
-    def _confirm(self) -> str | None:
-        """Why the step may be lost with the power: then the files that it would come back to must stay."""
-        return None
+    @contextmanager
+    def _step(self, manifest: bytes, undo: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Inside, the step is done. What fails there is no failure if the step was done although the system said that
+        it failed, as network file systems may; otherwise `undo` is called.
+
+        Raises:
+            InDoubtError: when that cannot be told. Then nothing may be cleared away.
+        """
+        try:
+            yield
+        except Exception:
+            try:
+                is_done = self.folder.read(MANIFEST) == manifest
+            except (FileNotFoundError, NotADirectoryError):
+                is_done = False
+            except Exception as error:
+                raise InDoubtError(f"the last step failed, and whether it was done cannot be told: {error}") from error
+            if not is_done:
+                undo()
+                raise
 
     def _remove(self, names: list[str]) -> None:
         for name in names:
@@ -172,20 +178,7 @@ class Draft(ABC):
 
     @abstractmethod
     def _clear_away(self) -> None:
-        """Never raises."""
-
-    def _is_in_place(self, manifest: bytes) -> bool:
-        """Whether the step was done although the system said that it failed; network file systems may.
-
-        Raises:
-            InDoubtError: when that cannot be told. Then nothing may be cleared away.
-        """
-        try:
-            return self.folder.read(MANIFEST) == manifest
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except Exception as error:
-            raise InDoubtError(f"the last step failed, and whether it was done cannot be told: {error}") from error
+        """Takes away what was not committed; never raises."""
 
 
 @final
@@ -196,89 +189,59 @@ class LocalDraft(Draft):
         super().__init__(folder, token)
         self._target = Path(folder.path)
         self._beside = hidden_beside(self._target, "saving")
-        self._lock: IO[Any] | None = None
+        self.written = Folder(self._beside)
+        self._lock = contextlib.ExitStack()
 
     @override
     def _begin(self) -> None:
-        try:
-            self._target.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = self._acquire()
+        self._target.parent.mkdir(parents=True, exist_ok=True)
+        with self._acquire() as lock:
             shutil.rmtree(self._beside, ignore_errors=True)  # what a killed job left: nobody else is writing
             self._beside.mkdir()
-        except OSError:
-            self._release()
-            raise
+            self._lock = lock.pop_all()
 
-    def _acquire(self) -> IO[Any]:
-        """Holds a lock file that the system lets go of when this process dies."""
+    def _acquire(self) -> contextlib.ExitStack:
+        """Holds a lock file, until what this returns is closed; the system lets go of it when this process dies."""
         path = hidden_beside(self._target, "lock")
         while True:
             with contextlib.ExitStack() as unless_held:
                 lock = unless_held.enter_context(path.open("a"))
-                if sys.platform == "win32":
-                    unless_held.pop_all()
-                    return lock
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise CheckpointError(
-                        f"another job is saving to {self.folder} at this moment. Give each job a path of its own."
-                    ) from None
-                except OSError:  # a file system without locks
-                    unless_held.pop_all()
-                    return lock
-                with contextlib.suppress(FileNotFoundError):  # its last holder took it away in between
-                    if os.fstat(lock.fileno()).st_ino == path.stat().st_ino:
-                        unless_held.pop_all()
-                        return lock
+                if self._holds(lock):
+                    unless_held.callback(_unlink, path)  # before it is closed
+                    return unless_held.pop_all()
 
-    def _release(self) -> None:
-        if self._lock is not None:
-            with contextlib.suppress(OSError):
-                Path(self._lock.name).unlink()
-            self._lock.close()
-            self._lock = None
-
-    @override
-    def _open(self, path: str) -> IO[bytes]:
-        return io.FileIO(path, "w")
-
-    @property
-    @override
-    def written(self) -> Folder:
-        return Folder(self._beside)
+    def _holds(self, lock: IO[Any]) -> bool:
+        if sys.platform == "win32":
+            return True
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            told = f"another job is saving to {self.folder} at this moment. Give each job a path of its own."
+            raise CheckpointError(told) from None
+        except OSError:  # a file system without locks
+            return True
+        with contextlib.suppress(FileNotFoundError):  # its last holder took it away in between
+            return os.fstat(lock.fileno()).st_ino == Path(lock.name).stat().st_ino
+        return False
 
     @override
     def _replace(self, manifest: bytes) -> list[str]:
         with self.create(MANIFEST) as stream:
             stream.write(manifest)
         sync_names(self._beside)
-        joins = self._is_folder and self.folder.is_checkpoint
+        # A checkpoint that a link shows is another one, and stays: the link is replaced.
+        joins = not self._target.is_symlink() and self.folder.is_checkpoint
         return self._join(manifest) if joins else self._rename(manifest)
-
-    @property
-    def _is_folder(self) -> bool:
-        """Whether there is one in the place itself: joining one that a link shows would replace another checkpoint."""
-        try:
-            return stat.S_ISDIR(self._target.lstat().st_mode)
-        except FileNotFoundError:
-            return False
 
     def _join(self, manifest: bytes) -> list[str]:
         """The new files join the old ones; then the manifest changes over."""
         old = [name for name in self.folder.names() if name != MANIFEST]
         new = [path.name for path in self._beside.iterdir() if path.name != MANIFEST]
-        try:
+        with self._step(manifest, undo=lambda: self._remove(new)):
             for name in new:
                 (self._beside / name).rename(self._target / name)
             sync_names(self._target)
             (self._beside / MANIFEST).replace(self._target / MANIFEST)
-        except OSError:
-            if not self._is_in_place(manifest):
-                for name in new:
-                    with contextlib.suppress(OSError):
-                        (self._target / name).unlink()
-                raise
         with contextlib.suppress(OSError):
             self._beside.rmdir()
         return old
@@ -286,31 +249,27 @@ class LocalDraft(Draft):
     def _rename(self, manifest: bytes) -> list[str]:
         """The new folder takes the place of nothing, of an empty folder or of a link."""
         shown = self._target.readlink() if self._target.is_symlink() else None
-        try:
+
+        def show_again() -> None:
+            if shown is not None and not self._target.is_symlink():
+                self._target.symlink_to(shown)
+
+        with self._step(manifest, undo=show_again):
             if shown is not None:
                 self._target.unlink()  # what it showed stays where it is
             self._beside.rename(self._target)
-        except OSError:
-            if not self._is_in_place(manifest):
-                if shown is not None and not self._target.is_symlink():
-                    self._target.symlink_to(shown)
-                raise
         return []
-
-    @override
-    def _confirm(self) -> str | None:
-        try:
-            sync_names(self._target)
-            sync_names(self._target.parent)
-        except OSError as error:
-            return f"the disk does not confirm that it will last ({error})"
-        return None
 
     @override
     def _clear_away(self) -> None:
         if not self.is_committed:
             shutil.rmtree(self._beside, ignore_errors=True)
-        self._release()
+        self._lock.close()
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 @final
@@ -322,34 +281,18 @@ class UploadedDraft(Draft):
         self.folder.fs.makedirs(self.folder.path, exist_ok=True)
 
     @override
-    def _open(self, path: str) -> IO[bytes]:
-        return self.folder.fs.open(path, "wb")
-
-    @property
-    @override
-    def written(self) -> Folder:
-        return self.folder
-
-    @override
     def _replace(self, manifest: bytes) -> list[str]:
         old = [name for name in self.folder.names() if OURS.fullmatch(name)]  # those of killed saves, too
-        try:
+        with self._step(manifest):
             self.folder.fs.pipe_file(self.folder.file(MANIFEST), manifest)
-        except Exception:
-            if not self._is_in_place(manifest):
-                raise
         kept = manifest.decode()
         return [name for name in old if name != MANIFEST and name not in kept]
 
     @override
     def _clear_away(self) -> None:
         with contextlib.suppress(Exception):
-            if not self._has_manifest:
+            manifest = b""
+            with contextlib.suppress(FileNotFoundError):
+                manifest = self.folder.read(MANIFEST)
+            if self.token not in manifest.decode():
                 self._remove([name for name in self.folder.names() if f"-{self.token}." in name])
-
-    @property
-    def _has_manifest(self) -> bool:
-        try:
-            return self.token in self.folder.read(MANIFEST).decode()
-        except FileNotFoundError:
-            return False

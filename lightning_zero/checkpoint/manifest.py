@@ -18,6 +18,7 @@ import json
 import math
 import re
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -54,6 +55,12 @@ class StoredRange:
         """Checksums it has; blocks never span two pieces."""
         return -(-self.nbytes // BLOCK_BYTES)
 
+    def to_list(self) -> list[Any]:
+        """As it stands in the manifest."""
+        extent = self.extent
+        box = [extent.box_offset, extent.box_shape] if extent.box_shape != extent.shape else []
+        return [self.file, self.offset, extent.start, extent.stop, *box]
+
 
 class Entry(NamedTuple):
     """A tensor of the checkpoint."""
@@ -88,18 +95,9 @@ class ObjectsFile(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """See the module's docstring.
+    """What a checkpoint holds and where; see the module's docstring."""
 
-    Args:
-        about: step, epoch, stage and world: to be told, not to be read by.
-        files: the shards.
-        tensors: by name.
-        tree: encoded.
-        partials: what the ranks' `Partial`s came to, encoded, by name.
-        objects: None where nothing was pickled.
-    """
-
-    about: dict[str, Any]
+    about: dict[str, Any]  # step, epoch, stage and world: to be told, not to be read by
     files: tuple[ShardFile, ...]
     tensors: dict[str, Entry]
     tree: Any
@@ -112,15 +110,12 @@ class Manifest:
             "version": VERSION,
             "about": self.about,
             "block_bytes": BLOCK_BYTES,
-            "files": [
-                {"name": f.name, "bytes": f.nbytes, "checks": f.checks, "checks_crc32": f.checks_crc32}
-                for f in self.files
-            ],
+            "files": [dict(zip(_SHARD_FILE, file, strict=True)) for file in self.files],
             "tensors": {
                 entry.name: {
                     "dtype": str(entry.dtype).removeprefix("torch."),
                     "shape": entry.shape,
-                    "pieces": [_piece_to_list(piece) for piece in entry.pieces],
+                    "pieces": [piece.to_list() for piece in entry.pieces],
                 }
                 for entry in self.tensors.values()
             },
@@ -131,12 +126,9 @@ class Manifest:
         body = json.dumps(plain, separators=(",", ":"), allow_nan=False)[:-1].encode()
         return body + (_SEAL % zlib.crc32(body)).encode()
 
-    def pieces_of(self, file: int) -> list[StoredRange]:
-        """What a shard holds, by offset."""
-        return self._by_file[file]
-
     @cached_property
-    def _by_file(self) -> list[list[StoredRange]]:
+    def pieces(self) -> list[list[StoredRange]]:
+        """What each shard holds, by offset."""
         found: list[list[StoredRange]] = [[] for _ in self.files]
         for entry in self.tensors.values():
             for piece in entry.pieces:
@@ -144,14 +136,14 @@ class Manifest:
         return [sorted(pieces, key=lambda piece: (piece.offset, piece.nbytes)) for pieces in found]
 
     def checks_nbytes(self, file: int) -> int:
-        """Of a shard's checksums."""
-        return 4 * (1 + sum(piece.blocks for piece in self.pieces_of(file)))  # the header's is the first
+        """Bytes of a shard's checksums."""
+        return 4 * (1 + sum(piece.blocks for piece in self.pieces[file]))  # the header's is the first
 
     @cached_property
     def first_blocks(self) -> dict[tuple[int, int], int]:
         """(file, offset) of a piece -> the place of its first checksum."""
         found = {}
-        for number, pieces in enumerate(self._by_file):
+        for number, pieces in enumerate(self.pieces):
             block = 1  # the header's is the first
             for piece in pieces:
                 found[number, piece.offset] = block
@@ -163,19 +155,8 @@ class Manifest:
         return sum(file.nbytes for file in self.files)
 
 
-def _piece_to_list(piece: StoredRange) -> list[Any]:
-    extent = piece.extent
-    plain: list[Any] = [piece.file, piece.offset, extent.start, extent.stop]
-    is_boxed = extent.box_shape != extent.shape
-    return [*plain, extent.box_offset, extent.box_shape] if is_boxed else plain
-
-
 def read_manifest(folder: Folder) -> Manifest:
-    """The manifest of a checkpoint.
-
-    Raises:
-        CheckpointError: when `folder` holds none, or one that is damaged, of a future version, or claims nonsense.
-    """
+    """The manifest of a checkpoint; raises CheckpointError for none, or one that is damaged, too new or nonsense."""
     try:
         raw = folder.read(MANIFEST)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -208,23 +189,14 @@ def _from_plain(plain: dict[str, Any]) -> Manifest:
     saved_at = about.get("saved_at", 0.0)
     if type(saved_at) not in (int, float) or not 0 <= saved_at < _END_OF_TIME:
         raise ValueError(f"it was saved at {about['saved_at']!r}")
-    files = tuple(
-        ShardFile(_name(f["name"]), _count(f["bytes"]), _name(f["checks"]), _count(f["checks_crc32"]))
-        for f in plain["files"]
-    )
+    files = tuple(ShardFile(*(check(file[key]) for key, check in _SHARD_FILE.items())) for file in plain["files"])
     tensors = {name: _entry(name, entry, files) for name, entry in _dict(plain["tensors"], "tensors").items()}
     if sum(entry.nbytes for entry in tensors.values()) > sum(file.nbytes for file in files):
         raise ValueError("its tensors have more bytes than its files")
-    manifest = Manifest(
-        about=about,
-        files=files,
-        tensors=tensors,
-        tree=tree,
-        partials=partials,
-        objects=None if plain["objects"] is None else _objects(**plain["objects"]),
-    )
-    for number, file in enumerate(files):
-        for one, other in itertools.pairwise(piece for piece in manifest.pieces_of(number) if piece.nbytes):
+    objects = None if plain["objects"] is None else _objects(**plain["objects"])
+    manifest = Manifest(about=about, files=files, tensors=tensors, tree=tree, partials=partials, objects=objects)
+    for file, held in zip(files, manifest.pieces, strict=True):
+        for one, other in itertools.pairwise(piece for piece in held if piece.nbytes):
             if one.offset + one.nbytes > other.offset:
                 raise ValueError(f"two pieces share bytes of {file.name}")
     return manifest
@@ -240,7 +212,7 @@ def _entry(name: str, plain: dict[str, Any], files: tuple[ShardFile, ...]) -> En
         if number >= len(files):
             raise ValueError(f"a piece of {name!r} is in file {number} of {len(files)}")
         box_offset, box_shape = map(_shape, box) if box else ((0,) * len(shape), shape)
-        if not (len(box_offset) == len(box_shape) == len(shape)) or not start <= stop <= math.prod(box_shape):
+        if not len(box_offset) == len(box_shape) == len(shape) or not start <= stop <= math.prod(box_shape):
             raise ValueError(f"a piece of {name!r} lies outside of the tensor")
         if any(a + b > c for a, b, c in zip(box_offset, box_shape, shape, strict=True)):
             raise ValueError(f"a box of {name!r} lies outside of the tensor")
@@ -249,16 +221,12 @@ def _entry(name: str, plain: dict[str, Any], files: tuple[ShardFile, ...]) -> En
             raise ValueError(f"a piece of {name!r} lies outside of {files[number].name}")
         extent = Extent(name=name, shape=shape, box_offset=box_offset, box_shape=box_shape, start=start, stop=stop)
         pieces.append(StoredRange(extent, number, offset, nbytes))
-    entry = Entry(name, dtype, shape, tuple(pieces))
-    refuse_gaps(entry)
-    return entry
+    return refuse_gaps(Entry(name, dtype, shape, tuple(pieces)))
 
 
-def refuse_gaps(entry: Entry) -> None:
-    """Raises ValueError unless the pieces hold every element of the tensor once.
-
-    Otherwise reading would leave what nobody wrote as the memory was.
-    """
+def refuse_gaps(entry: Entry) -> Entry:
+    """Raises ValueError unless the pieces hold every element of the tensor once; what nobody wrote would be read as the
+    memory was."""
     extents = [piece.extent for piece in entry.pieces if piece.extent.numel]
     held = sum(extent.numel for extent in extents)
     if held != math.prod(entry.shape):
@@ -276,13 +244,12 @@ def refuse_gaps(entry: Entry) -> None:
             raise ValueError(f"two pieces of {entry.name!r} overlap")
         if sum(extent.numel for extent in inside) != math.prod(box_shape):
             raise ValueError(f"the pieces of {entry.name!r} leave a gap")
+    return entry
 
 
 def _is_grid(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> bool:
-    """Whether different boxes are all that come of cutting every dimension at some places, as tensor parallelism does.
-
-    That they fill the tensor without overlap follows, and need not be looked for pair by pair.
-    """
+    """Whether different boxes are all that come of cutting every dimension at some places, as tensor parallelism does;
+    that they fill the tensor without overlap follows, and need not be looked for pair by pair."""
     cells = 1
     for dimension, size in enumerate(shape):
         cuts = sorted({(offset[dimension], box[dimension]) for offset, box in boxes})
@@ -304,6 +271,9 @@ def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is no count")
     return value
+
+
+_SHARD_FILE: dict[str, Callable[[Any], Any]] = {"name": _name, "bytes": _count, "checks": _name, "checks_crc32": _count}
 
 
 def _shape(values: Any) -> tuple[int, ...]:
@@ -330,9 +300,9 @@ def _objects(name: Any, nbytes: Any, crc32: Any, classes: Any) -> ObjectsFile:
 
 def what_was_meant(folder: Folder) -> str:
     """What the user may have meant by a path that holds no checkpoint."""
+    if folder.is_file and folder.parent.is_checkpoint:
+        return f"it is a file of the checkpoint {folder.parent}; pass that folder."
     if folder.is_file:
-        if folder.parent.is_checkpoint:
-            return f"it is a file of the checkpoint {folder.parent}; pass that folder."
         return "it is a file, and a sharded checkpoint is a folder."
     names = folder.names()
     if not names:

@@ -31,7 +31,9 @@ from lightning_zero.views.lazy import LazyTensor, Spread
 from lightning_zero.wire.board import AgreementError, Board, Record
 
 _T = TypeVar("_T")
+_Decide = Callable[[list[Record]], Record]
 
+_OBJECTS = "objects-{}.pt"  # token
 _ABSENT = "save_checkpoint must be called on all ranks; missing: {missing}"
 _ONE_OF_BOTH = "What is there is complete: what was there before, or the new checkpoint."
 _STOPPED = "ranks {missing} stopped while they saved: they were killed, or their disk does not answer"
@@ -43,7 +45,7 @@ class _Job(NamedTuple):
     ranges: list[Range]
     partials: dict[str, Any]
     names: frozenset[str]  # of all tensors in this rank's tree
-    objects: bytes | None  # pickled, on rank 0
+    objects: bytes  # pickled, on rank 0
     classes: list[str]  # of these objects
     tree: Any  # rank 0's, encoded
     about: dict[str, Any]
@@ -75,13 +77,9 @@ class Saver:
         Raises:
             CheckpointError: on every rank that came, when one does not, or something in the background has failed.
         """
-        with self._board.alive():
-            record = _told(self.finish)
-        self._agree("muster", record, _first)
+        self._agree("muster", self.finish, None, _ABSENT)
 
-    def together(
-        self, doing: str, work: Callable[[], Record], decide: Callable[[list[Record]], Record] | None = None
-    ) -> Record:
+    def together(self, doing: str, work: Callable[[], Record], decide: _Decide | None = None) -> Record:
         """Every rank calls `work`, and all of them hear when it fails on one.
 
         Args:
@@ -92,9 +90,7 @@ class Saver:
         Raises:
             CheckpointError: on every rank the same.
         """
-        with self._board.alive():
-            record = _told(work)
-        return self._agree(doing, record, _in_words(decide or _first), f"ranks {{missing}} did not come to {doing}")
+        return self._agree(doing, work, decide, f"ranks {{missing}} did not come to {doing}")
 
     def save(self, tree: dict[str, Any], url: str, about: dict[str, Any]) -> None:
         """Writes `tree` to the folder `url`; where that holds a checkpoint, the new one takes its place in one step.
@@ -110,16 +106,27 @@ class Saver:
         Raises:
             CheckpointError: the same on every rank; says whether what was there before is untouched.
         """
-        jobs: list[_Job] = []  # none where this rank has failed already, which the others hear of in `_begin`
+        jobs: list[_Job] = []
+        begun: list[Draft] = []  # on rank 0
 
         def prepare() -> Record:
             self.wait()  # where nobody has mustered
             jobs.append(self._prepare(tree, about))
             return {}
 
-        with self._board.alive():
-            record = _told(prepare)
-        draft = self._begin(url, record)
+        def begin(_: list[Record]) -> Record:
+            draft = Draft.of(Folder(url), secrets.token_hex(4))
+            draft.begin()
+            begun.append(draft)
+            return {"url": str(url), "token": draft.token}
+
+        try:  # the same place and name on every rank
+            found = self._agree("save", prepare, begin, _ABSENT)
+        except BaseException:
+            for draft in begun:  # its verdict has reached nobody
+                draft.close()
+            raise
+        draft = begun[0] if begun else Draft.of(Folder(found["url"]), found["token"])
         if self.in_background:
             self._saving = self._submit(self._write, draft, jobs)
         else:
@@ -132,27 +139,27 @@ class Saver:
         ranges = [item for tensor in encoder.tensors.items() for item in _ranges_of(*tensor, is_first)]
         if self.in_background:
             ranges = [Range(extent, values.to("cpu", copy=True)) for extent, values in ranges]
-        objects = self._pickle(encoder.objects) if encoder.objects else None
+        objects = self._pickle(encoder.objects) if encoder.objects else b""
         return _Job(
             ranges,
             encoder.partials,
             frozenset(encoder.tensors),
-            objects if is_first else None,
+            objects,
             sorted({full_name(type(value)) for _, value in encoder.objects}),
             encoded if is_first else None,
             {**about, "world": self._board.size, "saved_at": time.time()},
         )
 
     def _pickle(self, objects: list[tuple[str, Any]]) -> bytes:
-        """What rank 0 writes."""
+        """What rank 0 writes; nothing on the others."""
         packed = io.BytesIO()
         try:
             pickle_on_all_ranks([value for _, value in objects], packed if self._board.rank == 0 else None)
         except Exception as error:
-            raise CheckpointError(
-                f"the checkpoint holds objects that are no plain data: {_places(objects)}; and they cannot be pickled: "
-                f"{error}"
-            ) from error
+            told = (
+                f"the checkpoint holds objects that are no plain data: {_places(objects)}; and they cannot be pickled"
+            )
+            raise CheckpointError(f"{told}: {error}") from error
         if self._board.rank == 0:
             self._warn(
                 f"The checkpoint holds objects that are no plain data: {_places(objects)}. They are pickled into a "
@@ -194,9 +201,9 @@ class Saver:
         """Later, and not at all if the save that is under way fails, when there are saves in the background."""
         if not self.in_background:
             task()
-            return
-        saving = self._saving
-        self._submit(lambda: None if saving is not None and saving.exception() is not None else task())
+        else:
+            saving = self._saving
+            self._submit(lambda: None if saving is not None and saving.exception() is not None else task())
 
     @property
     def has_agreed(self) -> bool:
@@ -211,50 +218,30 @@ class Saver:
     def wait(self) -> None:
         """Until nothing is under way any more; raises what failed."""
         while self._futures:
-            self._take_result()
+            future = self._futures.popleft()
+            if future.exception() is not None and future is self._saving:
+                self._saving = None  # what is removed from now on, is removed by somebody who knows
+            future.result()
 
     def finish(self) -> Record:
         """`wait`, for `together`."""
         self.wait()
         return {}
 
-    def _take_result(self) -> None:
-        future = self._futures.popleft()
-        if future.exception() is not None and future is self._saving:
-            self._saving = None  # what is removed from now on, is removed by somebody who knows
-        future.result()
-
     def _submit(self, task: Callable[..., None], *args: Any) -> Future[None]:
         self._futures.append(self._executor.submit(task, *args))
         return self._futures[-1]
 
-    def _agree(
-        self, doing: str, record: Record, decide: Callable[[list[Record]], Record], absent: str = _ABSENT
-    ) -> Record:
+    def _agree(self, doing: str, work: Callable[[], Record], decide: _Decide | None, absent: str) -> Record:
+        """As `together`; `absent` says what it means that ranks did not come."""
+        with self._board.alive():
+            record = _told(work)
         self._agreements += 1
         try:
-            return self._board.agree(f"{self._agreements}: {doing}", record, decide, absent)
+            return self._board.agree(f"{self._agreements}: {doing}", record, _in_words(decide), absent)
         except AgreementError as error:
             told = str(error)
         raise CheckpointError(told)  # out here: an error that made users save is told, and not ours behind this one
-
-    def _begin(self, url: str, record: Record) -> Draft:
-        """The same place and name on every rank."""
-        mine: list[Draft] = []
-
-        def decide(records: list[Record]) -> Record:
-            draft = Draft.of(Folder(url), secrets.token_hex(4))
-            draft.begin()
-            mine.append(draft)
-            return {"url": str(url), "token": draft.token}
-
-        try:
-            found = self._agree("save", record, _in_words(decide))
-        except BaseException:
-            for draft in mine:  # its verdict has reached nobody
-                draft.close()
-            raise
-        return mine[0] if mine else Draft.of(Folder(found["url"]), found["token"])
 
     def _write(self, draft: Draft, jobs: list[_Job]) -> None:
         # Taken out, so that the copy in it is free when this returns: the executor holds arguments for a moment after
@@ -266,22 +253,15 @@ class Saver:
             decide = _in_words(partial(_commit, draft, job, board.beat))
             done = board.agree(f"{draft.token} is written", record, decide, _STOPPED)
         except AgreementError as error:
+            there = "What was there before is untouched." if error.is_verdict else _ONE_OF_BOTH
             if draft.is_committed:  # on rank 0, which could not tell the others any more
                 there = "The new checkpoint is complete."
-            elif error.is_verdict:
-                there = "What was there before is untouched."
-            else:
-                there = _ONE_OF_BOTH
-            done = {"failed": f"{error}. {there}"}
+            done = {"problem": f"Saving {draft.folder} failed: {error}. {there}"}
         finally:
             if board.rank == 0:
                 draft.close()
-        if "failed" in done:
-            raise CheckpointError(f"Saving {draft.folder} failed: {done['failed']}")
-        if "in_doubt" in done:
-            raise CheckpointError(f"Saving {draft.folder} failed: {done['in_doubt']}. {_ONE_OF_BOTH}")
-        if "doubt" in done:
-            raise CheckpointError(f"{draft.folder} is saved, but {done['doubt']}. Do not remove older checkpoints yet.")
+        if "problem" in done:
+            raise CheckpointError(done["problem"])
 
 
 def pickle_on_all_ranks(value: Any, packed: io.BytesIO | None) -> None:
@@ -296,26 +276,20 @@ def pickle_on_all_ranks(value: Any, packed: io.BytesIO | None) -> None:
         torch.save(value, nowhere if packed is None else packed)
 
 
-def _first(records: list[Record]) -> Record:
-    return records[0]
-
-
 def _told(doing: Callable[[], Record]) -> Record:
     """What it returns, or its error as a record that the other ranks hear of."""
     try:
         return doing()
-    except CheckpointError as error:
-        return {"error": str(error)}
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"}
 
 
-def _in_words(decide: Callable[[list[Record]], Record]) -> Callable[[list[Record]], Record]:
-    """`decide` whose errors of ours are told without the name of their class."""
+def _in_words(decide: _Decide | None) -> _Decide:
+    """`decide` whose errors of ours are told without the name of their class; without one, what rank 0 has counts."""
 
     def told(records: list[Record]) -> Record:
         try:
-            return decide(records)
+            return records[0] if decide is None else decide(records)
         except CheckpointError as error:
             raise AgreementError(str(error)) from error
 
@@ -337,32 +311,25 @@ def _places(objects: list[tuple[str, Any]]) -> str:
     return ", ".join(shown) + (f" and {len(objects) - 5} more" if len(objects) > 5 else "")
 
 
-def _shard_name(rank: int, world: int, token: str) -> str:
-    return f"shard-{rank:05}-of-{world:05}-{token}"
-
-
 def _write_files(draft: Draft, job: _Job, board: Board) -> Record:
-    name = _shard_name(board.rank, board.size, draft.token)
+    name = f"shard-{board.rank:05}-of-{board.size:05}-{draft.token}"
     with draft.create(f"{name}.safetensors") as shard, draft.create(f"{name}.crc32") as checks:
         written = write_shard(shard, checks, job.ranges, job.partials, board.beat)
-    record: Record = written._asdict()
-    if job.objects is not None:
-        with draft.create(_objects_name(draft)) as stream:
+    if job.objects:
+        with draft.create(_OBJECTS.format(draft.token)) as stream:
             stream.write(job.objects)
-    return record
+    return written._asdict()
 
 
 def _commit(draft: Draft, job: _Job, beat: Callable[[], None], records: list[Record]) -> Record:
     """On rank 0: what all ranks wrote becomes the checkpoint."""
-    files: list[ShardFile] = []
+    files = tuple(ShardFile(**record) for record in records)
     pieces: dict[str, list[StoredRange]] = {}
     dtypes: dict[str, torch.dtype] = {}
     partials: dict[str, list[Any]] = {}
-    for rank, record in enumerate(records):
+    for rank, file in enumerate(files):
         beat()  # thousands of shards on a slow disk take their time
-        name = _shard_name(rank, len(records), draft.token)
-        files.append(ShardFile(f"{name}.safetensors", record["nbytes"], f"{name}.crc32", record["checks_crc32"]))
-        header = _header_of(draft, files[-1], rank)
+        header = _header_of(draft, file, rank)
         for dtype, extent, offset in header.pieces:
             dtypes[extent.name] = dtype
             pieces.setdefault(extent.name, []).append(StoredRange(extent, rank, offset, extent.numel * dtype.itemsize))
@@ -370,26 +337,28 @@ def _commit(draft: Draft, job: _Job, beat: Callable[[], None], records: list[Rec
             partials.setdefault(name_of_partial, []).append(items)
     tensors = {name: Entry(name, dtypes[name], held[0].extent.shape, tuple(held)) for name, held in pieces.items()}
     _refuse_disagreement(job.names, tensors)
+    objects = None
+    if job.objects:
+        objects = ObjectsFile(_OBJECTS.format(draft.token), len(job.objects), zlib.crc32(job.objects), job.classes)
     manifest = Manifest(
         about=job.about,
-        files=tuple(files),
+        files=files,
         tensors=tensors,
         tree=job.tree,
         partials={name: merge(items) for name, items in partials.items()},
-        objects=_objects_of(draft, job),
+        objects=objects,
     )
     try:
         doubt = draft.commit(manifest.to_bytes())
     except InDoubtError as error:
-        return {"in_doubt": str(error)}
-    return {} if doubt is None else {"doubt": doubt}
+        return {"problem": f"Saving {draft.folder} failed: {error}. {_ONE_OF_BOTH}"}
+    if doubt is not None:
+        return {"problem": f"{draft.folder} is saved, but {doubt}. Do not remove older checkpoints yet."}
+    return {}
 
 
 def _refuse_disagreement(names: frozenset[str], tensors: dict[str, Entry]) -> None:
-    """Raises CheckpointError unless all ranks have the tensors that rank 0 has, whole between them.
-
-    Of single ranks' own there may be more.
-    """
+    """Raises CheckpointError unless all ranks have the tensors that rank 0 has, whole between them, or more."""
     told = "A hook or callback that changes checkpoint['state_dict'] must do so alike on every rank."
     if nobodys := sorted(names - tensors.keys()):
         raise CheckpointError(f"rank 0 saves {nobodys[0]!r}, and the ranks that hold it do not. {told}")
@@ -402,22 +371,11 @@ def _refuse_disagreement(names: frozenset[str], tensors: dict[str, Entry]) -> No
 
 def _header_of(draft: Draft, file: ShardFile, rank: int) -> Header:
     """What a shard says that it holds, once rank 0 sees it whole."""
-    written = draft.written
     try:
-        if written.size(file.name) != file.nbytes:
+        if draft.written.size(file.name) != file.nbytes:
             raise CheckpointError(f"{file.name} is shorter than rank {rank} wrote it")
-        return read_header(written, file.name)
+        return read_header(draft.written, file.name)
     except FileNotFoundError:
         raise CheckpointError(
             f"rank 0 does not see {file.name}, which rank {rank} wrote. Save to a file system that all machines share"
         ) from None
-
-
-def _objects_name(draft: Draft) -> str:
-    return f"objects-{draft.token}.pt"
-
-
-def _objects_of(draft: Draft, job: _Job) -> ObjectsFile | None:
-    if job.objects is None:
-        return None
-    return ObjectsFile(_objects_name(draft), len(job.objects), zlib.crc32(job.objects), job.classes)

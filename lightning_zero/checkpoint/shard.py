@@ -2,11 +2,8 @@
 
 import json
 import math
-import sys
 import zlib
-from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,24 +21,12 @@ _MOST_STREAMS = 32  # open at a time; a process may have some hundreds, and a ch
 _LONGEST_HEADER = 100_000_000  # bytes; the safetensors library's own limit
 
 # https://github.com/huggingface/safetensors#format; what is not here is written as bytes.
-SAFE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-}
+SAFE_NAMES = (
+    {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64"}
+    | {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.bool: "BOOL"}
+    | {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
+    | {torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8"}
+)
 
 
 class Range(NamedTuple):
@@ -51,20 +36,23 @@ class Range(NamedTuple):
     values: Tensor
 
 
-class Written(NamedTuple):
-    """What became of a shard."""
+class Held(NamedTuple):
+    """A range of a tensor in a shard."""
 
-    nbytes: int
-    checks_crc32: int
+    dtype: torch.dtype
+    extent: Extent
+    offset: int  # bytes from the start of the file
+
+
+class Header(NamedTuple):
+    """What a shard says of itself."""
+
+    pieces: list[Held]
+    partials: dict[str, Any]
 
 
 def header_of(named: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: dict[str, str]) -> bytes:
-    """The head of a safetensors file whose tensors follow in this order.
-
-    Args:
-        named: name, dtype and shape of each.
-        metadata: text that goes with it.
-    """
+    """The head of a safetensors file whose tensors, given by name, dtype and shape, follow in this order."""
     plain: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for name, dtype, shape in named:
@@ -88,119 +76,68 @@ def chunks_of(values: Tensor) -> Iterator[memoryview]:
 
 def write_shard(
     stream: Stream, checks: Stream, ranges: Sequence[Range], partials: dict[str, Any], beat: Callable[[], None]
-) -> Written:
-    """Writes what a rank has.
-
-    Args:
-        stream: the safetensors file.
-        checks: the file of its checksums.
-        ranges: what to write.
-        partials: this rank's part of what only it knows (`tree.Partial`), encoded.
-        beat: called now and then.
-    """
+) -> ShardFile:
+    """Writes a safetensors file and its checksums: what a rank has, and its part of each `tree.Partial`, encoded."""
     ranges = sorted(ranges, key=lambda item: -item.values.itemsize)  # so that every tensor is aligned
-    names: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
+    named: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
     extents: dict[str, list[Any]] = {}
-    taken = {"__metadata__"}  # the format's own key
     for extent, values in ranges:
+        name, number = extent.name, 1
+        while name in extents or name == "__metadata__":  # a rank may own several ranges; the format's own key
+            number += 1
+            name = f"{extent.name}#{number}"
         is_whole = extent.numel == math.prod(extent.shape)
-        name = _free_name(extent.name, taken)
-        taken.add(name)
-        names.append((name, values.dtype, extent.shape if is_whole else (extent.numel,)))
-        extents[name] = [
-            *(extent.name, str(values.dtype).removeprefix("torch."), extent.shape, extent.start, extent.stop),
-            *(extent.box_offset, extent.box_shape),
-        ]
+        named.append((name, values.dtype, extent.shape if is_whole else (extent.numel,)))
+        dtype, box = str(values.dtype).removeprefix("torch."), (extent.box_offset, extent.box_shape)
+        extents[name] = [extent.name, dtype, extent.shape, extent.start, extent.stop, *box]
     metadata = json.dumps({"extents": extents, "partials": partials}, separators=(",", ":"))
-    head = header_of(names, {"format": "pt", METADATA_KEY: metadata})
-    table = array("I", [zlib.crc32(head)])
+    head = header_of(named, {"format": "pt", METADATA_KEY: metadata})
+    table = bytearray(_check(head))
     nbytes = len(head)
     stream.write(head)
     for _, values in ranges:
         for chunk in chunks_of(values):
-            table.extend(zlib.crc32(chunk[at : at + BLOCK_BYTES]) for at in range(0, len(chunk), BLOCK_BYTES))
+            table += b"".join(_check(chunk[at : at + BLOCK_BYTES]) for at in range(0, len(chunk), BLOCK_BYTES))
             stream.write(chunk)
             nbytes += len(chunk)
             beat()
-    if sys.byteorder == "big":
-        table.byteswap()
-    packed = table.tobytes()
-    checks.write(packed)
-    return Written(nbytes, zlib.crc32(packed))
+    checks.write(table)
+    return ShardFile(stream.name, nbytes, checks.name, zlib.crc32(table))
 
 
-def _free_name(name: str, taken: set[str]) -> str:
-    """A rank may own several ranges of one tensor."""
-    number = 1
-    free = name
-    while free in taken:
-        number += 1
-        free = f"{name}#{number}"
-    return free
-
-
-class Held(NamedTuple):
-    """A range of a tensor in a shard."""
-
-    dtype: torch.dtype
-    extent: Extent
-    offset: int  # bytes from the start of the file
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a shard says of itself."""
-
-    pieces: list[Held]
-    partials: dict[str, Any]
+def _check(block: bytes | bytearray | memoryview) -> bytes:
+    """A checksum as it stands in the file of a shard's checksums."""
+    return zlib.crc32(block).to_bytes(4, "little")
 
 
 def read_header(folder: Folder, name: str) -> Header:
-    """The head of a shard that `write_shard` wrote.
-
-    Raises:
-        CheckpointError: when it is not one.
-    """
+    """The head of a shard that `write_shard` wrote; raises CheckpointError when it is not one."""
     with folder.open(name) as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > _LONGEST_HEADER:
             raise CheckpointError(f"{folder.file(name)} is not a shard: its header would have {length} bytes.")
         raw = stream.read(length)
     try:
-        return _header_from(json.loads(raw), 8 + length)
+        plain = json.loads(raw)
+        metadata = json.loads(plain["__metadata__"][METADATA_KEY])
+        pieces = []
+        for key, (of, dtype, shape, start, stop, *box) in metadata["extents"].items():
+            shape, box_offset, box_shape = map(tuple, (shape, *box))
+            extent = Extent(name=of, shape=shape, box_offset=box_offset, box_shape=box_shape, start=start, stop=stop)
+            pieces.append(Held(dtype_named(dtype), extent, 8 + length + plain[key]["data_offsets"][0]))
+        return Header(pieces, metadata["partials"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder.file(name)} is not a shard: {type(error).__name__}: {error}.") from error
 
 
-def _header_from(plain: dict[str, Any], data_start: int) -> Header:
-    metadata = json.loads(plain.pop("__metadata__")[METADATA_KEY])
-    pieces = []
-    for key, (of, dtype, shape, start, stop, box_offset, box_shape) in metadata["extents"].items():
-        extent = Extent(
-            name=of,
-            shape=tuple(shape),
-            box_offset=tuple(box_offset),
-            box_shape=tuple(box_shape),
-            start=start,
-            stop=stop,
-        )
-        pieces.append(Held(dtype_named(dtype), extent, data_start + plain[key]["data_offsets"][0]))
-    return Header(pieces, metadata["partials"])
-
-
 class ShardReader:
-    """Reads ranges of a checkpoint's tensors, and checks every block that it touches.
-
-    Args:
-        folder: of the checkpoint.
-        manifest: its manifest.
-    """
+    """Reads ranges of a checkpoint's tensors, and checks every block that it touches."""
 
     def __init__(self, folder: Folder, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
         self.bytes_read = 0  # of shards and their checksums
-        self._tables: dict[int, Any] = {}
+        self._tables: dict[int, bytes] = {}
         self._streams: dict[int, Any] = {}  # the last used comes last
         self._buffer = bytearray()
 
@@ -237,49 +174,43 @@ class ShardReader:
 
     def _blocks(self, piece: StoredRange, begin: int, end: int) -> memoryview:
         """Bytes ``[begin, end)`` of a piece, which start at a block, checked; valid until the next call."""
-        end = min(end, piece.nbytes)
-        if len(self._buffer) < end - begin:
-            self._buffer = bytearray(end - begin)
-        chunk = memoryview(self._buffer)[: end - begin]
-        stream = self._stream(piece.file)
-        stream.seek(piece.offset + begin)
-        _read_exactly(stream, chunk)
-        self.bytes_read += len(chunk)
+        nbytes = min(end, piece.nbytes) - begin
+        if len(self._buffer) < nbytes:
+            self._buffer = bytearray(nbytes)
+        chunk = memoryview(self._buffer)[:nbytes]
+        self._read_at(piece.file, piece.offset + begin, chunk)
         table = self._table(piece.file)
         block = self.manifest.first_blocks[piece.file, piece.offset] + begin // BLOCK_BYTES
-        for at in range(0, len(chunk), BLOCK_BYTES):
-            if zlib.crc32(chunk[at : at + BLOCK_BYTES]) != table[block + at // BLOCK_BYTES]:
+        for number, at in enumerate(range(0, nbytes, BLOCK_BYTES), start=block):
+            if _check(chunk[at : at + BLOCK_BYTES]) != table[4 * number : 4 * number + 4]:
                 raise CheckpointError(
-                    f"{self.folder.file(self.manifest.files[piece.file].name)} is damaged: the checksum of "
-                    f"{piece.extent.name!r} does not match at byte {piece.offset + begin + at}. Resume from another "
-                    "checkpoint; `lightning-zero verify` tells which are whole."
+                    f"{self._path(piece.file)} is damaged: the checksum of {piece.extent.name!r} does not match at "
+                    f"byte {piece.offset + begin + at}. Resume from another checkpoint; `lightning-zero verify` tells "
+                    "which are whole."
                 )
         return chunk
 
     def check_header(self, number: int) -> None:
         """Raises CheckpointError unless the head of a shard is what was written."""
-        stream, file = self._stream(number), self.manifest.files[number]
-        pieces = self.manifest.pieces_of(number)
-        head = bytearray(pieces[0].offset if pieces else file.nbytes)
-        stream.seek(0)
-        _read_exactly(stream, memoryview(head))
-        self.bytes_read += len(head)
-        if zlib.crc32(head) != self._table(number)[0]:
-            raise CheckpointError(f"{self.folder.file(file.name)} is damaged: the checksum of its header differs.")
+        pieces = self.manifest.pieces[number]
+        head = bytearray(pieces[0].offset if pieces else self.manifest.files[number].nbytes)
+        self._read_at(number, 0, memoryview(head))
+        if _check(head) != self._table(number)[:4]:
+            raise CheckpointError(f"{self._path(number)} is damaged: the checksum of its header differs.")
 
     def check_file(self, number: int) -> None:
         """Raises CheckpointError unless every byte of a shard is what was written."""
         self.check_header(number)
-        pieces = self.manifest.pieces_of(number)
-        end = pieces[0].offset if pieces else self.manifest.files[number].nbytes
+        pieces = self.manifest.pieces[number]
         for piece in pieces:
-            if piece.offset != end:
-                raise CheckpointError(f"{self.folder.file(self.manifest.files[number].name)} has bytes of no tensor.")
             for begin in range(0, piece.nbytes, CHUNK_BYTES):
                 self._blocks(piece, begin, begin + CHUNK_BYTES)
-            end += piece.nbytes
-        if end != self.manifest.files[number].nbytes:
-            raise CheckpointError(f"{self.folder.file(self.manifest.files[number].name)} has bytes of no tensor.")
+        starts = [*(piece.offset for piece in pieces), self.manifest.files[number].nbytes]
+        if starts[1:] != [piece.offset + piece.nbytes for piece in pieces]:
+            raise CheckpointError(f"{self._path(number)} has bytes of no tensor.")
+
+    def _path(self, number: int) -> str:
+        return self.folder.file(self.manifest.files[number].name)
 
     def _stream(self, number: int) -> Any:
         stream = self._streams.pop(number, None) or open_shard(self.folder, self.manifest.files[number])
@@ -288,13 +219,31 @@ class ShardReader:
             self._streams.pop(next(iter(self._streams))).close()
         return stream
 
-    def _table(self, number: int) -> Any:
+    def _read_at(self, number: int, offset: int, into: memoryview) -> None:
+        """Fills `into` with a shard's bytes from `offset` on."""
+        stream = self._stream(number)
+        stream.seek(offset)
+        self.bytes_read += len(into)
+        while into:
+            got = stream.readinto(into)
+            if not got:
+                raise CheckpointError(f"{getattr(stream, 'path', stream)} ends too early.")
+            into = into[got:]
+
+    def _table(self, number: int) -> bytes:
+        """The checksums of a shard, four bytes for each block."""
         if number not in self._tables:
             file = self.manifest.files[number]
-            self._tables[number] = read_checks(self.folder, file)
-            if (nbytes := 4 * len(self._tables[number])) != self.manifest.checks_nbytes(number):
+            try:
+                table = self.folder.read(file.checks)
+            except FileNotFoundError:
+                raise CheckpointError(f"{self.folder}: {file.checks} is missing.") from None
+            if zlib.crc32(table) != file.checks_crc32:
+                raise CheckpointError(f"{self.folder.file(file.checks)} is damaged: its own checksum does not match.")
+            if len(table) != self.manifest.checks_nbytes(number):
                 raise CheckpointError(f"{self.folder.file(file.checks)} has checksums of another file.")
-            self.bytes_read += nbytes
+            self.bytes_read += len(table)
+            self._tables[number] = table
         return self._tables[number]
 
 
@@ -305,35 +254,9 @@ def open_shard(folder: Folder, file: ShardFile) -> Any:
         if found == file.nbytes:
             return folder.open(file.name)
     except FileNotFoundError:
-        raise CheckpointError(f"{folder}: {file.name} is missing. {_census(folder, file)}") from None
+        names, files = set(folder.names()), read_manifest(folder).files
+        census = f"{sum(other.name in names for other in files)} of {len(files)} shards are there."
+        if file not in files:
+            census = "Another checkpoint was saved to its place in between: open that."
+        raise CheckpointError(f"{folder}: {file.name} is missing. {census}") from None
     raise CheckpointError(f"{folder.file(file.name)} has {found} bytes and should have {file.nbytes}.")
-
-
-def _census(folder: Folder, missing: ShardFile) -> str:
-    names = set(folder.names())
-    files = read_manifest(folder).files
-    if missing not in files:
-        return "Another checkpoint was saved to its place in between: open that."
-    return f"{sum(file.name in names for file in files)} of {len(files)} shards are there."
-
-
-def read_checks(folder: Folder, file: ShardFile) -> "array[int]":
-    """The checksums of a shard, ``(blocks,)``."""
-    try:
-        raw = folder.read(file.checks)
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder}: {file.checks} is missing.") from None
-    if zlib.crc32(raw) != file.checks_crc32:
-        raise CheckpointError(f"{folder.file(file.checks)} is damaged: its own checksum does not match.")
-    table = array("I", raw)
-    if sys.byteorder == "big":
-        table.byteswap()
-    return table
-
-
-def _read_exactly(stream: Any, into: memoryview) -> None:
-    while into:
-        got = stream.readinto(into)
-        if not got:
-            raise CheckpointError(f"{getattr(stream, 'path', stream)} ends too early.")
-        into = into[got:]
