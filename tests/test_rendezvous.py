@@ -64,9 +64,6 @@ class Things:
         self.rendezvous = Rendezvous(Mesh.of(comm, 1), self, self.reductions)  # type: ignore[arg-type]
         self.calls = [self.rendezvous.enroll(f"call {each}", self.serve) for each in range(calls)]
 
-    def is_here(self, number: int) -> bool:
-        return self.units[number].is_gathered
-
     def touch(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self.here.touch(number)

@@ -7,7 +7,7 @@ import torch
 
 from lightning_zero.run.plan import Residents
 from lightning_zero.shards.arena import Arena
-from lightning_zero.shards.group import ShardGroup, no_interception
+from lightning_zero.shards.group import no_interception
 from lightning_zero.shards.unit import Unit
 from lightning_zero.views.parameter import Interception
 from lightning_zero.views.saved import SavedParameters
@@ -16,15 +16,8 @@ from lightning_zero.wire.comm import Gather
 
 @final
 class UnitCache:
-    """Units in the arena. What was used last stays until its room is needed.
-
-    Args:
-        units: by number.
-        arena: where they are gathered.
-        room: for how many units of their own kind, those that lie around others not counted.
-        interception: hides parameters whose values are not here.
-        saved: notes what autograd saves of them.
-    """
+    """Units in the arena: there is room for `room` of them, those that lie around others not counted. What was used
+    last stays until its room is needed."""
 
     def __init__(
         self, units: Sequence[Unit], arena: Arena, room: int, interception: Interception, saved: SavedParameters
@@ -37,9 +30,6 @@ class UnitCache:
         self._interception = interception
         self._saved = saved
         self._residents = Residents(room, self.apart)
-
-    def is_here(self, number: int) -> bool:
-        return self.units[number].is_gathered
 
     def touch(self, numbers: Sequence[int]) -> None:
         """They are about to be used, and must not go."""
@@ -65,18 +55,18 @@ class UnitCache:
             self.show(unit)
 
     def unpin(self, unit: Unit, *, keeps_edits: bool = True) -> None:
-        """The reverse.
-
-        Args:
-            unit: that was pinned.
-            keeps_edits: take over what has been done to its parameters since (`clamp_`, `max_norm`); otherwise its
-                values are gathered anew when they are used next.
-        """
+        """The reverse; takes over what has been done to the parameters since (`clamp_`, `max_norm`). Without
+        `keeps_edits` the values are gathered anew when they are used next."""
         unit.pins -= 1
         if unit.pins:
             return
         for group in unit.groups:
-            self._hide(group, keeps_edits)
+            if group.upcasts:
+                continue
+            if keeps_edits:
+                with torch.no_grad(), no_interception():
+                    group.keep_edits()
+            self._interception.hide(group)
         if not keeps_edits:
             self.discard(self.numbers[unit])
         elif self.numbers[unit] not in self._residents:
@@ -90,14 +80,6 @@ class UnitCache:
             if not group.upcasts:
                 self._interception.show(group)
                 group.note_versions()
-
-    def _hide(self, group: ShardGroup, keeps_edits: bool) -> None:
-        if group.upcasts:
-            return
-        if keeps_edits:
-            with torch.no_grad(), no_interception():
-                group.keep_edits()
-        self._interception.hide(group)
 
     def discard(self, number: int) -> None:
         """What was gathered is not valid."""

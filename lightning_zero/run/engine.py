@@ -1,8 +1,10 @@
 """`Engine`: the stages for one module and its optimizers. Knows nothing of Lightning."""
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -17,6 +19,7 @@ from lightning_zero.run.loans import Loans
 from lightning_zero.run.phase import Phase, Phases
 from lightning_zero.run.reductions import Reductions, Stage
 from lightning_zero.run.rendezvous import Rendezvous
+from lightning_zero.run.replicated import broadcast_buffers, broadcast_states, move_replicated, refuse_strangers
 from lightning_zero.run.schedule import Schedule
 from lightning_zero.run.states import States
 from lightning_zero.shards import norm
@@ -29,7 +32,7 @@ from lightning_zero.shards.assembly import (
     refuse_whole_tensor_optimizers,
     trainable_of,
 )
-from lightning_zero.shards.group import Kind, Places, Setting, Slot, no_interception, publish, slot_of
+from lightning_zero.shards.group import Kind, Places, Setting, ShardGroup, Slot, no_interception, publish, slot_of
 from lightning_zero.shards.ledger import Category, Ledger, Place, return_freed_memory
 from lightning_zero.shards.optimizer import PieceStepper, training_slot
 from lightning_zero.stage import STAGES, Partition
@@ -109,101 +112,50 @@ class Engine:
         self._known = {id(parameter): parameter for parameter in module.parameters()}  # kept alive: ids stay theirs
         if self.partition.optimizer and self.comm.size > 1:
             refuse_whole_tensor_optimizers(optimizers)
-        self._broadcast_states()
-        setting = Setting(
-            partition=self.partition,
-            mesh=self.mesh,
-            ledger=self.ledger,
-            places=Places(*itertools.repeat(Place(device), 4)),
-            bucket_bytes=bucket_bytes_for(managed, self.options),
-            as_declared=self.options.param_dtype is None,
-        )
+        broadcast_states(module, self.foreign_parameters, self.mesh.world)
+        places = Places(*itertools.repeat(Place(device), 4))
+        bucket_bytes, as_declared = bucket_bytes_for(managed, self.options), self.options.param_dtype is None
+        setting = Setting(self.partition, self.mesh, self.ledger, places, bucket_bytes, as_declared)
         assembly = assemble(module, managed, trainable_of(managed, optimizers), setting, self.options)
-        gradient_bytes = sum(slot.parameter.nbytes for shard in assembly.shards for slot in shard.group.slots)
+        trained = [slot.parameter for shard in assembly.shards for slot in shard.group.slots]
+        self._trained = {id(parameter) for parameter in trained}
+        gradient_bytes = sum(parameter.nbytes for parameter in trained)
         self._leaves_much = device == HOST and self.partition.gradient and gradient_bytes > MUCH
         self._arena = assembly.arena
         self.groups = assembly.groups
         self.resident_numel = assembly.resident
-        self.loans = Loans(self.groups, self._settle_gradients)
-        interception = Interception(self.loans)
-        saved = SavedParameters(self._bring, self.loans.gather_old)
-        self.cache = UnitCache(assembly.units, self._arena, 1 + self.options.prefetch, interception, saved)
-        self.reductions = Reductions(
-            assembly.shards,
-            assembly.pools,
-            comm,
-            overlap=self.options.overlap,
-            lender=self.loans,
-            interception=interception,
-        )
+        self.loans = Loans(self.groups)
+        self._interception = Interception(self.loans)
+        saved = SavedParameters(lambda unit: self.schedule.bring(unit), self.loans.gather_old)
+        self.cache = UnitCache(assembly.units, self._arena, 1 + self.options.prefetch, self._interception, saved)
+        self.reductions = Reductions(assembly, comm, self.options.overlap, self.loans, self._interception)
         self.rendezvous = Rendezvous(self.mesh, self.cache, self.reductions)
         self.loans.join(self.cache, self.rendezvous, saved)
-        self._interception = interception
-        self._move_the_rest()
-        self.schedule = Schedule(
-            assembly,
-            self.cache,
-            self.rendezvous,
-            self.reductions,
-            self.loans,
-            saved,
-            begin_backward=self._begin_backward,
-            end_backward=self._end_backward,
-        )
+        move_replicated(module, device)
+        self.schedule = Schedule(assembly, self.reductions, self.loans, self._begin_backward, self._end_backward)
         self._steppers = {optimizer: PieceStepper(optimizer, self.ledger) for optimizer in optimizers}
         self._step_hooks = [handle for optimizer in optimizers for handle in self._hook_step(optimizer)]
-        self.states = States(module, self.groups, self._steppers, self.mesh, self.loans, self.rendezvous)
-        self.states.cut_optimizers()
+        self.states = States(module, self.groups, self._steppers, self.mesh, self.loans)
         self._phases = Phases()
-        self._trained = {id(slot.parameter) for shard in assembly.shards for slot in shard.group.slots}
         self._measured: norm.Measured | None = None  # for an overflow, and good for clipping too
-        self._buffers = self.rendezvous.enroll("buffers", self._serve_buffers) if self._has_buffers else None
+        self._buffers: int | None = None
+        if self.options.broadcast_buffers and self.mesh.world.size > 1 and any(True for _ in module.buffers()):
+            serve = partial(broadcast_buffers, module, self.mesh.world)
+            self._buffers = self.rendezvous.enroll("buffers", serve)
         self._buffers_are_stale = True
         for group in self.groups:
             if not group.is_plain:
-                interception.hide(group)
+                self._interception.hide(group)
 
     @property
     def phase(self) -> Phase:
         return self._phases.now
 
-    # -- assembly
-
-    def _broadcast_states(self) -> None:
-        """Every rank takes rank 0's values, as under DDP: otherwise each would hold the shard of another model."""
-        if self.mesh.world.size == 1:
-            return
-        for name, tensor in itertools.chain(self.module.named_parameters(), self.module.named_buffers()):
-            if (isinstance(tensor, Parameter) and name not in self.foreign_parameters) or type(tensor) is Tensor:
-                values = tensor.detach().contiguous()
-                self.mesh.world.broadcast(values, f"initial {name}")
-                with torch.no_grad():
-                    tensor.copy_(values)
-
-    def _move_the_rest(self) -> None:
-        """Buffers, metrics and parameters that no group holds. Grouped parameters must not even be passed by: modules
-        that look at their weights when they move (RNNs) would find nothing."""
-        with no_interception():
-            for module in self.module.modules():
-                moves_by_itself = type(module)._apply is not Module._apply
-                if moves_by_itself and not any(slot_of(parameter) for parameter in module.parameters()):
-                    module._apply(lambda tensor: tensor.to(self.device))
-                    continue
-                for name, buffer in module._buffers.items():
-                    module._buffers[name] = None if buffer is None else buffer.to(self.device)
-                for parameter in module._parameters.values():
-                    if parameter is not None and slot_of(parameter) is None:
-                        parameter.data = parameter.data.to(self.device)
-
     # -- forward
 
     @contextmanager
     def forward(self, *, reduces: bool = True) -> Iterator[None]:
-        """Around a forward.
-
-        Args:
-            reduces: its gradients are reduced; then the next one takes rank 0's buffers first, as under DDP.
-        """
+        """Around a forward. If it `reduces` its gradients, the next one takes rank 0's buffers first, as under DDP."""
         self._recover()
         self.loans.settle()
         self.schedule.start_pass()
@@ -212,25 +164,6 @@ class Engine:
         with self._phases.within(Phase.FORWARD), self.schedule.noting_saved():
             yield
         self._buffers_are_stale = reduces
-
-    @property
-    def _has_buffers(self) -> bool:
-        return self.options.broadcast_buffers and self.mesh.world.size > 1 and any(True for _ in self.module.buffers())
-
-    def _serve_buffers(self, keep: bool) -> None:
-        """Every rank takes rank 0's buffers, those of one dtype in one message."""
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in self.module.buffers():
-            by_dtype.setdefault(buffer.dtype, []).append(buffer.detach())
-        for dtype, buffers in by_dtype.items():
-            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            self.mesh.world.broadcast(flat, f"buffers {dtype}")
-            if keep and self.mesh.world.rank:
-                for buffer, values in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-                    buffer.copy_(values.view(buffer.shape))
-
-    def _bring(self, unit: Any) -> None:
-        self.schedule.bring(unit)
 
     # -- backward
 
@@ -252,14 +185,10 @@ class Engine:
         finally:
             self.reductions.is_on = before
 
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def accumulating(self) -> AbstractContextManager[None]:
         """Around the backwards of all but the last micro-batch; communicates if gradients accumulate in shards."""
-        if self.partition.gradient and self.options.accumulation == "sharded":
-            yield
-        else:
-            with self.no_sync():
-                yield
+        reduces = self.partition.gradient and self.options.accumulation == "sharded"
+        return nullcontext() if reduces else self.no_sync()
 
     def _begin_backward(self) -> None:
         self._recover()
@@ -285,15 +214,6 @@ class Engine:
             with no_interception():
                 self.reductions.forget()
 
-    def _settle_gradients(self) -> bool:
-        """Ranks agree on which parameters have gradients, because this one is asked before the step; whether they
-        had to."""
-        if self.reductions.stage is not Stage.UNSETTLED:
-            return False
-        with no_interception(), torch.no_grad():
-            self.rendezvous.meet(early=True)
-        return True
-
     # -- step
 
     def _hook_step(self, optimizer: Optimizer) -> list[Any]:
@@ -318,19 +238,6 @@ class Engine:
             optimizer.register_step_post_hook(lambda *_: self._end_step(optimizer)),
         ]
 
-    def step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Context in which each parameter of `optimizer` is the piece that this rank owns; entered by hooks on
-        `optimizer.step`."""
-        return self._step(optimizer)
-
-    @contextmanager
-    def _step(self, optimizer: Optimizer) -> Iterator[None]:
-        self._begin_step(optimizer)
-        try:
-            yield
-        finally:
-            self._end_step(optimizer)
-
     def _begin_step(self, optimizer: Optimizer) -> None:
         stepper = self._steppers[optimizer]
         if stepper.is_stepping:
@@ -339,7 +246,7 @@ class Engine:
         self.loans.settle()
         while self.rendezvous.meet() and self.rendezvous.may_be_wanted:
             pass  # a rank may have wanted something since it was asked for its gradients
-        self._refuse_strangers()
+        refuse_strangers(self.module, self._trained, self._known, self.foreign_parameters, self._steppers.values())
         slots = stepper.slots
         for slot in slots:
             self.reductions.adopt(slot)
@@ -360,45 +267,14 @@ class Engine:
         if self._leaves_much:
             return_freed_memory()
 
-    def _refuse_strangers(self) -> None:
-        """Raises for a parameter that trains only since set-up: nobody averages its gradient."""
-        others = [parameter for parameter in self.module.parameters() if id(parameter) not in self._trained]
-        strangers = {parameter for parameter in others if parameter.grad is not None}
-        if not strangers:
-            return
-        stepped = {parameter for stepper in self._steppers.values() for parameter in stepper.parameters}
-        for name, parameter in self.module.named_parameters():
-            if parameter not in strangers:
-                continue
-            if id(parameter) not in self._known:
-                raise RuntimeError(
-                    f"Parameter {name!r} was not there at set-up, and has a gradient that is not averaged over ranks. "
-                    "Make modules in __init__ or configure_model(), before fit."
-                )
-            if name in self.foreign_parameters:
-                raise RuntimeError(
-                    f"Parameter {name!r} is a {type(parameter).__name__}, a tensor of its own kind, and trains since "
-                    "set-up: its gradient is not averaged over ranks. Keep it frozen."
-                )
-            if parameter in stepped:
-                raise RuntimeError(
-                    f"Parameter {name!r} was frozen, and was added after set-up to what an optimizer steps: its "
-                    "gradient is not averaged over ranks. Give it to the optimizer in configure_optimizers() already, "
-                    "frozen (requires_grad_(False)) until it is to train."
-                )
-
     # -- gradients
 
     def gradients(self, parameters: Iterable[Parameter] | Optimizer, *, meets: bool = False) -> list[Slot]:
-        """The parameters that have a gradient, each once. A collective after a backward.
-
-        Args:
-            parameters: to look among.
-            meets: a collective of the caller's follows.
-        """
+        """Those of the parameters that have a gradient, each once. A collective after a backward; say so if one of the
+        caller's (`meets`) follows."""
         if isinstance(parameters, Optimizer):
             parameters = [parameter for group in parameters.param_groups for parameter in group["params"]]
-        if not self._settle_gradients() and meets:
+        if not self.rendezvous.settle_gradients() and meets:
             self.rendezvous.meet_before_collective()
         with no_interception(), torch.no_grad():
             self.loans.take_back_gradients()
@@ -409,10 +285,9 @@ class Engine:
         return slots
 
     def _measure(self, slots: list[Slot], norm_type: float = 2.0) -> norm.Measured:
-        measured = self._measured
-        if measured is None or not measured.is_of(slots, norm_type):
-            measured = norm.Measured.of(slots, norm_type)
-        return measured
+        if self._measured is not None and self._measured.is_of(slots, norm_type):
+            return self._measured
+        return norm.Measured.of(slots, norm_type)
 
     def clip_by_norm_(self, parameters: Iterable[Parameter] | Optimizer, max_norm: float) -> norm.GradNorm:
         slots = self.gradients(parameters, meets=True)
@@ -424,11 +299,8 @@ class Engine:
     def unscale_(self, scaler: GradScaler, optimizer: Optimizer) -> norm.Overflow:
         """`GradScaler.unscale_` for gradients that are spread over ranks: every rank comes to the same verdict.
 
-        The scaler's own would look at what this rank owns alone, and ranks would then disagree on whether to step.
-
-        Args:
-            scaler: the user's; its state for `optimizer` is as after its own `unscale_`.
-            optimizer: whose gradients.
+        The scaler's own would look at what this rank owns alone, and ranks would then disagree on whether to step. Its
+        state for `optimizer` is as after its own `unscale_`.
         """
         slots = self.gradients(optimizer, meets=True)
         scale, _ = scaler._check_scale_growth_tracker("unscale_")
@@ -454,19 +326,13 @@ class Engine:
         if not slots:
             return parameter.grad
         (slot,) = slots
-        if not slot.group.is_cut:
-            return norm.piece_of(slot).clone()
-        return self.loans.lend_gradient(slot).clone()
+        return (self.loans.lend_gradient(slot) if slot.group.is_cut else norm.piece_of(slot)).clone()
 
     # -- whole values
 
     def full_parameters(self, module: Module | None = None, *, write: bool = False) -> AbstractContextManager[None]:
-        """All parameters of `module` (default: the whole model) hold their values inside. A collective.
-
-        Args:
-            module: whose.
-            write: keep edits that are made inside; every rank must make the same.
-        """
+        """All parameters of `module` (default: the whole model) hold their values inside. Edits, the same on every
+        rank, are kept if `write`. A collective."""
         wanted = {slot_of(parameter) for parameter in (module or self.module).parameters()} - {None}
         groups = [group for group in self.groups if not group.is_plain and not wanted.isdisjoint(group.slots)]
         return self.loans.all_of(groups, write=write)
@@ -490,10 +356,9 @@ class Engine:
     def dtype_table(self) -> list[tuple[int, Kind, torch.dtype | None]]:
         """Elements, kind and gradient dtype of every sort of parameter in the engine."""
         grads = {shard.group: shard.dtype for shard in self.reductions.shards}
-        rows: dict[tuple[Kind, torch.dtype | None], int] = {}
+        rows: Counter[tuple[Kind, torch.dtype | None]] = Counter()
         for group in self.groups:
-            key = (group.kind, grads.get(group))
-            rows[key] = rows.get(key, 0) + sum(slot.numel for slot in group.slots)
+            rows[group.kind, grads.get(group)] += sum(slot.numel for slot in group.slots)
         return [(numel, kind, dtype) for (kind, dtype), numel in rows.items()]
 
     # -- the end
@@ -529,7 +394,7 @@ class Engine:
             self._restore(group)
         self.rendezvous.meet()
 
-    def _restore(self, group: Any) -> None:
+    def _restore(self, group: ShardGroup) -> None:
         """Leaves the parameters for good: plain again, whole, in their declared dtype, each in storage of its own. What
         rests as shards goes to the host: a whole model may not fit on the device, and one group at a time does."""
         full = self.loans.declared(group)

@@ -5,8 +5,9 @@ goes back at once; the rest at the next boundary: before a forward, before a ste
 rank's where it owns them, so all ranks must make the same.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import final
 
 import torch
@@ -27,16 +28,10 @@ from lightning_zero.views.saved import SavedParameters
 
 @final
 class Loans(Lender, GradientLender):
-    """What is lent of an engine's values.
+    """What is lent of an engine's values."""
 
-    Args:
-        groups: of all parameters.
-        settle_gradients: makes ranks agree on which parameters have gradients, if they have not yet.
-    """
-
-    def __init__(self, groups: Sequence[ShardGroup], settle_gradients: Callable[[], object]) -> None:
+    def __init__(self, groups: Sequence[ShardGroup]) -> None:
         self._groups = groups
-        self._settle_gradients = settle_gradients
         self._declared: dict[ShardGroup, Tensor] = {}  # (N * S,) in the declared dtype, lent
         self._pinned: dict[Unit, None] = {}  # of whose values views may be held
         self._gradients: dict[Slot, Tensor] = {}  # whole ones, of which views may be held
@@ -48,29 +43,26 @@ class Loans(Lender, GradientLender):
 
     def join(self, cache: UnitCache, rendezvous: Rendezvous, saved: SavedParameters) -> None:
         """Says where the values come from."""
-        self._cache = cache
-        self._rendezvous = rendezvous
-        self._saved = saved
+        self.cache = cache
+        self.rendezvous = rendezvous
+        self.saved = saved
         self._units = {group: unit for unit in cache.units for group in unit.groups}
         self._numbers = {
-            group: rendezvous.enroll(group.name, self._bringing(group))
+            group: rendezvous.enroll(group.name, partial(self._serve, group))
             for group in self._groups
             if group.is_cut and not group.is_plain
         }
 
     # -- whole values
 
-    def _bringing(self, group: ShardGroup) -> Callable[[bool], None]:
-        def serve(keep: bool) -> None:
-            if not keep:
-                group.pass_by(group.master, "gather master")
-                return
-            self._served = self._gather(group, group.master, "gather master")
-
-        return serve
+    def _serve(self, group: ShardGroup, keep: bool) -> None:
+        if keep:
+            self._served = self._gather(group, group.master)
+        else:
+            group.pass_by(group.master, "gather master")
 
     @staticmethod
-    def _gather(group: ShardGroup, shard: Tensor, purpose: str) -> Tensor:
+    def _gather(group: ShardGroup, shard: Tensor, purpose: str = "gather master") -> Tensor:
         setting = group.setting
         full = setting.ledger.allocate(Category.GATHERED, group.layout.numel, shard.dtype, setting.places.gathered)
         for gather in group.all_gather(full, shard, purpose):
@@ -85,8 +77,8 @@ class Loans(Lender, GradientLender):
         if group.full_param is not None and group.stays_full and not group.kind.is_cast:
             return group.full_param
         if group not in self._numbers:  # nobody reads them but all ranks together
-            return self._gather(group, group.master, "gather master")
-        self._rendezvous.call(self._numbers[group])
+            return self._gather(group, group.master)
+        self.rendezvous.call(self._numbers[group])
         full, self._served = self._served, None
         assert full is not None
         return full
@@ -105,18 +97,17 @@ class Loans(Lender, GradientLender):
                 "the ranks. Load the latest checkpoint into a new model; to have one of the moment that a run fails, "
                 "add Lightning's OnExceptionCheckpoint callback."
             )
-        if group.upcasts:
-            return Lent(slot.parameter, self._lend_declared(slot), _nothing)
-        if group.stays_full:
-            return Lent(slot.parameter, slot.parameter, _nothing)
+        if group.upcasts or group.stays_full:
+            values = self._lend_declared(slot) if group.upcasts else slot.parameter
+            return Lent(slot.parameter, values, _keep_until_boundary)
         unit = self._units[group]
-        self._rendezvous.use(unit)
-        self._cache.pin(unit)
+        self.rendezvous.use(unit)
+        self.cache.pin(unit)
         # Activation checkpointing counts what is saved, and layers that it computes again come here where their first
         # forward did not: it must see parameters both times. What it keeps of them it lets go of in the same backward.
-        notes = not self._saved.is_inside_others
+        notes = not self.saved.is_inside_others
         recomputes = not notes and torch._C._current_graph_task_id() != -1
-        if notes and not self._saved.push():
+        if notes and not self.saved.push():
             self.hold(unit)
         return Lent(slot.parameter, slot.parameter, lambda *_: self._end_call(unit, notes, recomputes))
 
@@ -135,16 +126,16 @@ class Loans(Lender, GradientLender):
     def _end_call(self, unit: Unit, notes: bool, recomputes: bool) -> None:
         """Ends a loan to one call, unless its result is a view."""
         if notes:
-            self._saved.pop()
+            self.saved.pop()
         if unit.is_shared and not recomputes:
             self.hold(unit)
-        self._cache.unpin(unit)
+        self.cache.unpin(unit)
 
     def hold(self, unit: Unit) -> None:
         """Somebody has a view of the values, or will look for them where they are now: they stay until the boundary."""
         if unit not in self._pinned:
             self._pinned[unit] = None
-            self._cache.pin(unit)
+            self.cache.pin(unit)
 
     def is_lent(self, group: ShardGroup) -> bool:
         """Whether somebody reads, and may have edited, a copy of the values in the declared dtype."""
@@ -152,34 +143,24 @@ class Loans(Lender, GradientLender):
 
     @contextmanager
     def all_of(self, groups: Collection[ShardGroup], *, write: bool) -> Iterator[None]:
-        """The values of all these are here. A collective.
-
-        Args:
-            groups: whose.
-            write: keep edits that are made inside; every rank must make the same.
-        """
+        """The values of all these are here; edits inside, the same on every rank, are kept if `write`. A collective."""
         self.settle()
         for group in groups:
             if group.upcasts:
                 self._borrow_declared(group)
             elif not group.stays_full:
-                self._rendezvous.use(self._units[group])
+                self.rendezvous.use(self._units[group])
                 self.hold(self._units[group])
         try:
             yield
         finally:
-            if not write:
-                self._give_up(groups)
+            for group in () if write else groups:  # without a look at what was edited
+                self._declared.pop(group, None)
+                unit = self._units.get(group)
+                if unit in self._pinned:
+                    del self._pinned[unit]
+                    self.cache.unpin(unit, keeps_edits=False)
             self.settle()
-
-    def _give_up(self, groups: Collection[ShardGroup]) -> None:
-        """Ends loans without a look at what was edited."""
-        for group in groups:
-            self._declared.pop(group, None)
-            unit = self._units.get(group)
-            if unit in self._pinned:
-                del self._pinned[unit]
-                self._cache.unpin(unit, keeps_edits=False)
 
     def load(self, slot: Slot, source: Stored) -> None:
         self._noted[slot] = source
@@ -195,12 +176,12 @@ class Loans(Lender, GradientLender):
     # -- gradients
 
     def settle_gradients(self) -> None:
-        self._settle_gradients()
+        self.rendezvous.settle_gradients()
 
     def lend_gradient(self, slot: Slot) -> Tensor:
         if slot not in self._gradients:
             assert slot.gradient is not None
-            self._rendezvous.meet_before_collective()
+            self.rendezvous.meet_before_collective()
             return slot.gradient.gather(slot)
         return self._gradients[slot]
 
@@ -239,9 +220,9 @@ class Loans(Lender, GradientLender):
                     if not group.upcasts and group.full_param is not None:
                         group.adopt_assigned()
                         group.take_edits(group.full_param)
-                self._cache.unpin(unit)
+                self.cache.unpin(unit)
             self._pinned.clear()
 
 
-def _nothing(*_: object) -> None:
-    pass
+def _keep_until_boundary(*_: object) -> None:
+    """Ends a call's loan: `settle` looks at what was edited."""

@@ -1,7 +1,7 @@
 """An optimizer's state as checkpoints hold it, taken from the pieces that ranks step and given back to them."""
 
 from collections.abc import Container, Iterable, Mapping
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch.nn import Parameter
 
 from lightning_zero.run.spread import WHOLE, SpreadState
 from lightning_zero.shards.extents import Extent
+from lightning_zero.shards.group import Slot
 from lightning_zero.shards.optimizer import PieceStepper
 from lightning_zero.shards.units import as_written
 from lightning_zero.views.lazy import LazyTensor, OfOneRank, Partial, Stored
@@ -17,12 +18,7 @@ from lightning_zero.wire.comm import Comm
 
 @final
 class OptimizerState:
-    """The state of one optimizer.
-
-    Args:
-        stepper: of the optimizer.
-        comm: the ranks that its parameters are spread over.
-    """
+    """The state of one optimizer, whose parameters are spread over the ranks of `comm`."""
 
     def __init__(self, stepper: PieceStepper, comm: Comm) -> None:
         self._stepper = stepper
@@ -31,10 +27,16 @@ class OptimizerState:
     @property
     def parameter_names(self) -> list[str]:
         """Of the parameters, as `state_dict` numbers them; empty for what the engine does not hold."""
-        return [
-            as_written(self._stepper.slot(parameter).name) if self._stepper.holds(parameter) else ""
-            for parameter in self._stepper.parameters
-        ]
+        slots = map(self._slot, self._stepper.parameters)
+        return ["" if slot is None else as_written(slot.name) for slot in slots]
+
+    def _slot(self, parameter: Parameter) -> Slot | None:
+        """None for what the engine does not hold: every rank has, and steps, all of it."""
+        return self._stepper.slot(parameter) if self._stepper.holds(parameter) else None
+
+    def _steps_any(self, parameter: Parameter) -> bool:
+        slot = self._slot(parameter)
+        return slot is None or slot.steps_any
 
     def _is_cut(self, parameter: Parameter, name: str, value: Any) -> bool:
         """Whether each rank has its part of this entry."""
@@ -85,9 +87,9 @@ class OptimizerState:
         group = slot.group
         if not group.is_cut:
             return _on_host(mine[name])
-        layout = group.layout
-        of = layout.slice_of(slot.index)
-        rows = torch.zeros(layout.ranks, of.width, dtype=value.dtype, device=group.setting.places.optimizer.device)
+        of = group.layout.slice_of(slot.index)
+        device = group.setting.places.optimizer.device
+        rows = torch.zeros(group.layout.ranks, of.width, dtype=value.dtype, device=device)
         if slot.piece.numel:
             at = slot.piece.shard_start - of.shard_start
             rows[self._comm.rank, at : at + slot.piece.numel] = mine[name]
@@ -96,12 +98,8 @@ class OptimizerState:
         return rows.view(-1)[start : start + slot.numel].view(slot.shape).to("cpu", copy=True)
 
     def spread(self, name: str) -> dict[str, Any]:
-        """`optimizer.state_dict()` to be written by all ranks together: each has the parameters that it owns any of,
-        with a `LazyTensor` for what is cut like its parameter. A collective of a few bytes.
-
-        Args:
-            name: of this optimizer, in the names of its tensors.
-        """
+        """`optimizer.state_dict()` to be written by all ranks together, under a name of this optimizer: each has the
+        parameters that it owns any of, with a `LazyTensor` for each tensor. A collective of a few bytes."""
         local = self._stepper.optimizer.state_dict()
         if not local:
             return local
@@ -109,17 +107,17 @@ class OptimizerState:
         mine: dict[int, dict[str, Any]] = {}
         for index, state in local["state"].items():
             parameter = self._stepper.parameters[index]
-            if not self._stepper.holds(parameter):
+            slot = self._slot(parameter)
+            if slot is None:
                 continue
-            slot = self._stepper.slot(parameter)
-            full_name = f"{name}:{as_written(slot.name)}"
-            mine[index] = {
-                key: LazyTensor(SpreadState(f"{full_name}:{key}", slot, value))
-                if self._is_cut(parameter, key, value)
-                else _of_one(f"{full_name}:{key}{WHOLE}", value)
-                for key, value in state.items()
-                if slot.writes_once or (slot.share.numel and self._is_cut(parameter, key, value))
-            }
+            mine[index] = {}
+            for key, value in state.items():
+                is_cut, full_name = self._is_cut(parameter, key, value), f"{name}:{as_written(slot.name)}:{key}"
+                if is_cut and (slot.writes_once or slot.share.numel):
+                    mine[index][key] = LazyTensor(SpreadState(full_name, slot, value))
+                elif slot.writes_once:
+                    is_tensor = isinstance(value, Tensor)
+                    mine[index][key] = LazyTensor(OfOneRank(full_name + WHOLE, value)) if is_tensor else value
         return {**local, "state": Partial(name, mine)}
 
     # -- given back
@@ -145,30 +143,27 @@ class OptimizerState:
 
     def cut(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Of any strategy's `optimizer.state_dict()` what this rank steps; of stored tensors only that is read."""
-        parameters = self._stepper.parameters
-        whole = _names_of_other_shapes((parameters[at], state) for at, state in state_dict.get("state", {}).items())
-        state = {
+        parameters, saved = self._stepper.parameters, state_dict.get("state", {})
+        whole = _names_of_other_shapes((parameters[index], state) for index, state in saved.items())
+        cut = {
             index: {name: self._cut(parameters[index], name, value, whole) for name, value in state.items()}
-            for index, state in state_dict.get("state", {}).items()
+            for index, state in saved.items()
             if self._steps_any(parameters[index])
         }
-        return {**state_dict, "state": state}
+        return {**state_dict, "state": cut}
 
     def _cut(self, parameter: Parameter, name: str, value: Any, whole: Container[str]) -> Any:
         """This rank's part of an entry. The checkpoint says whether it is cut; of others' the shape has to tell."""
         if not isinstance(value, Tensor):
             return value
-        stored = value.source if isinstance(value, LazyTensor) else None
-        is_whole = value.shape != parameter.shape or name == "step" or not self._stepper.holds(parameter)
-        if not parameter.shape and name in whole:  # its moments look like its step count, and like other scalars
-            is_whole = True
-        if stored is not None and stored.name.endswith(WHOLE):
-            is_whole = True
-        if self._stepper.holds(parameter):
+        stored, slot = value.source if isinstance(value, LazyTensor) else None, self._slot(parameter)
+        is_whole = value.shape != parameter.shape or name == "step"
+        is_whole |= not parameter.shape and name in whole  # moments that look like a step count, and like other scalars
+        is_whole |= stored is not None and stored.name.endswith(WHOLE)
+        if slot is not None:
             self._stepper.cut[name] = self._stepper.cut.get(name, True) and not is_whole
-        if is_whole or not self._stepper.slot(parameter).group.is_cut:
+        if slot is None or is_whole or not slot.group.is_cut:
             return value if stored is None else stored.whole()
-        slot = self._stepper.slot(parameter)
         if not isinstance(stored, Stored):
             return value.reshape(-1)[slot.piece.start : slot.piece.stop].clone()
         device = slot.group.setting.places.optimizer.device
@@ -185,9 +180,6 @@ class OptimizerState:
         finally:
             self._stepper.exit()
 
-    def _steps_any(self, parameter: Parameter) -> bool:
-        return not self._stepper.holds(parameter) or self._stepper.slot(parameter).steps_any
-
 
 def _names_of_other_shapes(states: Iterable[tuple[Any, Mapping[str, Any]]]) -> set[str]:
     """Names of state tensors that have, for some parameter, not its shape."""
@@ -199,15 +191,10 @@ def _names_of_other_shapes(states: Iterable[tuple[Any, Mapping[str, Any]]]) -> s
     }
 
 
-def _of_one(name: str, value: Any) -> Any:
-    return LazyTensor(OfOneRank(name, value)) if isinstance(value, Tensor) else value
-
-
-class _Cut:
+class _Cut(NamedTuple):
     """Stands for a state tensor of which each rank has its piece."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    dtype: torch.dtype
 
 
 def _on_host(value: Any) -> Any:

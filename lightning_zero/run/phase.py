@@ -20,9 +20,6 @@ _WITHIN = {
     Phase.RESTING: {Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.CLOSED},
     # Manual optimization runs all of a step inside `training_step`.
     Phase.FORWARD: {Phase.FORWARD, Phase.BACKWARD, Phase.STEP},
-    Phase.BACKWARD: set(),
-    Phase.STEP: set(),
-    Phase.CLOSED: set(),
 }
 
 
@@ -39,7 +36,7 @@ class Phases:
 
     def enter(self, phase: Phase) -> None:
         """Raises RuntimeError when `phase` cannot begin now."""
-        if phase not in _WITHIN[self.now]:
+        if phase not in _WITHIN.get(self.now, ()):
             raise RuntimeError(f"The engine cannot begin {phase.name} while it is in {self.now.name}.")
         self._stack.append(phase)
 

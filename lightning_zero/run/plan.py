@@ -20,12 +20,7 @@ from typing import final
 
 @final
 class Residents:
-    """Which units are here.
-
-    Args:
-        room: for how many.
-        apart: those that have room of their own, and stay.
-    """
+    """Which units are here: at most `room`, and those `apart`, which have room of their own and stay."""
 
     def __init__(self, room: int, apart: Collection[int] = ()) -> None:
         self._room = room
@@ -63,80 +58,62 @@ class Step:
     Args:
         use: the unit, or the call, that is used.
         due: how many gradient groups, from the first of the agreed order, must be complete here; otherwise diverge.
-        learns: the gathers of these units tell now whether a rank has diverged: before anything else, or if they begin
-            at this use, after that.
-        starts: reduce so many groups of that order.
         window: units that must not go yet.
         gathers: units to gather, in order.
+        learns: the gathers of these units tell now whether a rank has diverged: before anything else, or if they begin
+            at this use, after that.
+        starts: reduce so many groups of the agreed order.
     """
 
     use: int
     due: int
-    learns: tuple[int, ...]
-    starts: int
     window: tuple[int, ...]
     gathers: tuple[int, ...]
+    learns: tuple[int, ...]
+    starts: int
 
 
-@dataclass(frozen=True)
-class Plan:
-    """See the module's docstring.
+Plan = tuple[Step, ...]  # of a round, in order; see the module's docstring
+
+
+def make_plan(
+    uses: Sequence[int],
+    units: Collection[int],
+    apart: Collection[int],
+    room: int,
+    complete: Mapping[int, int],
+    late: bool,
+) -> Plan:
+    """Plans for an order of uses.
 
     Args:
-        steps: in order.
+        uses: what is used, one after the other. What is not among `units` is a call: nothing is gathered ahead.
+        units: numbers of those that can be gathered ahead.
+        apart: of those, the ones that have room of their own.
+        room: for how many others.
+        complete: use -> how many gradient groups all ranks have had complete there; counts never fall.
+        late: ranks learn of a mark one use after that of the gather.
     """
-
-    steps: tuple[Step, ...]
-
-    @classmethod
-    def of(
-        cls,
-        uses: Sequence[int],
-        *,
-        units: Collection[int],
-        apart: Collection[int] = (),
-        room: int = 2,
-        complete: Mapping[int, int] | None = None,
-        late: bool = False,
-    ) -> "Plan":
-        """Plans for an order of uses.
-
-        Args:
-            uses: what is used, one after the other. What is not among `units` is a call: nothing is gathered ahead.
-            units: numbers of those that can be gathered ahead.
-            apart: of those, the ones that have room of their own.
-            room: for how many others.
-            complete: use -> how many gradient groups all ranks have had complete there; counts never fall.
-            late: ranks learn of a mark one use after that of the gather.
-        """
-        here, ahead = Residents(room, apart), max(room - 1, 0)
-        gathers: list[tuple[int, ...]] = []
-        windows: list[tuple[int, ...]] = []
-        used_at: dict[int, list[int]] = {}  # use -> place of use of the gathers issued there
-        for at in range(len(uses)):
-            window = [number for number in uses[at : at + 1 + ahead] if number in units]
-            for number in window:
-                here.touch(number)
-            issued = []
-            for place in range(at, min(at + 1 + ahead, len(uses))):
-                number = uses[place]
-                if number in units and number not in here:
-                    here.admit(number)
-                    issued.append(number)
-                    used_at.setdefault(at, []).append(place)
-            gathers.append(tuple(issued))
-            windows.append(tuple(dict.fromkeys(window)))
-        learnt_at = {at: [place + late for place in places] for at, places in used_at.items()}
-        learns: list[list[int]] = [[] for _ in uses]
-        for at, places in learnt_at.items():
-            for number, place in zip(gathers[at], places, strict=True):
+    here, reach = Residents(room, apart), max(room, 1)
+    steps = []
+    learns: list[list[int]] = [[] for _ in uses]
+    learnt_at: dict[int, list[int]] = {}  # use -> where the gathers issued there are learnt of
+    for at in range(len(uses)):
+        window = [number for number in uses[at : at + reach] if number in units]
+        for number in window:
+            here.touch(number)
+        gathers = []
+        for place, number in enumerate(uses[at : at + reach], at + late):
+            if number in units and number not in here:
+                here.admit(number)
+                gathers.append(number)
+                learnt_at.setdefault(at, []).append(place)
                 if place < len(uses):
                     learns[place].append(number)
-        starts = _starts(len(uses), complete or {}, learnt_at)
-        due = [max((n for use, n in (complete or {}).items() if use <= at), default=0) for at in range(len(uses))]
-        return cls(
-            tuple(Step(*fields) for fields in zip(uses, due, map(tuple, learns), starts, windows, gathers, strict=True))
-        )
+        due = max((count for use, count in complete.items() if use <= at), default=0)
+        steps.append((uses[at], due, tuple(dict.fromkeys(window)), tuple(gathers)))
+    starts = _starts(len(uses), complete, learnt_at)
+    return tuple(Step(*step, tuple(learnt), start) for step, learnt, start in zip(steps, learns, starts, strict=True))
 
 
 def _starts(length: int, complete: Mapping[int, int], learnt_at: Mapping[int, Sequence[int]]) -> list[int]:

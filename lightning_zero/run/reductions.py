@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_zero.run.notices import Notice, Notices
-from lightning_zero.shards.gradient import BucketPool, GradientShard
+from lightning_zero.shards.assembly import Assembly
+from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.group import Slot, no_interception
 from lightning_zero.views.gradient import GradientLender, ShardedGradient
 from lightning_zero.views.parameter import Interception
@@ -31,44 +32,28 @@ class Reductions:
     """The reductions of one backward after the other.
 
     Args:
-        shards: the gradients of all trainable groups, in the order in which backward should reach them.
-        pools: the buckets they travel in.
+        assembly: whose gradients and buckets.
         comm: all ranks.
         overlap: let reductions run while backward goes on.
         lender: of averaged gradients, to whoever reads them.
         interception: makes parameters ask for their gradients, from the end of backward until ranks have agreed.
-
-    Attributes:
-        is_on: whether the next end of backward reduces; otherwise gradients only accumulate, on this rank.
-        notices: what ranks tell each other as they agree.
     """
 
     def __init__(
-        self,
-        shards: list[GradientShard],
-        pools: list[BucketPool],
-        comm: Comm,
-        *,
-        overlap: bool,
-        lender: GradientLender,
-        interception: Interception,
+        self, assembly: Assembly, comm: Comm, overlap: bool, lender: GradientLender, interception: Interception
     ) -> None:
-        self._order = shards
-        self._pools = pools
+        self.shards = assembly.shards  # in the agreed order
+        self._pools = assembly.pools
         self._comm = comm
         self._overlap = overlap
         self._lender = lender
         self._interception = interception
-        self._started = 0  # how many of self._order
+        self._started = 0  # how many of self.shards
         self._ready_order: list[GradientShard] = []
         self._order_learnt = False
         self.stage = Stage.CLEAR
-        self.is_on = True
-        self.notices = Notices()
-
-    @property
-    def shards(self) -> list[GradientShard]:
-        return self._order
+        self.is_on = True  # the next end of backward reduces; otherwise gradients only accumulate, on this rank
+        self.notices = Notices()  # what ranks tell each other as they agree
 
     # -- in backward
 
@@ -77,7 +62,7 @@ class Reductions:
         shard = slot.gradient
         assert shard is not None
         was_complete = shard.is_complete
-        if was_complete and self._order.index(shard) < self._started:
+        if was_complete and self.shards.index(shard) < self._started:
             raise RuntimeError(
                 f"Parameter {slot.name!r} received a second gradient in one backward, after its first was sent to the "
                 "other ranks: it is used in several reentrant activation checkpoints. Write "
@@ -94,41 +79,34 @@ class Reductions:
         """How many groups, from the first of the agreed order, have all their gradients."""
         if not (self.is_on and self._overlap):
             return 0
-        return next((at for at, shard in enumerate(self._order) if not shard.is_complete), len(self._order))
+        return next((at for at, shard in enumerate(self.shards) if not shard.is_complete), len(self.shards))
 
     def start(self, number: int) -> None:
         """Sends the first `number` groups of the agreed order, but for those that have been sent."""
         if number <= self._started:
             return
         with no_interception(), torch.no_grad():
-            for shard in self._order[self._started : number]:
+            for shard in self.shards[self._started : number]:
                 shard.begin_reduce()
         self._started = number
 
     def end_backward(self, *, starts_all: bool) -> None:
-        """A backward has ended: what it left is reduced, or only accumulates.
-
-        Args:
-            starts_all: at once; otherwise when ranks agree.
-        """
-        if self.is_on:
-            self.stage = Stage.UNSETTLED
-            if starts_all and any(shard.used for shard in self._order):
-                self.start(len(self._order))
-            for shard in self._order:
-                self._await(shard)
+        """A backward has ended: what it left only accumulates, or is reduced: when ranks agree, or at once if this
+        `starts_all`."""
+        if not self.is_on:
+            self.stage = Stage.CLEAR
+            for shard in self.shards:
+                shard.end_backward_unreduced()
+            self._clear()
             return
-        self.stage = Stage.CLEAR
-        for shard in self._order:
-            shard.end_backward_unreduced()
-        self._clear()
-
-    def _await(self, shard: GradientShard) -> None:
-        """Until ranks agree: parameters ask for their gradients, and what autograd may add meanwhile goes beside."""
-        if shard.group.is_cut:
-            for index in shard.used:
-                self.show(shard.group.slots[index])
-        if shard in self._plain:
+        self.stage = Stage.UNSETTLED
+        if starts_all and any(shard.used for shard in self.shards):
+            self.start(len(self.shards))
+        for shard in self.shards:  # until then parameters ask for gradients, and what autograd may add goes beside
+            if shard.group.is_cut:
+                for index in shard.used:
+                    self.show(shard.group.slots[index])
+        for shard in self._plain:
             self._interception.hide(shard.group)
 
     # -- what ranks agree on
@@ -136,11 +114,11 @@ class Reductions:
     def statement(self) -> Tensor:
         """What this rank knows of the backward, ``(bytes,)`` uint8: a flag for each question. Over all ranks a flag is
         set where one rank has set it."""
-        has_gradients = self.stage is Stage.UNSETTLED and any(shard.used for shard in self._order)
+        has_gradients = self.stage is Stage.UNSETTLED and any(shard.used for shard in self.shards)
         said = bytearray([has_gradients, *self.notices.flags()])
         complete = self.count_complete()
-        said += bytes(at >= complete for at in range(len(self._order)))
-        for shard in self._order:
+        said += bytes(at >= complete for at in range(len(self.shards)))
+        for shard in self.shards:
             used = bytearray(len(shard.group.slots))
             for index in shard.used:
                 used[index] = 1
@@ -150,15 +128,11 @@ class Reductions:
     def count_complete_in(self, said: Tensor) -> int:
         """How many groups are complete on all ranks, by their statements."""
         first = 1 + len(Notice)
-        incomplete = said[first : first + len(self._order)].tolist()
-        return incomplete.index(1) if 1 in incomplete else len(self._order)
+        incomplete = said[first : first + len(self.shards)].tolist()
+        return incomplete.index(1) if 1 in incomplete else len(self.shards)
 
     def settle(self, said: Tensor) -> None:
-        """Ranks have agreed: reduces what is left, and shows the averaged gradients. A collective.
-
-        Args:
-            said: the statement of all ranks.
-        """
+        """Reduces what is left, as the statements of all ranks say, and shows the averaged gradients. A collective."""
         self.notices.hear(said[1 : 1 + len(Notice)].tolist())
         if self.stage is Stage.UNSETTLED:
             for shard in self._plain:
@@ -167,39 +141,34 @@ class Reductions:
         if not said[0]:  # no rank has a gradient
             return
         with no_interception(), torch.no_grad():
-            self.start(len(self._order))  # all start before the first wait: another rank may be out of buckets
+            self.start(len(self.shards))  # all start before the first wait: another rank may be out of buckets
             for pool in self._pools:
                 pool.drain()
-            used = said[1 + len(Notice) + len(self._order) :].split([len(shard.group.slots) for shard in self._order])
-            for shard, flags in zip(self._order, used, strict=True):
+            used = said[1 + len(Notice) + len(self.shards) :].split([len(shard.group.slots) for shard in self.shards])
+            for shard, flags in zip(self.shards, used, strict=True):
                 shard.end_reduce()
-                if shard.travels:
-                    self._show(shard, flags)
+                if shard.travels:  # what had a gradient on any rank shows the averaged one; other `p.grad` stays
+                    slots = shard.group.slots
+                    for index in range(len(slots)) if bool(flags.all()) else flags.nonzero().flatten().tolist():
+                        self.show(slots[index])
         self._learn_order()
         self._clear()
 
     @property
     def _plain(self) -> list[GradientShard]:
         """Of parameters that nothing else makes ask for anything."""
-        return [shard for shard in self._order if shard.travels and shard.group.is_plain]
-
-    def _show(self, shard: GradientShard, used: Tensor) -> None:
-        """Parameters that had a gradient on any rank show the averaged one; the others' `p.grad` stays as it was."""
-        slots = shard.group.slots
-        for index in range(len(slots)) if bool(used.all()) else used.nonzero().flatten().tolist():
-            self.show(slots[index])
+        return [shard for shard in self.shards if shard.travels and shard.group.is_plain]
 
     def show(self, slot: Slot) -> None:
         """`p.grad` is the averaged gradient."""
-        shard = slot.gradient
-        assert shard is not None
         if slot.group.is_cut:
             shown = slot.parameter.grad
             if not (isinstance(shown, ShardedGradient) and shown.slot is slot):
                 slot.parameter.grad = ShardedGradient(slot, self._lender)
         else:
-            assert shard.full_grad is not None
-            slot.parameter.grad = slot.view(shard.full_grad)
+            assert slot.gradient is not None
+            assert slot.gradient.full_grad is not None
+            slot.parameter.grad = slot.view(slot.gradient.full_grad)
 
     def adopt(self, slot: Slot) -> None:
         """Takes over a gradient that the user has put into `p.grad` in place of ours; the same one on every rank."""
@@ -215,18 +184,17 @@ class Reductions:
         """Drops what a backward that failed (on every rank alike) left half done."""
         for pool in self._pools:
             pool.drain()
-        for shard in self._order:
+        for shard in self.shards:
             shard.forget()
         self.stage = Stage.CLEAR
         self._clear()
 
     def _clear(self) -> None:
-        self._started = 0
-        self._ready_order = []
+        self._started, self._ready_order = 0, []
 
     def free(self) -> None:
         """Lets go of gradients and buckets for good."""
-        for shard in self._order:
+        for shard in self.shards:
             shard.free()
         self._pools = []
 
@@ -234,8 +202,8 @@ class Reductions:
         if self._order_learnt:  # nothing that differs between ranks may decide whether a message is sent
             return
         self._order_learnt = True
-        ready = [self._order.index(shard) for shard in self._ready_order]
-        rest = [at for at in range(len(self._order)) if at not in set(ready)]
+        ready = [self.shards.index(shard) for shard in self._ready_order]
+        rest = [at for at in range(len(self.shards)) if at not in set(ready)]
         agreed = torch.tensor(ready + rest)
         self._comm.broadcast(agreed, "reduction order")
-        self._order = [self._order[at] for at in agreed.tolist()]
+        self.shards = [self.shards[at] for at in agreed.tolist()]

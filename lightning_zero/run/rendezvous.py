@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from lightning_zero.run.cache import UnitCache
-from lightning_zero.run.plan import Plan, Step
-from lightning_zero.run.reductions import Reductions
+from lightning_zero.run.plan import Plan, Step, make_plan
+from lightning_zero.run.reductions import Reductions, Stage
+from lightning_zero.shards.group import no_interception
 from lightning_zero.shards.unit import Unit
 from lightning_zero.wire.comm import Gather, RankTimeoutError
 from lightning_zero.wire.mesh import Mesh
@@ -65,19 +66,16 @@ class _Round:
 
 @final
 class Rendezvous:
-    """Agrees on what is gathered next, among the ranks that share shards.
-
-    Args:
-        mesh: the ranks.
-        cache: the units.
-        reductions: started where all ranks are ready for them.
-    """
+    """Agrees on what is gathered next, among the ranks that share shards; what is wanted has a number: a unit its place
+    in the cache, calls those after."""
 
     def __init__(self, mesh: Mesh, cache: UnitCache, reductions: Reductions) -> None:
         self._mesh = mesh
         self._comm = mesh.shard.host
+        self._is_alone = mesh.shard.size == 1
         self._cache = cache
-        self._reductions = reductions
+        self._units = cache.units
+        self._reductions = reductions  # started where all ranks are ready for them
         self._calls: list[_Call] = []
         self._round = _Round()
         self._plans_ahead = True
@@ -89,11 +87,7 @@ class Rendezvous:
     def enroll(self, label: str, serve: Callable[[bool], None]) -> int:
         """Returns the number under which `call` asks for it; enroll the same on every rank. See `_Call`."""
         self._calls.append(_Call(label, serve))
-        return len(self._cache.units) + len(self._calls) - 1
-
-    @property
-    def is_alone(self) -> bool:
-        return self._mesh.shard.size == 1
+        return len(self._units) + len(self._calls) - 1
 
     def use(self, unit: Unit) -> None:
         """Returns when the unit is gathered, or on its way."""
@@ -104,37 +98,45 @@ class Rendezvous:
 
     def call(self, number: int) -> None:
         """Returns when the call has been served."""
-        if self.is_alone:
-            self._calls[number].serve(True)
+        if self._is_alone:
+            self._calls[number].serve(True)  # one rank gathers no units
         else:
             self._arrive(number)
 
     def _arrive(self, number: int) -> None:
-        is_unit = number < len(self._cache.units)
         if not self._round.uses:
             self._round.begins = (number, torch.is_grad_enabled())
-        if not (self._round.plan is not None and self._follow(number)):
-            if not (is_unit and self._cache.is_here(number)):
-                self._ask(number)
-            else:
+        if self._round.plan is None or not self._follow(self._round.plan, number):
+            if number < len(self._units) and self._units[number].is_gathered:
                 self._cache.touch([number])
+            else:
+                self._ask(number)
         self._round.uses.append(number)
         self._round.digest = (self._round.digest * 1_000_003 + number + 1) % _HASH
 
+    def _serve(self, wants: Iterable[int], own: int | None) -> None:
+        """Does all that is wanted, and keeps what this rank wants."""
+        for want in wants:
+            if want >= len(self._units):
+                self._calls[want - len(self._units)].serve(want == own)
+            elif want == own:
+                self._cache.gather(want)
+            else:
+                self._units[want].pass_by()
+
     # -- by plan
 
-    def _follow(self, number: int) -> bool:
+    def _follow(self, plan: Plan, number: int) -> bool:
         """Does what all ranks do at this use; False where ranks go, or this one wants to go, another way."""
-        plan, at = self._round.plan, len(self._round.uses) - self._round.start
-        assert plan is not None
-        step = plan.steps[at] if at < len(plan.steps) else None
+        at = len(self._round.uses) - self._round.start
+        step = plan[at] if at < len(plan) else None
         if step is None or step.use != number or self._reductions.count_complete() < step.due:
-            self._diverge(at)
+            self._diverge(plan, at)
             return False
         if not self._take(step, keep=True):
             return False
-        if number < len(self._cache.units) and not self._cache.is_here(number):  # an edit has made it stale
-            self._diverge(at + 1)
+        if number < len(self._units) and not self._units[number].is_gathered:  # an edit has made it stale
+            self._diverge(plan, at + 1)
             return False
         return True
 
@@ -148,18 +150,16 @@ class Rendezvous:
             if keep:
                 self._round.in_flight[number] = self._cache.gather(number, diverges=False)
             else:
-                self._round.in_flight[number] = self._cache.units[number].pass_by(marks)
+                self._round.in_flight[number] = self._units[number].pass_by(marks)
                 marks = False
-        if step.use >= len(self._cache.units):
-            self._calls[step.use - len(self._cache.units)].serve(keep)
+        if step.use >= len(self._units):
+            self._calls[step.use - len(self._units)].serve(keep)
         return not self._learn_of_divergence(number for number in step.learns if number in step.gathers)
 
-    def _diverge(self, at: int) -> None:
+    def _diverge(self, plan: Plan, at: int) -> None:
         """Leaves the plan before its step `at`: takes part in it until the others have learnt of it."""
-        plan = self._round.plan
-        assert plan is not None
         marks = True
-        for step in plan.steps[at:]:
+        for step in plan[at:]:
             if not self._take(step, keep=False, marks=marks):
                 return
             marks = marks and not step.gathers
@@ -192,36 +192,29 @@ class Rendezvous:
         heard = self._exchange(number)
         if heard.agree:
             self._round.complete[len(self._round.uses)] = self._reductions.count_complete_in(heard.statement)
-        for want in heard.wants:
-            if want < len(self._cache.units):
-                self._cache.gather(want) if want == number else self._cache.units[want].pass_by()
-            else:
-                self._calls[want - len(self._cache.units)].serve(want == number)
-        if heard.agree:
+        self._serve(heard.wants, number)
+        if heard.agree and self._plans_ahead:
             self._look_for_plan(number)
 
     def _look_for_plan(self, number: int) -> None:
         """All ranks want the same, and have done the same: what followed the last time may follow now."""
-        plan = None
-        if not self._plans_ahead:
-            return
-        if not self._round.uses:
+        plan, uses = None, self._round.uses
+        if not uses:
             plan = self._plans.get(self._beginnings.get((number, torch.is_grad_enabled()), 0))
-        elif not torch.is_grad_enabled() and number in self._round.uses:  # one batch after the other
-            last = len(self._round.uses) - self._round.uses[::-1].index(number) - 1
-            plan = self._plan_of(self._round.uses[last:], {})
+        elif not torch.is_grad_enabled() and number in uses:  # one batch after the other
+            plan = self._plan_of(uses[len(uses) - uses[::-1].index(number) - 1 :], {})
             self._cache.discard_all(but=number)  # as the plan expects it
         if plan is None:
             return
-        self._round.plan, self._round.start = plan, len(self._round.uses)
-        self._cache.touch(plan.steps[0].window)
-        for ahead in plan.steps[0].gathers:
+        self._round.plan, self._round.start = plan, len(uses)
+        self._cache.touch(plan[0].window)
+        for ahead in plan[0].gathers:
             if ahead != number:
                 self._round.in_flight[ahead] = self._cache.gather(ahead, diverges=False)
 
     def _exchange(self, number: int | None, *, early: bool = False) -> _Heard:
         """Says what this rank wants (None: nothing more in this round), and hears what the others want."""
-        known, uses = len(self._cache.units) + len(self._calls), self._round.uses
+        known, uses = len(self._units) + len(self._calls), self._round.uses
         wants = bytearray(known)
         if number is not None:
             wants[number] = 1
@@ -244,8 +237,8 @@ class Rendezvous:
         return _Heard(wanted.nonzero().flatten().tolist(), agree, bool(anybody), statement)
 
     def _label(self, number: int) -> str:
-        count = len(self._cache.units)
-        return self._cache.units[number].name or "the model" if number < count else self._calls[number - count].label
+        count = len(self._units)
+        return self._units[number].name or "the model" if number < count else self._calls[number - count].label
 
     # -- meeting
 
@@ -259,17 +252,13 @@ class Rendezvous:
         Returns:
             Whether any rank does.
         """
-        if self.is_alone:
+        if self._is_alone:
             self._reductions.settle(self._reductions.statement())
             return False
-        if self._round.plan is not None:
-            self._diverge(len(self._round.uses) - self._round.start)  # at the end of the plan there is nothing to mark
+        if (plan := self._round.plan) is not None:
+            self._diverge(plan, len(self._round.uses) - self._round.start)  # at its end there is nothing to mark
         while (heard := self._exchange(None, early=early)).wants:
-            for want in heard.wants:
-                if want < len(self._cache.units):
-                    self._cache.units[want].pass_by()
-                else:
-                    self._calls[want - len(self._cache.units)].serve(False)
+            self._serve(heard.wants, None)
         self._learn(heard.agree)
         self._cache.discard_all()
         statement = heard.statement
@@ -277,6 +266,15 @@ class Rendezvous:
             statement = self._mesh.replicate.host.all_reduce(statement, "settle", "max")
         self._reductions.settle(statement)
         return heard.early
+
+    def settle_gradients(self) -> bool:
+        """Ranks agree on which parameters have gradients, because this one is asked before the step; whether they
+        had to."""
+        if self._reductions.stage is not Stage.UNSETTLED:
+            return False
+        with no_interception(), torch.no_grad():
+            self.meet(early=True)
+        return True
 
     def expect_nothing(self) -> None:
         """All ranks are known to be here, and not to go on as they did the last time."""
@@ -290,18 +288,17 @@ class Rendezvous:
     @property
     def may_be_wanted(self) -> bool:
         """Whether there is anything that one rank can want by itself."""
-        return bool(self._cache.units or self._calls)
+        return bool(self._units or self._calls)
 
     def _learn(self, agree: bool) -> None:
         """The round is over: what comes next is expected to be what came next the last time."""
-        uses, kind, (last, empty) = self._round.uses, self._round.digest, self._before
+        uses, kind, begins, (last, empty) = self._round.uses, self._round.digest, self._round.begins, self._before
         agree &= self._plans_ahead
         if agree:
             self._next[self._before] = kind
             self._before = (kind, 0) if uses else (last, min(empty + 1, _MOST_PLANS))
-        if agree and uses:
-            assert self._round.begins is not None
-            self._beginnings[self._round.begins] = kind
+        if agree and uses and begins:
+            self._beginnings[begins] = kind
             if kind not in self._plans and len(uses) <= _LONGEST:
                 self._plans[kind] = self._plan_of(uses, self._round.complete)
                 for old in list(self._plans)[:-_MOST_PLANS]:
@@ -309,14 +306,8 @@ class Rendezvous:
         self._round = _Round(plan=self._plans.get(self._next.get(self._before, 0)))
 
     def _plan_of(self, uses: list[int], complete: dict[int, int]) -> Plan:
-        return Plan.of(
-            uses,
-            units=range(len(self._cache.units)),
-            apart=self._cache.apart,
-            room=self._cache.room,
-            complete=complete,
-            late=self._mesh.shard.learns_late,
-        )
+        units, late = range(len(self._units)), self._mesh.shard.learns_late
+        return make_plan(uses, units, self._cache.apart, self._cache.room, complete, late)
 
     def forget(self) -> None:
         """Expects nothing from here on: what was wanted in earlier rounds is about to be let go of."""

@@ -10,15 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.reductions import Reductions
-from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.run.surrounding import Surrounding
 from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.group import Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
-from lightning_zero.views.saved import SavedParameters
 
 
 @final
@@ -27,11 +24,8 @@ class Schedule:
 
     Args:
         assembly: modules, units and gradients.
-        cache: of the units.
-        rendezvous: through which they are gathered.
         reductions: of all gradients.
-        loans: of values, to be settled before they are used otherwise.
-        saved: notes what autograd saves of the units' parameters.
+        loans: of values, to be settled before they are used otherwise, and where they come from.
         begin_backward: called when one begins, if the caller of backward has not said so.
         end_backward: called when such a one has ended.
     """
@@ -39,24 +33,20 @@ class Schedule:
     def __init__(
         self,
         assembly: Assembly,
-        cache: UnitCache,
-        rendezvous: Rendezvous,
         reductions: Reductions,
         loans: Loans,
-        saved: SavedParameters,
-        *,
         begin_backward: Callable[[], None],
         end_backward: Callable[[], None],
     ) -> None:
-        self._cache = cache
-        self._rendezvous = rendezvous
+        self._cache = loans.cache
+        self._rendezvous = loans.rendezvous
         self._reductions = reductions
         self._loans = loans
-        self._saved = saved
+        self._saved = loans.saved
         self._begin_backward = begin_backward
         self._end_backward = end_backward
         self._bracketed = False  # a backward is under way whose end its caller tells
-        self._end: weakref.ref[_EndOfBackward] | None = None  # ... or whose end autograd tells: alive until then
+        self._end: weakref.ref[Callable[[], None]] | None = None  # ... or whose end autograd tells: alive until then
         self._casts = _Casts()
         self._collectors: list[tuple[Parameter, int]] = []  # and the id of its hook
         self._handles: list[Any] = []
@@ -67,9 +57,10 @@ class Schedule:
                 self._surround(unit, module)
         for module, unit in assembly.entrances:
             self._handles.append(Surrounding(module, partial(self._show_entrance, unit), _nothing))
-        for shard in assembly.shards:
-            if shard.travels:
-                self._hook_gradients(shard.group.slots)
+        with no_interception():
+            for shard in assembly.shards:
+                for slot in shard.group.slots if shard.travels else ():
+                    self._hook_gradient(slot)
 
     def detach(self) -> None:
         """Removes all hooks."""
@@ -114,14 +105,14 @@ class Schedule:
         """Around a forward: also parameters that are read outside their units' forward are gathered again for backward.
         Without it autograd saves the parameter itself, and finds nothing there if its loan has ended meanwhile (a
         checkpoint is saved between forward and backward)."""
-        if not self._cache.units or not torch.is_grad_enabled():
-            yield
-            return
-        self._saved.push()
+        notes = bool(self._cache.units) and torch.is_grad_enabled()
+        if notes:
+            self._saved.push()
         try:
             yield
         finally:
-            self._saved.pop()
+            if notes:
+                self._saved.pop()
 
     def _surround_cast_module(self, module: Module) -> None:
         """Torch's own forward sees the weights as they rest; hooks on the module, before and after, as declared."""
@@ -157,18 +148,7 @@ class Schedule:
 
     # -- gradients
 
-    def _hook_gradients(self, slots: list[Slot]) -> None:
-        for slot in slots:
-            parameter = slot.parameter
-            with no_interception():
-                trains_now = parameter.requires_grad
-                parameter.requires_grad_(True)  # torch hooks only what trains; `toggle_optimizer` may thaw it later
-                handle = parameter.register_post_accumulate_grad_hook(self._collecting(slot))
-                self._handles.append(handle)
-                self._collectors.append((parameter, handle.id))
-                parameter.requires_grad_(trains_now)
-
-    def _collecting(self, slot: Slot) -> Callable[[Tensor], None]:
+    def _hook_gradient(self, slot: Slot) -> None:
         def collect(_: Tensor) -> None:
             with no_interception():
                 if slot.parameter.grad is None:
@@ -177,7 +157,12 @@ class Schedule:
             if self._reductions.collect(slot) and not self._cache.units:  # else ranks agree on it, as they gather
                 self._reductions.start(self._reductions.count_complete())
 
-        return collect
+        parameter, trains_now = slot.parameter, slot.parameter.requires_grad
+        parameter.requires_grad_(True)  # torch hooks only what trains; `toggle_optimizer` may thaw it later
+        handle = parameter.register_post_accumulate_grad_hook(collect)
+        self._handles.append(handle)
+        self._collectors.append((parameter, handle.id))
+        parameter.requires_grad_(trains_now)
 
     def collect_last(self) -> None:
         """Hooks that users have added since see the gradient before us."""
@@ -203,7 +188,7 @@ class Schedule:
         if not self.backward_is_known:
             with nullcontext() if slot is None else slot.gradient.kept_apart(slot):  # type: ignore[union-attr]
                 self._begin_backward()
-            end = _EndOfBackward(self._end_backward)
+            end = partial(self._end_backward)  # autograd calls it when backward has ended well, and drops it otherwise
             self._end = weakref.ref(end)
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
@@ -215,7 +200,7 @@ class Schedule:
     def start_pass(self) -> None:
         """A new forward or backward begins."""
         self._end = None if not self.backward_is_known else self._end
-        self._casts.clear()
+        self._casts.of_this_pass.clear()
         self.collect_last()
 
 
@@ -229,30 +214,16 @@ class _Casts:
     """
 
     def __init__(self) -> None:
-        self._of_this_pass: dict[Parameter, Tensor] = {}
+        self.of_this_pass: dict[Parameter, Tensor] = {}
 
     def of(self, parameter: Parameter) -> Tensor:
         with no_interception():
             shares = torch.is_autocast_cache_enabled() and torch.is_grad_enabled() and parameter.requires_grad
             if not shares or torch._C._current_graph_task_id() != -1:
                 return parameter.view_as(parameter)
-            if parameter not in self._of_this_pass:
-                self._of_this_pass[parameter] = parameter.view_as(parameter)
-            return self._of_this_pass[parameter]
-
-    def clear(self) -> None:
-        self._of_this_pass.clear()
-
-
-@final
-class _EndOfBackward:
-    """What autograd calls when a backward has ended well; it lets go of it when one fails."""
-
-    def __init__(self, end: Callable[[], None]) -> None:
-        self._end = end
-
-    def __call__(self) -> None:
-        self._end()
+            if parameter not in self.of_this_pass:
+                self.of_this_pass[parameter] = parameter.view_as(parameter)
+            return self.of_this_pass[parameter]
 
 
 def _nothing(*_: Any) -> None:

@@ -15,12 +15,7 @@ WHOLE = " (whole)"  # ends the names of optimizer state that is not cut like its
 
 @final
 class SpreadParameter(Spread):
-    """A parameter in its declared dtype. Reading it is a collective.
-
-    Args:
-        slot: where it is.
-        loans: brings whole values.
-    """
+    """A parameter in its declared dtype. Reading it is a collective."""
 
     def __init__(self, slot: Slot, loans: Loans) -> None:
         super().__init__(f"model:{as_written(slot.name)}", slot.shape, slot.group.kind.declared)
@@ -33,11 +28,7 @@ class SpreadParameter(Spread):
 
     def pieces(self) -> list[tuple[Extent, Tensor]]:
         self._refuse_freed()
-        share = self._slot.share
-        if not (share.numel or self._slot.writes_once):
-            return []
-        extent = Extent.of_whole(self.name, self.shape, share.start, share.stop)
-        return [(extent, self._slot.group.master[share.in_shard])]
+        return _written(self, self._slot, self._slot.group.master[self._slot.piece.in_shard])
 
     def _refuse_freed(self) -> None:
         if self._slot.group.is_freed:
@@ -49,13 +40,7 @@ class SpreadParameter(Spread):
 
 @final
 class SpreadState(Spread):
-    """A tensor of an optimizer's state that is cut like its parameter.
-
-    Args:
-        name: of it.
-        slot: of the parameter.
-        piece: the state of the piece that this rank steps.
-    """
+    """A tensor of an optimizer's state that is cut like its parameter: this rank has that of the piece it steps."""
 
     def __init__(self, name: str, slot: Slot, piece: Tensor) -> None:
         super().__init__(name, slot.shape, piece.dtype)
@@ -69,8 +54,13 @@ class SpreadState(Spread):
         )
 
     def pieces(self) -> list[tuple[Extent, Tensor]]:
-        share, owned = self._slot.share, self._slot.piece
-        if not (share.numel or self._slot.writes_once):
-            return []
-        values = self._piece[share.start - owned.start : share.stop - owned.start]
-        return [(Extent.of_whole(self.name, self.shape, share.start, share.stop), values)]
+        return _written(self, self._slot, self._piece)
+
+
+def _written(source: Spread, slot: Slot, piece: Tensor) -> list[tuple[Extent, Tensor]]:
+    """What this rank writes of the piece that it steps: its share among the replicas that step the same."""
+    share, start = slot.share, slot.piece.start
+    if not (share.numel or slot.writes_once):
+        return []
+    extent = Extent.of_whole(source.name, source.shape, share.start, share.stop)
+    return [(extent, piece[share.start - start : share.stop - start])]

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.optimizer_state import OptimizerState
-from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.run.spread import SpreadParameter
 from lightning_zero.shards.group import ShardGroup, publish
 from lightning_zero.shards.optimizer import PieceStepper
@@ -28,15 +27,9 @@ HOST = torch.device("cpu")
 
 @final
 class States:
-    """Those of one module and its optimizers. All ranks call the same.
+    """Those of one module and its optimizers, in order. All ranks call the same.
 
-    Args:
-        module: that the groups are of.
-        groups: of its parameters.
-        steppers: of the optimizers, in order.
-        mesh: the ranks.
-        loans: brings whole values.
-        rendezvous: ended before collectives that are not its own.
+    State that optimizers have made at construction is cut to this rank's pieces.
     """
 
     def __init__(
@@ -46,14 +39,15 @@ class States:
         steppers: Mapping[Optimizer, PieceStepper],
         mesh: Mesh,
         loans: Loans,
-        rendezvous: Rendezvous,
     ) -> None:
         self._module = module
         self._groups = groups
         self._optimizers = {optimizer: OptimizerState(stepper, mesh.shard) for optimizer, stepper in steppers.items()}
         self._mesh = mesh
         self._loans = loans
-        self._rendezvous = rendezvous
+        self._rendezvous = loans.rendezvous
+        for state in self._optimizers.values():
+            state.cut_in_place()
 
     # -- of the model
 
@@ -65,7 +59,6 @@ class States:
             copy: give every entry storage of its own; a view would drag its whole group into a file.
         """
         self._rendezvous.meet_before_collective()
-        state = self._module.state_dict(keep_vars=True)
         whole: dict[int, Tensor] = {}
         for group in self._groups:
             full = self._loans.declared(group)
@@ -73,12 +66,7 @@ class States:
             for slot in group.slots:
                 view = slot.view(full)
                 whole[id(slot.parameter)] = slot.whole(view, device) if copy or not group.stays_full else view
-        for name, value in state.items():
-            if id(value) in whole:
-                state[name] = whole[id(value)]  # a tied parameter has several names
-            elif isinstance(value, Tensor):
-                state[name] = value.detach().clone() if copy else value.detach()
-        return {as_written(name): value for name, value in state.items()}
+        return self._model_with(whole, copy=copy)
 
     def spread_model(self) -> dict[str, Any]:
         """`module.state_dict()` to be written by all ranks together: a `LazyTensor` for every parameter of a group."""
@@ -87,20 +75,21 @@ class States:
             for group in self._groups
             for slot in group.slots
         }
-        state = self._module.state_dict(keep_vars=True)
-        for name, value in state.items():
-            if id(value) in lazy:
-                state[name] = lazy[id(value)]
-            elif isinstance(value, Tensor):
-                state[name] = value.detach()
-        return {as_written(name): value for name, value in state.items()}
+        return self._model_with(lazy, copy=False)
+
+    def _model_with(self, values: Mapping[int, Tensor], *, copy: bool) -> dict[str, Any]:
+        """`module.state_dict()` with other values for parameters, by id."""
+        state = {}
+        for name, own in self._module.state_dict(keep_vars=True).items():
+            value = values.get(id(own), own)  # a tied parameter has several names
+            if value is own and isinstance(own, Tensor):
+                value = own.detach().clone() if copy else own.detach()
+            state[as_written(name)] = value
+        return state
 
     def load_noted(self, verify: Callable[[], None]) -> None:
         """After `module.load_state_dict` with lazy entries, of which parameters have only noted where they are: each
-        rank reads what it owns. A collective.
-
-        Args:
-            verify: checks this rank's share of what is not read.
+        rank reads what it owns, and lets `verify` check its share of the rest. A collective.
 
         Raises:
             RuntimeError: on every rank the same, when reading fails on one.
@@ -113,11 +102,6 @@ class States:
         publish(self._groups)
 
     # -- of the optimizers; these work after the engine was closed, too
-
-    def cut_optimizers(self) -> None:
-        """State that optimizers have made at construction is cut to this rank's pieces."""
-        for state in self._optimizers.values():
-            state.cut_in_place()
 
     def full_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         """`optimizer.state_dict()` as one device would have it. A collective."""
@@ -152,12 +136,7 @@ class States:
 
 @contextmanager
 def failing_together(comm: Comm, doing: str) -> Iterator[None]:
-    """What fails on one rank inside fails on all; nothing inside may wait for other ranks.
-
-    Args:
-        comm: the ranks.
-        doing: what, for the message.
-    """
+    """What fails on one rank inside, `doing` something, fails on all; nothing inside may wait for other ranks."""
     failed: Exception | None = None
     try:
         yield
