@@ -22,16 +22,8 @@ from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.run.replicated import broadcast_buffers, broadcast_states, move_replicated, refuse_strangers
 from lightning_zero.run.schedule import Schedule
 from lightning_zero.run.states import States
-from lightning_zero.shards import norm
-from lightning_zero.shards.assembly import (
-    Options,
-    assemble,
-    bucket_bytes_for,
-    foreign_parameters,
-    managed_parameters,
-    refuse_whole_tensor_optimizers,
-    trainable_of,
-)
+from lightning_zero.shards import assembly, norm
+from lightning_zero.shards.assembly import Options
 from lightning_zero.shards.group import Kind, Places, Setting, ShardGroup, Slot, no_interception, publish, slot_of
 from lightning_zero.shards.ledger import Category, Ledger, Place, return_freed_memory
 from lightning_zero.shards.optimizer import PieceStepper, training_slot
@@ -107,35 +99,36 @@ class Engine:
         is_replicated = self.options.replicate_size > 1 and comm.size == self.options.replicate_size
         self.partition: Partition = STAGES[0 if is_replicated else stage]
         self.ledger = Ledger()
-        managed = managed_parameters(module, optimizers)
-        self.foreign_parameters = foreign_parameters(module)
+        managed = assembly.managed_parameters(module, optimizers)
+        self.foreign_parameters = assembly.foreign_parameters(module)
         self._known = {id(parameter): parameter for parameter in module.parameters()}  # kept alive: ids stay theirs
         if self.partition.optimizer and self.comm.size > 1:
-            refuse_whole_tensor_optimizers(optimizers)
+            assembly.refuse_whole_tensor_optimizers(optimizers)
         broadcast_states(module, self.foreign_parameters, self.mesh.world)
         places = Places(*itertools.repeat(Place(device), 4))
-        bucket_bytes, as_declared = bucket_bytes_for(managed, self.options), self.options.param_dtype is None
+        bucket_bytes, as_declared = assembly.bucket_bytes_for(managed, self.options), self.options.param_dtype is None
         setting = Setting(self.partition, self.mesh, self.ledger, places, bucket_bytes, as_declared)
-        assembly = assemble(module, managed, trainable_of(managed, optimizers), setting, self.options)
-        trained = [slot.parameter for shard in assembly.shards for slot in shard.group.slots]
+        trainable = assembly.trainable_of(managed, optimizers)
+        made = assembly.assemble(module, managed, trainable, setting, self.options)
+        trained = [slot.parameter for shard in made.shards for slot in shard.group.slots]
         self._trained = {id(parameter) for parameter in trained}
         gradient_bytes = sum(parameter.nbytes for parameter in trained)
         self._leaves_much = device == HOST and self.partition.gradient and gradient_bytes > MUCH
-        self._arena = assembly.arena
-        self.groups = assembly.groups
-        self.resident_numel = assembly.resident
+        self._arena = made.arena
+        self.groups = made.groups
+        self.resident_numel = made.resident
         self.loans = Loans(self.groups)
         self._interception = Interception(self.loans)
         saved = SavedParameters(lambda unit: self.schedule.bring(unit), self.loans.gather_old)
-        self.cache = UnitCache(assembly.units, self._arena, 1 + self.options.prefetch, self._interception, saved)
-        self.reductions = Reductions(assembly, comm, self.options.overlap, self.loans, self._interception)
+        self.cache = UnitCache(made.units, self._arena, 1 + self.options.prefetch, self._interception, saved)
+        self.reductions = Reductions(made, comm, self.options.overlap, self.loans, self._interception)
         self.rendezvous = Rendezvous(self.mesh, self.cache, self.reductions)
         self.loans.join(self.cache, self.rendezvous, saved)
         move_replicated(module, device)
-        self.schedule = Schedule(assembly, self.reductions, self.loans, self._begin_backward, self._end_backward)
+        self.schedule = Schedule(made, self.reductions, self.loans, self._begin_backward, self._end_backward)
         self._steppers = {optimizer: PieceStepper(optimizer, self.ledger) for optimizer in optimizers}
         self._step_hooks = [handle for optimizer in optimizers for handle in self._hook_step(optimizer)]
-        self.states = States(module, self.groups, self._steppers, self.mesh, self.loans)
+        self.states = States(module, self._steppers, self.mesh, self.loans)
         self._phases = Phases()
         self._measured: norm.Measured | None = None  # for an overflow, and good for clipping too
         self._buffers: int | None = None
@@ -146,10 +139,6 @@ class Engine:
         for group in self.groups:
             if not group.is_plain:
                 self._interception.hide(group)
-
-    @property
-    def phase(self) -> Phase:
-        return self._phases.now
 
     # -- forward
 
@@ -209,7 +198,7 @@ class Engine:
 
     def _recover(self) -> None:
         """After a backward that failed (on every rank alike): forgets what it left half done."""
-        if self.phase is Phase.BACKWARD and not self.schedule.backward_is_known:
+        if self._phases.now is Phase.BACKWARD and not self.schedule.backward_is_known:
             self._phases.leave(Phase.BACKWARD)
             with no_interception():
                 self.reductions.forget()
@@ -341,7 +330,7 @@ class Engine:
 
     def bytes_by_category(self) -> dict[str, int]:
         """Bytes that rest on this rank, by `Category`; after `close`, as they were before."""
-        if self.phase is Phase.CLOSED:
+        if self._phases.now is Phase.CLOSED:
             return self._bytes_at_close
         live = {str(category): numel for category, numel in self.ledger.live.items()}
         for parameter in self.module.parameters():
@@ -365,7 +354,7 @@ class Engine:
 
     @property
     def closed(self) -> bool:
-        return self.phase is Phase.CLOSED
+        return self._phases.now is Phase.CLOSED
 
     def close(self, *, whole: bool = True) -> None:
         """Leaves module and optimizers.

@@ -31,7 +31,7 @@ class Loans(Lender, GradientLender):
     """What is lent of an engine's values."""
 
     def __init__(self, groups: Sequence[ShardGroup]) -> None:
-        self._groups = groups
+        self.groups = groups
         self._declared: dict[ShardGroup, Tensor] = {}  # (N * S,) in the declared dtype, lent
         self._pinned: dict[Unit, None] = {}  # of whose values views may be held
         self._gradients: dict[Slot, Tensor] = {}  # whole ones, of which views may be held
@@ -49,7 +49,7 @@ class Loans(Lender, GradientLender):
         self._units = {group: unit for unit in cache.units for group in unit.groups}
         self._numbers = {
             group: rendezvous.enroll(group.name, partial(self._serve, group))
-            for group in self._groups
+            for group in self.groups
             if group.is_cut and not group.is_plain
         }
 
@@ -112,16 +112,16 @@ class Loans(Lender, GradientLender):
         return Lent(slot.parameter, slot.parameter, lambda *_: self._end_call(unit, notes, recomputes))
 
     def _lend_declared(self, slot: Slot) -> Tensor:
-        self._borrow_declared(slot.group)
-        view = slot.view(self._declared[slot.group])
+        view = slot.view(self._borrow_declared(slot.group))
         if not (slot.parameter.requires_grad and torch.is_grad_enabled()):
             return view
         with no_interception():
             return AsDeclared.apply(slot.parameter, view)
 
-    def _borrow_declared(self, group: ShardGroup) -> None:
+    def _borrow_declared(self, group: ShardGroup) -> Tensor:
         if group not in self._declared:
             self._declared[group] = self.declared(group)
+        return self._declared[group]
 
     def _end_call(self, unit: Unit, notes: bool, recomputes: bool) -> None:
         """Ends a loan to one call, unless its result is a view."""
@@ -204,7 +204,7 @@ class Loans(Lender, GradientLender):
         """Ends all loans, with the edits that were made meanwhile."""
         with torch.no_grad(), no_interception():
             self.take_back_gradients()
-            for group in self._groups:
+            for group in self.groups:
                 if group.is_plain and group.kind.is_cast:
                     group.keep_edits()
                     group.note_versions()

@@ -23,7 +23,7 @@ class Residents:
     """Which units are here: at most `room`, and those `apart`, which have room of their own and stay."""
 
     def __init__(self, room: int, apart: Collection[int] = ()) -> None:
-        self._room = room
+        self.room = room
         self._apart = apart
         self._here: OrderedDict[int, None] = OrderedDict()  # the last used comes last
 
@@ -41,7 +41,7 @@ class Residents:
     def admit(self, number: int) -> int | None:
         """It comes. Returns the one that must go."""
         counted = [here for here in self._here if here not in self._apart]
-        goes = counted[0] if number not in self._apart and len(counted) >= self._room else None
+        goes = counted[0] if number not in self._apart and len(counted) >= self.room else None
         if goes is not None:
             del self._here[goes]
         self._here[number] = None
@@ -77,24 +77,18 @@ Plan = tuple[Step, ...]  # of a round, in order; see the module's docstring
 
 
 def make_plan(
-    uses: Sequence[int],
-    units: Collection[int],
-    apart: Collection[int],
-    room: int,
-    complete: Mapping[int, int],
-    late: bool,
+    uses: Sequence[int], units: Collection[int], here: Residents, complete: Mapping[int, int], late: bool
 ) -> Plan:
     """Plans for an order of uses.
 
     Args:
         uses: what is used, one after the other. What is not among `units` is a call: nothing is gathered ahead.
         units: numbers of those that can be gathered ahead.
-        apart: of those, the ones that have room of their own.
-        room: for how many others.
+        here: as empty as the units are when the plan begins.
         complete: use -> how many gradient groups all ranks have had complete there; counts never fall.
         late: ranks learn of a mark one use after that of the gather.
     """
-    here, reach = Residents(room, apart), max(room, 1)
+    reach = max(here.room, 1)
     steps = []
     learns: list[list[int]] = [[] for _ in uses]
     learnt_at: dict[int, list[int]] = {}  # use -> where the gathers issued there are learnt of

@@ -29,15 +29,8 @@ class Stage(Enum):
 
 @final
 class Reductions:
-    """The reductions of one backward after the other.
-
-    Args:
-        assembly: whose gradients and buckets.
-        comm: all ranks.
-        overlap: let reductions run while backward goes on.
-        lender: of averaged gradients, to whoever reads them.
-        interception: makes parameters ask for their gradients, from the end of backward until ranks have agreed.
-    """
+    """The reductions of one backward after the other; with `overlap` they run while it goes on. From its end until
+    ranks have agreed, `interception` makes parameters ask for their gradients; then `lender` lends averages."""
 
     def __init__(
         self, assembly: Assembly, comm: Comm, overlap: bool, lender: GradientLender, interception: Interception

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.run.cache import UnitCache
-from lightning_zero.run.plan import Plan, Step, make_plan
+from lightning_zero.run.plan import Plan, Residents, Step, make_plan
 from lightning_zero.run.reductions import Reductions, Stage
 from lightning_zero.shards.group import no_interception
 from lightning_zero.shards.unit import Unit
@@ -214,21 +214,21 @@ class Rendezvous:
 
     def _exchange(self, number: int | None, *, early: bool = False) -> _Heard:
         """Says what this rank wants (None: nothing more in this round), and hears what the others want."""
-        known, uses = len(self._units) + len(self._calls), self._round.uses
+        known = len(self._units) + len(self._calls)
         wants = bytearray(known)
         if number is not None:
             wants[number] = 1
-        same = b"".join(
-            value.to_bytes(8, "little")
-            for value in (known if number is None else number, len(uses), self._round.digest, torch.is_grad_enabled())
-        )
+        want = known if number is None else number
+        state = (want, len(self._round.uses), self._round.digest, torch.is_grad_enabled())
+        same = b"".join(value.to_bytes(8, "little") for value in state)
         # Where ranks differ in a byte of `same`, the largest of it and of its complement do not add up to 255.
         mine = torch.frombuffer(wants + same + bytes(255 - byte for byte in same) + bytes([early]), dtype=torch.uint8)
         said = torch.cat([mine, self._reductions.statement()])
         try:
             heard = self._comm.all_reduce(said, "rendezvous", "max")
         except RankTimeoutError as error:
-            what = "had done" if number is None else f"wanted {self._label(number)}"
+            labels = [*(unit.name or "the model" for unit in self._units), *(call.label for call in self._calls)]
+            what = "had done" if number is None else f"wanted {labels[number]}"
             raise RankTimeoutError(f"Rank {self._comm.rank} {what}. {error}") from error
         wanted, one, other, anybody, statement = heard.split([known, len(same), len(same), 1, len(said) - len(mine)])
         if wanted.any():  # else all that are left start together, when they settle
@@ -236,22 +236,12 @@ class Rendezvous:
         agree = bool((one.int() + other.int() == 255).all())
         return _Heard(wanted.nonzero().flatten().tolist(), agree, bool(anybody), statement)
 
-    def _label(self, number: int) -> str:
-        count = len(self._units)
-        return self._units[number].name or "the model" if number < count else self._calls[number - count].label
-
     # -- meeting
 
     def meet(self, *, early: bool = False) -> bool:
         """Ends the round: serves the others until all have come here, and settles the gradients of a backward. A
-        collective; any other collective of ours but those above comes after one.
-
-        Args:
-            early: this rank may want more before the step, and will meet once more.
-
-        Returns:
-            Whether any rank does.
-        """
+        collective; any other collective of ours but those above comes after one. A rank that is `early` may want more
+        before the step, and will meet once more; returns whether any rank is."""
         if self._is_alone:
             self._reductions.settle(self._reductions.statement())
             return False
@@ -268,8 +258,7 @@ class Rendezvous:
         return heard.early
 
     def settle_gradients(self) -> bool:
-        """Ranks agree on which parameters have gradients, because this one is asked before the step; whether they
-        had to."""
+        """Makes ranks agree on which parameters have gradients, if they have not yet; whether they had to."""
         if self._reductions.stage is not Stage.UNSETTLED:
             return False
         with no_interception(), torch.no_grad():
@@ -307,7 +296,7 @@ class Rendezvous:
 
     def _plan_of(self, uses: list[int], complete: dict[int, int]) -> Plan:
         units, late = range(len(self._units)), self._mesh.shard.learns_late
-        return make_plan(uses, units, self._cache.apart, self._cache.room, complete, late)
+        return make_plan(uses, units, Residents(self._cache.room, self._cache.apart), complete, late)
 
     def forget(self) -> None:
         """Expects nothing from here on: what was wanted in earlier rounds is about to be let go of."""

@@ -56,20 +56,12 @@ def move_replicated(module: Module, device: torch.device) -> None:
 
 def refuse_strangers(
     module: Module,
-    trained: Container[int],
-    known: Container[int],
-    foreign: Container[str],
+    trained: Container[int],  # ids of the parameters whose gradients are averaged
+    known: Container[int],  # ids of those that were there at set-up
+    foreign: Container[str],  # names of those that are tensors of their own kind
     steppers: Iterable[PieceStepper],
 ) -> None:
-    """Raises RuntimeError for a parameter that trains only since set-up: nobody averages its gradient.
-
-    Args:
-        module: which may have got it since.
-        trained: ids of the parameters whose gradients are averaged.
-        known: ids of those that were there at set-up.
-        foreign: names of those that are tensors of their own kind.
-        steppers: of all optimizers.
-    """
+    """Raises RuntimeError for a parameter that trains only since set-up: nobody averages its gradient."""
     others = [parameter for parameter in module.parameters() if id(parameter) not in trained]
     strangers = {parameter for parameter in others if parameter.grad is not None}
     if not strangers:

@@ -20,15 +20,8 @@ from lightning_zero.shards.unit import Unit
 
 @final
 class Schedule:
-    """Calls gather, release, collect and reduce at the right moments.
-
-    Args:
-        assembly: modules, units and gradients.
-        reductions: of all gradients.
-        loans: of values, to be settled before they are used otherwise, and where they come from.
-        begin_backward: called when one begins, if the caller of backward has not said so.
-        end_backward: called when such a one has ended.
-    """
+    """Calls gather, release, collect and reduce at the right moments, and `begin_backward` and `end_backward` around a
+    backward if its caller does not say that it is one (`bracket`)."""
 
     def __init__(
         self,
@@ -54,7 +47,10 @@ class Schedule:
             self._surround_cast_module(module)
         for unit in assembly.units:  # last, and so outermost: the values must be there
             for module in unit.modules:
-                self._surround(unit, module)
+                if module in unit.traced:  # dynamo goes straight to a forward without hooks, past what we do
+                    self._handles.append(module.register_forward_hook(_nothing))
+                before, after = partial(self._before_forward, unit), partial(self._after_forward, unit)
+                self._handles.append(Surrounding(module, before, after))
         for module, unit in assembly.entrances:
             self._handles.append(Surrounding(module, partial(self._show_entrance, unit), _nothing))
         with no_interception():
@@ -70,12 +66,6 @@ class Schedule:
 
     # -- parameters: gathered before use, and again where backward looks for them
 
-    def _surround(self, unit: Unit, module: Module) -> None:
-        if module in unit.traced:  # dynamo goes straight to the forward of a module that has no hooks, past what we do
-            self._handles.append(module.register_forward_hook(_nothing))
-        before, after = (lambda: self._before_forward(unit)), (lambda *_: self._after_forward(unit))
-        self._handles.append(Surrounding(module, before, after))
-
     def _before_forward(self, unit: Unit) -> None:
         if any(self._loans.is_lent(group) for group in unit.groups):
             self._loans.settle()  # the copy may have been edited; gather what it is now
@@ -84,7 +74,7 @@ class Schedule:
         if not self._saved.push():
             self._loans.hold(unit)  # where autograd cannot be told how to find the values again, they must stay
 
-    def _after_forward(self, unit: Unit) -> None:
+    def _after_forward(self, unit: Unit, *_: object) -> None:
         self._saved.pop()
         self._cache.unpin(unit)
 
@@ -164,14 +154,6 @@ class Schedule:
         self._collectors.append((parameter, handle.id))
         parameter.requires_grad_(trains_now)
 
-    def collect_last(self) -> None:
-        """Hooks that users have added since see the gradient before us."""
-        with no_interception():
-            for parameter, own in self._collectors:
-                hooks: Any = parameter._post_accumulate_grad_hooks
-                if next(reversed(hooks)) != own:
-                    hooks[own] = hooks.pop(own)  # not move_to_end: autograd goes by the order of the plain dict
-
     # -- the beginning and the end of backward
 
     @contextmanager
@@ -201,7 +183,11 @@ class Schedule:
         """A new forward or backward begins."""
         self._end = None if not self.backward_is_known else self._end
         self._casts.of_this_pass.clear()
-        self.collect_last()
+        with no_interception():
+            for parameter, own in self._collectors:  # hooks that users have added since see the gradient before us
+                hooks: Any = parameter._post_accumulate_grad_hooks
+                if next(reversed(hooks)) != own:
+                    hooks[own] = hooks.pop(own)  # not move_to_end: autograd goes by the order of the plain dict
 
 
 @final

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.optimizer_state import OptimizerState
 from lightning_zero.run.spread import SpreadParameter
-from lightning_zero.shards.group import ShardGroup, publish
+from lightning_zero.shards.group import publish
 from lightning_zero.shards.optimizer import PieceStepper
 from lightning_zero.shards.units import as_written
 from lightning_zero.views.lazy import LazyTensor
@@ -32,16 +32,9 @@ class States:
     State that optimizers have made at construction is cut to this rank's pieces.
     """
 
-    def __init__(
-        self,
-        module: Module,
-        groups: Sequence[ShardGroup],
-        steppers: Mapping[Optimizer, PieceStepper],
-        mesh: Mesh,
-        loans: Loans,
-    ) -> None:
+    def __init__(self, module: Module, steppers: Mapping[Optimizer, PieceStepper], mesh: Mesh, loans: Loans) -> None:
         self._module = module
-        self._groups = groups
+        self._groups = loans.groups
         self._optimizers = {optimizer: OptimizerState(stepper, mesh.shard) for optimizer, stepper in steppers.items()}
         self._mesh = mesh
         self._loans = loans
