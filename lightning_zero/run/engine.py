@@ -3,7 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, final
 
@@ -127,6 +127,7 @@ class Engine:
         move_replicated(module, device)
         self.schedule = Schedule(made, self.reductions, self.loans, self._begin_backward, self._end_backward)
         self._steppers = {optimizer: PieceStepper(optimizer, self.ledger) for optimizer in optimizers}
+        self._entered: dict[Optimizer, ExitStack] = {}  # the step of each optimizer, while it is in one
         self._step_hooks = [handle for optimizer in optimizers for handle in self._hook_step(optimizer)]
         self.states = States(module, self._steppers, self.mesh, self.loans)
         self._phases = Phases()
@@ -205,17 +206,49 @@ class Engine:
 
     # -- step
 
+    @contextmanager
+    def step(self, optimizer: Optimizer) -> Iterator[None]:
+        """Inside, each parameter of `optimizer` is the piece this rank owns; hooks on `optimizer.step` enter it."""
+        self._recover()
+        self.loans.settle()
+        while self.rendezvous.meet() and self.rendezvous.may_be_wanted:
+            pass  # a rank may have wanted something since it was asked for its gradients
+        refuse_strangers(self.module, self._trained, self._known, self.foreign_parameters, self._steppers.values())
+        stepper = self._steppers[optimizer]
+        slots = stepper.slots
+        for slot in slots:
+            self.reductions.adopt(slot)
+        with self._phases.within(Phase.STEP):
+            stepper.enter(slots)
+            try:
+                yield
+            finally:
+                groups = stepper.exit()
+        publish(groups)
+        for group in groups:
+            if group.is_plain:
+                group.note_versions()
+        self._measured = None
+        if self._leaves_much:
+            return_freed_memory()
+
     def _hook_step(self, optimizer: Optimizer) -> list[Any]:
+        entered = self._entered[optimizer] = ExitStack()
+
+        def enter() -> None:
+            if not self._steppers[optimizer].is_stepping:  # else the step before was interrupted
+                entered.enter_context(self.step(optimizer))
+
         def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             closure = args[1] if len(args) > 1 else kwargs.get("closure")
             if closure is None:
-                self._begin_step(optimizer)
+                enter()
                 return None
 
             def closure_on_full() -> Any:
-                self._end_step(optimizer)  # an optimizer may call its closure several times
+                entered.close()  # an optimizer may call its closure several times
                 result = closure()
-                self._begin_step(optimizer)
+                enter()
                 return result
 
             if len(args) > 1:
@@ -224,37 +257,8 @@ class Engine:
 
         return [
             optimizer.register_step_pre_hook(before),
-            optimizer.register_step_post_hook(lambda *_: self._end_step(optimizer)),
+            optimizer.register_step_post_hook(lambda *_: entered.close()),
         ]
-
-    def _begin_step(self, optimizer: Optimizer) -> None:
-        stepper = self._steppers[optimizer]
-        if stepper.is_stepping:
-            return
-        self._recover()
-        self.loans.settle()
-        while self.rendezvous.meet() and self.rendezvous.may_be_wanted:
-            pass  # a rank may have wanted something since it was asked for its gradients
-        refuse_strangers(self.module, self._trained, self._known, self.foreign_parameters, self._steppers.values())
-        slots = stepper.slots
-        for slot in slots:
-            self.reductions.adopt(slot)
-        self._phases.enter(Phase.STEP)
-        stepper.enter(slots)
-
-    def _end_step(self, optimizer: Optimizer) -> None:
-        stepper = self._steppers[optimizer]
-        if not stepper.is_stepping:
-            return
-        groups = stepper.exit()
-        self._phases.leave(Phase.STEP)
-        publish(groups)
-        for group in groups:
-            if group.is_plain:
-                group.note_versions()
-        self._measured = None
-        if self._leaves_much:
-            return_freed_memory()
 
     # -- gradients
 
@@ -364,8 +368,8 @@ class Engine:
                 others may be gone) only the hooks go; parameters that rest as shards raise when they are read.
         """
         self._bytes_at_close = self.bytes_by_category()
-        for optimizer in self._steppers if whole else ():
-            self._end_step(optimizer)  # one that was interrupted
+        for step in self._entered.values() if whole else ():
+            step.close()  # one that was interrupted
         for handle in self._step_hooks:
             handle.remove()
         self.schedule.detach()
