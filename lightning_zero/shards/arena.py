@@ -10,13 +10,7 @@ from lightning_zero.shards.ledger import Category, Ledger, Place
 
 @final
 class Buffer:
-    """Room for one unit: ``(nbytes,)`` uint8.
-
-    Args:
-        nbytes: how much.
-        ledger: books it.
-        place: where.
-    """
+    """Room for one unit: ``(nbytes,)`` uint8."""
 
     def __init__(self, nbytes: int, ledger: Ledger, place: Place) -> None:
         self.memory: Tensor = ledger.allocate(Category.GATHERED, nbytes, torch.uint8, place)
@@ -38,35 +32,24 @@ class Buffer:
 
 @final
 class Arena:
-    """A fixed number of equal buffers. Where more are in use at a time than that, others are made and given up again.
-
-    Args:
-        count: how many.
-        nbytes: of each: what the largest unit takes.
-        ledger: books them.
-        place: where they are.
-    """
+    """`count` buffers of what the largest unit takes. Where more are in use at a time than that, others are made and
+    given up again."""
 
     def __init__(self, count: int, nbytes: int, ledger: Ledger, place: Place) -> None:
         self._count = count
         self._nbytes = nbytes
         self._ledger = ledger
         self._place = place
-        self._free = [self._make(nbytes) for _ in range(count)]
+        self._free = [Buffer(nbytes, ledger, place) for _ in range(count)]
 
-    def _make(self, nbytes: int) -> Buffer:
-        return Buffer(nbytes, self._ledger, self._place)
-
-    def take(self) -> Buffer:
-        """Room for any unit that the arena is for."""
-        return self._free.pop() if self._free else self._make(self._nbytes)
-
-    def take_apart(self, nbytes: int) -> Buffer:
-        """Room of its own for a unit that is used for longer than those."""
-        return self._make(nbytes)
+    def take(self, apart: int | None = None) -> Buffer:
+        """Room for any unit that the arena is for; or of `apart` bytes, for one that is used for longer than those."""
+        if apart is None and self._free:
+            return self._free.pop()
+        return Buffer(self._nbytes if apart is None else apart, self._ledger, self._place)
 
     def give_back(self, buffer: Buffer, *, apart: bool) -> None:
-        """The reverse of either. A buffer that somebody else still refers to is left to them."""
+        """The reverse of `take`. A buffer that somebody else still refers to is left to them."""
         if not apart and not buffer.is_held_beside(0) and len(self._free) < self._count:
             self._free.append(buffer)
 

@@ -1,6 +1,5 @@
 """How a module's parameters become units, groups, gradient shards and buckets; the engine's set-up."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -24,58 +23,35 @@ MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How an engine works; none of it changes results, except the two dtypes.
+    """How an engine works; none of it changes results, except the two dtypes."""
 
-    Args:
-        unit_classes: see `units.find_units`.
-        bucket_bytes: largest collective.
-        prefetch: units gathered ahead at stage 3.
-        overlap: let reductions run while backward goes on.
-        accumulation: reduce every backward into the shard, or keep full gradients until the last one.
-        param_dtype: in which floating-point parameters rest and compute; None leaves it to `autocast_dtype`.
-        autocast_dtype: weights that autocast casts at each use rest in it already (decision of `*-mixed`).
-        replicate_size: groups of ranks that each hold all shards.
-        reduce_dtype: of gradients; None is fp32, or the parameter's dtype where that is wider.
-        broadcast_buffers: take rank 0's buffers before a training forward.
-        merges_units: where `unit_classes` is None, small neighbours are one unit, and what is tiny stays whole.
-    """
-
-    unit_classes: tuple[type | str, ...] | None = None
-    bucket_bytes: int = 25 * MIB
-    prefetch: int = 1
-    overlap: bool = True
-    accumulation: Literal["sharded", "local"] = "sharded"
-    param_dtype: torch.dtype | None = None
-    autocast_dtype: torch.dtype | None = None
-    replicate_size: int = 1
-    reduce_dtype: torch.dtype | None = None
-    broadcast_buffers: bool = True
-    merges_units: bool = False
+    unit_classes: tuple[type | str, ...] | None = None  # see `units.find_units`
+    bucket_bytes: int = 25 * MIB  # largest collective
+    prefetch: int = 1  # units gathered ahead at stage 3
+    overlap: bool = True  # let reductions run while backward goes on
+    accumulation: Literal["sharded", "local"] = "sharded"  # reduce each backward, or keep full gradients till the last
+    param_dtype: torch.dtype | None = None  # floating-point parameters rest and compute in it; None: `autocast_dtype`
+    autocast_dtype: torch.dtype | None = None  # weights that autocast casts at each use rest in it already (`*-mixed`)
+    replicate_size: int = 1  # groups of ranks that each hold all shards
+    reduce_dtype: torch.dtype | None = None  # of gradients; None: fp32, or the parameter's where that is wider
+    broadcast_buffers: bool = True  # take rank 0's buffers before a training forward
+    merges_units: bool = False  # if `unit_classes` is None: small neighbours are one unit, and what is tiny stays whole
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """What `assemble` makes of a module.
+    """What `assemble` makes of a module."""
 
-    Args:
-        units: that are gathered when they are used.
-        resident: elements that stay whole on every rank although parameters are sharded, being too few.
-        entrances: modules that look at the weights of a unit before they call it, and that unit.
-        cast_modules: whose weights rest in autocast's dtype, and enter forward so.
-        groups: of all parameters, in the order of forward where units are gathered.
-        shards: gradients of the trainable groups, in the order in which backward should reach them.
-        pools: the buckets that gradients travel in.
-        arena: where units are gathered.
-    """
-
-    units: list[Unit]
-    resident: int
-    entrances: list[tuple[Module, Unit]]
-    cast_modules: list[Module]
-    groups: list[ShardGroup]
-    shards: list[GradientShard]
-    pools: list[BucketPool]
-    arena: Arena
+    units: list[Unit]  # that are gathered when they are used
+    resident: int  # elements that stay whole on every rank although parameters are sharded, being too few
+    entrances: list[
+        tuple[Module, Unit]
+    ]  # modules that look at the weights of a unit before they call it, and that unit
+    cast_modules: list[Module]  # whose weights rest in autocast's dtype, and enter forward so
+    groups: list[ShardGroup]  # of all parameters, in the order of forward where units are gathered
+    shards: list[GradientShard]  # gradients of the trainable groups, in the order in which backward should reach them
+    pools: list[BucketPool]  # the buckets that gradients travel in
+    arena: Arena  # where units are gathered
 
 
 def bucket_bytes_for(managed: Sequence[Parameter], options: Options) -> int:
@@ -86,28 +62,17 @@ def bucket_bytes_for(managed: Sequence[Parameter], options: Options) -> int:
 def assemble(
     module: Module, managed: Sequence[Parameter], trainable: set[int], setting: Setting, options: Options
 ) -> Assembly:
-    """Takes over the values of `managed` and points the module's parameters at them.
-
-    Args:
-        module: that the parameters belong to.
-        managed: see `managed_parameters`.
-        trainable: ids of those that receive gradients.
-        setting: what all groups share.
-        options: see `Options`.
-    """
+    """Takes over the values of `managed` (ids of those that train: `trainable`) and points the parameters at them."""
     cast_modules, resting = _choose_resting(module, managed, trainable, options)
     known = {id(parameter) for parameter in managed}
     is_sharded = setting.partition.parameter and setting.mesh.shard.size > 1  # on one rank all is there always
     specs, resident = _choose_units(module, setting, options) if is_sharded else ([], units.whole_model(module))
     traced = units.modules_in_compiled_regions(module, roots=False)
-
-    def groups_of(spec: UnitSpec, *, stays_full: bool) -> list[ShardGroup]:
-        mine = {name: parameter for name, parameter in spec.parameters.items() if id(parameter) in known}
-        return _make_groups(spec.name, units.split_by_kind(mine, trainable, resting), setting, stays_full)
-
     made, groups = [], []
     for spec in [*specs, *resident]:
-        groups += (own := groups_of(spec, stays_full=spec in resident))
+        mine = {name: parameter for name, parameter in spec.parameters.items() if id(parameter) in known}
+        kinds = units.split_by_kind(mine, trainable, resting)
+        groups += (own := _make_groups(spec.name, kinds, setting, stays_full=spec in resident))
         if own and spec not in resident:
             inside = traced.intersection(spec.modules)
             made.append(Unit(spec.name, spec.modules, own, traced=inside, is_leaf=spec.is_leaf))
@@ -115,11 +80,13 @@ def assemble(
     if is_sharded:
         shards.reverse()  # units stand in the order of forward; the groups of whole models are made last first
     by_module = {inner: unit for unit in made for inner in unit.modules}
+    encoders = [encoder for encoder in module.modules() if isinstance(encoder, nn.TransformerEncoder)]
     entrances: list[tuple[Module, Unit]] = [
-        (encoder, by_module[encoder.layers[0]])
-        for encoder in module.modules()
-        if isinstance(encoder, nn.TransformerEncoder) and encoder.layers[0] in by_module
+        (encoder, by_module[encoder.layers[0]]) for encoder in encoders if encoder.layers[0] in by_module
     ]
+    # Units around other units are used for longer than those, and have room of their own.
+    sizes = [unit.nbytes for unit in made if unit.is_leaf]
+    room = min(1 + options.prefetch, len(sizes))
     return Assembly(
         units=made,
         resident=sum(slot.numel for group in groups if is_sharded and group.stays_full for slot in group.slots),
@@ -128,7 +95,7 @@ def assemble(
         groups=groups,
         shards=shards,
         pools=_make_pools(shards, setting, 2 if options.overlap else 1),
-        arena=_make_arena(made, setting, options),
+        arena=Arena(room, max(sizes, default=0), setting.ledger, setting.places.gathered),
     )
 
 
@@ -158,13 +125,6 @@ def _choose_units(module: Module, setting: Setting, options: Options) -> tuple[l
     return gathered, [units.as_one(resident)] if resident else []
 
 
-def _make_arena(made: list[Unit], setting: Setting, options: Options) -> Arena:
-    """Units around other units are used for longer than those, and have room of their own."""
-    sizes = [unit.nbytes for unit in made if unit.is_leaf]
-    count = min(1 + options.prefetch, len(sizes))
-    return Arena(count, max(sizes, default=0), setting.ledger, setting.places.gathered)
-
-
 def _make_groups(
     unit: str, kinds: Mapping[Kind, Mapping[str, Parameter]], setting: Setting, stays_full: bool
 ) -> list[ShardGroup]:
@@ -176,15 +136,10 @@ def _make_groups(
             continue
         numel = setting.bucket_bytes // kind.declared.itemsize
         runs = units.fill_buckets(parameters, numel) if stays_full else [dict(parameters)]
+        words = str(kind.resting).removeprefix("torch.") + ("" if kind.trainable else " frozen")
         for number, run in enumerate(runs):
-            name = f"{unit or 'model'}/{_describe(kind)}/{number}"
-            groups.append(ShardGroup(name, run, kind, setting, stays_full=stays_full))
+            groups.append(ShardGroup(f"{unit or 'model'}/{words}/{number}", run, kind, setting, stays_full=stays_full))
     return groups
-
-
-def _describe(kind: Kind) -> str:
-    words = [str(kind.resting).removeprefix("torch."), "" if kind.trainable else "frozen"]
-    return " ".join(word for word in words if word)
 
 
 def _make_gradient(group: ShardGroup, reduce_dtype: torch.dtype | None) -> GradientShard:
@@ -197,27 +152,16 @@ def _make_gradient(group: ShardGroup, reduce_dtype: torch.dtype | None) -> Gradi
 def _make_pools(shards: list[GradientShard], setting: Setting, buckets: int) -> list[BucketPool]:
     """A pool for each dtype of gradients; with two buckets one fills while the other travels. No more buckets than
     there are collectives: a small model makes one."""
-    comm = setting.mesh.shard
     pools = []
-    for _, found in itertools.groupby(sorted(shards, key=_by_dtype), _by_dtype):
-        alike = [shard for shard in found if shard.travels]
-        chunks = [comm.size * chunk.width for shard in alike for chunk in shard.group.layout.chunks]
+    for dtype in sorted({shard.dtype for shard in shards if shard.travels}, key=str):
+        alike = [shard for shard in shards if shard.dtype == dtype]
+        widths = [chunk.width for shard in alike for chunk in shard.group.layout.chunks]
         packs = any(shard.is_packed for shard in alike)
-        pools.append(
-            BucketPool(
-                [
-                    Bucket(max(chunks), comm, alike[0].dtype, setting.places.gradient, setting.ledger, packs=packs)
-                    for _ in range(min(buckets, len(chunks)))
-                ]
-            )
-        )
+        made = [Bucket(max(widths), dtype, setting, packs=packs) for _ in range(min(buckets, len(widths)))]
+        pools.append(BucketPool(made))
         for shard in alike:
             shard.pool = pools[-1]
     return pools
-
-
-def _by_dtype(shard: GradientShard) -> str:
-    return str(shard.dtype)
 
 
 # Their step looks at whole tensors or at all of them (norms, factored moments, line search): pieces would be wrong.

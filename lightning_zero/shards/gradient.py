@@ -10,6 +10,7 @@ view of it; where they rest as shards, `p.grad` is afterwards an `AveragedGradie
 On one rank nothing travels: the gradient is what autograd has left in `p.grad`, and there are no arrays.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
@@ -17,10 +18,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from lightning_zero.shards.group import ShardGroup, Slot
+from lightning_zero.shards.group import Setting, ShardGroup, Slot
 from lightning_zero.shards.layout import Chunk, Slice
-from lightning_zero.shards.ledger import Category, Ledger, Place
-from lightning_zero.wire.comm import Comm, Work
+from lightning_zero.shards.ledger import Category
+from lightning_zero.wire.comm import Work
 
 
 class AveragedGradient(Tensor):
@@ -31,27 +32,15 @@ class AveragedGradient(Tensor):
 
 @final
 class Bucket:
-    """Constant-size room for one reduction (CB, ZeRO section 6.2).
+    """Constant-size room for the reduction of a chunk of ``(N, width)`` (CB, ZeRO section 6.2). It `packs` where
+    gradients are copied into it; otherwise they travel from where they are."""
 
-    Args:
-        chunk_numel: elements of the largest chunk, N rows of it.
-        comm: N ranks.
-        packs: gradients are copied into the bucket; otherwise they travel from where they are.
-        dtype: of the gradients.
-        place: of the gradients.
-        ledger: books it.
-    """
-
-    def __init__(
-        self, chunk_numel: int, comm: Comm, dtype: torch.dtype, place: Place, ledger: Ledger, *, packs: bool
-    ) -> None:
-        def room(numel: int) -> Tensor:
-            return ledger.allocate(Category.BUCKET, numel, dtype, place)
-
-        width = chunk_numel // comm.size
-        self.full = room(chunk_numel if packs else 0)
-        self.scratch = room(comm.scratch_rows * width)
-        self.total = room(width)
+    def __init__(self, width: int, dtype: torch.dtype, setting: Setting, *, packs: bool) -> None:
+        comm, place = setting.mesh.shard, setting.places.gradient
+        self.full, self.scratch, self.total = (
+            setting.ledger.allocate(Category.BUCKET, rows * width, dtype, place)
+            for rows in (comm.size if packs else 0, comm.scratch_rows, 1)
+        )
         self.finish: Callable[[], None] | None = None
 
     def settle(self) -> None:
@@ -66,36 +55,24 @@ class BucketPool:
     """A fixed number of buckets, allocated once; when all are in flight, the oldest is waited for."""
 
     def __init__(self, buckets: list[Bucket]) -> None:
-        self._buckets = buckets
-        self._next = 0
+        self._buckets = deque(buckets)  # oldest first
 
     def take(self) -> Bucket:
-        bucket = self._buckets[self._next]
-        self._next = (self._next + 1) % len(self._buckets)
-        bucket.settle()
-        return bucket
+        self._buckets.rotate(-1)
+        self._buckets[-1].settle()
+        return self._buckets[-1]
 
     def drain(self) -> None:
         """Settles all, oldest first."""
-        for _ in self._buckets:
+        for _ in range(len(self._buckets)):
             self.take()
 
 
 @final
 class GradientShard:
-    """The gradients of one trainable group.
+    """The gradients of one trainable group: they travel, are summed and accumulate in `dtype`."""
 
-    Args:
-        group: whose gradients.
-        dtype: in which they travel, are summed and accumulate.
-
-    Attributes:
-        pool: the buckets they travel in; wide enough for the group's largest chunk.
-        ready: indices of parameters that have a gradient in this backward.
-        used: ... or had one since the last reduction, on this rank.
-    """
-
-    pool: BucketPool
+    pool: BucketPool  # they travel in; wide enough for the group's largest chunk
 
     def __init__(self, group: ShardGroup, dtype: torch.dtype) -> None:
         self.group = group
@@ -105,8 +82,8 @@ class GradientShard:
         self.owned_grad = self._allocate(group.layout.shard_numel if self._rests_cut else 0)
         if self.travels and not self._rests_cut:
             self._make_full()
-        self.ready: set[int] = set()
-        self.used: set[int] = set()
+        self.ready: set[int] = set()  # indices of parameters that have a gradient in this backward
+        self.used: set[int] = set()  # ... or had one since the last reduction, on this rank
         self._held: dict[int, Tensor] = {}  # gradients that wait for the rest of their group
         self._added: dict[int, Tensor] = {}  # what autograd has added to an averaged gradient in this backward
         self._carries: set[int] = set()  # parameters whose owned_grad counts on: the next reduction adds to it
@@ -125,20 +102,13 @@ class GradientShard:
         group = self.group
         self.full_grad = self._allocate(group.layout.numel)
         if not self._rests_cut:
-            start = group.comm.rank * group.layout.shard_numel if group.is_cut else 0
-            numel = group.layout.shard_numel if group.is_cut else group.layout.numel
-            self.owned_grad = self.full_grad[start : start + numel]
+            self.owned_grad = self.full_grad[group.own_range]
         return self.full_grad
 
     @property
     def is_packed(self) -> bool:
         """Whether gradients are copied into buckets: where they rest as shards, and what is larger than a bucket."""
         return self._rests_cut or not all(chunk.is_whole for chunk in self.group.layout.chunks)
-
-    @property
-    def ranks(self) -> int:
-        """How many contribute to an average."""
-        return self.group.comm.size * self.group.replicate.size
 
     # -- collect
 
@@ -163,12 +133,8 @@ class GradientShard:
                 parameter.grad = fresh
 
     def collect(self, slot: Slot, *, local: bool) -> None:
-        """Takes the gradient that autograd has just put into `p.grad`.
-
-        Args:
-            slot: of the parameter.
-            local: it will not be reduced in this backward, or others of its window were not.
-        """
+        """Takes the gradient that autograd has just put into `p.grad`; `local` if it will not be reduced in this
+        backward, or others of its window were not."""
         index, grad = slot.index, slot.parameter.grad
         assert grad is not None
         self.group.check_assigned(slot, slot.parameter, self.group.kind.resting)
@@ -196,14 +162,11 @@ class GradientShard:
         view = slot.view(self._make_full() if self.full_grad is None else self.full_grad)
         if grad.data_ptr() == view.data_ptr() and grad.numel():
             return  # autograd has added in place
-        if carried and self._rests_cut:
-            self._carries.add(slot.index)
-            view.copy_(grad)
-        elif carried:
+        if carried and not self._rests_cut:
             self._keep_average(slot, view)
             view.add_(grad)
         else:
-            self._carries.discard(slot.index)
+            (self._carries.add if carried else self._carries.discard)(slot.index)
             view.copy_(grad)
         slot.parameter.grad = view
 
@@ -245,27 +208,22 @@ class GradientShard:
             counts_on = isinstance(grad, AveragedGradient)
             if self._rests_cut:
                 (self._carries.add if counts_on else self._carries.discard)(slot.index)
-            elif self.full_grad is not None and (counts_on or grad is None):
-                view = slot.view(self.full_grad)
-                if counts_on:
-                    self._keep_average(slot, view)
-                else:
-                    view.zero_()
+            elif self.full_grad is not None and counts_on:
+                self._keep_average(slot, slot.view(self.full_grad))
+            elif self.full_grad is not None and grad is None:
+                slot.view(self.full_grad).zero_()
 
     def _contribution(self, chunk: Chunk, bucket: Bucket) -> Tensor:
         """What this rank sends of a chunk: ``(N, width)``, contiguous; in place where it lies so already."""
-        ranks, of = self.group.layout.ranks, chunk.of
+        if self.full_grad is not None and chunk.is_whole:
+            return self.group.matrix(self.full_grad, chunk.of)
+        packed = bucket.full[: self.group.layout.ranks * chunk.width].view(-1, chunk.width)
         if self.full_grad is not None:
-            matrix = self.full_grad[of.start : of.start + ranks * of.width].view(ranks, of.width)
-            if chunk.is_whole:
-                return matrix
-        packed = bucket.full[: ranks * chunk.width].view(ranks, chunk.width)
-        if self.full_grad is not None:
-            return packed.copy_(matrix[:, chunk.start : chunk.stop])
+            return packed.copy_(self.group.matrix(self.full_grad, chunk.of)[:, chunk.start : chunk.stop])
         if chunk.is_whole:
-            self._pack(packed.view(-1), of)
+            self._pack(packed.view(-1), chunk.of)
         else:  # of the one parameter in the slice
-            _pack_columns(packed, self._held.get(of.parameters.start), chunk)
+            _pack_columns(packed, self._held.get(chunk.of.parameters.start), chunk)
         return packed
 
     def _pack(self, flat: Tensor, of: Slice) -> None:
@@ -290,7 +248,7 @@ class GradientShard:
             work.wait()
             if self.group.replicate.size > 1:
                 self._reduce_between_replicas(total, name)
-            self._store(total.div_(self.ranks), chunk, carries)
+            self._store(total.div_(self.group.comm.size * self.group.replicate.size), chunk, carries)
 
         return finish
 
@@ -306,11 +264,10 @@ class GradientShard:
         group = self.group
         if not group.is_cut:
             assert self.full_grad is not None
-            of, ranks = chunk.of, group.layout.ranks
-            rows = self.full_grad[of.start : of.start + ranks * of.width].view(ranks, of.width)
+            rows = group.matrix(self.full_grad, chunk.of)
             rows[group.comm.rank, chunk.start : chunk.stop] = average
-            if chunk.stop == of.width:  # the slice's last
-                group.comm.all_gather(rows, rows[group.comm.rank], f"gradient {group.name}[{of.start}]").wait()
+            if chunk.stop == chunk.of.width:  # the slice's last
+                group.comm.all_gather(rows, rows[group.comm.rank], f"gradient {group.name}[{chunk.of.start}]").wait()
         elif not carries:
             self.owned_grad[chunk.in_shard] = average
         else:
@@ -372,8 +329,7 @@ class GradientShard:
         layout, comm = self.group.layout, self.group.comm
         of = layout.slice_of(slot.index)
         rows = self.owned_grad.new_empty(layout.ranks, of.width)
-        own = self.owned_grad[of.shard_start : of.shard_start + of.width]
-        comm.all_gather(rows, own, f"read gradient {slot.name}").wait()
+        comm.all_gather(rows, self.owned_grad[of.in_shard], f"read gradient {slot.name}").wait()
         start = slot.offset - of.start
         return rows.view(-1)[start : start + slot.numel].view(slot.shape)
 

@@ -11,7 +11,7 @@ On one rank shard and full array are the same storage.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_zero.shards.layout import Layout, Piece
+from lightning_zero.shards.layout import Layout, Piece, Slice
 from lightning_zero.shards.ledger import Category, Ledger, Place
 from lightning_zero.stage import Partition
 from lightning_zero.wire.comm import Gather
@@ -59,39 +59,19 @@ class Places:
 
 @dataclass(frozen=True)
 class Setting:
-    """What every group of an engine shares.
+    """What every group of an engine shares."""
 
-    Args:
-        partition: what rests as shards.
-        mesh: the ranks.
-        ledger: books all memory.
-        places: where things live.
-        bucket_bytes: largest reduction.
-        as_declared: users read parameters in their declared dtype where they rest in another one.
-    """
-
-    partition: Partition
+    partition: Partition  # what rests as shards
     mesh: Mesh
     ledger: Ledger
     places: Places
-    bucket_bytes: int
-    as_declared: bool
+    bucket_bytes: int  # largest reduction
+    as_declared: bool  # users read parameters in their declared dtype where they rest in another one
 
 
 @final
 class Slot:
-    """A parameter in its group.
-
-    Attributes:
-        parameter: the user's own object.
-        name: of it, for messages and checkpoints.
-        shape: of it.
-        numel: elements of it.
-        piece: what this rank steps of it: its part, or all of it where the optimizer is not partitioned.
-        plain_class: what the user made it an instance of.
-        offset: of it in full arrays of the group.
-        gradient: of the group; None where it does not train.
-    """
+    """A parameter (the user's own object) in its group."""
 
     def __init__(self, group: "ShardGroup", index: int, parameter: Parameter) -> None:
         span = group.layout.spans[index]
@@ -99,10 +79,11 @@ class Slot:
         self.index = index
         self.parameter = parameter
         self.name, self.shape, self.numel = span.name, span.shape, span.numel
+        self.offset = span.offset  # in full arrays of the group
+        # What this rank steps of it: its part, or all of it where the optimizer is not partitioned.
         self.piece = self._owned_piece() if group.is_cut else Piece(start=0, stop=span.numel, shard_start=span.offset)
-        self.plain_class = type(parameter)
-        self.gradient: GradientShard | None = None
-        self.offset = span.offset
+        self.plain_class = type(parameter)  # what the user made it an instance of
+        self.gradient: GradientShard | None = None  # of the group; None where it does not train
         self._strides = parameter.stride()  # as the user made it: values rest in C order
 
     def _owned_piece(self) -> Piece:
@@ -111,6 +92,10 @@ class Slot:
     def view(self, full: Tensor) -> Tensor:
         """This parameter in a full array of its group, in its shape."""
         return full[self.offset : self.offset + self.numel].view(self.shape)
+
+    def own_part(self, full: Tensor) -> Tensor:
+        """What this rank steps of this parameter, in a full array of its group, flat."""
+        return self.view(full).view(-1)[self.piece.start : self.piece.stop]
 
     def stepped(self, owned: Tensor) -> Tensor:
         """The piece of this parameter in an owned array of its group, in `stepped_shape`."""
@@ -158,25 +143,17 @@ def slot_of(parameter: Parameter) -> Slot | None:
 
 @final
 class ShardGroup:
-    """The values of some parameters: gathered, published, edited. Gradients live in `gradient.GradientShard`.
-
-    Args:
-        name: for messages and for matching collectives between ranks.
-        parameters: name -> parameter, all of one kind; their values are taken over.
-        kind: see `Kind`.
-        setting: see `Setting`.
-        stays_full: full_param is always there; otherwise a unit brings it when it is used.
-    """
+    """The values of some parameters, taken over: gathered, published, edited. Gradients live in `gradient`."""
 
     def __init__(
         self, name: str, parameters: dict[str, Parameter], kind: Kind, setting: Setting, *, stays_full: bool
     ) -> None:
-        self.name = name
+        self.name = name  # the same on all ranks: collectives are matched by it
         self.kind = kind
         self.setting = setting
         self.comm = setting.mesh.shard
         self.replicate = setting.mesh.replicate
-        self.stays_full = stays_full
+        self.stays_full = stays_full  # full_param is always there; otherwise a unit brings it when it is used
         self.is_cut = setting.partition.optimizer and self.comm.size > 1  # ranks step parts of parameters
         self.upcasts = kind.is_cast and setting.as_declared  # readers see the declared dtype
         self.is_lost = False  # a rank failed: the values are spread over ranks that no longer answer
@@ -252,29 +229,27 @@ class ShardGroup:
         for slot in self.slots:
             point_at_nothing(slot)
 
-    def rows(self, full: Tensor) -> Iterator[tuple[Tensor, Tensor, str]]:
-        """Of each slice: its matrix ``(N, width)`` in a full array, its range of the shard, and its name."""
-        for number, each in enumerate(self.layout.slices):
-            matrix = full[each.start : each.start + self.layout.ranks * each.width].view(self.layout.ranks, each.width)
-            yield matrix, slice(each.shard_start, each.shard_start + each.width), f"{self.name}[{number}]"  # type: ignore[misc]
+    def matrix(self, full: Tensor, of: Slice) -> Tensor:
+        """A slice ``(N, width)`` of a full array."""
+        return full[of.start : of.start + self.layout.ranks * of.width].view(self.layout.ranks, of.width)
 
-    def all_gather(self, full: Tensor, shard: Tensor, purpose: str, diverges: bool | None = None) -> list[Gather]:
-        """Fills a full array from all ranks' shards, a collective for each slice; the first one tells `diverges`."""
-        return [
-            self.comm.all_gather(matrix, shard[within], f"{purpose} {name}", diverges=None if number else diverges)
-            for number, (matrix, within, name) in enumerate(self.rows(full))
-        ]
+    def all_gather(
+        self, full: Tensor | None, shard: Tensor, purpose: str, diverges: bool | None = None
+    ) -> list[Gather]:
+        """Fills a full array from all ranks' shards, a collective for each slice; the first one tells `diverges`.
+        Without a full array nothing is kept, and one slice at a time is here in passing."""
+        begun = []
+        for number, each in enumerate(self.layout.slices):
+            rows = shard.new_empty(self.layout.ranks, each.width) if full is None else self.matrix(full, each)
+            told, name = None if number else diverges, f"{purpose} {self.name}[{number}]"
+            begun.append(self.comm.all_gather(rows, shard[each.in_shard], name, diverges=told))
+            if full is None:
+                begun[-1].wait()
+        return begun
 
     def pass_by(self, shard: Tensor, purpose: str, diverges: bool | None = None) -> list[Gather]:
-        """Takes part in `all_gather` without keeping anything; one slice at a time is here in passing."""
-        done = []
-        for number, each in enumerate(self.layout.slices):
-            passing = shard.new_empty(self.layout.ranks, each.width)
-            own = shard[each.shard_start : each.shard_start + each.width]
-            told = None if number else diverges
-            done.append(self.comm.all_gather(passing, own, f"{purpose} {self.name}[{number}]", diverges=told))
-            done[-1].wait()
-        return done
+        """Takes part in `all_gather` without keeping anything."""
+        return self.all_gather(None, shard, purpose, diverges)
 
     # -- after a step, or an edit
 
@@ -347,8 +322,8 @@ class ShardGroup:
             if self.full_param is not None:
                 self.full_param.copy_(full)
         for slot in self.slots:
-            within, master = slot.piece.in_shard, self.master[slot.piece.in_shard]
-            own = slot.view(full).view(-1)[slot.piece.start : slot.piece.stop]
+            within, own = slot.piece.in_shard, slot.own_part(full)
+            master = self.master[within]
             if declared:
                 master.copy_(own)
             else:  # only what differs: a two-byte weight that nobody touched must keep all bits of its master
@@ -360,12 +335,7 @@ class ShardGroup:
         """Whether a full array of declared dtype has other values than this group."""
         if self.full_param is not None and not torch.equal(full.to(self.kind.resting), self.full_param):
             return True
-        return any(
-            not torch.equal(
-                slot.view(full).view(-1)[slot.piece.start : slot.piece.stop], self.master[slot.piece.in_shard]
-            )
-            for slot in self.slots
-        )
+        return any(not torch.equal(slot.own_part(full), self.master[slot.piece.in_shard]) for slot in self.slots)
 
     def free(self) -> None:
         """Lets go of all values for good; the layout stays, for what was made by it (optimizer state)."""

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from lightning_zero.shards.extents import Extent
-
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
@@ -35,26 +33,20 @@ class Span:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
-    def stop(self) -> int:
-        return self.offset + self.numel
-
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """Parameters that travel together.
+    """Parameters that travel together: ``ranks * width`` elements of the flat array."""
 
-    Args:
-        start: of the slice in the flat array, in elements; it has ``ranks * width``.
-        width: elements of one rank's row.
-        shard_start: of that row in the rank's shard.
-        parameters: indices of those in it.
-    """
+    start: int  # in the flat array
+    width: int  # elements of one rank's row
+    shard_start: int  # of that row in the rank's shard
+    parameters: range  # indices of those in it
 
-    start: int
-    width: int
-    shard_start: int
-    parameters: range
+    @cached_property
+    def in_shard(self) -> slice:
+        """What a rank owns of it."""
+        return slice(self.shard_start, self.shard_start + self.width)
 
 
 class Chunk(NamedTuple):
@@ -97,19 +89,12 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """See the module's docstring.
-
-    Args:
-        spans: the parameters, in order, aligned.
-        slices: in order; together they are the flat array.
-        chunks: of all slices, in order.
-        ranks: how many shards there are.
-    """
+    """Parameters, slices and chunks in order, as the module's docstring draws them."""
 
     spans: tuple[Span, ...]
     slices: tuple[Slice, ...]
-    chunks: tuple[Chunk, ...]
-    ranks: int
+    chunks: tuple[Chunk, ...]  # of all slices
+    ranks: int  # how many shards there are
 
     @classmethod
     def pack(
@@ -121,15 +106,11 @@ class Layout:
         alignment: int = 1,
         in_one: bool = False,
     ) -> "Layout":
-        """Places `parameters` one after the other.
+        """Places `parameters` (name and shape of each) one after the other. A reduction moves at most `bucket_numel`.
 
-        Args:
-            parameters: name and shape of each.
-            ranks: shards to divide into.
-            bucket_numel: most elements that one reduction moves.
-            alignment: elements; every parameter and row starts at a multiple of it, so that kernels see the same
-                alignment as for a tensor of its own (some sum in another order otherwise).
-            in_one: put all into one slice, so that what a rank owns is one run of the flat array, too.
+        Every parameter and row starts at a multiple of `alignment` elements, so that kernels see the same alignment as
+        for a tensor of its own (some sum in another order otherwise). `in_one` puts all into one slice, so that what a
+        rank owns is one run of the flat array, too.
         """
         spans: list[Span] = []
         slices: list[Slice] = []
@@ -141,8 +122,8 @@ class Layout:
             offset = start
             for index in indices:
                 spans.append(Span(name=parameters[index][0], shape=tuple(parameters[index][1]), offset=offset))
-                offset += _round_up(spans[-1].numel, alignment)
-            width = max(_round_up(-(-(offset - start) // ranks), alignment), alignment)
+                offset += round_up(spans[-1].numel, alignment)
+            width = max(round_up(-(-(offset - start) // ranks), alignment), alignment)
             slices.append(Slice(start=start, width=width, shard_start=shard_start, parameters=indices))
             step = width if len(indices) > 1 or ranks * width <= bucket_numel else columns
             chunks += [Chunk(slices[-1], at, min(at + step, width)) for at in range(0, width, step)]
@@ -185,19 +166,12 @@ class Layout:
         shard_start = of.shard_start + span.offset + start - row if stop > start else 0
         return Piece(start=start, stop=stop, shard_start=shard_start)
 
-    def extents(self, rank: int) -> Iterator[Extent]:
-        """Everything that `rank` owns; parameters it owns nothing of are left out."""
-        for index, span in enumerate(self.spans):
-            piece = self.piece(index, rank)
-            if piece.numel:
-                yield Extent.of_whole(span.name, span.shape, piece.start, piece.stop)
-
 
 def _fill(sizes: Sequence[int], bucket_numel: int, alignment: int) -> Iterator[range]:
     """Runs of parameters of at most a bucket; one that is larger is a run of its own."""
     first = filled = 0
     for index, size in enumerate(sizes):
-        aligned = _round_up(size, alignment)
+        aligned = round_up(size, alignment)
         if index > first and filled + aligned > bucket_numel:
             yield range(first, index)
             first, filled = index, 0
@@ -206,5 +180,6 @@ def _fill(sizes: Sequence[int], bucket_numel: int, alignment: int) -> Iterator[r
         yield range(first, len(sizes))
 
 
-def _round_up(numel: int, multiple: int) -> int:
+def round_up(numel: int, multiple: int) -> int:
+    """The next multiple of `multiple`."""
     return -(-numel // multiple) * multiple

@@ -51,18 +51,12 @@ class Place:
 
 
 class Ledger:
-    """Live and peak bytes on this rank.
-
-    Attributes:
-        live: bytes of each category now, over all tiers.
-        peak: the most there ever were.
-        tiers: live bytes of each tier, over all categories.
-    """
+    """Live and peak bytes on this rank."""
 
     def __init__(self) -> None:
-        self.live: dict[Category, int] = dict.fromkeys(Category, 0)
-        self.peak: dict[Category, int] = dict.fromkeys(Category, 0)
-        self.tiers: dict[Tier, int] = dict.fromkeys(Tier, 0)
+        self.live: dict[Category, int] = dict.fromkeys(Category, 0)  # over all tiers
+        self.peak: dict[Category, int] = dict.fromkeys(Category, 0)  # the most there ever were
+        self.tiers: dict[Tier, int] = dict.fromkeys(Tier, 0)  # live, over all categories
         self._booked: set[int] = set()  # storages
 
     def allocate(self, category: Category, numel: int, dtype: torch.dtype, place: Place) -> Tensor:

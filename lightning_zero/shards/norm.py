@@ -35,19 +35,12 @@ def piece_of(slot: Slot) -> Tensor:
 
 @dataclass(frozen=True)
 class Measured:
-    """Gradients as this rank sees them.
+    """Gradients as this rank sees them."""
 
-    Args:
-        slots: parameters with a gradient, in the same order on every rank, each once.
-        norm_type: p of the p-norm; ``inf`` for the largest magnitude.
-        parts: of each, this rank's part of the sum of p-th powers, or its largest magnitude; float64, on the host.
-        versions: of the gradients when they were measured.
-    """
-
-    slots: tuple[Slot, ...]
-    norm_type: float
-    parts: Tensor
-    versions: tuple[int, ...]
+    slots: tuple[Slot, ...]  # parameters with a gradient, in the same order on every rank, each once
+    norm_type: float  # p of the p-norm; inf for the largest magnitude
+    parts: Tensor  # of each, this rank's part of the sum of p-th powers, or its largest magnitude; float64, on the host
+    versions: tuple[int, ...]  # of the gradients when they were measured
 
     @classmethod
     def of(cls, slots: Sequence[Slot], norm_type: float = 2.0) -> "Measured":
@@ -56,7 +49,7 @@ class Measured:
         versions = tuple(piece._version for piece in pieces)
         real = [piece.abs() if piece.is_complex() else piece for piece in pieces]
         if norm_type == float("inf"):
-            norms = [piece.abs().max().double() if piece.numel() else _zero(piece) for piece in real]
+            norms = [(piece.abs().max() if piece.numel() else piece.new_zeros(())).double() for piece in real]
         else:
             norms = [torch.linalg.vector_norm(piece, norm_type, dtype=torch.float64) for piece in real]
         parts = torch.stack(norms).cpu() if norms else torch.zeros(0, dtype=torch.float64)
@@ -64,11 +57,9 @@ class Measured:
 
     def is_of(self, slots: Sequence[Slot], norm_type: float) -> bool:
         """Whether measuring these now would give the same."""
-        return (
-            self.norm_type == norm_type
-            and self.slots == tuple(slots)
-            and self.versions == tuple(piece_of(slot)._version for slot in slots)
-        )
+        if (self.norm_type, self.slots) != (norm_type, tuple(slots)):
+            return False
+        return self.versions == tuple(piece_of(slot)._version for slot in slots)
 
     def norms(self, comm: Comm) -> Tensor:
         """The norm of every gradient by itself, float64 on the host. A collective where gradients are spread."""
@@ -97,10 +88,6 @@ class Measured:
             ranks=ranks.nonzero().flatten().tolist(),
             parameters=[self.slots[at].name for at in parameters.nonzero().flatten().tolist()],
         )
-
-
-def _zero(piece: Tensor) -> Tensor:
-    return piece.new_zeros((), dtype=torch.float64)
 
 
 def scale_(slots: Sequence[Slot], factor: Tensor) -> None:

@@ -14,7 +14,6 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.group import ShardGroup, Slot, no_interception, point_at_nothing, slot_of
 from lightning_zero.shards.ledger import Category, Ledger
 
@@ -28,19 +27,11 @@ class _Shown(NamedTuple):
 
 @final
 class PieceStepper:
-    """Swaps one optimizer's parameters to pieces, and back.
-
-    Args:
-        optimizer: the user's.
-        ledger: books its state.
-
-    Attributes:
-        cut: name of a state tensor -> whether it is cut as its parameter is, and not whole on each rank; from the step
-            on that made it.
-    """
+    """Swaps the parameters of one of the user's optimizers to pieces, and back."""
 
     def __init__(self, optimizer: Optimizer, ledger: Ledger) -> None:
         self.optimizer = optimizer
+        # Name of a state tensor -> whether it is cut as its parameter is; from the step on that made it.
         self.cut: dict[str, bool] = {}
         self._ledger = ledger
         self._slots = {parameter: slot for parameter in self.parameters if (slot := training_slot(parameter))}
@@ -55,8 +46,8 @@ class PieceStepper:
     @property
     def slots(self) -> list[Slot]:
         """Of what it steps, each once, also after the engine has let go of it."""
-        stepped = dict.fromkeys(parameter for parameter in self.parameters if parameter not in self._left_alone)
-        return [self.slot(parameter) for parameter in stepped]
+        stepped = dict.fromkeys(self.parameters)
+        return [self.slot(parameter) for parameter in stepped if parameter not in self._left_alone]
 
     def holds(self, parameter: Parameter) -> bool:
         """Whether the engine holds it; otherwise each rank has, and steps, all of it."""
@@ -77,11 +68,7 @@ class PieceStepper:
         return self._shown is not None
 
     def enter(self, slots: Sequence[Slot]) -> None:
-        """From here to `exit` every parameter of the optimizer is its piece.
-
-        Args:
-            slots: of all of them.
-        """
+        """From here to `exit` every parameter of the optimizer is its piece; `slots` are all of theirs."""
         shown = {}
         for slot in slots:
             if _is_its_piece(slot):
@@ -95,7 +82,10 @@ class PieceStepper:
                 parameter.data = piece
                 set_grad_dtype(parameter, piece.dtype)
                 if grad is not None and slot.steps_any:
-                    parameter.grad = _gradient(slot, grad).to(piece.dtype)
+                    gradient = slot.gradient
+                    assert gradient is not None
+                    # On one rank what is stepped of a gradient is `grad` itself.
+                    parameter.grad = (slot.stepped(gradient.owned_grad) if gradient.travels else grad).to(piece.dtype)
         self._shown = shown
 
     def exit(self) -> list[ShardGroup]:
@@ -143,13 +133,6 @@ def _is_its_piece(slot: Slot) -> bool:
     group, gradient = slot.group, slot.gradient
     assert gradient is not None
     return group.is_plain and not group.is_cut and gradient.dtype == group.kind.declared == group.kind.resting
-
-
-def _gradient(slot: Slot, grad: Tensor) -> Tensor:
-    """What is stepped of a gradient: `grad` itself on one rank."""
-    gradient = slot.gradient
-    assert isinstance(gradient, GradientShard)
-    return slot.stepped(gradient.owned_grad) if gradient.travels else grad
 
 
 def set_grad_dtype(parameter: Parameter, dtype: torch.dtype) -> None:

@@ -1,7 +1,6 @@
 """`Unit`: modules whose parameters are gathered together, into one buffer of the arena."""
 
 import bisect
-import math
 from collections.abc import Collection, Sequence
 from typing import final
 
@@ -10,23 +9,13 @@ from torch.nn import Module
 
 from lightning_zero.shards.arena import Arena, Buffer
 from lightning_zero.shards.group import ALIGNMENT_BYTES, ShardGroup
+from lightning_zero.shards.layout import round_up
 from lightning_zero.wire.comm import Gather
 
 
 @final
 class Unit:
-    """Values that are all here or not.
-
-    Args:
-        name: for messages.
-        modules: whose forwards use the parameters.
-        groups: of those parameters, of all kinds.
-        traced: those of the modules whose calls lie inside a compiled region.
-        is_leaf: no other unit's modules run while its own do.
-
-    Attributes:
-        pins: how many forwards and loans need the values to stay.
-    """
+    """The groups, of all kinds, of the parameters that `modules` use: their values are all here or not."""
 
     def __init__(
         self,
@@ -34,21 +23,20 @@ class Unit:
         modules: Sequence[Module],
         groups: list[ShardGroup],
         *,
-        traced: Collection[Module] = (),
-        is_leaf: bool = True,
+        traced: Collection[Module],
+        is_leaf: bool,
     ) -> None:
         self.name = name
         self.modules = modules
         self.groups = groups
-        self.traced = traced
-        self.is_leaf = is_leaf
-        self.pins = 0
+        self.traced = traced  # those of the modules whose calls lie inside a compiled region
+        self.is_leaf = is_leaf  # no other unit's modules run while its own do
+        self.pins = 0  # how many forwards and loans need the values to stay
         self._offsets = []  # bytes in a buffer, of each group
-        nbytes = 0
+        self.nbytes = 0
         for group in groups:
-            self._offsets.append(nbytes)
-            nbytes += math.ceil(group.layout.numel * group.kind.resting.itemsize / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self.nbytes = nbytes
+            self._offsets.append(self.nbytes)
+            self.nbytes += round_up(group.layout.numel * group.kind.resting.itemsize, ALIGNMENT_BYTES)
         self.buffer: Buffer | None = None
         self._under_way: list[Gather] = []
 
@@ -60,7 +48,7 @@ class Unit:
     def gather(self, arena: Arena, diverges: bool | None = None) -> Gather:
         """Starts to bring the values into a buffer. Returns what tells whether a rank diverges."""
         assert self.buffer is None, self.name
-        self.buffer = arena.take() if self.is_leaf else arena.take_apart(self.nbytes)
+        self.buffer = arena.take(apart=None if self.is_leaf else self.nbytes)
         for offset, group in zip(self._offsets, self.groups, strict=True):
             dtype = group.kind.resting
             with torch.inference_mode(False):

@@ -3,8 +3,9 @@
 A unit is what is gathered together at stage 3; for the other stages the whole model is one.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -15,15 +16,8 @@ from lightning_zero.shards.group import Kind
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 # Autocast casts the weights of these modules at each use, so resting in its dtype changes no bit of the result.
-CAST_BY_AUTOCAST: tuple[type[Module], ...] = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+CAST_BY_AUTOCAST: tuple[type[Module], ...] = (nn.Linear, *CONVOLUTIONS)
 
 # They look at their children's weights, and leave their fused path where one is not a plain parameter.
 FUSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
@@ -35,19 +29,12 @@ RESIDENT_BYTES = 2**20
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class UnitSpec:
-    """Parameters that are gathered together.
+    """Parameters that are gathered together."""
 
-    Args:
-        name: of the module, for messages; empty for the model itself.
-        modules: whose forwards use them.
-        parameters: name -> parameter, each in exactly one unit.
-        is_leaf: no other unit lies inside; while its modules run, no other unit's do.
-    """
-
-    name: str
-    modules: tuple[Module, ...]
-    parameters: Mapping[str, Parameter]
-    is_leaf: bool = True
+    name: str  # of the module, for messages; empty for the model itself
+    modules: tuple[Module, ...]  # whose forwards use them
+    parameters: Mapping[str, Parameter]  # by name, each in exactly one unit
+    is_leaf: bool = True  # no other unit lies inside; while its modules run, no other unit's do
 
     @property
     def nbytes(self) -> int:
@@ -60,25 +47,19 @@ def whole_model(model: Module) -> list[UnitSpec]:
 
 
 def find_units(model: Module, classes: tuple[type | str, ...] | None) -> list[UnitSpec]:
-    """The units of `model`, in the order of its modules.
+    """The units of `model`, in the order of its modules; a tied parameter belongs to the first unit that has it.
 
-    Args:
-        model: any module; parameters are told apart by identity, so tied ones belong to the first unit that has them.
-        classes: module classes (or names of them) to gather together; None picks the elements of `ModuleList`,
-            `ModuleDict` and `Sequential` that are made of several modules. What is in no such module is a unit of the
-            module that holds it directly.
-
-    Raises:
-        ValueError: for a class of which the model has no module.
+    Modules of one of `classes` (or names of them) are gathered together; None picks the elements of `ModuleList`,
+    `ModuleDict` and `Sequential` that are made of several modules. What is in no such module is a unit of the module
+    that holds it directly. Raises ValueError for a class of which the model has no module.
     """
-    if classes is not None:
-        for wanted in classes:
-            if not any(_is_one_of(module, (wanted,)) for module in model.modules()):
-                present = sorted({type(module).__name__ for module in model.modules()})
-                raise ValueError(f"units={wanted!r}: the model has no such module. It has {present}.")
+    for wanted in classes or ():
+        if not any(_is_one_of(module, (wanted,)) for module in model.modules()):
+            present = sorted({type(module).__name__ for module in model.modules()})
+            raise ValueError(f"units={wanted!r}: the model has no such module. It has {present}.")
     taken: set[int] = set()
     found: list[UnitSpec] = []
-    for name, module, recurse in _walk(model, classes):
+    for name, module, recurse in _walk("", model, None, classes):
         own = {
             as_written(f"{name}.{parameter_name}" if name else parameter_name): parameter
             for parameter_name, parameter in module.named_parameters(recurse=recurse)
@@ -89,13 +70,9 @@ def find_units(model: Module, classes: tuple[type | str, ...] | None) -> list[Un
             found.append(UnitSpec(name=as_written(name), modules=(module,), parameters=own))
     holders = {module for spec in found for module in spec.modules}
     return [
-        UnitSpec(
-            name=spec.name,
-            modules=spec.modules,
-            parameters=spec.parameters,
-            is_leaf=not any(inner in holders for inner in spec.modules[0].modules() if inner is not spec.modules[0]),
-        )
+        replace(spec, is_leaf=all(inner is module or inner not in holders for inner in module.modules()))
         for spec in found
+        for module in spec.modules
     ]
 
 
@@ -138,17 +115,15 @@ def too_small_to_shard(specs: Sequence[UnitSpec], nbytes: int) -> list[UnitSpec]
     return resident
 
 
-def _walk(model: Module, classes: tuple[type | str, ...] | None) -> Iterator[tuple[str, Module, bool]]:
+def _walk(
+    name: str, module: Module, parent: Module | None, classes: tuple[type | str, ...] | None
+) -> Iterator[tuple[str, Module, bool]]:
     """Yields every module that starts a unit, and whether the unit holds the whole subtree or only what it holds."""
-
-    def descend(name: str, module: Module, parent: Module | None) -> Iterator[tuple[str, Module, bool]]:
-        wanted = _is_block(module, parent) if classes is None else parent is not None and _is_one_of(module, classes)
-        yield name, module, wanted
-        if not wanted:
-            for child_name, child in module.named_children():
-                yield from descend(f"{name}.{child_name}" if name else child_name, child, module)
-
-    yield from descend("", model, None)
+    wanted = _is_block(module, parent) if classes is None else parent is not None and _is_one_of(module, classes)
+    yield name, module, wanted
+    if not wanted:
+        for child_name, child in module.named_children():
+            yield from _walk(f"{name}.{child_name}" if name else child_name, child, module, classes)
 
 
 def _is_block(module: Module, parent: Module | None) -> bool:
@@ -156,9 +131,9 @@ def _is_block(module: Module, parent: Module | None) -> bool:
     module of torch's that hands its children's weights to one kernel."""
     if isinstance(module, FUSED):
         return True
-    if not isinstance(parent, CONTAINERS) or isinstance(module, CONTAINERS):
-        return False
-    return sum(1 for _ in module.children()) > 0
+    return (
+        isinstance(parent, CONTAINERS) and not isinstance(module, CONTAINERS) and any(True for _ in module.children())
+    )
 
 
 def _is_one_of(module: Module, classes: tuple[type | str, ...]) -> bool:
@@ -171,12 +146,8 @@ def as_written(name: str) -> str:
 
 
 def modules_in_compiled_regions(model: Module, *, roots: bool = True) -> set[Module]:
-    """What `torch.compile` of the model, of a part of it, or of the LightningModule traces through.
-
-    Args:
-        model: all of it.
-        roots: with the compiled modules themselves; without them only what lies inside, whose calls are traced.
-    """
+    """What `torch.compile` of the model, of a part of it, or of the LightningModule traces through; without `roots`
+    only what lies inside the compiled modules, whose calls are traced."""
     return {
         inner
         for module in model.modules()
@@ -194,14 +165,9 @@ def modules_cast_by_autocast(model: Module) -> list[Module]:
     Not in compiled regions: a graph casts by itself, and ours would break it. Not in torch's transformer layers: their
     fused path hands the weights to one kernel, and is taken for plain parameters only.
     """
-    others = modules_in_compiled_regions(model)
-    for module in model.modules():
-        if isinstance(module, FUSED):
-            others.update(module.modules())
-    holders: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+    fused = {inner for module in model.modules() if isinstance(module, FUSED) for inner in module.modules()}
+    others = modules_in_compiled_regions(model) | fused
+    holders = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
     return [
         module
         for module in model.modules()
@@ -219,13 +185,7 @@ def modules_cast_by_autocast(model: Module) -> list[Module]:
 def split_by_kind(
     parameters: Mapping[str, Parameter], trainable: set[int], resting: Mapping[int, torch.dtype]
 ) -> dict[Kind, dict[str, Parameter]]:
-    """Parameters by dtype and whether they train.
-
-    Args:
-        parameters: name -> parameter.
-        trainable: ids of the parameters that receive gradients.
-        resting: id -> dtype in which that parameter rests, where it is not its own.
-    """
+    """Parameters by dtype and whether they train (ids); `resting` has, by id, the dtypes that are not their own."""
     kinds: dict[Kind, dict[str, Parameter]] = {}
     for name, parameter in parameters.items():
         rests_in = resting.get(id(parameter), parameter.dtype)
@@ -235,10 +195,8 @@ def split_by_kind(
 
 
 def fill_buckets(parameters: Mapping[str, Parameter], bucket_numel: int) -> list[dict[str, Parameter]]:
-    """Cuts parameters, last first (the order in which backward reaches them), into runs of at most one bucket.
-
-    One that is larger than a bucket makes a run of its own, which travels in slices.
-    """
+    """Cuts parameters, last first (the order in which backward reaches them), into runs of at most one bucket; one that
+    is larger makes a run of its own, which travels in slices."""
     runs: list[dict[str, Parameter]] = []
     filled = bucket_numel
     for name, parameter in reversed(list(parameters.items())):
