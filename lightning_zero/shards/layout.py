@@ -117,12 +117,12 @@ class Layout:
         chunks: list[Chunk] = []
         columns = max(alignment, bucket_numel // ranks // alignment * alignment)
         start = shard_start = 0
-        sizes = [math.prod(shape) for _, shape in parameters]
-        for indices in [range(len(sizes))] if in_one else _fill(sizes, bucket_numel, alignment):
+        sizes = [round_up(math.prod(shape), alignment) for _, shape in parameters]
+        for indices in [range(len(sizes))] if in_one else fill(sizes, bucket_numel):
             offset = start
             for index in indices:
                 spans.append(Span(name=parameters[index][0], shape=tuple(parameters[index][1]), offset=offset))
-                offset += round_up(spans[-1].numel, alignment)
+                offset += sizes[index]
             width = max(round_up(-(-(offset - start) // ranks), alignment), alignment)
             slices.append(Slice(start=start, width=width, shard_start=shard_start, parameters=indices))
             step = width if len(indices) > 1 or ranks * width <= bucket_numel else columns
@@ -167,15 +167,14 @@ class Layout:
         return Piece(start=start, stop=stop, shard_start=shard_start)
 
 
-def _fill(sizes: Sequence[int], bucket_numel: int, alignment: int) -> Iterator[range]:
-    """Runs of parameters of at most a bucket; one that is larger is a run of its own."""
+def fill(sizes: Sequence[int], most: int) -> Iterator[range]:
+    """Runs of neighbours that are at most `most` together; one that is larger is a run of its own."""
     first = filled = 0
     for index, size in enumerate(sizes):
-        aligned = round_up(size, alignment)
-        if index > first and filled + aligned > bucket_numel:
+        if index > first and filled + size > most:
             yield range(first, index)
             first, filled = index, 0
-        filled += aligned
+        filled += size
     if sizes:
         yield range(first, len(sizes))
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import Module, Parameter
 
 from lightning_zero.shards.group import Kind
+from lightning_zero.shards.layout import fill
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -89,16 +90,8 @@ def as_one(specs: Sequence[UnitSpec]) -> UnitSpec:
 def merge_small(specs: Sequence[UnitSpec], nbytes: int) -> list[UnitSpec]:
     """Neighbours in the order of the modules become one unit, of at most `nbytes`: so the number of gathers depends on
     the size of the model, and not on how many modules it is made of."""
-    runs: list[list[UnitSpec]] = []
-    filled = 0
-    for spec in specs:
-        if runs and spec.is_leaf and runs[-1][0].is_leaf and filled + spec.nbytes <= nbytes:
-            runs[-1].append(spec)
-            filled += spec.nbytes
-        else:
-            runs.append([spec])
-            filled = spec.nbytes
-    return [as_one(run) for run in runs]
+    sizes = [spec.nbytes if spec.is_leaf else nbytes + 1 for spec in specs]  # what lies around others stays alone
+    return [as_one(specs[run.start : run.stop]) for run in fill(sizes, nbytes)]
 
 
 def too_small_to_shard(specs: Sequence[UnitSpec], nbytes: int) -> list[UnitSpec]:
@@ -129,11 +122,8 @@ def _walk(
 def _is_block(module: Module, parent: Module | None) -> bool:
     """An element of a list of modules that is made of several: the layer of a transformer, the block of a ResNet. Or a
     module of torch's that hands its children's weights to one kernel."""
-    if isinstance(module, FUSED):
-        return True
-    return (
-        isinstance(parent, CONTAINERS) and not isinstance(module, CONTAINERS) and any(True for _ in module.children())
-    )
+    is_element = isinstance(parent, CONTAINERS) and not isinstance(module, CONTAINERS)
+    return isinstance(module, FUSED) or (is_element and any(True for _ in module.children()))
 
 
 def _is_one_of(module: Module, classes: tuple[type | str, ...]) -> bool:
@@ -197,12 +187,6 @@ def split_by_kind(
 def fill_buckets(parameters: Mapping[str, Parameter], bucket_numel: int) -> list[dict[str, Parameter]]:
     """Cuts parameters, last first (the order in which backward reaches them), into runs of at most one bucket; one that
     is larger makes a run of its own, which travels in slices."""
-    runs: list[dict[str, Parameter]] = []
-    filled = bucket_numel
-    for name, parameter in reversed(list(parameters.items())):
-        if not runs or filled + parameter.numel() > bucket_numel:
-            runs.append({})
-            filled = 0
-        runs[-1][name] = parameter
-        filled += parameter.numel()
-    return runs
+    items = list(parameters.items())[::-1]
+    sizes = [parameter.numel() for _, parameter in items]
+    return [dict(items[run.start : run.stop]) for run in fill(sizes, bucket_numel)]
