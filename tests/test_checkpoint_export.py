@@ -561,16 +561,19 @@ def test_lightnings_functions_are_wrapped_once_whoever_has_wrapped_them_too() ->
     def plain() -> int:
         return 1
 
-    def one_more(function: Callable[[], int]) -> Callable[[], int]:
-        @functools.wraps(function)
-        def wrapped() -> int:
-            return function() + 1
+    def one_more(function: Callable[[], int]) -> int:
+        return function() + 1
 
-        return wrapped
+    @functools.wraps(plain)
+    def theirs() -> int:
+        return plain() + 1
 
-    theirs = one_more(plain)
-    ours = interop._once(one_more, theirs)
+    ours = interop.wrapped_once(theirs, one_more)
     assert ours() == 3
-    assert interop._once(one_more, ours) is ours
-    theirs_again = one_more(ours)
-    assert interop._once(one_more, theirs_again) is theirs_again
+    assert interop.wrapped_once(ours, one_more) is ours
+
+    @functools.wraps(ours)
+    def theirs_again() -> int:
+        return ours() + 1
+
+    assert interop.wrapped_once(theirs_again, one_more) is theirs_again

@@ -4,13 +4,11 @@ import logging
 import os
 import pickle
 import zipfile
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -23,7 +21,6 @@ from typing_extensions import override
 from lightning_zero.checkpoint import CheckpointError, CheckpointKeeper, Folder, pickle_on_all_ranks, resume
 from lightning_zero.checkpoint.resume import ResumeEntry
 from lightning_zero.config import Checkpoint
-from lightning_zero.pl.precision import ScaledGradients
 from lightning_zero.run.engine import Engine
 from lightning_zero.run.notices import Notice, Notices
 from lightning_zero.shards.units import as_written
@@ -32,35 +29,40 @@ from lightning_zero.wire.comm import Comm
 log = logging.getLogger(__name__)
 
 
-class CheckpointingStrategy(DDPStrategy, ABC):
-    """The half of `ZeroStrategy` that saves and resumes; the other half sets up the engine, and steps it.
+class CheckpointingStrategy(DDPStrategy):
+    """The half of `ZeroStrategy` that saves and resumes; the other half sets up the engine, and steps it."""
 
-    Attributes:
-        stage: told in checkpoints.
-        checkpoint: how to save.
-        engine: of the run under way, or of the last one.
-    """
-
-    stage: int
-    checkpoint: Checkpoint
-    engine: Engine | None
-    _trained: Engine | None  # the engine of the latest fit, which knows the optimizers' pieces
-    _failed: bool  # fit ended with an error
+    stage: int  # told in checkpoints
+    checkpoint: Checkpoint  # how to save
+    engine: Engine | None = None  # of the run under way, or of the last one
+    _trained: Engine | None = None  # the engine of the latest fit, which knows the optimizers' pieces
+    _failed = False  # fit ended with an error
     _keeper: CheckpointKeeper | None = None
     _resumed_state: dict[str, Any] | None = None  # what the checkpoint says of the ranks that saved it
 
-    @abstractmethod
     def _ensure_comm(self) -> Comm:
-        """All ranks."""
-
-    @abstractmethod
-    def end_rendezvous(self) -> None:
-        """Before collectives that are not the engine's."""
+        raise NotImplementedError
 
     @property
-    @abstractmethod
+    def _live_engine(self) -> Engine | None:
+        """Unless the module is whole again."""
+        return None if self.engine is None or self.engine.closed else self.engine
+
+    def end_rendezvous(self) -> None:
+        """Waits for ranks that still evaluate, and serves them; before collectives that are not the engine's."""
+        if self._live_engine is not None:
+            self._live_engine.rendezvous.meet_before_collective()
+
+    @property
+    def _running_engine(self) -> Engine:
+        if self.engine is None:
+            raise RuntimeError("Nothing is set up yet: use this inside trainer.fit, validate, test or predict.")
+        return self.engine
+
+    @property
     def notices(self) -> Notices:
-        """Of the engine."""
+        """What ranks have noticed, such as a signal."""
+        return self._running_engine.reductions.notices
 
     @property
     def keeper(self) -> CheckpointKeeper:
@@ -70,18 +72,9 @@ class CheckpointingStrategy(DDPStrategy, ABC):
             self._keeper = CheckpointKeeper(self._ensure_comm(), in_background=in_background, warn=rank_zero_warn)
         return self._keeper
 
-    @property
-    def _is_sharded(self) -> bool:
-        return self.checkpoint.format == "sharded"
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        return cast(CheckpointIO, DDPStrategy.checkpoint_io.fget(self))  # type: ignore[attr-defined]
-
-    @checkpoint_io.setter
+    @DDPStrategy.checkpoint_io.setter  # type: ignore[attr-defined]
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        if self._is_sharded and io is not None and type(io) is not TorchCheckpointIO:
+        if self.checkpoint.format == "sharded" and io is not None and type(io) is not TorchCheckpointIO:
             raise ValueError(
                 f"{type(io).__name__} writes single files, and checkpoints are folders of shards. Leave it out (for "
                 "saves in the background there is Checkpoint(async_save=True)), or choose single files: "
@@ -94,22 +87,23 @@ class CheckpointingStrategy(DDPStrategy, ABC):
         """The whole model in its declared dtypes: by default with lazy entries, in the format "full" on every rank."""
         assert self.lightning_module is not None
         self.keeper.saver.muster()
-        if self.engine is None or self.engine.closed:
+        engine = self._live_engine
+        if engine is None:
             return {as_written(name): value for name, value in self.lightning_module.state_dict().items()}
-        self.engine.loans.settle()
-        self.engine.rendezvous.expect_nothing()
-        if self._is_sharded:
-            return self.engine.states.spread_model()
-        return self.engine.states.full_model(copy=self.is_global_zero)
+        engine.loans.settle()
+        engine.rendezvous.expect_nothing()
+        if self.checkpoint.format == "full":
+            return engine.states.full_model(copy=self.is_global_zero)
+        return engine.states.spread_model()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         assert self._trained is not None
-        if self._is_sharded:
-            return self._trained.states.spread_optimizer(optimizer)
-        return self._trained.states.full_optimizer(optimizer)
+        states = self._trained.states
+        is_full = self.checkpoint.format == "full"
+        return states.full_optimizer(optimizer) if is_full else states.spread_optimizer(optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -119,7 +113,7 @@ class CheckpointingStrategy(DDPStrategy, ABC):
             CheckpointError: on every rank, when one cannot write; says what is there now.
         """
         self.end_rendezvous()  # ranks may have looked at lazy entries in hooks, alone
-        if not self._is_sharded:
+        if self.checkpoint.format == "full":
             # Two steps: where rank 0 found out only now that it must not write, others would wait for it in a gather.
             self.keeper.saver.together("look at the place", partial(self._refuse_place, filepath))
             write = partial(self._write_single_file, checkpoint, filepath, storage_options)
@@ -127,10 +121,13 @@ class CheckpointingStrategy(DDPStrategy, ABC):
             return
         if storage_options is not None:
             raise TypeError("storage_options go to a CheckpointIO plugin; checkpoints are folders of shards here.")
-        trainer = self._trainer
-        path = os.fspath(filepath)
-        saved = _saved_before_last(trainer, path)
-        if saved is not None and self.keeper.link_latest(path, saved, trainer.global_step):
+        assert self.lightning_module is not None
+        trainer, path = self.lightning_module.trainer, os.fspath(filepath)
+        # Who asks to save `path` as its last checkpoint has saved another just now. With save_last="link" Lightning
+        # makes links by itself, and who saves `path` means that.
+        savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
+        saved = [s._last_checkpoint_saved for s in savers if s.save_last is True and s.last_model_path == path]
+        if saved and self.keeper.link_latest(path, saved[0], trainer.global_step):
             return
         if "optimizer_states" in checkpoint:
             checkpoint[resume.KEY] = self._resume_entry.capture(
@@ -139,10 +136,9 @@ class CheckpointingStrategy(DDPStrategy, ABC):
                 is_mid_epoch=not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch,
                 skipped_steps=getattr(self.precision_plugin, "skipped_steps", 0),
             )
-        about = {"epoch": trainer.current_epoch, "stage": self.stage}
-        self.keeper.save(checkpoint, path, trainer.global_step, about)
+        self.keeper.save(checkpoint, path, trainer.global_step, {"epoch": trainer.current_epoch, "stage": self.stage})
         # Nobody would look for its errors later; and a SLURM job that is told to stop is requeued at once.
-        if self.engine is None or self.engine.closed or Notice.STOP in self.notices.anywhere:
+        if self._live_engine is None or Notice.STOP in self.notices.anywhere:
             self.finish_saves()
 
     def _refuse_place(self, path: Any) -> dict[str, Any]:
@@ -172,11 +168,6 @@ class CheckpointingStrategy(DDPStrategy, ABC):
         return type(self.checkpoint_io) is not TorchCheckpointIO
 
     @property
-    def _trainer(self) -> "pl.Trainer":
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
-
-    @property
     def _resume_entry(self) -> ResumeEntry:
         return ResumeEntry(self.global_rank, self.world_size, self.root_device, rank_zero_info)
 
@@ -203,10 +194,15 @@ class CheckpointingStrategy(DDPStrategy, ABC):
         if checkpoint is not None:
             self._resumed_state = checkpoint.get(resume.KEY)
             return checkpoint
+        is_zip = False
         try:
-            checkpoint = self._load_single_file(path, weights_only)
+            is_zip = zipfile.is_zipfile(path)
+            if is_zip:  # mapped into memory: the ranks of a machine share it, and read of it what they own
+                checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+            else:
+                checkpoint = super().load_checkpoint(path, weights_only=weights_only)
         except Exception as error:  # of bytes that are no pickle, torch raises whatever it stumbles on
-            if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error) and zipfile.is_zipfile(path):
+            if is_zip and isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):
                 raise  # torch says how to opt in to objects of one's own
             raise CheckpointError(f"ckpt_path={path!r} is not a Lightning checkpoint: {error}") from error
         if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
@@ -215,12 +211,6 @@ class CheckpointingStrategy(DDPStrategy, ABC):
                 "Pass what Trainer.save_checkpoint wrote."
             )
         return checkpoint
-
-    def _load_single_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        """Mapped into memory where that can be: the ranks of a machine share it, and read of it what they own."""
-        if zipfile.is_zipfile(path):
-            return cast(dict[str, Any], torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only))
-        return super().load_checkpoint(path, weights_only=weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -231,11 +221,11 @@ class CheckpointingStrategy(DDPStrategy, ABC):
             strict: `LightningModule.strict_loading`.
         """
         assert self.lightning_module is not None
-        is_whole = self.engine is None or self.engine.closed
-        with self.keeper.reading_together() if is_whole else nullcontext():
+        engine = self._live_engine
+        with self.keeper.reading_together() if engine is None else nullcontext():
             left = resume.load_state_dict(self.lightning_module, checkpoint["state_dict"], strict=strict)
-        if self.engine is not None and not is_whole:
-            self.engine.states.load_noted(self.keeper.verify_rest)
+        if engine is not None:
+            engine.states.load_noted(self.keeper.verify_rest)
         if any(left):
             rank_zero_warn(f"strict_loading=False: {left}. These stay as they are.")
 
@@ -251,9 +241,7 @@ class CheckpointingStrategy(DDPStrategy, ABC):
         if states:
             self.engine.states.load_optimizers(states)
         if self._resumed_state is not None:
-            plugin = self.precision_plugin
-            if isinstance(plugin, ScaledGradients):
-                plugin.skipped_steps = self._resumed_state["skipped_steps"]
+            cast(Any, self.precision_plugin).skipped_steps = self._resumed_state.get("skipped_steps", 0)
             self._resume_entry.restore_random(self._resumed_state)
 
     def before_batch(self) -> None:
@@ -268,40 +256,27 @@ class CheckpointingStrategy(DDPStrategy, ABC):
 
     def finish_saves(self) -> None:
         """Waits for saves in the background. Call it on every rank: all of them raise what failed on one."""
-        if self._keeper is None:
-            return
-        saver = self._keeper.saver
+        saver = self.keeper.saver
         if saver.has_agreed:
             saver.together("finish what is being saved", saver.finish)
         else:  # this rank has at most removed something
             saver.wait()
 
-    def _unsaved(self) -> CheckpointError | OSError | None:
-        """What a save in the background failed with."""
+    def _end_saves(self) -> None:
+        """As `finish_saves`; where the run failed, which other ranks may not have survived, this rank alone."""
         self._resumed_state = None
         if self._keeper is None:
-            return None
+            return
         self._keeper.forget()
         try:
-            if self._failed:  # other ranks may be gone
-                self._keeper.saver.finish()
+            if self._failed:
+                self._keeper.saver.wait()
             else:
                 self.finish_saves()
         except (CheckpointError, OSError) as error:
-            if self._failed:
-                log.error("%s", error)  # another error is on its way out already
-            return error
-        return None
-
-
-def _saved_before_last(trainer: "pl.Trainer", path: str) -> str | None:
-    """What a `ModelCheckpoint(save_last=True)`, which asks to save `path` as the last one, saved before."""
-    for callback in trainer.checkpoint_callbacks:
-        if not isinstance(callback, ModelCheckpoint) or callback.last_model_path != path:
-            continue
-        if callback.save_last is True:  # with "link" Lightning makes links by itself, and who saves `path` means that
-            return callback._last_checkpoint_saved
-    return None
+            if not self._failed:
+                raise
+            log.error("%s", error)  # another error is on its way out already
 
 
 def _is_folder_of_shards(path: str) -> bool:

@@ -9,6 +9,7 @@ Three functions of Lightning are wrapped, and nothing else of it is touched:
 """
 
 import functools
+import inspect
 import os
 from collections.abc import Callable
 from contextlib import closing
@@ -21,7 +22,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import saving
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from lightning_zero.checkpoint import CheckpointError, Folder, StoredCheckpoint, find_newest
 from lightning_zero.checkpoint.export import ZeroFileSystem
@@ -29,27 +30,24 @@ from lightning_zero.checkpoint.folder import MANIFEST
 from lightning_zero.checkpoint.manifest import what_was_meant
 from lightning_zero.pl.callbacks import PREEMPTED
 
-Loader = Callable[..., Any]
 
-
-def reading_folders(load: Loader) -> Loader:
+def read_file_or_folder(
+    load: Callable[..., Any], path: Any, map_location: Any = None, weights_only: bool | None = None
+) -> Any:
     """Lightning's loader of files, which also reads the folder of a sharded checkpoint."""
-
-    @functools.wraps(load)
-    def load_file_or_folder(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        folder = _folder_of_checkpoint(path)
-        if folder is None:
-            return load(path, map_location=map_location, weights_only=weights_only)
-        if not folder.is_checkpoint:
-            raise CheckpointError(f"{path} is not a checkpoint: {what_was_meant(folder)}")
-        with closing(StoredCheckpoint(path)) as found:
-            tree = found.load(objects=weights_only is False)
-            found.verify_rest(0, 1)
-        if left_out := found.told_left_out:
-            rank_zero_warn(left_out)
-        return tree_map(functools.partial(_to, map_location=map_location), tree)
-
-    return load_file_or_folder
+    folder = _folder_of_checkpoint(path)
+    if folder is None:
+        return load(path, map_location=map_location, weights_only=weights_only)
+    if not folder.is_checkpoint:
+        raise CheckpointError(f"{path} is not a checkpoint: {what_was_meant(folder)}")
+    with closing(StoredCheckpoint(path)) as found:
+        tree = found.load(objects=weights_only is False)
+        found.verify_rest(0, 1)
+    if left_out := found.told_left_out:
+        rank_zero_warn(left_out)
+    if not isinstance(map_location, str | torch.device):
+        return tree
+    return tree_map_only(Tensor, lambda tensor: tensor.to(map_location), tree)
 
 
 def _folder_of_checkpoint(path: Any) -> Folder | None:
@@ -61,74 +59,62 @@ def _folder_of_checkpoint(path: Any) -> Folder | None:
     return folder if is_ours else None
 
 
-def _to(value: Any, map_location: Any) -> Any:
-    if not isinstance(value, Tensor) or not isinstance(map_location, str | torch.device):
-        return value
-    return value.to(map_location)
-
-
-def finding_complete(find: Callable[..., set[str]]) -> Callable[..., set[str]]:
+def find_complete(find: Callable[..., set[str]], callback: ModelCheckpoint, trainer: Any) -> set[str]:
     """Lightning's search for the checkpoint that ``ckpt_path="last"`` means, which also looks inside."""
-
-    @functools.wraps(find)
-    def find_complete(self: ModelCheckpoint, trainer: Any) -> set[str]:
-        parent = str(self._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
-        newest, saved_at, skipped = find_newest(parent)  # first: it forgets listings that are old
-        candidates = find(self, trainer)
-        for problem in skipped:
-            rank_zero_warn(f"ckpt_path='last' passes over {problem}")
-        files = [path for path in candidates if self._fs.isfile(path)]
-        if not Folder(parent).is_local:  # Lightning leaves out of what file system they are
-            files = [self._fs.unstrip_protocol(path) for path in files]
-        preempted = Folder(parent).inside(PREEMPTED)
-        if preempted.is_file:
-            files.append(str(preempted))
-        newer = {path for path in files if self._fs.modified(path).timestamp() > saved_at}
-        if newest is None or newer:
-            return newer
-        # Lightning asks when it was modified, which an object store knows of files only.
-        return {str(newest) if newest.is_local else f"{newest}/{MANIFEST}"}
-
-    return find_complete
+    parent = str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+    newest, saved_at, skipped = find_newest(parent)  # first: it forgets listings that are old
+    folder = Folder(parent)
+    candidates = find(callback, trainer)
+    for problem in skipped:
+        rank_zero_warn(f"ckpt_path='last' passes over {problem}")
+    files = [path for path in candidates if callback._fs.isfile(path)]
+    if not folder.is_local:  # Lightning leaves out of what file system they are
+        files = [callback._fs.unstrip_protocol(path) for path in files]
+    preempted = folder.inside(PREEMPTED)
+    if preempted.is_file:
+        files.append(str(preempted))
+    newer = {path for path in files if callback._fs.modified(path).timestamp() > saved_at}
+    if newest is None or newer:
+        return newer
+    # Lightning asks when it was modified, which an object store knows of files only.
+    return {str(newest) if newest.is_local else f"{newest}/{MANIFEST}"}
 
 
-def knowing_what_is_saved(exists: Callable[..., bool]) -> Callable[..., bool]:
+def exists_or_is_saved(exists: Callable[..., bool], callback: ModelCheckpoint, filepath: Any, trainer: Any) -> bool:
     """Lightning's question before it chooses a path."""
-
-    @functools.wraps(exists)
-    def file_exists(self: ModelCheckpoint, filepath: Any, trainer: Any) -> bool:
-        is_saving = getattr(trainer.strategy, "is_saving", None)
-        if is_saving is None:  # not ours
-            return exists(self, filepath, trainer)
-        if is_saving(str(filepath)):
-            return True
-        # What was left of a killed save gives way to this one: nobody else would clear it away.
-        return exists(self, filepath, trainer) and not trainer.strategy.broadcast(Folder(filepath).is_leftover)
-
-    return file_exists
+    is_saving = getattr(trainer.strategy, "is_saving", None)
+    if is_saving is None:  # not ours
+        return exists(callback, filepath, trainer)
+    if is_saving(str(filepath)):
+        return True
+    # What was left of a killed save gives way to this one: nobody else would clear it away.
+    return exists(callback, filepath, trainer) and not trainer.strategy.broadcast(Folder(filepath).is_leftover)
 
 
 def install() -> None:
     """Wraps them, once. Makes ``zero://`` known where the package is not installed, too, and has no entry point."""
     fsspec.register_implementation("zero", ZeroFileSystem, clobber=True)
-    for module in (saving, torch_io):
-        load = vars(module)["pl_load"]
-        vars(module)["pl_load"] = _once(reading_folders, load)
-    ModelCheckpoint.file_exists = _once(  # type: ignore[method-assign]
-        knowing_what_is_saved, ModelCheckpoint.file_exists
-    )
-    ModelCheckpoint._find_last_checkpoints = _once(  # type: ignore[method-assign]
-        finding_complete, ModelCheckpoint._find_last_checkpoints
-    )
+    for place, name, ours in (
+        (saving, "pl_load", read_file_or_folder),
+        (torch_io, "pl_load", read_file_or_folder),
+        (ModelCheckpoint, "file_exists", exists_or_is_saved),
+        (ModelCheckpoint, "_find_last_checkpoints", find_complete),
+    ):
+        setattr(place, name, wrapped_once(getattr(place, name), ours))
 
 
-def _once(wrap: Callable[[Any], Any], function: Any) -> Any:
-    """`function` wrapped, if it is not so already; other packages may have wrapped it too."""
-    inner = function
-    while inner is not None:
-        if getattr(inner, "_wrapped_by_lightning_zero", False):
-            return function
-        inner = getattr(inner, "__wrapped__", None)
-    wrapped = wrap(function)
-    wrapped._wrapped_by_lightning_zero = True
+def wrapped_once(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """`ours`, called with `theirs` first, if that is not so already; other packages may have wrapped it too."""
+
+    def is_ours(function: Any) -> bool:
+        return hasattr(function, "_wrapped_by_lightning_zero")
+
+    if is_ours(inspect.unwrap(theirs, stop=is_ours)):
+        return theirs
+
+    @functools.wraps(theirs)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return ours(theirs, *args, **kwargs)
+
+    vars(wrapped)["_wrapped_by_lightning_zero"] = True
     return wrapped

@@ -7,7 +7,7 @@ whether an fp16 step overflowed.
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -18,13 +18,6 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_zero.run.engine import Engine
 from lightning_zero.shards.norm import Overflow
-
-if TYPE_CHECKING:
-    _Base = Precision
-else:
-    _Base = object
-
-SUPPORTED = (DoublePrecision, HalfPrecision, MixedPrecision)
 
 
 def adapt(plugin: Precision) -> Precision:
@@ -37,22 +30,16 @@ def adapt(plugin: Precision) -> Precision:
     """
     if isinstance(plugin, ShardedGradients):
         return plugin
-    if not (isinstance(plugin, SUPPORTED) or type(plugin) is Precision):
+    base = type(plugin)
+    if base is not Precision and not issubclass(base, DoublePrecision | HalfPrecision | MixedPrecision):
         raise ValueError(
-            f"ZeroStrategy does not work with {type(plugin).__name__}. Use Trainer(precision=...) with '32-true', "
+            f"ZeroStrategy does not work with {base.__name__}. Use Trainer(precision=...) with '32-true', "
             "'64-true', 'bf16-mixed', 'bf16-true', '16-mixed' or '16-true'."
         )
-    base = type(plugin)
     adapted = copy.copy(plugin)
-    bases = (ScaledGradients, base) if isinstance(plugin, MixedPrecision) else (ShardedGradients, base)
-    adapted.__class__ = type(base.__name__, bases, {"__qualname__": base.__qualname__, "__module__": base.__module__})
+    names = {"__qualname__": base.__qualname__, "__module__": base.__module__}
+    adapted.__class__ = type(base.__name__, (ShardedGradients, base), names)
     return adapted
-
-
-def _restore(base: type[Precision], state: dict[str, Any]) -> Precision:
-    plugin = base.__new__(base)
-    vars(plugin).update(state)
-    return adapt(plugin)
 
 
 class SkippedStep(NamedTuple):
@@ -63,23 +50,34 @@ class SkippedStep(NamedTuple):
     overflow: Overflow
 
     def __str__(self) -> str:
-        shown = ", ".join(self.overflow.parameters[:5])
-        more = len(self.overflow.parameters) - 5
-        return f"step {self.step}: loss {self.loss}, non-finite gradients on ranks {self.overflow.ranks} in {shown}" + (
-            f" and {more} more" if more > 0 else ""
-        )
+        names = self.overflow.parameters
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        return f"step {self.step}: loss {self.loss}, non-finite gradients on ranks {self.overflow.ranks} in {shown}"
 
 
-class ShardedGradients(_Base):
-    """Backward ends with the reduction; clipping uses the global norm."""
+class ShardedGradients(Precision):
+    """Ends backward with the reduction, clips by the global norm, and under a scaler (16-mixed) decides on overflow
+    once for all ranks: skipped steps are told, counted and bounded."""
 
     engine: Engine | None = None
-    warned_of_nan = False
+    scaler: Any = None
+    max_skipped_steps = 20
+    skipped_steps = 0  # since training began, in whatever run
+    skipped_last = False  # the latest step, so that its scheduler does not move either
+    _in_a_row: Sequence[SkippedStep] = ()  # up to now
+    _warned_of_nan = False
 
     def __reduce__(self) -> Any:
         """Pickles as the plugin it was made of (``start_method="spawn"`` sends the strategy to every rank)."""
         base = next(base for base in type(self).__mro__[1:] if not issubclass(base, ShardedGradients))
-        return _restore, (base, {**vars(self), "engine": None})
+        plain = base.__new__(base)
+        vars(plain).update(vars(self), engine=None)
+        return adapt, (plain,)
+
+    def begin(self, engine: Engine, max_skipped_steps: int) -> None:
+        """A run starts."""
+        self.engine, self.max_skipped_steps = engine, max_skipped_steps
+        self.skipped_steps, self.skipped_last, self._in_a_row = 0, False, ()
 
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: "pl.LightningModule", optimizer: Any, *args: Any, **kwargs: Any
@@ -90,8 +88,8 @@ class ShardedGradients(_Base):
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         assert self.engine is not None
         norm = self.engine.clip_by_norm_(optimizer, float(clip_val))
-        if not norm.finite and not self.warned_of_nan and getattr(self, "scaler", None) is None:
-            self.warned_of_nan = True
+        if not norm.finite and not self._warned_of_nan and self.scaler is None:
+            self._warned_of_nan = True
             rank_zero_warn(
                 f"The gradient norm is {norm.total.item()}; the step is taken all the same, as under DDP. "
                 "Only precision='16-mixed' skips steps. This is said once."
@@ -100,21 +98,6 @@ class ShardedGradients(_Base):
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         assert self.engine is not None
         self.engine.clip_by_value_(optimizer, float(clip_val))
-
-
-class ScaledGradients(ShardedGradients):
-    """fp16: one decision on overflow for all ranks; skips are said, counted and bounded."""
-
-    scaler: Any
-    max_skipped_steps = 20
-    skipped_steps = 0  # since training began, in whatever run
-    skipped_last = False  # the latest step, so that its scheduler does not move either
-    _in_a_row: Sequence[SkippedStep] = ()  # up to now
-
-    def begin(self, max_skipped_steps: int) -> None:
-        """A run starts."""
-        self.max_skipped_steps = max_skipped_steps
-        self.skipped_steps, self.skipped_last, self._in_a_row = 0, False, ()
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any
@@ -125,34 +108,33 @@ class ScaledGradients(ShardedGradients):
             raise ValueError(
                 "precision='16-mixed' does not work with LBFGS: its closure runs several backwards a step."
             )
-        closure_result = closure()
-        if closure_result is None and model.automatic_optimization:
+        loss = closure()
+        if loss is None and model.automatic_optimization:
             self._after_closure(model, optimizer)
-            return closure_result  # training_step returned None: there was no backward
+            return None  # training_step returned None: there was no backward
         overflow = self.engine.unscale_(self.scaler, optimizer)
         self._after_closure(model, optimizer)
         step_output = self.scaler.step(optimizer, **kwargs)
         self.scaler.update()
-        self._note(model, overflow, closure_result)
+        self._note(model.trainer, overflow, loss)
         return step_output
 
-    def _note(self, model: "pl.LightningModule", overflow: Overflow, loss: Any) -> None:
-        metrics = model.trainer.callback_metrics
+    def _note(self, trainer: "pl.Trainer", overflow: Overflow, loss: Any) -> None:
+        scale = self.scaler.get_scale()
         self.skipped_last = bool(overflow.ranks)
-        if not self.skipped_last:
-            self._in_a_row = ()
-        else:
+        if self.skipped_last:
             self.skipped_steps += 1
             value = float(loss) if isinstance(loss, Tensor) else None
-            skipped = SkippedStep(model.trainer.global_step, value, overflow)
-            self._in_a_row = (*self._in_a_row, skipped)
-            rank_zero_warn(f"Skipped an optimizer step, {skipped}. The loss scale is {self.scaler.get_scale():g}.")
-        metrics["zero/skipped_steps"] = torch.tensor(float(self.skipped_steps))
-        metrics["zero/loss_scale"] = torch.tensor(self.scaler.get_scale())
+            self._in_a_row = (*self._in_a_row, SkippedStep(trainer.global_step, value, overflow))
+            rank_zero_warn(f"Skipped an optimizer step, {self._in_a_row[-1]}. The loss scale is {scale:g}.")
+        else:
+            self._in_a_row = ()
+        trainer.callback_metrics["zero/skipped_steps"] = torch.tensor(float(self.skipped_steps))
+        trainer.callback_metrics["zero/loss_scale"] = torch.tensor(scale)
         if len(self._in_a_row) > self.max_skipped_steps:
-            told = "\n  ".join(str(skipped) for skipped in self._in_a_row)
+            told = "\n  ".join(map(str, self._in_a_row))
             raise RuntimeError(
                 f"{len(self._in_a_row)} optimizer steps in a row overflowed in fp16 (max_skipped_steps="
-                f"{self.max_skipped_steps}):\n  {told}\nThe loss scale is {self.scaler.get_scale():g}. Look at the "
+                f"{self.max_skipped_steps}):\n  {told}\nThe loss scale is {scale:g}. Look at the "
                 "parameters named above, lower the learning rate, or use precision='bf16-mixed'."
             )

@@ -1,9 +1,11 @@
 """`ZeroStrategy`: the stages under `lightning.Trainer`."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
+from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -20,28 +22,28 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import Module, Parameter
 from typing_extensions import override
 
-from lightning_zero.config import (
-    ActivationCheckpointing,
-    Checkpoint,
-    Offload,
-    at_least,
-    bytes_from_mib,
-    classes_from,
-    dtype_from,
-    one_of,
-    policy_from,
-    seconds_from,
-)
+from lightning_zero import config
+from lightning_zero.config import ActivationCheckpointing, Checkpoint, Offload
 from lightning_zero.pl.callbacks import First, Preemption
 from lightning_zero.pl.checkpointing import CheckpointingStrategy
-from lightning_zero.pl.precision import ScaledGradients, ShardedGradients, adapt
+from lightning_zero.pl.precision import adapt
 from lightning_zero.run.engine import Engine, Options
-from lightning_zero.run.notices import Notices
 from lightning_zero.stage import STAGES
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.native import make_comm
 
 DEFAULT_TIMEOUT = 1800.0  # s; torch's own for gloo
+
+
+def _inside(context: Callable[[Any], AbstractContextManager[None]], theirs: Callable[..., Any]) -> Any:
+    """A method that calls Lightning's inside of a context."""
+
+    @wraps(theirs)
+    def ours(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with context(self):
+            return theirs(self, *args, **kwargs)
+
+    return ours
 
 
 class ZeroStrategy(CheckpointingStrategy):
@@ -120,53 +122,55 @@ class ZeroStrategy(CheckpointingStrategy):
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             start_method=start_method,
-            timeout=seconds_from(timeout, "timeout"),
+            timeout=config.seconds_from(timeout, "timeout"),
         )
-        one_of("accumulation", accumulation, ("sharded", "local"))
-        one_of("granularity", granularity, ("element", "tensor"))
-        at_least("prefetch", prefetch, 0)
-        at_least("max_skipped_steps", max_skipped_steps, 1)
-        at_least("tensor_parallel_size", tensor_parallel_size, 1)
-        at_least("replicate_size", replicate_size, 1)
-        self.stage = _stage_from(stage)
-        self.offload = policy_from(Offload, offload, "offload")
-        self.activation_checkpointing = policy_from(
+        config.one_of("accumulation", accumulation, ("sharded", "local"))
+        config.one_of("granularity", granularity, ("element", "tensor"))
+        config.at_least("prefetch", prefetch, 0)
+        config.at_least("max_skipped_steps", max_skipped_steps, 1)
+        config.at_least("tensor_parallel_size", tensor_parallel_size, 1)
+        config.at_least("replicate_size", replicate_size, 1)
+        if stage == "auto":
+            raise NotImplementedError("stage='auto' is not there yet. Write stage=1, 2 or 3.")
+        if isinstance(stage, bool) or stage not in STAGES:
+            raise ValueError(f"stage={stage!r} does not exist. Write one of {list(STAGES)}.")
+        self.stage = int(stage)
+        self.offload = config.policy_from(Offload, offload, "offload")
+        self.activation_checkpointing = config.policy_from(
             ActivationCheckpointing, activation_checkpointing, "activation_checkpointing"
         )
-        self.checkpoint = policy_from(Checkpoint, checkpoint, "checkpoint") or Checkpoint()
+        self.checkpoint = config.policy_from(Checkpoint, checkpoint, "checkpoint") or Checkpoint()
         self.checkpoint_io = checkpoint_io  # the property has its say
         self.max_skipped_steps = max_skipped_steps
-        self._param_dtype = dtype_from(param_dtype, "param_dtype")
         self._options = Options(
-            unit_classes=classes_from(units, "units"),
+            unit_classes=config.classes_from(units, "units"),
             merges_units=units == "auto",
-            bucket_bytes=bytes_from_mib(bucket_size_mb, "bucket_size_mb"),
+            bucket_bytes=config.bytes_from_mib(bucket_size_mb, "bucket_size_mb"),
             prefetch=prefetch,
             overlap=overlap,
             accumulation=accumulation,
             replicate_size=replicate_size,
-            reduce_dtype=dtype_from(reduce_dtype, "reduce_dtype"),
+            param_dtype=config.dtype_from(param_dtype, "param_dtype"),
+            reduce_dtype=config.dtype_from(reduce_dtype, "reduce_dtype"),
             broadcast_buffers=broadcast_buffers,
         )
-        self._wait_timeout = seconds_from(wait_timeout, "wait_timeout")
+        self._wait_timeout = config.seconds_from(wait_timeout, "wait_timeout")
         self._sanitize = sanitize
-        _refuse_what_is_not_there_yet(self, tensor_parallel_size, granularity)
-        self.engine: Engine | None = None
-        self._trained: Engine | None = None  # the engine of the latest fit: it knows the optimizers' pieces
+        missing = {
+            "activation_checkpointing": self.activation_checkpointing is not None,
+            "tensor_parallel_size": tensor_parallel_size > 1,
+            "granularity='tensor'": granularity != "element",
+            "offload to 'nvme'": self.offload is not None and self.offload.path is not None,
+        }
+        for argument in (name for name, is_asked in missing.items() if is_asked):
+            raise NotImplementedError(f"{argument} is not there yet. Leave it out.")
         self._comm: Comm | None = None
-        self._device_mesh: DeviceMesh | None = None
-        self._failed = False
         self._blocked = False  # Lightning accumulates: the next backward is not the last of its step
         self._undo = ExitStack()  # what `teardown` takes out of the module again
 
     # -- set up
 
-    @property
-    @override
-    def precision_plugin(self) -> Precision:
-        return cast(Precision, DDPStrategy.precision_plugin.fget(self))  # type: ignore[attr-defined]
-
-    @precision_plugin.setter
+    @DDPStrategy.precision_plugin.setter  # type: ignore[attr-defined]
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         self._precision_plugin = None if precision_plugin is None else adapt(precision_plugin)
 
@@ -183,9 +187,8 @@ class ZeroStrategy(CheckpointingStrategy):
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
-        assert self.accelerator is not None
-        assert self.model is not None
         module = self.lightning_module
+        assert self.accelerator is not None
         assert module is not None
         self.accelerator.setup(trainer)
         if self.world_size == 1:  # one rank draws its data as one device does, or it could not equal strategy="auto"
@@ -194,47 +197,46 @@ class ZeroStrategy(CheckpointingStrategy):
         if not any(isinstance(callback, First) for callback in callbacks):
             callbacks[:] = [First(self), *callbacks, Preemption(self)]
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if not self._close_engine() and self.engine is not None and self.engine.module is module:
-            self._go_on_in_shards(fitting)
-            return
+        if self._close_engine() or self.engine is None or self.engine.module is not module:
+            self._make_engine(trainer, module, fitting)
+        elif fitting:
+            raise RuntimeError(
+                "The model is still in shards since the run before: whole copies do not fit into host memory, and new "
+                "optimizers need them. Save a checkpoint, make the model anew, and fit(model, ckpt_path=...)."
+            )
+        self.precision_plugin.begin(self.engine, self.max_skipped_steps)
+
+    def _make_engine(self, trainer: "pl.Trainer", module: "pl.LightningModule", fitting: bool) -> None:
+        """As Lightning's own `setup`, with an engine where DDP wraps the module."""
+        assert self.model is not None
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
-        self._refuse_offload_from_device()
+        # On a CPU everything rests in host memory already; elsewhere offload is still to come.
+        if self.offload is not None and self.root_device.type != "cpu":
+            raise NotImplementedError("offload= is not there yet for accelerators. Leave it out, or use stage=3.")
         comm = self._ensure_comm()
         if fitting:
             self.setup_optimizers(trainer)
             # Lightning's broadcast of each batch, which `Preemption` has replaced: in it a rank would wait for one
             # that has failed as long as `timeout`, and without a word.
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
-        self.engine = Engine(
-            module,
-            self.optimizers if fitting else [],
-            stage=self.stage,
-            comm=comm,
-            device=self.root_device,
-            options=self._engine_options(),
-        )
+        optimizers, options = self.optimizers if fitting else [], self._engine_options()
+        engine = Engine(module, optimizers, stage=self.stage, comm=comm, device=self.root_device, options=options)
+        self.engine = engine
         self._failed = False
         self.setup_precision_plugin()
         if fitting:
-            self._trained = self.engine
+            self._trained = engine
             _optimizers_to_device(self.optimizers, self.root_device)
             self._guard_schedulers(module)
-            rank_zero_info(_table(self.engine, self.stage))
-            if foreign := self.engine.foreign_parameters:
-                rank_zero_info(_told_of(foreign))
-        self._attach_precision()
+            rank_zero_info(_table(engine, self.stage))
+            if foreign := engine.foreign_parameters:
+                kinds = ", ".join(sorted({type(parameter).__name__ for parameter in foreign.values()}))
+                names = ", ".join(list(foreign)[:3]) + (", ..." if len(foreign) > 3 else "")
+                rank_zero_info(f"Tensors of their own kind ({kinds}) stay whole on every rank, as they are: {names}")
 
-    def _go_on_in_shards(self, fitting: bool) -> None:
-        """With the engine of the run before, whose model does not fit whole into host memory."""
-        if fitting:
-            raise RuntimeError(
-                "The model is still in shards since the run before: whole copies do not fit into host memory, and new "
-                "optimizers need them. Save a checkpoint, make the model anew, and fit(model, ckpt_path=...)."
-            )
-        self._attach_precision()
-
+    @override
     def _ensure_comm(self) -> Comm:
         if self._comm is None:
             backend = self._process_group_backend
@@ -242,29 +244,17 @@ class ZeroStrategy(CheckpointingStrategy):
         return self._comm
 
     def _engine_options(self) -> Options:
-        plugin = self.precision_plugin
+        plugin, param_dtype = self.precision_plugin, self._options.param_dtype
         autocast = None
-        if isinstance(plugin, MixedPrecision) and self._param_dtype is None:
+        if isinstance(plugin, MixedPrecision) and param_dtype is None:
             autocast = torch.bfloat16 if plugin.precision == "bf16-mixed" else torch.float16
-        param_dtype = None if self._param_dtype == torch.float32 else self._param_dtype
-        return Options(**{**vars(self._options), "autocast_dtype": autocast, "param_dtype": param_dtype})
-
-    def _attach_precision(self) -> None:
-        plugin = self.precision_plugin
-        if isinstance(plugin, ShardedGradients):
-            plugin.engine = self.engine
-        if isinstance(plugin, ScaledGradients):
-            plugin.begin(self.max_skipped_steps)
-
-    def _refuse_offload_from_device(self) -> None:
-        """On a CPU everything rests in host memory already; elsewhere offload is still to come."""
-        if self.offload is not None and self.root_device.type != "cpu":
-            raise NotImplementedError("offload= is not there yet for accelerators. Leave it out, or use stage=3.")
+        param_dtype = None if param_dtype == torch.float32 else param_dtype
+        return replace(self._options, autocast_dtype=autocast, param_dtype=param_dtype)
 
     def _guard_schedulers(self, module: "pl.LightningModule") -> None:
         """A skipped fp16 step does not move the scheduler that steps with it (a declared deviation from DDP)."""
         plugin = self.precision_plugin
-        if not isinstance(plugin, ScaledGradients) or plugin.scaler is None:
+        if plugin.scaler is None:
             return
         step, own = module.lr_scheduler_step, vars(module).get("lr_scheduler_step")
 
@@ -273,71 +263,39 @@ class ZeroStrategy(CheckpointingStrategy):
             if not (plugin.skipped_last and by_step):
                 step(scheduler, metric)
 
-        def undo() -> None:
-            del module.lr_scheduler_step
-            if own is not None:
-                module.lr_scheduler_step = own  # type: ignore[method-assign]
-
         module.lr_scheduler_step = step_unless_skipped  # type: ignore[method-assign]
-        self._undo.callback(undo)
+        if own is None:
+            self._undo.callback(delattr, module, "lr_scheduler_step")
+        else:
+            self._undo.callback(setattr, module, "lr_scheduler_step", own)
 
     # -- steps
 
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        reduces = not self._blocked and self.lightning_module.automatic_optimization
-        with self._running_engine.forward(reduces=reduces):
-            return super().training_step(*args, **kwargs)
+    def _forward(self, *, trains: bool = False) -> AbstractContextManager[None]:
+        reduces = trains and not self._blocked and cast(Any, self.lightning_module).automatic_optimization
+        return self._running_engine.forward(reduces=reduces)
 
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._running_engine.forward(reduces=False):
-            return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._running_engine.forward(reduces=False):
-            return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._running_engine.forward(reduces=False):
-            return super().predict_step(*args, **kwargs)
-
-    def end_rendezvous(self) -> None:
-        """Waits for ranks that still evaluate, and serves them; before collectives that are not the engine's."""
-        if self.engine is not None and not self.engine.closed:
-            self.engine.rendezvous.meet_before_collective()
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
+    @contextmanager
+    def _after_rendezvous(self) -> Iterator[None]:
         self.end_rendezvous()
-        super().barrier(*args, **kwargs)
+        yield
 
-    @override
-    def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        self.end_rendezvous()
-        return super().reduce(*args, **kwargs)
-
-    @override
-    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        self.end_rendezvous()
-        return super().broadcast(*args, **kwargs)
-
-    @override
-    def all_gather(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.end_rendezvous()
-        return super().all_gather(*args, **kwargs)
+    training_step = _inside(partial(_forward, trains=True), DDPStrategy.training_step)
+    validation_step = _inside(_forward, DDPStrategy.validation_step)
+    test_step = _inside(_forward, DDPStrategy.test_step)
+    predict_step = _inside(_forward, DDPStrategy.predict_step)
+    barrier = _inside(_after_rendezvous, DDPStrategy.barrier)
+    reduce = _inside(_after_rendezvous, DDPStrategy.reduce)
+    broadcast = _inside(_after_rendezvous, DDPStrategy.broadcast)
+    all_gather = _inside(_after_rendezvous, DDPStrategy.all_gather)
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
         """Lightning enters it for all micro-batches of a step but the last."""
-        assert self.engine is not None
         self._blocked = True
         try:
-            with self.engine.accumulating():
+            with self._running_engine.accumulating():
                 yield
         finally:
             self._blocked = False
@@ -348,22 +306,14 @@ class ZeroStrategy(CheckpointingStrategy):
 
     # -- what users read
 
-    @property
+    @cached_property
     def device_mesh(self) -> DeviceMesh:
         """The ranks as a torch mesh with the axes "replicate", "data_parallel" and "tensor_parallel". The first look
         makes process groups: take it on every rank."""
-        if self._device_mesh is None:
-            mesh = self._running_engine.mesh
-            shape = (mesh.world.size // mesh.shard.size, mesh.shard.size, 1)
-            names = ("replicate", "data_parallel", "tensor_parallel")
-            self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
-        return self._device_mesh
-
-    @property
-    def _running_engine(self) -> Engine:
-        if self.engine is None:
-            raise RuntimeError("Nothing is set up yet: use this inside trainer.fit, validate, test or predict.")
-        return self.engine
+        mesh = self._running_engine.mesh
+        shape = (mesh.world.size // mesh.shard.size, mesh.shard.size, 1)
+        names = ("replicate", "data_parallel", "tensor_parallel")
+        return init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
 
     def full_parameters(self, module: Module | None = None, write: bool = False) -> AbstractContextManager[None]:
         """All parameters of `module` (default: the whole model) hold their values inside. Enter it on every rank.
@@ -399,11 +349,6 @@ class ZeroStrategy(CheckpointingStrategy):
         """Bytes this rank has sent, by operation, and by what they cross: ``replicate ...`` between shard groups."""
         return self.engine.mesh.bytes_sent if self.engine is not None else {}
 
-    @property
-    @override
-    def notices(self) -> Notices:
-        return self._running_engine.reductions.notices
-
     # -- the end
 
     @override
@@ -414,37 +359,30 @@ class ZeroStrategy(CheckpointingStrategy):
     @override
     def teardown(self) -> None:
         self._undo.close()
-        unsaved = self._unsaved()
-        if self._close_engine():
-            super().teardown()
-        else:
-            self._teardown_spread()
-        if unsaved is not None and not self._failed:
-            raise unsaved
-
-    def _teardown_spread(self) -> None:
-        """Lightning's would move the model to the CPU, and by that read parameters whose values are not here."""
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+        try:
+            self._end_saves()
+        finally:
+            if self._close_engine():
+                super().teardown()
+            else:  # Lightning's would move the model to the CPU, and by that read parameters whose values are not here
+                for name in ("cluster_environment", "precision_plugin", "accelerator", "checkpoint_io"):
+                    getattr(self, name).teardown()
 
     def _close_engine(self) -> bool:
         """Makes the model whole when all ranks are there and it fits; says whether it is."""
-        if self.engine is None or self.engine.closed:
+        engine = self._live_engine
+        if engine is None:
             return True
-        if self._failed and self.engine.mesh.world.size > 1:
-            self.engine.close(whole=False)
+        if self._failed and engine.mesh.world.size > 1:
+            engine.close(whole=False)
             return False
-        if not self._fits_whole(self.engine):
+        if not self._fits_whole(engine):
             rank_zero_info(
                 "The model stays sharded: whole copies do not fit into host memory. Reading a parameter gathers it "
                 "(on every rank); Trainer.save_checkpoint works."
             )
             return False
-        self.engine.close()
+        engine.close()
         return True
 
     def _fits_whole(self, engine: Engine) -> bool:
@@ -462,19 +400,12 @@ class ZeroStrategy(CheckpointingStrategy):
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers the names that `Trainer(strategy=...)` understands; DDP's own registers "ddp" again."""
-        for stage in (1, 2, 3):
-            strategy_registry.register(
-                f"zero_stage_{stage}", cls, description=f"ZeRO stage {stage}", override=True, stage=stage
-            )
-        for stage in (2, 3):
-            strategy_registry.register(
-                f"zero_stage_{stage}_offload",
-                cls,
-                description=f"ZeRO stage {stage}, optimizer state in host memory",
-                override=True,
-                stage=stage,
-                offload=Offload(optimizer="cpu"),
-            )
+        offloading = {"offload": Offload(optimizer="cpu")}
+        for stage, arguments in ((1, {}), (2, {}), (3, {}), (2, offloading), (3, offloading)):
+            name, told = f"zero_stage_{stage}", f"ZeRO stage {stage}"
+            if arguments:
+                name, told = f"{name}_offload", f"{told}, optimizer state in host memory"
+            strategy_registry.register(name, cls, told, override=True, stage=stage, **arguments)
 
 
 ZeroStrategy.register_strategies(StrategyRegistry)
@@ -483,55 +414,23 @@ ZeroStrategy.register_strategies(StrategyRegistry)
 def _nothing() -> None: ...
 
 
-def _stage_from(stage: Any) -> int:
-    if stage == "auto":
-        raise NotImplementedError("stage='auto' is not there yet. Write stage=1, 2 or 3.")
-    if isinstance(stage, bool) or stage not in STAGES:
-        raise ValueError(f"stage={stage!r} does not exist. Write one of {list(STAGES)}.")
-    return int(stage)
-
-
-def _refuse_what_is_not_there_yet(strategy: ZeroStrategy, tensor_parallel_size: int, granularity: str) -> None:
-    missing = {
-        "activation_checkpointing": strategy.activation_checkpointing is not None,
-        "tensor_parallel_size": tensor_parallel_size > 1,
-        "granularity='tensor'": granularity != "element",
-        "offload to 'nvme'": strategy.offload is not None
-        and "nvme" in (strategy.offload.optimizer, strategy.offload.parameters),
-    }
-    for argument, is_asked in missing.items():
-        if is_asked:
-            raise NotImplementedError(f"{argument} is not there yet. Leave it out.")
-
-
 def _available_host_bytes() -> int | None:
     """Memory that this machine can still give, where the system says (Linux)."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return found[0] if found else None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def _table(engine: Engine, stage: int) -> str:
     """The dtypes of every sort of parameter, for the start of fit."""
-    rows = [("elements", "storage", "compute", "reduce", "master")]
+    rows = [["elements", "storage", "compute", "reduce", "master"]]
     for numel, kind, reduce in engine.dtype_table():
-        storage, master = _short(kind.resting), _short(kind.declared)
-        rows.append((f"{numel:,}", storage, storage, _short(reduce) if reduce else "-", master if reduce else "-"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        cells = (f"{numel:,}", kind.resting, kind.resting, reduce or "-", kind.declared if reduce else "-")
+        rows.append([str(cell).removeprefix("torch.") for cell in cells])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     if engine.resident_numel:
         lines.append(f"{engine.resident_numel:,} stay whole on every rank: gathering them costs more than it saves")
-    return f"ZeRO stage {stage} on {engine.mesh.world.size} ranks" + "".join(f"\n  {line}" for line in lines)
-
-
-def _told_of(foreign: Mapping[str, Parameter]) -> str:
-    kinds = ", ".join(sorted({type(parameter).__name__ for parameter in foreign.values()}))
-    names = ", ".join(list(foreign)[:3]) + (", ..." if len(foreign) > 3 else "")
-    return f"Tensors of their own kind ({kinds}) stay whole on every rank, as they are: {names}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return "\n  ".join([f"ZeRO stage {stage} on {engine.mesh.world.size} ranks", *lines])
