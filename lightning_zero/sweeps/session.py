@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import IO, Any, NamedTuple
 
 TAIL_LINES = 60  # two chained tracebacks through Lightning
@@ -78,11 +78,9 @@ def _await_session(leader: int, seconds: float) -> None:
             time.sleep(0.05)
 
 
-@contextmanager
-def sigterm_as_exit() -> Iterator[None]:
+def sigterm_as_exit() -> AbstractContextManager[None]:
     """Lets SIGTERM unwind the stack, so that the running job is ended too."""
-    with _handling({signal.SIGTERM}, lambda number, _: sys.exit(128 + number)):
-        yield
+    return _handling({signal.SIGTERM}, lambda number, _: sys.exit(128 + number))
 
 
 @contextmanager
@@ -97,10 +95,8 @@ def _signals_deferred() -> Iterator[None]:
 
 @contextmanager
 def _handling(numbers: set[signal.Signals], handler: Callable[[int, Any], Any]) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
-        yield
-        return
-    previous = {number: signal.signal(number, handler) for number in numbers}
+    is_main = threading.current_thread() is threading.main_thread()  # signals are the main thread's
+    previous = {number: signal.signal(number, handler) for number in numbers if is_main}
     try:
         yield
     finally:

@@ -6,6 +6,7 @@ import logging
 import math
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,14 @@ log = logging.getLogger(__name__)
 
 SUMMARY = "summary.json"
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
+# What is shown of each job: key in its summary, unit; in the table: title, digits; in the picture: title, or None.
+MEASURES = (
+    ("loss", 1.0, "loss", 4, "validation loss"),
+    ("seconds_per_step", 1.0, "s/step", 4, "seconds per step"),
+    ("memory_bytes", 1e6, "rest MB", 2, "MB resting on rank 0"),
+    ("peak_resident_bytes", 1e6, "peak MB", 0, None),
+    ("wire_bytes_per_step", 1e6, "sent MB", 2, "MB sent per step by rank 0"),
+)
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -31,6 +40,11 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     partial.replace(folder / SUMMARY)
 
 
+def open_summary(folder: Path, job: int | None, overrides: Sequence[str]) -> None:
+    """Begins the summary of a run that starts in `folder`."""
+    write_summary(folder, {"job": job, "overrides": overrides, "status": RUNNING})
+
+
 def update_summary(folder: Path, **values: Any) -> None:
     """Adds `values` to the summary of the run in `folder`; call it on rank 0.
 
@@ -43,21 +57,13 @@ def update_summary(folder: Path, **values: Any) -> None:
 def collect(sweep_dir: Path) -> list[dict[str, Any]]:
     """The summaries of all jobs in a sweep's folder, in the order of the jobs, each with its folder's name. Other
     programs' files of that name are passed over."""
-    folders = [path.parent for path in sweep_dir.rglob(SUMMARY)]
-    found = [
-        summary | {"folder": str(folder.relative_to(sweep_dir))}
-        for folder in folders
-        if (summary := _summary_in(folder)) is not None
-    ]
+    found: list[dict[str, Any]] = []
+    for folder in (path.parent for path in sweep_dir.rglob(SUMMARY)):
+        with suppress(ValueError):
+            summary = read_summary(folder)
+            if isinstance(summary, dict) and summary.keys() >= {"job", "status", "overrides"}:
+                found.append(summary | {"folder": str(folder.relative_to(sweep_dir))})
     return sorted(found, key=lambda job: (job["job"] is None, job["job"], job["folder"]))
-
-
-def _summary_in(folder: Path) -> dict[str, Any] | None:
-    try:
-        found = read_summary(folder)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) and found.keys() >= {"job", "status", "overrides"} else None
 
 
 def report(jobs: Sequence[Mapping[str, Any]], sweep_dir: Path) -> None:
@@ -97,9 +103,10 @@ def _flattened(job: Mapping[str, Any]) -> dict[str, Any]:
     return row
 
 
-def memory_total(job: Mapping[str, Any]) -> int | None:
-    """Bytes resting on a rank, all categories together."""
-    return sum(job["memory_bytes"].values()) if job.get("memory_bytes") else None
+def _parts(value: float | Mapping[str, float] | None, unit: float) -> dict[str, float]:
+    """A number, or one number for each category, in `unit`; empty for what a job has not reported."""
+    parts = value if isinstance(value, Mapping) else {"": value}
+    return {category: part / unit for category, part in parts.items() if part is not None}
 
 
 def print_table(jobs: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> None:
@@ -110,27 +117,17 @@ def print_table(jobs: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Non
 
     table = Table("#", title="sweep")
     table.add_column("job", min_width=14, overflow="fold")
-    for name in ("status", "loss", "s/step", "rest MB", "peak MB", "sent MB"):
+    for name in ("status", *(title for _, _, title, _, _ in MEASURES)):
         table.add_column(name, justify="right", no_wrap=True)
     for job, label in zip(jobs, labels, strict=True):
-        table.add_row(
-            str(job["job"]),
-            Text(label),
-            Text(job["status"], style="green" if job["status"] == FINISHED else "red"),
-            _shown(job.get("loss"), digits=4),
-            _shown(job.get("seconds_per_step"), digits=4),
-            _shown(memory_total(job), unit=1e6, digits=2),
-            _shown(job.get("peak_resident_bytes"), unit=1e6, digits=0),
-            _shown(job.get("wire_bytes_per_step"), unit=1e6, digits=2),
-        )
+        status = Text(job["status"], style="green" if job["status"] == FINISHED else "red")
+        shown = [(_parts(job.get(key), unit), digits) for key, unit, _, digits, _ in MEASURES]
+        numbers = [f"{sum(parts.values()):.{digits}f}" if parts else "-" for parts, digits in shown]
+        table.add_row(str(job["job"]), Text(label), status, *numbers)
     console = Console()
     if not console.is_terminal:  # a file or a pipe has no width of its own
         console = Console(width=120)
     console.print(table)
-
-
-def _shown(value: float | None, *, digits: int, unit: float = 1.0) -> str:
-    return "-" if value is None else f"{value / unit:.{digits}f}"
 
 
 def draw(jobs: Sequence[Mapping[str, Any]], labels: Sequence[str], path: Path) -> None:
@@ -143,36 +140,26 @@ def draw(jobs: Sequence[Mapping[str, Any]], labels: Sequence[str], path: Path) -
     panels = figure.subplots(2, 2, sharey=True)
     endings = ["" if job["status"] == FINISHED else f" ({job['status']})" for job in jobs]
     names = [label + ending for label, ending in zip(labels, endings, strict=True)]
-    _bars(panels[0, 0], names, "validation loss", [job.get("loss") for job in jobs])
-    _bars(panels[0, 1], names, "seconds per step", [job.get("seconds_per_step") for job in jobs])
-    _stacked_bars(panels[1, 0], names, "MB resting on rank 0", [job.get("memory_bytes") or {} for job in jobs])
-    sent = [job.get("wire_bytes_per_step") for job in jobs]
-    _bars(panels[1, 1], names, "MB sent per step by rank 0", [None if size is None else size / 1e6 for size in sent])
+    drawn = [(key, unit, title) for key, unit, *_, title in MEASURES if title is not None]
+    for panel, (key, unit, title) in zip(panels.flat, drawn, strict=True):
+        _stack_bars(panel, [_parts(job.get(key), unit) for job in jobs])
+        panel.set_title(title)
+        panel.set_yticks(range(len(names)), names)
+        right = panel.dataLim.x1
+        panel.set_xlim(0, 1.25 * right if 0 < right < math.inf else 1.0)  # room for the numbers
     panels[0, 0].invert_yaxis()  # the first job on top; the panels share the axis
     figure.savefig(path, dpi=110)
 
 
-def _bars(panel: Any, names: Sequence[str], title: str, values: Sequence[float | None]) -> None:
-    bars = panel.barh(range(len(names)), [value or 0.0 for value in values], color="tab:blue")
-    panel.bar_label(bars, ["not reported" if value is None else f"{value:.4g}" for value in values], padding=3)
-    _finish_panel(panel, names, title)
-
-
-def _stacked_bars(panel: Any, names: Sequence[str], title: str, parts: Sequence[Mapping[str, float]]) -> None:
-    lefts = [0.0] * len(names)
-    for category in dict.fromkeys(category for part in parts for category in part):
-        widths = [part.get(category, 0) / 1e6 for part in parts]
-        panel.barh(range(len(names)), widths, left=lefts, label=category)
+def _stack_bars(panel: Any, jobs: Sequence[Mapping[str, float]]) -> None:
+    """One bar per job, of its parts; what they add up to beside it."""
+    lefts = [0.0] * len(jobs)
+    categories = list(dict.fromkeys(category for parts in jobs for category in parts))
+    for category in categories or [""]:
+        widths = [parts.get(category, 0.0) for parts in jobs]
+        bars = panel.barh(range(len(jobs)), widths, left=lefts, label=category)
         lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
-    for row, (part, right) in enumerate(zip(parts, lefts, strict=True)):
-        panel.text(right, row, f" {right:.4g}" if part else " not reported", va="center")
-    if any(parts):
+    told = [f"{total:.4g}" if parts else "not reported" for parts, total in zip(jobs, lefts, strict=True)]
+    panel.bar_label(bars, told, padding=3)
+    if any(categories):
         panel.legend(fontsize="small", ncols=3, loc="upper left", bbox_to_anchor=(0.0, -0.1))
-    _finish_panel(panel, names, title)
-
-
-def _finish_panel(panel: Any, names: Sequence[str], title: str) -> None:
-    panel.set_title(title)
-    panel.set_yticks(range(len(names)), names)
-    right = panel.dataLim.x1
-    panel.set_xlim(0, 1.25 * right if 0 < right < math.inf else 1.0)  # room for the numbers

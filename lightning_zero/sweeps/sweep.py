@@ -22,8 +22,7 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -43,16 +42,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_zero.sweeps.session import TAIL_LINES, End, run_in_session, sigterm_as_exit
-from lightning_zero.sweeps.summary import (
-    FAILED,
-    FINISHED,
-    RUNNING,
-    collect,
-    read_summary,
-    report,
-    update_summary,
-    write_summary,
-)
+from lightning_zero.sweeps.summary import FAILED, FINISHED, collect, open_summary, read_summary, report, update_summary
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +66,7 @@ class SweepCallback(Callback):
     Hydra turns an Exception of a callback into a warning, so whatever must stop the program is a SystemExit here.
     """
 
-    def __init__(self) -> None:
-        self.replaced: type[Plugin] | None = None  # Hydra's basic launcher, while ours has its place
+    replaced: type[Plugin] | None = None  # Hydra's basic launcher, while ours has its place
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         rank = _rank()
@@ -108,24 +97,19 @@ class SweepCallback(Callback):
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         _require_the_config_of_rank_zero(config)
         if _rank() == 0:
-            write_summary(_folder(config), _opening(config))
+            number = OmegaConf.select(config, "hydra.job.num", default=None)
+            open_summary(Path(config.hydra.runtime.output_dir), number, _as_written(config.hydra.overrides.task))
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         os.environ.pop(CONFIG_DIGEST, None)
         error = job_return._return_value if job_return.status == JobStatus.FAILED else None
         if error is not None:
             _log_to_file(FAILURE, error)
-        if _rank() != 0:
-            return
-        if error is None:
-            update_summary(_folder(config), status=FINISHED, return_value=job_return.return_value)
+            end = {"status": FAILED, "error": _tail("".join(traceback.format_exception(error)))}
         else:
-            update_summary(_folder(config), status=FAILED, error=_tail("".join(traceback.format_exception(error))))
-
-
-def _opening(config: DictConfig) -> dict[str, Any]:
-    number = OmegaConf.select(config, "hydra.job.num", default=None)
-    return {"job": number, "overrides": _as_written(config.hydra.overrides.task), "status": RUNNING}
+            end = {"status": FINISHED, "return_value": job_return.return_value}
+        if _rank() == 0:
+            update_summary(Path(config.hydra.runtime.output_dir), **end)
 
 
 def _as_written(overrides: ListConfig) -> list[str]:
@@ -135,16 +119,10 @@ def _as_written(overrides: ListConfig) -> list[str]:
     return [str(item) for item in written]
 
 
-def _folder(config: DictConfig) -> Path:
-    return Path(config.hydra.runtime.output_dir)
-
-
 def _rank() -> int:
     # torchrun's, else Lightning's launcher's (whose ranks beyond the first have only this), else SLURM's.
-    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
-        if name in os.environ:
-            return int(os.environ[name])
-    return 0
+    names = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+    return int(next((os.environ[name] for name in names if name in os.environ), 0))
 
 
 def _require_the_config_of_rank_zero(config: DictConfig) -> None:
@@ -194,10 +172,6 @@ class ProcessLauncher(Launcher):
     interrupted ones start again in their folders, where they may find a checkpoint to continue from.
     """
 
-    def __init__(self) -> None:
-        self.config: DictConfig
-        self.context: HydraContext
-
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config = config
         self.context = hydra_context
@@ -206,8 +180,16 @@ class ProcessLauncher(Launcher):
         setup_globals()
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         jobs = [self._job(list(overrides), initial_job_idx + index) for index, overrides in enumerate(job_overrides)]
-        for job in jobs:
-            _require_a_folder_of_its_own(job, jobs)
+        for job in jobs:  # none starts when the folder of one is, or was, another's
+            earlier = read_summary(job.folder).get("overrides", job.task_overrides)
+            owners = [other.task_overrides for other in jobs if other is not job and other.folder == job.folder]
+            if owners or earlier != job.task_overrides:
+                both = f"{shlex.join([*owners, earlier][0])} and {shlex.join(job.task_overrides)}"
+                raise SystemExit(
+                    f"The folder {job.folder} would hold two jobs: {both}. Write another hydra.sweep.dir, or a "
+                    "hydra.sweep.subdir that tells jobs apart, such as "
+                    "hydra.sweep.subdir='${hydra.job.override_dirname}'."
+                )
         log.info("Launching %d jobs, each in a process of its own", len(jobs))
         with sigterm_as_exit():
             return [self._run(job) for job in jobs]
@@ -215,10 +197,13 @@ class ProcessLauncher(Launcher):
     def _job(self, overrides: list[str], number: int) -> "Job":
         config = self.context.config_loader.load_sweep_config(self.config, overrides)
         with open_dict(config):
-            config.hydra.job.id = number
-            config.hydra.job.num = number
-        with _hydra_config(config):  # for ${hydra:...} in the folder's name
+            config.hydra.job.id = config.hydra.job.num = number
+        state = Singleton.get_state()
+        HydraConfig.instance().set_config(config)  # for ${hydra:...} in the folder's name
+        try:
             folder = Path(config.hydra.sweep.dir, _quotable(str(config.hydra.sweep.subdir))).absolute()
+        finally:
+            Singleton.set_state(state)
         if _quotable(str(folder)) != str(folder):
             raise SystemExit(
                 f"hydra.sweep.dir={str(config.hydra.sweep.dir)!r} holds a double quote, a backslash or a dollar sign, "
@@ -232,7 +217,7 @@ class ProcessLauncher(Launcher):
             log.info("\t%s (skipped: finished earlier)", label)
             return self._returned(job)
         log.info("\t%s", label)
-        write_summary(job.folder, _opening(job.config))
+        open_summary(job.folder, job.number, job.task_overrides)
         started = time.monotonic()
         end = run_in_session(self._command(job), job_environment(os.environ))
         job.record(end, seconds=time.monotonic() - started)
@@ -277,50 +262,30 @@ class Job:
 
     def record(self, end: End, seconds: float) -> None:
         """Completes the summary by what only the sweep can know: how the process ended."""
-        # Rank 0 may have been through before another rank failed.
-        failed = end.code != 0 or any(FAILURE in text for text in self._logs().values())
-        status = FAILED if failed else FINISHED
-        error = {"error": f"{end.describe()}\n{self._last_words(end)}"} if failed else {}
-        known = {"job": self.number, "overrides": self.task_overrides, "status": status, "seconds": round(seconds, 1)}
-        update_summary(self.folder, **known, **error)
-
-    def _last_words(self, end: End) -> str:
-        """The tracebacks that ranks logged, the last lines of the other ranks, and of stderr if no rank logged any."""
         logs = self._logs()
         failures = {name: text[text.rindex(FAILURE) :] for name, text in logs.items() if FAILURE in text}
+        known: dict[str, Any] = {"job": self.number, "overrides": self.task_overrides, "seconds": round(seconds, 1)}
+        if end.code == 0 and not failures:  # rank 0 may have been through before another rank failed
+            update_summary(self.folder, **known, status=FINISHED)
+            return
+        # The tracebacks that ranks logged, the last lines of the other ranks, and of stderr if no rank logged any.
         tails = {name: _tail(failures[name]) if name in failures else _tail(logs[name], lines=5) for name in logs}
         if not failures:
             tails["stderr"] = end.stderr_tail
-        return "\n".join(f"--- {name}\n{tail}" for name, tail in tails.items() if tail)
+        told = [end.describe(), *(f"--- {name}\n{tail}" for name, tail in tails.items() if tail)]
+        update_summary(self.folder, **known, status=FAILED, error="\n".join(told))
 
     def _logs(self) -> dict[str, str]:
         """What the ranks have logged since this attempt began."""
         written = {path.name: path.read_bytes() for path in sorted(self.folder.glob("*.log"))}
-        return {
-            name: log[self.log_bytes_before.get(name, 0) :].decode(errors="replace") for name, log in written.items()
-        }
-
-
-def _require_a_folder_of_its_own(job: Job, jobs: Sequence[Job]) -> None:
-    """Ends the sweep before its first job when a job's folder is, or was, another job's."""
-    others = [other for other in jobs if other is not job and other.folder == job.folder]
-    earlier = read_summary(job.folder).get("overrides", job.task_overrides)
-    if others or earlier != job.task_overrides:
-        owner = others[0].task_overrides if others else earlier
-        raise SystemExit(
-            f"The folder {job.folder} would hold two jobs: {shlex.join(owner)} and {shlex.join(job.task_overrides)}. "
-            f"Write another hydra.sweep.dir, or a hydra.sweep.subdir that tells jobs apart, such as "
-            f"hydra.sweep.subdir='${{hydra.job.override_dirname}}'."
-        )
+        new = {name: log[self.log_bytes_before.get(name, 0) :] for name, log in written.items()}
+        return {name: log.decode(errors="replace") for name, log in new.items()}
 
 
 def job_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """`environment` without what tells a process that it is a rank."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name not in RANK_VARIABLES and name != CONFIG_DIGEST and not name.startswith("TORCHELASTIC_")
-    }
+    strange = {name for name in environment if name.startswith("TORCHELASTIC_")} | RANK_VARIABLES | {CONFIG_DIGEST}
+    return {name: value for name, value in environment.items() if name not in strange}
 
 
 def program() -> list[str]:
@@ -344,24 +309,10 @@ def program() -> list[str]:
 def _config_flags(arguments: Sequence[str]) -> list[str]:
     """Those of Hydra's own command-line flags that say which config an app composes."""
     parsed = get_args_parser().parse_args(arguments)
-    flags = [
-        ("--config-name", parsed.config_name),
-        ("--config-path", parsed.config_path),
-        ("--config-dir", parsed.config_dir),
-    ]
-    return [item for flag, value in flags if value is not None for item in (flag, value)]
+    given = {"name": parsed.config_name, "path": parsed.config_path, "dir": parsed.config_dir}
+    return [item for what, value in given.items() if value is not None for item in (f"--config-{what}", value)]
 
 
 def _quotable(path: str) -> str:
     # Lightning gives the folder to the other ranks as `hydra.run.dir="..."`, without escaping anything.
     return path.translate({ord('"'): "'", ord("\\"): "_", ord("$"): "_"})
-
-
-@contextmanager
-def _hydra_config(config: DictConfig) -> Iterator[None]:
-    state = Singleton.get_state()
-    HydraConfig.instance().set_config(config)
-    try:
-        yield
-    finally:
-        Singleton.set_state(state)
