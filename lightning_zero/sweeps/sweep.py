@@ -184,7 +184,7 @@ class ProcessLauncher(Launcher):
             earlier = read_summary(job.folder).get("overrides", job.task_overrides)
             owners = [other.task_overrides for other in jobs if other is not job and other.folder == job.folder]
             if owners or earlier != job.task_overrides:
-                both = f"{shlex.join([*owners, earlier][0])} and {shlex.join(job.task_overrides)}"
+                both = f"{shlex.join(owners[0] if owners else earlier)} and {shlex.join(job.task_overrides)}"
                 raise SystemExit(
                     f"The folder {job.folder} would hold two jobs: {both}. Write another hydra.sweep.dir, or a "
                     "hydra.sweep.subdir that tells jobs apart, such as "
