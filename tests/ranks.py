@@ -7,21 +7,18 @@ A function runs with torch.distributed's environment set as torchrun would, so a
 Ranks are forked from a server that has imported everything already, and end with the test session, however it ends.
 """
 
-import ctypes
 import multiprocessing as mp
 import os
-import signal
 import socket
-import sys
+import threading
 import traceback
 from collections.abc import Callable
+from multiprocessing import connection
 from typing import Any
 
 CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["lightning_zero"])
 FRESH = mp.get_context("spawn")  # for what must be set before Python starts
-
-_PR_SET_PDEATHSIG = 1
 
 
 def free_port() -> int:
@@ -35,12 +32,16 @@ class RankFailed(AssertionError):
 
 
 def die_with_parent() -> None:
-    """Has the system kill this process when the one that started it ends, by a signal or otherwise (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        session = mp.parent_process()
-        if session is not None and not session.is_alive():  # before it could be told
-            os._exit(1)
+    """Ends this process when the one that started it has ended, by a signal or otherwise. The system's own signal would
+    not do: the server that forks ranks lives as long as they do."""
+    session = mp.parent_process()
+    assert session is not None
+
+    def watch() -> None:
+        connection.wait([session.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watches the session", daemon=True).start()
 
 
 def _rank_main(rank: int, world: int, port: int, inbox: Any, outbox: Any) -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 
 SESSION = """
 import time
+from multiprocessing import forkserver
 from ranks import RankPool
 
 if __name__ == "__main__":
     pool = RankPool(2)
-    print(*[process.pid for process in pool.processes], flush=True)
+    pool.run(int)  # they are up
+    print(forkserver._forkserver._forkserver_pid, *[process.pid for process in pool.processes], flush=True)
     time.sleep(60)
 """
 
@@ -31,11 +33,11 @@ def test_ranks_end_with_a_session_that_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, tmp_path / "session.py"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as session:
         assert session.stdout is not None
-        ranks = [int(pid) for pid in session.stdout.readline().split()]
-        assert len(ranks) == 2
-        assert all(is_alive(rank) for rank in ranks)
+        started = [int(pid) for pid in session.stdout.readline().split()]  # the server, and its ranks
+        assert len(started) == 3
+        assert all(map(is_alive, started))
         session.send_signal(signal.SIGKILL)
     until = time.monotonic() + 60
-    while any(is_alive(rank) for rank in ranks):
+    while any(map(is_alive, started)):
         assert time.monotonic() < until
         time.sleep(0.1)
