@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 import edit_jobs
 from compare import differing
 from ranks import RankPool
-from unit_jobs import on_engine, state_of, tower, x
+from unit_jobs import on_engine, on_one_device, state_of, tower, x
 
 DDP = "ddp_find_unused_parameters_true"
 
@@ -84,3 +84,23 @@ def test_an_edited_element_leaves_its_neighbours_masters_every_bit(stage: int) -
         assert after[1, 2] == 0.5
         before[1, 2] = 0.5
         assert torch.equal(after, before)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_call_may_have_a_parameter_and_its_gradient(stage: int) -> None:
+    """At stage 3 the values of both are elsewhere."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        model(x()).square().mean().backward()
+        found = {}
+        for name, parameter in model.named_parameters():
+            found[f"{name} after"] = (parameter.grad + parameter).detach().clone()
+            found[f"{name} before"] = torch.stack([parameter, parameter.grad]).detach().clone()
+            with torch.no_grad():
+                parameter.grad.add_(parameter, alpha=0.5)
+        optimizer.step()
+        return {**found, **state_of(model, engine)}
+
+    expected = on_one_device(tower(), act)
+    for found in on_engine(tower(), act, stage):
+        assert differing(found, expected) == []

@@ -61,7 +61,7 @@ class ShardedGradient(AveragedGradient):
         if func is Tensor.untyped_storage:  # `torch.compile` looks at it of all it finds, gradients among them
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args)
-        return call(func, args, kwargs, _lend)
+        return call(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -71,15 +71,13 @@ class ShardedGradient(AveragedGradient):
         if func is torch.ops.aten.add_.Tensor and torch._C._current_graph_task_id() != -1:
             args[0].slot.gradient.add(args[0].slot, args[1])  # it accumulates
             return args[0]
-        return call(func, args, kwargs, partial(_lend, is_edited=func._schema.is_mutable))
+        is_edited = func._schema.is_mutable  # below autograd no version tells
+        return call(func, args, kwargs, lambda value: value.borrow(is_edited) if isinstance(value, cls) else None)
 
-
-def _lend(value: Any, *, is_edited: bool = False) -> Lent | None:
-    """`is_edited`: take it for edited: below autograd no version tells."""
-    if not isinstance(value, ShardedGradient):
-        return None
-    with torch.inference_mode(False):
-        return Lent(value, value._lender.lend_gradient(value.slot), partial(_end, is_edited=is_edited))
+    def borrow(self, is_edited: bool = False) -> Lent:
+        """Its values, for one call; `is_edited`: they are to be taken for edited."""
+        with torch.inference_mode(False):
+            return Lent(self, self._lender.lend_gradient(self.slot), partial(_end, is_edited=is_edited))
 
 
 def _end(loan: Lent, result: Any, *, is_edited: bool) -> None:

@@ -75,9 +75,14 @@ def _state_of(values: Tensor) -> tuple[int, int]:
         return version, values.data_ptr() if values.layout == torch.strided else 0
 
 
-def call(func: Callable[..., Any], args: Any, kwargs: Any, lend: Callable[[Any], Lent | None]) -> Any:
-    """Calls `func`, of torch, with values where it needs them: `lend` makes a loan of a tensor in `args` and `kwargs`
-    whose values are elsewhere; None of anything else.
+def lend_any(value: Any) -> Lent | None:
+    """A loan of a tensor whose values are elsewhere, parameter or gradient: a call may be made with both. Else None."""
+    borrow = getattr(type(value), "borrow", None) if isinstance(value, Tensor) else None
+    return None if borrow is None else borrow(value)
+
+
+def call(func: Callable[..., Any], args: Any, kwargs: Any, lend: Callable[[Any], Lent | None] = lend_any) -> Any:
+    """Calls `func`, of torch, with values where it needs them: `lend` makes a loan of what it is to borrow.
 
     Returns what the call returned, with the intercepted tensor itself where that is its values edited in place.
     """

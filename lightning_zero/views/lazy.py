@@ -124,11 +124,17 @@ class LazyTensor(Tensor):
             return alias
         if func is Tensor.copy_ and isinstance(args[1], LazyTensor) and isinstance(args[1].source, Stored):
             return args[0].copy_(args[1].source.for_loading(args[0]))
-        return call(func, args, kwargs, _lend)
+        return call(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return call(func, args, kwargs, _lend)
+        return call(func, args, kwargs)
+
+    def borrow(self) -> Lent:
+        """Its values, for one call."""
+        with torch.inference_mode(False):  # else there would be no version
+            values = self.source.values if isinstance(self.source, _Edited) else self.source.whole()
+            return Lent(self, values, _end)
 
 
 def _end(loan: Lent, result: Any) -> None:
@@ -144,14 +150,6 @@ def _end(loan: Lent, result: Any) -> None:
             "checkpoint: state_dict[name] = ..."
         )
     tensor._held[0] = _Edited(tensor.source.name, values)
-
-
-def _lend(value: Any) -> Lent | None:
-    if not isinstance(value, LazyTensor):
-        return None
-    with torch.inference_mode(False):  # else there would be no version
-        values = value.source.values if isinstance(value.source, _Edited) else value.source.whole()
-        return Lent(value, values, _end)
 
 
 def materialize(tree: Any) -> Any:

@@ -69,7 +69,11 @@ class RestingParameter(Parameter):
             with torch.no_grad():
                 args[0].copy_(args[1])
             return None
-        return call(func, args, kwargs, _lend)
+        return call(func, args, kwargs)
+
+    def borrow(self) -> Lent:
+        """Its values, for one call."""
+        return self.lender.lend(_slot(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         return memo.setdefault(id(self), copy.deepcopy(_as_made(self)))
@@ -82,10 +86,6 @@ def _slot(parameter: Tensor) -> Slot:
     slot = slot_of(parameter)  # type: ignore[arg-type]
     assert slot is not None
     return slot
-
-
-def _lend(value: Any) -> Lent | None:
-    return value.lender.lend(_slot(value)) if isinstance(value, RestingParameter) else None
 
 
 def _as_made(parameter: RestingParameter) -> Parameter:
