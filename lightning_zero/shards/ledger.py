@@ -16,8 +16,11 @@ _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
 
 
 def return_freed_memory() -> None:
-    """Gives memory of freed tensors back to the system. glibc keeps it in holes of its heap otherwise: a third of what
-    is due at stage 3. Takes 10 ms where there is a GiB, which includes the faults that the next step takes."""
+    """Gives the memory of freed tensors back to the system, where the C library is glibc.
+
+    glibc keeps it in holes of its heap: of a GPT with 97.7M parameters on two ranks, 150 to 250 MB stay resident at the
+    end of a step, more at stage 3 than at stage 2. The call takes about 10 ms there.
+    """
     if _malloc_trim is not None:
         _malloc_trim(0)
 
