@@ -5,12 +5,14 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 
+import warm
 from lightning_zero.checkpoint import StoredCheckpoint
 from lightning_zero.sweeps.summary import read_summary
 
@@ -20,14 +22,14 @@ sys.path.append(str(ROOT / "examples"))
 from text import TextData, read_text  # noqa: E402
 
 
-def train(folder: Path, *overrides: str, experiment: str = "smoke") -> str:
+def train(folder: Path, *overrides: str, experiment: str = "smoke", from_shell: bool = False) -> str:
     """Runs examples/train.py in `folder` and returns what it printed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "examples/train.py", f"experiment={experiment}", "trainer.accelerator=cpu", *overrides]
     command.append(f"hydra.run.dir={folder}")
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200
-    )
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with nullcontext() if from_shell else warm.starts():
+        done = subprocess.run(command, cwd=ROOT, env=environment, text=True, timeout=200, **streams)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
@@ -47,10 +49,11 @@ class Weights(NamedTuple):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Run]:
     folders = {strategy: tmp_path_factory.mktemp(strategy) for strategy in ("ddp", "zero2")}
-    return {
-        strategy: Run(strategy, folder, train(folder, f"strategy={strategy}", "trainer.devices=2"))
-        for strategy, folder in folders.items()
-    }
+
+    def output(strategy: str) -> str:
+        return train(folders[strategy], f"strategy={strategy}", "trainer.devices=2", from_shell=strategy == "zero2")
+
+    return {strategy: Run(strategy, folder, output(strategy)) for strategy, folder in folders.items()}
 
 
 @pytest.fixture(params=["ddp", "zero2"])
@@ -242,7 +245,8 @@ def test_text_that_cannot_be_used_is_refused_with_advice(tmp_path, content, erro
 def test_a_training_that_changes_machines_twice_has_the_losses_of_one_that_does_not(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "examples/resume_on_other_world.py", "--folder", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
+    with warm.starts():
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     head, *rows = done.stdout.splitlines()
     assert head.split()[:3] == ["epoch", "validation", "loss"]

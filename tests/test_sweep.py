@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import pytest
 from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
+import warm
 from lightning_zero.sweeps import sweep
 from lightning_zero.sweeps.session import End
 from lightning_zero.sweeps.summary import SUMMARY, read_summary, update_summary, write_summary
@@ -26,11 +28,12 @@ class Done(NamedTuple):
     output: str
 
 
-def run_app(*arguments: str, environment: dict[str, str] | None = None) -> Done:
+def run_app(*arguments: str, environment: dict[str, str] | None = None, from_shell: bool = False) -> Done:
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(environment or {})}
     command = [sys.executable, str(APP), *arguments]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(command, env=variables, text=True, timeout=200, **streams)
+    with nullcontext() if from_shell else warm.starts():
+        done = subprocess.run(command, env=variables, text=True, timeout=200, **streams)
     return Done(done.returncode, done.stdout)
 
 
@@ -150,7 +153,8 @@ def test_r59_a_resumed_sweep_skips_finished_jobs_and_runs_the_others_again(faili
     sweep_dir, arguments, _ = failing_jobs
     log_of_the_finished = (sweep_dir / "1" / "rank_0.log").stat().st_mtime_ns
     (sweep_dir / "repaired").touch()
-    done = run_app(*arguments, "fail=rank_1_raises,nobody")  # jobs 0 and 1 again; 2 and 3 stay as they are
+    again = "fail=rank_1_raises,nobody"  # jobs 0 and 1; 2 and 3 stay as they are
+    done = run_app(*arguments, again, from_shell=True)
     assert done.output.count("skipped: finished earlier") == 1
     assert (sweep_dir / "1" / "rank_0.log").stat().st_mtime_ns == log_of_the_finished
     summaries = [read_summary(sweep_dir / str(number)) for number in range(4)]
