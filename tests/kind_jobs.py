@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from edit_jobs import tensors_of
 from jobs import CLASSES, FEATURES, loader, read_checkpoint, state_of, trainer
+from models import recurrent_kernels
 
 WIDTH = 9  # divides evenly by nothing
 SAMPLES = 32  # four steps on two ranks
@@ -177,8 +178,9 @@ class Recurrent(Kind):
 
     def inside(self, hidden: Tensor) -> Tensor:
         sequence = hidden.view(-1, 3, 3)
-        for layer in (self.lstm, self.projected, self.gru, self.rnn):
-            sequence, _ = layer(sequence)
+        with recurrent_kernels():
+            for layer in (self.lstm, self.projected, self.gru, self.rnn):
+                sequence, _ = layer(sequence)
         for item in sequence.unbind(1):
             hidden = self.cell(item.to(hidden.dtype), hidden)
         return hidden

@@ -3,6 +3,7 @@
 import copy
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,14 @@ VOCABULARY = 13
 _RANDOM = threading.Lock()
 
 Maker = Callable[[nn.Module], tuple[Optimizer, LRScheduler | None]]
+
+
+def recurrent_kernels() -> AbstractContextManager[None]:
+    """Around what runs an RNN: keeps oneDNN from those that it cannot run on this CPU."""
+    # Without AVX-512 oneDNN has no LSTM under bf16, and torch asks it all the same: "could not create a primitive
+    # descriptor for the LSTM forward propagation primitive", under plain DDP too.
+    supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return nullcontext() if supported else torch.backends.mkldnn.flags(enabled=False)
 
 
 class Assorted(nn.Module):

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from jobs import CLASSES, FEATURES, Classifier, loader, read_checkpoint, state_of, trainer
+from models import recurrent_kernels
 
 
 class Gan(L.LightningModule):
@@ -72,7 +73,9 @@ class ManyLayers(Classifier):
     def forward(self, x: Tensor) -> Tensor:
         image = x[:, None, :10, None] * torch.ones(10)
         features = self.bn(self.conv(image)).flatten(2)[:, :, :8]
-        hidden = self.encoder(self.lstm(features)[0])
+        with recurrent_kernels():
+            features = self.lstm(features)[0]
+        hidden = self.encoder(features)
         return self.out(hidden.mean(1)) * self.temperature + self.empty(hidden).sum()
 
 
