@@ -25,7 +25,7 @@ demo: setup  ## train the example at stage 2 on two ranks
 	OMP_NUM_THREADS=1 $(PY) examples/train.py strategy=zero2 trainer.devices=2 $(ARGS)
 
 test: setup  ## run the tests (those that need a GPU are skipped where there is none)
-	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-gpu: setup  ## run the tests that need a GPU
 	$(PY) -m pytest -m gpu $(ARGS)

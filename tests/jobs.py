@@ -1,5 +1,6 @@
 """LightningModules and whole Trainer runs that the tests of the strategy call on real ranks."""
 
+import ctypes
 import logging
 import os
 import time
@@ -592,8 +593,13 @@ def _resident_peak() -> int:
     return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 
 
+M_MMAP_THRESHOLD = -3  # of malloc.h
+
+
 def peak_resident_bytes(strategy: Any) -> int:
     """What training adds to the peak of this process; 32M parameters, 128 MB."""
+    # glibc keeps freed blocks of tens of MB for later; with a fixed threshold what is resident is what is live
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1_000_000) == 1
     model = Wide(2048, 8)
     data = DataLoader(TensorDataset(torch.zeros(8, 1)), batch_size=1)
     before = _resident_peak()

@@ -18,7 +18,6 @@ from typing import Any
 
 CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["lightning_zero"])
-FRESH = mp.get_context("spawn")  # for what must be set before Python starts
 
 
 def free_port() -> int:
@@ -71,13 +70,13 @@ def _rank_main(rank: int, world: int, port: int, inbox: Any, outbox: Any) -> Non
 class RankPool:
     """`world` processes that share one process group for as long as the pool lives."""
 
-    def __init__(self, world: int, context: Any = CONTEXT) -> None:
+    def __init__(self, world: int) -> None:
         self.world = world
         port = free_port()
-        self._inboxes = [context.SimpleQueue() for _ in range(world)]
-        self._outbox = context.Queue()
+        self._inboxes = [CONTEXT.SimpleQueue() for _ in range(world)]
+        self._outbox = CONTEXT.Queue()
         self.processes = [
-            context.Process(target=_rank_main, args=(rank, world, port, inbox, self._outbox), daemon=True)
+            CONTEXT.Process(target=_rank_main, args=(rank, world, port, inbox, self._outbox), daemon=True)
             for rank, inbox in enumerate(self._inboxes)
         ]
         for process in self.processes:
@@ -114,11 +113,9 @@ class RankPool:
             process.kill()
 
 
-def run_alone(
-    world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, context: Any = CONTEXT
-) -> tuple[list, list]:
+def run_alone(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> tuple[list, list]:
     """Ranks of their own, for tests that break them: results and errors; dead ranks leave None in both."""
-    pool = RankPool(world, context)
+    pool = RankPool(world)
     try:
         return pool.outcomes(function, *args, timeout=timeout)
     finally:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import checkpoint_jobs
+import warm
 from ranks import RankPool, free_port
 
 ROOT = Path(__file__).parents[1]
@@ -20,9 +21,9 @@ def start(folder: Path, who: str, *options: str, **variables: str) -> subprocess
     command = [sys.executable, "-m", "torch.distributed.run", *options, APP, str(folder), who]
     # Without the second, ranks of a second attempt may connect to ranks of the first (ZeroStrategy says so).
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **variables}
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with warm.starts():
+        return subprocess.Popen(command, env=environment, text=True, start_new_session=True, **streams)
 
 
 def losses_in(folder: Path) -> dict[int, float]:

@@ -15,6 +15,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError
 
+import warm
 from lightning_zero import ActivationCheckpointing, Checkpoint, Offload, ZeroStrategy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -144,7 +145,9 @@ def as_installed(site: Path) -> None:
 
 
 def test_the_help_text_shows_how_to_start():
-    done = subprocess.run([sys.executable, "examples/train.py", "--help"], cwd=ROOT, capture_output=True, text=True)
+    with warm.starts():
+        command = [sys.executable, "examples/train.py", "--help"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "python examples/train.py -m strategy=ddp,zero1,zero2,zero3 trainer.devices=2" in done.stdout
     assert "strategy: ddp, zero, zero1, zero2, zero3" in done.stdout

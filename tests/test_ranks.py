@@ -10,9 +10,10 @@ from pathlib import Path
 SESSION = """
 import time
 from multiprocessing import forkserver
-from ranks import RankPool
+from ranks import CONTEXT, RankPool
 
 if __name__ == "__main__":
+    CONTEXT.set_forkserver_preload(["torch"])  # all that they need here
     pool = RankPool(2)
     pool.run(int)  # they are up
     print(forkserver._forkserver._forkserver_pid, *[process.pid for process in pool.processes], flush=True)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import warm
 from lightning_zero.sweeps.session import run_in_session
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,11 +36,13 @@ def test_a_rank_that_is_a_little_later_than_rank_zero_is_not_killed(tmp_path):
 def test_an_interrupted_sweep_ends_its_job_too(tmp_path):
     pid_file = tmp_path / "pid"
     job = f"import os, time, pathlib; pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid())); time.sleep(600)"
-    sweeping = (
+    sweeping = tmp_path / "sweeping.py"
+    sweeping.write_text(
         "import os, sys; from lightning_zero.sweeps import session\n"
         "with session.sigterm_as_exit(): session.run_in_session([sys.executable, '-c', sys.argv[1]], os.environ)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", sweeping, job], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    with warm.starts():
+        parent = subprocess.Popen([sys.executable, sweeping, job], env={**os.environ, "PYTHONPATH": str(ROOT)})
     pid = int(next(text for text in polled(lambda: pid_file.read_text() if pid_file.exists() else "") if text))
     parent.send_signal(signal.SIGTERM)
     assert parent.wait(30) == 128 + signal.SIGTERM

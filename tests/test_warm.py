@@ -67,6 +67,7 @@ def test_a_module_is_run_from_the_folder(tmp_path: Path) -> None:
     assert code == 7
     assert told["argv"] == [path, "x"]
     assert (told["path"], told["name"], told["is warm"]) == (str(tmp_path), "__main__", True)
+    assert run("-u", path, "x")[1][0]["argv"] == [path, "x"]  # as torchrun starts ranks
 
 
 def test_what_a_script_starts_is_its_child_and_as_untouched_as_itself(tmp_path: Path) -> None:

@@ -3,13 +3,13 @@
     with warm.starts():
         subprocess.run([sys.executable, "examples/train.py", ...])      # or Popen, or what uses them
 
-Within the block `python SCRIPT ...` and `python -m MODULE ...` are forks of a template, a process that has imported
+Within the block `python SCRIPT ...` and `python -m MODULE ...` are forks of a template: a process that has imported
 everything and done nothing. They are processes as any other: children of the caller, with an argv, environment, folder,
 streams, session and end of their own, and `__main__` is the script. What they start in turn (the jobs of a sweep, the
 ranks of a job) are forks of a template too, one per process, which is as untouched as the first.
 
 What they have in common, and processes of a shell have not: the order of sets of strings, and what libraries read from
-the environment when they are imported. So each kind of job is also started for real by one test.
+the environment when they are imported. So one run of examples/train.py and one sweep of the tests start from a shell.
 """
 
 import atexit
@@ -24,6 +24,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,9 +112,7 @@ def _patch(template: Template) -> None:
     def execute_child(popen: Any, *positional: Any) -> None:
         given = SIGNATURE.bind(popen, *positional).arguments
         command = [os.fspath(part) for part in given["args"]] if isinstance(given["args"], list | tuple) else []
-        is_script = len(command) > 1 and command[0] == sys.executable and not command[1].startswith("-")
-        is_module = command[:2] == [sys.executable, "-m"]
-        if not (is_script or is_module) or given["preexec_fn"] or given["pass_fds"] or given["shell"]:
+        if not _is_python(command) or given["preexec_fn"] or given["pass_fds"] or given["shell"]:
             _execute_child(popen, *positional)
             return
         environment = {os.fsdecode(name): os.fsdecode(value) for name, value in (given["env"] or os.environ).items()}
@@ -125,6 +124,14 @@ def _patch(template: Template) -> None:
         popen._close_pipe_fds(*(given[name] for name in PIPES))
 
     subprocess.Popen._execute_child = execute_child
+
+
+def _is_python(command: list[str]) -> bool:
+    """Whether it is `python [-u] SCRIPT ...` or `python [-u] -m MODULE ...`."""
+    if not command or command[0] != sys.executable:
+        return False
+    what = command[2:3] if command[1:2] == ["-u"] else command[1:2]
+    return what == ["-m"] or bool(what and not what[0].startswith("-"))
 
 
 # --- the template, and what it forks
@@ -146,9 +153,12 @@ def _serve(requests: socket.socket) -> NoReturn:
             os._exit(0)
         between = os.fork()
         if between == 0:
+            parent = os.getpid()
             pid = os.fork()
             if pid == 0:
                 requests.close()
+                while os.getppid() == parent:  # not adopted yet
+                    time.sleep(0.001)
                 _run(pickle.loads(message), streams)
             requests.send(str(pid).encode())
             os._exit(0)
@@ -185,13 +195,17 @@ def _run(request: Request, streams: list[int]) -> NoReturn:
 
 def _code_of(request: Request) -> int:
     """Runs what was asked for as `python` would, and returns the exit code."""
-    first, *others = request.arguments
+    arguments = request.arguments
+    if arguments[0] == "-u":
+        arguments = arguments[1:]
+        sys.stdout.reconfigure(write_through=True)
+    first, *others = arguments
     try:
         if first == "-m":
             sys.argv, sys.path[0] = others, request.folder
             runpy.run_module(others[0], run_name="__main__", alter_sys=True)
         else:
-            sys.argv, sys.path[0] = request.arguments, str(Path(first).resolve().parent)
+            sys.argv, sys.path[0] = arguments, str(Path(first).resolve().parent)
             runpy.run_path(first, run_name="__main__")
     except SystemExit as end:
         if isinstance(end.code, int | None):
