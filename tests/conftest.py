@@ -13,8 +13,15 @@ pytest.register_assert_rewrite("compare", "engine_checkpoints", "unit_jobs")
 
 from ranks import RankPool  # noqa: E402
 
-# Files whose few tests are jobs of many processes. One that came last would keep its lane busy after the other's end.
-FIRST = ["test_example.py", "test_sweep.py", "test_packaging.py", "test_elastic.py", "test_bytes.py"]
+# Long files: one that came last would keep its lane busy after the end of the other.
+FIRST = [
+    "test_example.py",
+    "test_sweep.py",
+    "test_packaging.py",
+    "test_elastic.py",
+    "test_bytes.py",
+    "test_user_code.py",
+]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
