@@ -248,7 +248,9 @@ def wrong_pieces(engine: Engine, optimizers: Sequence[Optimizer], saved: Mapping
             if group.stays_full:
                 resting = values[slot.name].to(group.kind.resting)
                 told += differences(slot.view(group.full_param), resting, f"what forward sees of {slot.name}")
-        told += differences(group.owned_param, group.master.to(group.kind.resting), f"what is sent of {group.name}")
+        told += differences(
+            group.owned_param.read(), group.master.read().to(group.kind.resting), f"what is sent of {group.name}"
+        )
     for name, value in engine.module.state_dict(keep_vars=True).items():
         told += [] if slot_of(value) is not None else differences(value.detach(), values[name], name)
     for number, (optimizer, state_dict) in enumerate(zip(optimizers, saved["optimizer_states"], strict=True)):

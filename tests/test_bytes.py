@@ -9,7 +9,7 @@ from torch import nn
 
 import jobs
 from lightning_zero.run.engine import Engine, Options
-from lightning_zero.shards.ledger import Category
+from lightning_zero.tiers.ledger import Category
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.threads import ThreadWorld
 from models import clone

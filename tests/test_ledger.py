@@ -2,7 +2,7 @@ import gc
 
 import torch
 
-from lightning_zero.shards.ledger import Category, Ledger, Place, Tier
+from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
 
 HOST = Place(torch.device("cpu"))
 

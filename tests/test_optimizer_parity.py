@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.run.engine import Engine
-from lightning_zero.shards.ledger import Category
+from lightning_zero.tiers.ledger import Category
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
 from lightning_zero.wire.threads import ThreadWorld

@@ -44,6 +44,11 @@ class CheckpointKeeper:
     def is_latest(self, path: str) -> bool:
         return self._latest is not None and self._latest[0] == Folder(path)
 
+    @property
+    def latest_complete(self) -> str | None:
+        """The checkpoint that was saved last, if it is there; what is saved in the background may not be yet."""
+        return str(self._latest[0]) if self._latest is not None and self._latest[0].is_checkpoint else None
+
     def link_latest(self, path: str, saved: str, step: int) -> bool:
         """Makes `path` a link to the checkpoint `saved`, if that is the latest one, was saved beside it at this very
         step, and the file system has links. Call it on every rank: all of them hear when it fails."""

@@ -138,7 +138,7 @@ class Saver:
         encoded = encoder.encode(tree)
         ranges = [item for tensor in encoder.tensors.items() for item in _ranges_of(*tensor, is_first)]
         if self.in_background:
-            ranges = [Range(extent, values.to("cpu", copy=True)) for extent, values in ranges]
+            ranges = [Range(each.extent, each.read().to("cpu", copy=True)) for each in ranges]
         objects = self._pickle(encoder.objects) if encoder.objects else b""
         return _Job(
             ranges,

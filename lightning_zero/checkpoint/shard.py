@@ -14,6 +14,7 @@ from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.manifest import BLOCK_BYTES, Entry, Manifest, ShardFile, StoredRange, read_manifest
 from lightning_zero.checkpoint.tree import dtype_named
 from lightning_zero.shards.extents import Extent
+from lightning_zero.tiers.array import Part
 
 METADATA_KEY = "lightning_zero"
 CHUNK_BYTES = 1 << 24  # moves at once, between device, host and disk
@@ -33,7 +34,10 @@ class Range(NamedTuple):
     """Something to write: a flat tensor, and which elements of which tensor it is."""
 
     extent: Extent
-    values: Tensor
+    values: Tensor | Part
+
+    def read(self) -> Tensor:
+        return self.values.read() if isinstance(self.values, Part) else self.values
 
 
 class Held(NamedTuple):
@@ -78,7 +82,7 @@ def write_shard(
     stream: Stream, checks: Stream, ranges: Sequence[Range], partials: dict[str, Any], beat: Callable[[], None]
 ) -> ShardFile:
     """Writes a safetensors file and its checksums: what a rank has, and its part of each `tree.Partial`, encoded."""
-    ranges = sorted(ranges, key=lambda item: -item.values.itemsize)  # so that every tensor is aligned
+    ranges = sorted(ranges, key=lambda item: -item.values.dtype.itemsize)  # so that every tensor is aligned
     named: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
     extents: dict[str, list[Any]] = {}
     for extent, values in ranges:
@@ -95,8 +99,8 @@ def write_shard(
     table = bytearray(_check(head))
     nbytes = len(head)
     stream.write(head)
-    for _, values in ranges:
-        for chunk in chunks_of(values):
+    for each in ranges:
+        for chunk in chunks_of(each.read()):
             table += b"".join(_check(chunk[at : at + BLOCK_BYTES]) for at in range(0, len(chunk), BLOCK_BYTES))
             stream.write(chunk)
             nbytes += len(chunk)

@@ -28,7 +28,9 @@ from lightning_zero.pl.callbacks import First, Preemption
 from lightning_zero.pl.checkpointing import CheckpointingStrategy
 from lightning_zero.pl.precision import adapt
 from lightning_zero.run.engine import Engine, Options
+from lightning_zero.shards.offload import Machine
 from lightning_zero.stage import STAGES
+from lightning_zero.tiers.disk import DiskError
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.native import make_comm
 
@@ -136,6 +138,11 @@ class ZeroStrategy(CheckpointingStrategy):
             raise ValueError(f"stage={stage!r} does not exist. Write one of {list(STAGES)}.")
         self.stage = int(stage)
         self.offload = config.policy_from(Offload, offload, "offload")
+        if self.offload is not None and self.offload.parameters is not None and not STAGES[self.stage].parameter:
+            raise ValueError(
+                f"{self.offload} offloads parameters, which rest in full on every rank at stage={self.stage}. Write "
+                "stage=3, or leave parameters out."
+            )
         self.activation_checkpointing = config.policy_from(
             ActivationCheckpointing, activation_checkpointing, "activation_checkpointing"
         )
@@ -153,6 +160,7 @@ class ZeroStrategy(CheckpointingStrategy):
             param_dtype=config.dtype_from(param_dtype, "param_dtype"),
             reduce_dtype=config.dtype_from(reduce_dtype, "reduce_dtype"),
             broadcast_buffers=broadcast_buffers,
+            offload=self.offload,
         )
         self._wait_timeout = config.seconds_from(wait_timeout, "wait_timeout")
         self._sanitize = sanitize
@@ -160,7 +168,6 @@ class ZeroStrategy(CheckpointingStrategy):
             "activation_checkpointing": self.activation_checkpointing is not None,
             "tensor_parallel_size": tensor_parallel_size > 1,
             "granularity='tensor'": granularity != "element",
-            "offload to 'nvme'": self.offload is not None and self.offload.path is not None,
         }
         for argument in (name for name, is_asked in missing.items() if is_asked):
             raise NotImplementedError(f"{argument} is not there yet. Leave it out.")
@@ -212,9 +219,6 @@ class ZeroStrategy(CheckpointingStrategy):
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
-        # On a CPU everything rests in host memory already; elsewhere offload is still to come.
-        if self.offload is not None and self.root_device.type != "cpu":
-            raise NotImplementedError("offload= is not there yet for accelerators. Leave it out, or use stage=3.")
         comm = self._ensure_comm()
         if fitting:
             self.setup_optimizers(trainer)
@@ -228,7 +232,8 @@ class ZeroStrategy(CheckpointingStrategy):
         self.setup_precision_plugin()
         if fitting:
             self._trained = engine
-            _optimizers_to_device(self.optimizers, self.root_device)
+            if self.offload is None:
+                _optimizers_to_device(self.optimizers, self.root_device)
             self._guard_schedulers(module)
             rank_zero_info(_table(engine, self.stage))
             if foreign := engine.foreign_parameters:
@@ -249,7 +254,15 @@ class ZeroStrategy(CheckpointingStrategy):
         if isinstance(plugin, MixedPrecision) and param_dtype is None:
             autocast = torch.bfloat16 if plugin.precision == "bf16-mixed" else torch.float16
         param_dtype = None if param_dtype == torch.float32 else param_dtype
-        return replace(self._options, autocast_dtype=autocast, param_dtype=param_dtype)
+        available = _available_host_bytes()
+        return replace(
+            self._options,
+            autocast_dtype=autocast,
+            param_dtype=param_dtype,
+            machine=Machine(
+                host_bytes=None if available is None else available // self.num_processes, ranks=self.num_processes
+            ),
+        )
 
     def _guard_schedulers(self, module: "pl.LightningModule") -> None:
         """A skipped fp16 step does not move the scheduler that steps with it (a declared deviation from DDP)."""
@@ -354,6 +367,9 @@ class ZeroStrategy(CheckpointingStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
+        if isinstance(exception, DiskError):
+            latest = None if self._keeper is None else self._keeper.latest_complete
+            exception.add_note(f"The last complete checkpoint of this run: {latest or 'none was saved'}.")
         super().on_exception(exception)
 
     @override

@@ -1,6 +1,5 @@
 """`Engine`: the stages for one module and its optimizers. Knows nothing of Lightning."""
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -21,15 +20,17 @@ from lightning_zero.run.reductions import Reductions, Stage
 from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.run.replicated import broadcast_buffers, broadcast_states, move_replicated, refuse_strangers
 from lightning_zero.run.schedule import Schedule
-from lightning_zero.run.states import States
+from lightning_zero.run.states import States, failing_together
 from lightning_zero.shards import assembly, norm
+from lightning_zero.shards import offload as offloading
 from lightning_zero.shards.assembly import Options
-from lightning_zero.shards.group import Kind, Places, Setting, ShardGroup, Slot, no_interception, publish, slot_of
-from lightning_zero.shards.ledger import Category, Ledger, Place, return_freed_memory
-from lightning_zero.shards.optimizer import PieceStepper, training_slot
+from lightning_zero.shards.group import Kind, Setting, ShardGroup, Slot, no_interception, publish, slot_of
+from lightning_zero.shards.optimizer import PieceStepper, groups_of, training_slot
 from lightning_zero.stage import STAGES, Partition
+from lightning_zero.tiers.ledger import Category, Ledger, Tier, return_freed_memory
 from lightning_zero.views.parameter import Interception
 from lightning_zero.views.saved import SavedParameters
+from lightning_zero.views.state import RestingState
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.mesh import Mesh
 
@@ -105,11 +106,19 @@ class Engine:
         if self.partition.optimizer and self.comm.size > 1:
             assembly.refuse_whole_tensor_optimizers(optimizers)
         broadcast_states(module, self.foreign_parameters, self.mesh.world)
-        places = Places(*itertools.repeat(Place(device), 4))
+        offload = self.options.offload
+        together = nullcontext if offload is None else partial(failing_together, self.mesh.world, "setting up")
+        with together():
+            places = offloading.places_for(offload, device, self.partition, self.options.machine)
+        self._disk = places.disk
         bucket_bytes, as_declared = assembly.bucket_bytes_for(managed, self.options), self.options.param_dtype is None
         setting = Setting(self.partition, self.mesh, self.ledger, places, bucket_bytes, as_declared)
         trainable = assembly.trainable_of(managed, optimizers)
-        made = assembly.assemble(module, managed, trainable, setting, self.options)
+        with together():
+            made = assembly.assemble(module, managed, trainable, setting, self.options)
+        if offload is not None:
+            with together():  # all ranks of a machine have what is taken at once: what is free is for the state
+                offloading.refuse_too_little_room(offload, made.shards, optimizers, setting, self.options.machine)
         trained = [slot.parameter for shard in made.shards for slot in shard.group.slots]
         self._trained = {id(parameter) for parameter in trained}
         gradient_bytes = sum(parameter.nbytes for parameter in trained)
@@ -123,10 +132,15 @@ class Engine:
         self.cache = UnitCache(made.units, self._arena, 1 + self.options.prefetch, self._interception, saved)
         self.reductions = Reductions(made, comm, self.options.overlap, self.loans, self._interception)
         self.rendezvous = Rendezvous(self.mesh, self.cache, self.reductions)
-        self.loans.join(self.cache, self.rendezvous, saved)
+        self.loans.join(self.cache, self.rendezvous, saved, self._interception)
         move_replicated(module, device)
-        self.schedule = Schedule(made, self.reductions, self.loans, self._begin_backward, self._end_backward)
-        self._steppers = {optimizer: PieceStepper(optimizer, self.ledger) for optimizer in optimizers}
+        self.serial_because = None if offload is None else offloading.why_serial(module, made.shards)
+        is_lazy = offload is not None and self.serial_because is None
+        late, ends = module if is_lazy else None, (self._begin_backward, self._end_backward)
+        self.schedule = Schedule(made, self.reductions, self.loans, *ends, late=late)
+        self._steppers = {optimizer: PieceStepper(optimizer, setting, RestingState) for optimizer in optimizers}
+        for stepper in self._steppers.values():
+            stepper.is_lazy = is_lazy
         self._entered: dict[Optimizer, ExitStack] = {}  # the step of each optimizer, while it is in one
         self._step_hooks = [handle for optimizer in optimizers for handle in self._hook_step(optimizer)]
         self.states = States(module, self._steppers, self.mesh, self.loans)
@@ -147,6 +161,8 @@ class Engine:
     def forward(self, *, reduces: bool = True) -> Iterator[None]:
         """Around a forward. If it `reduces` its gradients, the next one takes rank 0's buffers first, as under DDP."""
         self._recover()
+        if not torch.is_grad_enabled():
+            self.catch_up()
         self.loans.settle()
         self.schedule.start_pass()
         if self._buffers is not None and self._buffers_are_stale:
@@ -182,6 +198,7 @@ class Engine:
 
     def _begin_backward(self) -> None:
         self._recover()
+        self.catch_up()  # the gradients that are to come take the place of those that are to be stepped
         with no_interception(), torch.no_grad():
             self.loans.take_back_gradients()  # what is stored from here on is of this backward
         if self.reductions.stage is Stage.UNSETTLED:
@@ -210,6 +227,7 @@ class Engine:
     def step(self, optimizer: Optimizer) -> Iterator[None]:
         """Inside, each parameter of `optimizer` is the piece this rank owns; hooks on `optimizer.step` enter it."""
         self._recover()
+        self.catch_up()
         self.loans.settle()
         while self.rendezvous.meet() and self.rendezvous.may_be_wanted:
             pass  # a rank may have wanted something since it was asked for its gradients
@@ -218,25 +236,30 @@ class Engine:
         slots = stepper.slots
         for slot in slots:
             self.reductions.adopt(slot)
-        with self._phases.within(Phase.STEP):
-            stepper.enter(slots)
-            try:
-                yield
-            finally:
-                groups = stepper.exit()
-        publish(groups)
+        groups = groups_of(slots)
+        with self._phases.within(Phase.STEP), stepper.step(slots):
+            yield
+        publish([group for group in groups if not group.is_behind])
         for group in groups:
-            if group.is_plain:
+            if group.is_behind and group.is_plain:
+                self._interception.hide(group)
+            elif group.is_plain:
                 group.note_versions()
         self._measured = None
         if self._leaves_much:
             return_freed_memory()
 
+    def catch_up(self) -> None:
+        """Takes all steps that have been postponed: of what is offloaded, each is taken when the values are wanted."""
+        self.loans.catch_up_all()
+        for stepper in self._steppers.values():
+            stepper.finish()
+
     def _hook_step(self, optimizer: Optimizer) -> list[Any]:
-        entered = self._entered[optimizer] = ExitStack()
+        entered, stepper = self._entered.setdefault(optimizer, ExitStack()), self._steppers[optimizer]
 
         def enter() -> None:
-            if not self._steppers[optimizer].is_stepping:  # else the step before was interrupted
+            if not stepper.is_stepping:  # else the step before was interrupted
                 entered.enter_context(self.step(optimizer))
 
         def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -246,6 +269,7 @@ class Engine:
                 return None
 
             def closure_on_full() -> Any:
+                stepper.refuse_if_partial()
                 entered.close()  # an optimizer may call its closure several times
                 result = closure()
                 enter()
@@ -265,6 +289,7 @@ class Engine:
     def gradients(self, parameters: Iterable[Parameter] | Optimizer, *, meets: bool = False) -> list[Slot]:
         """Those of the parameters that have a gradient, each once. A collective after a backward; say so if one of the
         caller's (`meets`) follows."""
+        self.catch_up()
         if isinstance(parameters, Optimizer):
             parameters = [parameter for group in parameters.param_groups for parameter in group["params"]]
         if not self.rendezvous.settle_gradients() and meets:
@@ -319,7 +344,8 @@ class Engine:
         if not slots:
             return parameter.grad
         (slot,) = slots
-        return (self.loans.lend_gradient(slot) if slot.group.is_cut else norm.piece_of(slot)).clone()
+        gradient = norm.gradient_of(slot)
+        return (self.loans.lend_gradient(slot) if gradient.is_spread else gradient.piece(slot)).clone()
 
     # -- whole values
 
@@ -336,7 +362,10 @@ class Engine:
         """Bytes that rest on this rank, by `Category`; after `close`, as they were before."""
         if self._phases.now is Phase.CLOSED:
             return self._bytes_at_close
-        live = {str(category): numel for category, numel in self.ledger.live.items()}
+        live = {str(category): self.ledger.live_in[category, Tier.DEVICE] for category in Category}
+        for (category, tier), nbytes in self.ledger.live_in.items():
+            if tier is not Tier.DEVICE and nbytes:
+                live[f"{category} ({tier})"] = nbytes
         for parameter in self.module.parameters():
             slot = slot_of(parameter)
             if slot is None and parameter.layout == torch.strided:
@@ -368,10 +397,13 @@ class Engine:
                 others may be gone) only the hooks go; parameters that rest as shards raise when they are read.
         """
         self._bytes_at_close = self.bytes_by_category()
-        for step in self._entered.values() if whole else ():
-            step.close()  # one that was interrupted
+        for optimizer, step in self._entered.items() if whole else ():
+            self._steppers[optimizer].is_interrupted = True
+            step.close()
         for handle in self._step_hooks:
             handle.remove()
+        if whole:
+            self.catch_up()
         self.schedule.detach()
         self._phases.close()
         if not whole:
@@ -385,6 +417,8 @@ class Engine:
         self._arena.close()
         for group in self.groups:
             self._restore(group)
+        if self._disk is not None:
+            self._disk.close()
         self.rendezvous.meet()
 
     def _restore(self, group: ShardGroup) -> None:

@@ -16,13 +16,14 @@ from torch import Tensor
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.shards.extents import Extent
-from lightning_zero.shards.group import ShardGroup, Slot, no_interception
-from lightning_zero.shards.ledger import Category
+from lightning_zero.shards.group import ShardGroup, Slot, no_interception, publish
 from lightning_zero.shards.unit import Unit
+from lightning_zero.tiers.array import Array
+from lightning_zero.tiers.ledger import Category
 from lightning_zero.views.gradient import GradientLender
 from lightning_zero.views.intercept import Lent
 from lightning_zero.views.lazy import Stored
-from lightning_zero.views.parameter import AsDeclared, Lender
+from lightning_zero.views.parameter import AsDeclared, Interception, Lender
 from lightning_zero.views.saved import SavedParameters
 
 
@@ -41,8 +42,11 @@ class Loans(Lender, GradientLender):
             if group.is_plain:
                 group.note_versions()
 
-    def join(self, cache: UnitCache, rendezvous: Rendezvous, saved: SavedParameters) -> None:
+    def join(
+        self, cache: UnitCache, rendezvous: Rendezvous, saved: SavedParameters, interception: Interception
+    ) -> None:
         """Says where the values come from."""
+        self._interception = interception
         self.cache = cache
         self.rendezvous = rendezvous
         self.saved = saved
@@ -53,6 +57,38 @@ class Loans(Lender, GradientLender):
             if group.is_cut and not group.is_plain
         }
 
+        self._publishing = {
+            group: rendezvous.enroll(f"publish {group.name}", partial(self._publish, group))
+            for group in self.groups
+            if group.is_cut and group.stays_full and group.places.optimizer != group.places.gathered
+        }
+
+    # -- steps that have been postponed
+
+    def catch_up(self, group: ShardGroup) -> None:
+        """What is there in full is not behind any more. A collective where ranks own parts of it."""
+        if not group.is_behind:
+            return
+        if group in self._publishing:
+            self.rendezvous.call(self._publishing[group])
+        else:
+            self._publish(group)
+
+    def catch_up_all(self) -> None:
+        """No step is postponed any longer."""
+        # In the order of forward: groups of whole models are made last first.
+        for group in self.groups if self.cache.units else reversed(self.groups):
+            self.catch_up(group)
+            group.catch_up()
+
+    def _publish(self, group: ShardGroup, keep: bool = True) -> None:
+        with no_interception():
+            publish([group])
+            group.is_behind = False
+            if group.is_plain:
+                self._interception.show(group)
+                group.note_versions()
+
     # -- whole values
 
     def _serve(self, group: ShardGroup, keep: bool) -> None:
@@ -62,9 +98,9 @@ class Loans(Lender, GradientLender):
             group.pass_by(group.master, "gather master")
 
     @staticmethod
-    def _gather(group: ShardGroup, shard: Tensor, purpose: str = "gather master") -> Tensor:
+    def _gather(group: ShardGroup, shard: Array, purpose: str = "gather master") -> Tensor:
         setting = group.setting
-        full = setting.ledger.allocate(Category.GATHERED, group.layout.numel, shard.dtype, setting.places.gathered)
+        full = setting.ledger.allocate(Category.GATHERED, group.layout.numel, shard.dtype, group.places.gathered)
         for gather in group.all_gather(full, shard, purpose):
             gather.wait()
         return full
@@ -72,8 +108,9 @@ class Loans(Lender, GradientLender):
     def declared(self, group: ShardGroup) -> Tensor:
         """All values of a group in the declared dtype, flat ``(N * S,)``, not to be written to. A collective, unless
         they rest here in full."""
+        self.catch_up(group)
         if not group.is_cut:
-            return group.master
+            return group.master.read().to(group.places.gathered.device)
         if group.full_param is not None and group.stays_full and not group.kind.is_cast:
             return group.full_param
         if group not in self._numbers:  # nobody reads them but all ranks together
@@ -83,7 +120,7 @@ class Loans(Lender, GradientLender):
         assert full is not None
         return full
 
-    def gather_old(self, group: ShardGroup, shard: Tensor) -> Tensor:
+    def gather_old(self, group: ShardGroup, shard: Array) -> Tensor:
         """The full array as it was when `shard` was owned_param. A collective."""
         return self._gather(group, shard, "gather for backward")
 
@@ -97,6 +134,7 @@ class Loans(Lender, GradientLender):
                 "the ranks. Load the latest checkpoint into a new model; to have one of the moment that a run fails, "
                 "add Lightning's OnExceptionCheckpoint callback."
             )
+        self.catch_up(group)
         if group.upcasts or group.stays_full:
             values = self._lend_declared(slot) if group.upcasts else slot.parameter
             return Lent(slot.parameter, values, _keep_until_boundary)
@@ -171,7 +209,10 @@ class Loans(Lender, GradientLender):
         with torch.no_grad():
             for slot, source in noted.items():
                 extent = Extent.of_whole(source.name, source.shape, slot.piece.start, slot.piece.stop)
-                source.read(extent, slot.group.master[slot.piece.in_shard])
+                with slot.group.master.edit(slot.piece.in_shard) as piece:
+                    source.read(extent, piece)
+            for group in {slot.group for slot in noted}:
+                group.take_masters()
 
     # -- gradients
 
@@ -205,7 +246,9 @@ class Loans(Lender, GradientLender):
         with torch.no_grad(), no_interception():
             self.take_back_gradients()
             for group in self.groups:
-                if group.is_plain and group.kind.is_cast:
+                if group.is_behind:
+                    continue
+                if group.is_plain and group.rest.master is not group.rest.owned_param:
                     group.keep_edits()
                     group.note_versions()
                 elif group.is_plain:

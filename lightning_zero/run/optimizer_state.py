@@ -88,7 +88,7 @@ class OptimizerState:
         if not group.is_cut:
             return _on_host(mine[name])
         of = group.layout.slice_of(slot.index)
-        device = group.setting.places.optimizer.device
+        device = group.places.gathered.device
         rows = torch.zeros(group.layout.ranks, of.width, dtype=value.dtype, device=device)
         if slot.piece.numel:
             at = slot.piece.shard_start - of.shard_start
@@ -139,26 +139,37 @@ class OptimizerState:
         for parameter, state in states.items():
             assert isinstance(parameter, Parameter)
             for name, value in state.items():
-                state[name] = self._cut(parameter, name, value, whole)
+                cut, slot = self._cut(parameter, name, value, whole), self._slot(parameter)
+                is_piece = slot is not None and isinstance(cut, Tensor) and cut.dim()
+                state[name] = cut.to(slot.group.places.optimizer.device) if is_piece and slot is not None else cut
 
-    def cut(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Of any strategy's `optimizer.state_dict()` what this rank steps; of stored tensors only that is read."""
-        parameters, saved = self._stepper.parameters, state_dict.get("state", {})
+    def load(self, state_dict: Mapping[str, Any]) -> None:
+        """The optimizer goes on from any strategy's `optimizer.state_dict()`. Of stored tensors only that is read which
+        this rank steps, and of what rests on disk a window at a time."""
+        parameters, saved, optimizer = self._stepper.parameters, state_dict.get("state", {}), self._stepper.optimizer
         whole = _names_of_other_shapes((parameters[index], state) for index, state in saved.items())
-        cut = {
-            index: {name: self._cut(parameters[index], name, value, whole) for name, value in state.items()}
-            for index, state in saved.items()
-            if self._steps_any(parameters[index])
-        }
-        return {**state_dict, "state": cut}
+        left = {index for index in saved if self._steps_any(parameters[index])}
+        loaded: Mapping[Any, Any] = {}
+        for slots in self._stepper.loading():  # so that torch casts the state to the dtype of the master
+            mine = {slot.parameter for slot in slots}
+            now = {index for index in left if parameters[index] in mine or not self._stepper.holds(parameters[index])}
+            left -= now
+            cut = {
+                index: {name: self._cut(parameters[index], name, value, whole) for name, value in saved[index].items()}
+                for index in sorted(now)
+            }
+            optimizer.load_state_dict({**state_dict, "state": cut})
+            optimizer.state.update(loaded)
+            loaded = optimizer.state
 
     def _cut(self, parameter: Parameter, name: str, value: Any, whole: Container[str]) -> Any:
         """This rank's part of an entry. The checkpoint says whether it is cut; of others' the shape has to tell."""
         if not isinstance(value, Tensor):
             return value
         stored, slot = value.source if isinstance(value, LazyTensor) else None, self._slot(parameter)
-        is_whole = value.shape != parameter.shape or name == "step"
-        is_whole |= not parameter.shape and name in whole  # moments that look like a step count, and like other scalars
+        shape = tuple(parameter.shape) if slot is None else slot.shape  # a parameter may be its piece now
+        is_whole = tuple(value.shape) != shape or name == "step"
+        is_whole |= not shape and name in whole  # moments that look like a step count, and like other scalars
         is_whole |= stored is not None and stored.name.endswith(WHOLE)
         if slot is not None:
             self._stepper.cut[name] = self._stepper.cut.get(name, True) and not is_whole
@@ -166,19 +177,10 @@ class OptimizerState:
             return value if stored is None else stored.whole()
         if not isinstance(stored, Stored):
             return value.reshape(-1)[slot.piece.start : slot.piece.stop].clone()
-        device = slot.group.setting.places.optimizer.device
+        device = slot.group.places.optimizer.device
         mine = torch.empty(slot.piece.numel, dtype=stored.dtype, device=device)
         stored.read(Extent.of_whole(stored.name, stored.shape, slot.piece.start, slot.piece.stop), mine)
         return mine
-
-    def load(self, cut: dict[str, Any]) -> None:
-        """The optimizer goes on from what `cut` gave."""
-        # So that torch casts the state to the dtype of the master, not of the resting weight.
-        self._stepper.enter(self._stepper.slots)
-        try:
-            self._stepper.optimizer.load_state_dict(cut)
-        finally:
-            self._stepper.exit()
 
 
 def _names_of_other_shapes(states: Iterable[tuple[Any, Mapping[str, Any]]]) -> set[str]:

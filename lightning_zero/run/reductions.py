@@ -96,7 +96,7 @@ class Reductions:
         if starts_all and any(shard.used for shard in self.shards):
             self.start(len(self.shards))
         for shard in self.shards:  # until then parameters ask for gradients, and what autograd may add goes beside
-            if shard.group.is_cut:
+            if shard.is_spread:
                 for index in shard.used:
                     self.show(shard.group.slots[index])
         for shard in self._plain:
@@ -154,12 +154,12 @@ class Reductions:
 
     def show(self, slot: Slot) -> None:
         """`p.grad` is the averaged gradient."""
-        if slot.group.is_cut:
+        assert slot.gradient is not None
+        if slot.gradient.is_spread:
             shown = slot.parameter.grad
             if not (isinstance(shown, ShardedGradient) and shown.slot is slot):
                 slot.parameter.grad = ShardedGradient(slot, self._lender)
         else:
-            assert slot.gradient is not None
             assert slot.gradient.full_grad is not None
             slot.parameter.grad = slot.view(slot.gradient.full_grad)
 

@@ -72,7 +72,7 @@ class Rendezvous:
     def __init__(self, mesh: Mesh, cache: UnitCache, reductions: Reductions) -> None:
         self._mesh = mesh
         self._comm = mesh.shard.host
-        self._is_alone = mesh.shard.size == 1
+        self._is_alone = mesh.shard.size == 1 and not cache.units
         self._cache = cache
         self._units = cache.units
         self._reductions = reductions  # started where all ranks are ready for them
@@ -99,7 +99,7 @@ class Rendezvous:
     def call(self, number: int) -> None:
         """Returns when the call has been served."""
         if self._is_alone:
-            self._calls[number].serve(True)  # one rank gathers no units
+            self._calls[number].serve(True)
         else:
             self._arrive(number)
 

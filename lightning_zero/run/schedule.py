@@ -1,7 +1,7 @@
 """When things happen: around modules' calls, at each gradient, and at the end of backward."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, final
@@ -14,14 +14,14 @@ from lightning_zero.run.loans import Loans
 from lightning_zero.run.reductions import Reductions
 from lightning_zero.run.surrounding import Surrounding
 from lightning_zero.shards.assembly import Assembly
-from lightning_zero.shards.group import Slot, no_interception, slot_of
+from lightning_zero.shards.group import ShardGroup, Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
 
 
 @final
 class Schedule:
     """Calls gather, release, collect and reduce at the right moments, and `begin_backward` and `end_backward` around a
-    backward if its caller does not say that it is one (`bracket`)."""
+    backward if its caller does not say that it is one (`bracket`). Steps may be postponed of parameters in `late`."""
 
     def __init__(
         self,
@@ -30,6 +30,8 @@ class Schedule:
         loans: Loans,
         begin_backward: Callable[[], None],
         end_backward: Callable[[], None],
+        *,
+        late: Module | None = None,
     ) -> None:
         self._cache = loans.cache
         self._rendezvous = loans.rendezvous
@@ -43,6 +45,8 @@ class Schedule:
         self._casts = _Casts()
         self._collectors: list[tuple[Parameter, int]] = []  # and the id of its hook
         self._handles: list[Any] = []
+        for module in late.modules() if late is not None else ():
+            self._surround_late_module(module)
         for module in assembly.cast_modules:
             self._surround_cast_module(module)
         for unit in assembly.units:  # last, and so outermost: the values must be there
@@ -104,6 +108,17 @@ class Schedule:
             if notes:
                 self._saved.pop()
 
+    def _surround_late_module(self, module: Module) -> None:
+        """Calls of a module that has weights of which steps are postponed: kernels may look at these past torch."""
+        slots = [slot_of(parameter) for parameter in module.parameters(recurse=False)]
+        groups = dict.fromkeys(slot.group for slot in slots if slot is not None and slot.group.kind.is_offloaded)
+        if groups:
+            self._handles.append(Surrounding(module, partial(self._catch_up, groups), _nothing))
+
+    def _catch_up(self, groups: Iterable[ShardGroup]) -> None:
+        for group in groups:
+            self._loans.catch_up(group)
+
     def _surround_cast_module(self, module: Module) -> None:
         """Torch's own forward sees the weights as they rest; hooks on the module, before and after, as declared."""
         own = {name: (p, slot_of(p)) for name, p in module.named_parameters(recurse=False)}
@@ -112,6 +127,7 @@ class Schedule:
 
         @torch.compiler.disable(recursive=False)
         def forward(*args: Any, **kwargs: Any) -> Any:
+            self._catch_up(groups)
             if any(self._loans.is_lent(group) for group in groups):
                 self._loans.settle()  # the copy may have been edited, and what rests would be stale
             shown = {}

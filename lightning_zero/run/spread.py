@@ -1,5 +1,7 @@
 """What ranks own of parameters and optimizer state, as checkpoints hold it: each rank its ranges, nobody the whole."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import final
 
 from torch import Tensor
@@ -8,6 +10,8 @@ from lightning_zero.run.loans import Loans
 from lightning_zero.shards.extents import Extent
 from lightning_zero.shards.group import Slot
 from lightning_zero.shards.units import as_written
+from lightning_zero.shards.window import StateElsewhere
+from lightning_zero.tiers.array import Part, read_late
 from lightning_zero.views.lazy import Spread
 
 WHOLE = " (whole)"  # ends the names of optimizer state that is not cut like its parameter
@@ -26,9 +30,9 @@ class SpreadParameter(Spread):
         self._refuse_freed()
         return self._slot.view(self._loans.declared(self._slot.group)).to("cpu", copy=True)
 
-    def pieces(self) -> list[tuple[Extent, Tensor]]:
+    def pieces(self) -> list[tuple[Extent, Tensor | Part]]:
         self._refuse_freed()
-        return _written(self, self._slot, self._slot.group.master[self._slot.piece.in_shard])
+        return _written(self, self._slot, partial(read_late, self._slot.group.master))
 
     def _refuse_freed(self) -> None:
         if self._slot.group.is_freed:
@@ -45,7 +49,7 @@ class SpreadState(Spread):
     def __init__(self, name: str, slot: Slot, piece: Tensor) -> None:
         super().__init__(name, slot.shape, piece.dtype)
         self._slot = slot
-        self._piece = piece.detach().reshape(-1)
+        self._piece = piece
 
     def whole(self) -> Tensor:
         raise RuntimeError(
@@ -53,14 +57,22 @@ class SpreadState(Spread):
             "checkpoint=Checkpoint(format='full'), or in the checkpoint once it is written."
         )
 
-    def pieces(self) -> list[tuple[Extent, Tensor]]:
-        return _written(self, self._slot, self._piece)
+    def pieces(self) -> list[tuple[Extent, Tensor | Part]]:
+        return _written(self, self._slot, self._read)
+
+    def _read(self, part: slice) -> Tensor | Part:
+        start = self._slot.piece.shard_start
+        part = slice(part.start - start, part.stop - start)
+        if isinstance(self._piece, StateElsewhere):
+            self._piece.settle()
+            return Part(self._piece.array, part)
+        return self._piece.detach().reshape(-1)[part]
 
 
-def _written(source: Spread, slot: Slot, piece: Tensor) -> list[tuple[Extent, Tensor]]:
+def _written(source: Spread, slot: Slot, read: Callable[[slice], Tensor | Part]) -> list[tuple[Extent, Tensor | Part]]:
     """What this rank writes of the piece that it steps: its share among the replicas that step the same."""
-    share, start = slot.share, slot.piece.start
+    share = slot.share
     if not (share.numel or slot.writes_once):
         return []
     extent = Extent.of_whole(source.name, source.shape, share.start, share.stop)
-    return [(extent, piece[share.start - start : share.stop - start])]
+    return [(extent, read(share.in_shard))]

@@ -87,6 +87,7 @@ class States:
         Raises:
             RuntimeError: on every rank the same, when reading fails on one.
         """
+        self._loans.catch_up_all()
         self._loans.settle()  # copies that are lent are of what was there before
         with failing_together(self._mesh.world, "reading the model"):
             self._loans.read_noted()
@@ -122,9 +123,8 @@ class States:
         for state, saved in pairs:
             state.refuse_other_groups(saved)
         with failing_together(self._mesh.world, "reading the optimizers"):
-            cut = [state.cut(saved) for state, saved in pairs]
-        for (state, _), mine in zip(pairs, cut, strict=True):
-            state.load(mine)
+            for state, saved in pairs:
+                state.load(saved)
 
 
 @contextmanager

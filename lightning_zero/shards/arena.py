@@ -5,7 +5,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from lightning_zero.shards.ledger import Category, Ledger, Place
+from lightning_zero.tiers.ledger import Category, Ledger, Place
 
 
 @final

@@ -1,7 +1,7 @@
 """How a module's parameters become units, groups, gradient shards and buckets; the engine's set-up."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -10,13 +10,15 @@ from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_zero.config import Offload
 from lightning_zero.shards import units
 from lightning_zero.shards.arena import Arena
 from lightning_zero.shards.gradient import Bucket, BucketPool, GradientShard
 from lightning_zero.shards.group import Kind, Setting, ShardGroup, slot_of
-from lightning_zero.shards.optimizer import set_grad_dtype
+from lightning_zero.shards.offload import Machine, choose_offloaded
 from lightning_zero.shards.unit import Unit
 from lightning_zero.shards.units import UnitSpec
+from lightning_zero.shards.window import set_grad_dtype
 
 MIB = 2**20
 
@@ -35,6 +37,8 @@ class Options:
     replicate_size: int = 1  # groups of ranks that each hold all shards
     reduce_dtype: torch.dtype | None = None  # of gradients; None: fp32, or the parameter's where that is wider
     broadcast_buffers: bool = True  # take rank 0's buffers before a training forward
+    offload: Offload | None = None  # see `ZeroStrategy`
+    machine: Machine = field(default_factory=Machine)  # what offload may count on
     merges_units: bool = False  # if `unit_classes` is None: small neighbours are one unit, and what is tiny stays whole
 
 
@@ -65,13 +69,16 @@ def assemble(
     """Takes over the values of `managed` (ids of those that train: `trainable`) and points the parameters at them."""
     cast_modules, resting = _choose_resting(module, managed, trainable, options)
     known = {id(parameter) for parameter in managed}
-    is_sharded = setting.partition.parameter and setting.mesh.shard.size > 1  # on one rank all is there always
+    # On one rank all is there always, unless it is offloaded.
+    is_elsewhere = setting.mesh.shard.size > 1 or setting.places.parameter != setting.places.gathered
+    is_sharded = setting.partition.parameter and is_elsewhere
+    offloaded = choose_offloaded(options.offload, dict(module.named_parameters()), trainable & known)
     specs, resident = _choose_units(module, setting, options) if is_sharded else ([], units.whole_model(module))
     traced = units.modules_in_compiled_regions(module, roots=False)
     made, groups = [], []
     for spec in [*specs, *resident]:
         mine = {name: parameter for name, parameter in spec.parameters.items() if id(parameter) in known}
-        kinds = units.split_by_kind(mine, trainable, resting)
+        kinds = units.split_by_kind(mine, trainable, resting, offloaded)
         groups += (own := _make_groups(spec.name, kinds, setting, stays_full=spec in resident))
         if own and spec not in resident:
             inside = traced.intersection(spec.modules)
@@ -137,6 +144,7 @@ def _make_groups(
         numel = setting.bucket_bytes // kind.declared.itemsize
         runs = units.fill_buckets(parameters, numel) if stays_full else [dict(parameters)]
         words = str(kind.resting).removeprefix("torch.") + ("" if kind.trainable else " frozen")
+        words += " offloaded" if kind.is_offloaded else ""
         for number, run in enumerate(runs):
             groups.append(ShardGroup(f"{unit or 'model'}/{words}/{number}", run, kind, setting, stays_full=stays_full))
     return groups

@@ -5,9 +5,11 @@ A gradient flows down once: autograd writes `p.grad` -> `collect` -> (last one i
 view of it; where they rest as shards, `p.grad` is afterwards an `AveragedGradient`, which gathers when it is read.
 
     full_grad     (N * S,)   accumulation dtype; only where gradients rest in full, or accumulate locally
-    owned_grad    (owned,)   accumulation dtype; reduced and averaged; a view of full_grad at stages 0 and 1
+    owned_grad    (owned,)   accumulation dtype; reduced and averaged; a view of full_grad at stages 0 and 1, else in
+                             the tier that the optimizer state is offloaded to
 
-On one rank nothing travels: the gradient is what autograd has left in `p.grad`, and there are no arrays.
+On one rank nothing travels but to another tier: the gradient is what autograd has left in `p.grad`, and there are no
+arrays.
 """
 
 from collections import deque
@@ -20,7 +22,8 @@ from torch import Tensor
 
 from lightning_zero.shards.group import Setting, ShardGroup, Slot
 from lightning_zero.shards.layout import Chunk, Slice
-from lightning_zero.shards.ledger import Category
+from lightning_zero.tiers.array import Array, InMemory, zeros
+from lightning_zero.tiers.ledger import Category, Tier
 from lightning_zero.wire.comm import Work
 
 
@@ -36,7 +39,7 @@ class Bucket:
     gradients are copied into it; otherwise they travel from where they are."""
 
     def __init__(self, width: int, dtype: torch.dtype, setting: Setting, *, packs: bool) -> None:
-        comm, place = setting.mesh.shard, setting.places.gradient
+        comm, place = setting.mesh.shard, setting.places.gathered
         self.full, self.scratch, self.total = (
             setting.ledger.allocate(Category.BUCKET, rows * width, dtype, place)
             for rows in (comm.size if packs else 0, comm.scratch_rows, 1)
@@ -77,9 +80,11 @@ class GradientShard:
     def __init__(self, group: ShardGroup, dtype: torch.dtype) -> None:
         self.group = group
         self.dtype = dtype
-        self.travels = group.comm.size > 1
+        place = group.places.gradient
+        self.travels = group.comm.size > 1 or place != group.places.gathered
         self.full_grad: Tensor | None = None
-        self.owned_grad = self._allocate(group.layout.shard_numel if self._rests_cut else 0)
+        numel = group.layout.shard_numel if self._rests_cut else 0
+        self.owned_grad: Array = zeros(Category.GRADIENT, numel, dtype, place, group.setting.ledger)
         if self.travels and not self._rests_cut:
             self._make_full()
         self.ready: set[int] = set()  # indices of parameters that have a gradient in this backward
@@ -94,15 +99,16 @@ class GradientShard:
     def _rests_cut(self) -> bool:
         return self.travels and self.group.setting.partition.gradient
 
-    def _allocate(self, numel: int) -> Tensor:
-        setting = self.group.setting
-        return setting.ledger.allocate(Category.GRADIENT, numel, self.dtype, setting.places.gradient).zero_()
+    @property
+    def is_spread(self) -> bool:
+        """Whether averaged gradients are elsewhere than in `p.grad`: in shards, or in another tier."""
+        return self.travels and (self.group.is_cut or self._rests_cut)
 
     def _make_full(self) -> Tensor:
-        group = self.group
-        self.full_grad = self._allocate(group.layout.numel)
+        group, place = self.group, self.group.places.gathered
+        self.full_grad = group.setting.ledger.allocate(Category.GRADIENT, group.layout.numel, self.dtype, place).zero_()
         if not self._rests_cut:
-            self.owned_grad = self.full_grad[group.own_range]
+            self.owned_grad = InMemory(self.full_grad[group.own_range], place)
         return self.full_grad
 
     @property
@@ -173,7 +179,7 @@ class GradientShard:
     def _keep_average(self, slot: Slot, view: Tensor) -> None:
         """Stage 1, a second reduction without `zero_grad` between: the averaged gradient lies in the owner's part of
         full_grad, and elsewhere lies what was summed already. Turns it into contributions whose mean it is."""
-        average = self.owned_grad[slot.piece.in_shard].clone()
+        average = self.owned_grad.read(slot.piece.in_shard).clone()
         view.zero_()
         view.view(-1)[slot.piece.start : slot.piece.stop] = average * self.group.comm.size
 
@@ -262,19 +268,21 @@ class GradientShard:
 
     def _store(self, average: Tensor, chunk: Chunk, carries: frozenset[int]) -> None:
         group = self.group
-        if not group.is_cut:
+        if not self.is_spread:
             assert self.full_grad is not None
             rows = group.matrix(self.full_grad, chunk.of)
             rows[group.comm.rank, chunk.start : chunk.stop] = average
             if chunk.stop == chunk.of.width:  # the slice's last
                 group.comm.all_gather(rows, rows[group.comm.rank], f"gradient {group.name}[{chunk.of.start}]").wait()
         elif not carries:
-            self.owned_grad[chunk.in_shard] = average
+            self.owned_grad.write(chunk.in_shard, average)
         else:
-            for slot in group.slots:
-                if slot.index not in carries:
-                    self.owned_grad[_overlap(slot.piece.in_shard, chunk.in_shard)].zero_()
-            self.owned_grad[chunk.in_shard].add_(average)
+            with self.owned_grad.edit(chunk.in_shard) as owned:
+                for slot in group.slots:
+                    if slot.index not in carries:
+                        start, stop = _overlap(slot.piece.in_shard, chunk.in_shard)
+                        owned[start - chunk.in_shard.start : stop - chunk.in_shard.start].zero_()
+                owned.add_(average.to(owned.device))
 
     def end_reduce(self) -> None:
         """All is stored: the next backward begins anew."""
@@ -300,17 +308,35 @@ class GradientShard:
                 slot.parameter.grad = None
                 slot.parameter.grad_dtype = slot.parameter.dtype
         self.full_grad = None
-        self.owned_grad = self.owned_grad.new_empty(0)
+        self.owned_grad = InMemory(torch.empty(0, dtype=self.dtype), self.group.places.gathered)
         self.pool = BucketPool([])
 
     # -- averaged gradients
 
     def piece(self, slot: Slot) -> Tensor:
-        """What this rank steps of an averaged gradient, in `Slot.stepped_shape`."""
+        """What this rank steps of an averaged gradient, in `Slot.stepped_shape`, not to be written to."""
         if self.travels:
             return slot.stepped(self.owned_grad)
         assert slot.parameter.grad is not None
         return slot.parameter.grad.detach()
+
+    @contextmanager
+    def edit_piece(self, slot: Slot) -> Iterator[Tensor]:
+        """Inside, what `piece` gives; what becomes of it there stays."""
+        self.group.catch_up()  # a step that is still to be taken is of the gradient as it is
+        if not self.travels:
+            yield self.piece(slot)
+            return
+        with self.owned_grad.edit(slot.piece.in_shard) as piece:
+            yield piece
+
+    @property
+    def is_on_disk(self) -> bool:
+        return self.owned_grad.place.tier is Tier.DISK
+
+    def version(self, slot: Slot) -> int:
+        """Another one after each change of a parameter's averaged gradient."""
+        return self.owned_grad.version if self.travels else self.piece(slot)._version
 
     def is_shown(self, slot: Slot, grad: Tensor) -> bool:
         """Whether `grad` shows the gradient that is here, and nothing that a user has put into `p.grad`."""
@@ -322,14 +348,16 @@ class GradientShard:
 
     def write(self, slot: Slot, grad: Tensor) -> None:
         """Replaces this rank's piece by its part of a whole gradient."""
-        self.owned_grad[slot.piece.in_shard] = grad.reshape(-1)[slot.piece.start : slot.piece.stop]
+        self.group.catch_up()
+        self.owned_grad.write(slot.piece.in_shard, grad.reshape(-1)[slot.piece.start : slot.piece.stop])
 
     def gather(self, slot: Slot) -> Tensor:
         """The whole averaged gradient of one parameter, in its shape. A collective, of the slice that it lies in."""
         layout, comm = self.group.layout, self.group.comm
         of = layout.slice_of(slot.index)
-        rows = self.owned_grad.new_empty(layout.ranks, of.width)
-        comm.all_gather(rows, self.owned_grad[of.in_shard], f"read gradient {slot.name}").wait()
+        rows = torch.empty(layout.ranks, of.width, dtype=self.dtype, device=self.group.places.gathered.device)
+        own = rows[comm.rank].copy_(self.owned_grad.read(of.in_shard))
+        comm.all_gather(rows, own, f"read gradient {slot.name}").wait()
         start = slot.offset - of.start
         return rows.view(-1)[start : start + slot.numel].view(slot.shape)
 
@@ -347,6 +375,6 @@ def _pack_columns(packed: Tensor, grad: Tensor | None, chunk: Chunk) -> None:
     packed[rows : rows + 1, : stop - chunk.start] = flat[rows * width + chunk.start : rows * width + stop]
 
 
-def _overlap(one: slice, other: slice) -> slice:
+def _overlap(one: slice, other: slice) -> tuple[int, int]:
     start = max(one.start, other.start)
-    return slice(start, max(start, min(one.stop, other.stop)))
+    return start, max(start, min(one.stop, other.stop))

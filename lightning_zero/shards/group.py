@@ -4,15 +4,17 @@ Tensors of a group (N ranks, S = shard_numel; *owned* is S where the optimizer i
 
     full_param    (N * S,)   resting dtype; the module's parameters are views of it. At stage 3 it is there only while
                              the unit is gathered, in a buffer of the arena
-    owned_param   (owned,)   resting dtype; a view of full_param where that is always there, else a tensor of its own
-    master        (owned,)   declared dtype, what the optimizer steps; owned_param itself where the dtypes agree
+    owned_param   (owned,)   resting dtype; a view of full_param where that is always there, else an array of its own,
+                             in the tier that parameters are offloaded to
+    master        (owned,)   declared dtype, what the optimizer steps, in the tier that its state is offloaded to;
+                             owned_param itself where dtype and tier agree
 
 On one rank shard and full array are the same storage.
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -21,8 +23,10 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.shards.layout import Layout, Piece, Slice
-from lightning_zero.shards.ledger import Category, Ledger, Place
 from lightning_zero.stage import Partition
+from lightning_zero.tiers.array import ALL, Array, InMemory, zeros
+from lightning_zero.tiers.disk import Disk
+from lightning_zero.tiers.ledger import Category, Ledger, Place
 from lightning_zero.wire.comm import Gather
 from lightning_zero.wire.mesh import Mesh
 
@@ -41,6 +45,7 @@ class Kind:
     declared: torch.dtype  # what the user made, what the optimizer steps and checkpoints hold
     resting: torch.dtype  # what rests, travels and enters forward
     trainable: bool
+    is_offloaded: bool = False  # what the optimizer works on rests in the tier that was asked for
 
     @property
     def is_cast(self) -> bool:
@@ -51,10 +56,15 @@ class Kind:
 class Places:
     """Where the parts of a group live."""
 
-    gathered: Place  # parameters while they are used
-    parameter: Place  # and between uses
-    gradient: Place
+    gathered: Place  # parameters while they are used, and gradients while they travel
+    parameter: Place  # parameters between uses, where they rest as shards
+    gradient: Place  # averaged ones
     optimizer: Place  # masters and optimizer state
+
+    @property
+    def disk(self) -> Disk | None:
+        """The file among the places."""
+        return self.optimizer.disk or self.parameter.disk
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,14 @@ class Setting:
     places: Places
     bucket_bytes: int  # largest reduction
     as_declared: bool  # users read parameters in their declared dtype where they rest in another one
+
+
+@dataclass
+class Rest:
+    """Where a group's values are between uses, whether or not steps of them are still to be taken."""
+
+    owned_param: Array
+    master: Array
 
 
 @final
@@ -97,9 +115,9 @@ class Slot:
         """What this rank steps of this parameter, in a full array of its group, flat."""
         return self.view(full).view(-1)[self.piece.start : self.piece.stop]
 
-    def stepped(self, owned: Tensor) -> Tensor:
+    def stepped(self, owned: Array) -> Tensor:
         """The piece of this parameter in an owned array of its group, in `stepped_shape`."""
-        return owned[self.piece.in_shard].view(self.stepped_shape)
+        return owned.read(self.piece.in_shard).view(self.stepped_shape)
 
     @property
     def stepped_shape(self) -> tuple[int, ...]:
@@ -151,6 +169,9 @@ class ShardGroup:
         self.name = name  # the same on all ranks: collectives are matched by it
         self.kind = kind
         self.setting = setting
+        self.places = setting.places
+        if not kind.is_offloaded:
+            self.places = replace(setting.places, gradient=setting.places.gathered, optimizer=setting.places.gathered)
         self.comm = setting.mesh.shard
         self.replicate = setting.mesh.replicate
         self.stays_full = stays_full  # full_param is always there; otherwise a unit brings it when it is used
@@ -170,30 +191,66 @@ class ShardGroup:
         for slot in self.slots:
             _SLOTS[slot.parameter] = slot
         self.full_param: Tensor | None = None
-        self._take_over()
+        self._postponed: list[Callable[[], None]] = []  # steps of it
+        self.is_behind = False  # what is there in full is older than a step that has been postponed
+        self.rest = self._take_over()
 
-    def _take_over(self) -> None:
-        places, kind = self.setting.places, self.kind
-        numel = self.layout.numel if self.stays_full or not self.is_cut else self.layout.shard_numel
-        resting = self._allocate(Category.PARAMETER, numel, kind.resting, places.parameter)
-        self.owned_param = resting[self.own_range] if self.stays_full else resting
-        self.master = self.owned_param
-        if kind.is_cast:
-            self.master = self._allocate(Category.MASTER, self.owned_param.numel(), kind.declared, places.optimizer)
+    # -- steps that are taken when the values are wanted
+
+    @property
+    def owned_param(self) -> Array:
+        self.catch_up()
+        return self.rest.owned_param
+
+    @property
+    def master(self) -> Array:
+        self.catch_up()
+        return self.rest.master
+
+    def postpone(self, step: Callable[[], None]) -> None:
+        """`step` is to be taken before anybody looks at the values."""
+        self._postponed.append(step)
+        self.is_behind = self.stays_full
+        self._shown_versions = None  # nobody can edit what is not shown
+
+    def catch_up(self) -> None:
+        """Takes the steps that have been postponed, on this rank."""
+        if self._postponed:
+            steps, self._postponed = self._postponed, []
+            for step in steps:
+                step()
+
+    def _take_over(self) -> Rest:
+        places, kind = self.places, self.kind
+        full: Tensor | None = None
+        if self.stays_full:
+            full = self._allocate(self.layout.numel)
+            owned: Array = InMemory(full[self.own_range], places.gathered)
+        else:
+            owned = self._make_array(Category.PARAMETER, kind.resting, places.parameter)
+        rest = Rest(owned, owned)
+        place = places.optimizer if kind.trainable else owned.place
+        if kind.is_cast or place != owned.place:
+            rest.master = self._make_array(Category.MASTER, kind.declared, place)
         for slot in self.slots:
             values = slot.parameter.detach().reshape(-1)
-            if self.stays_full:
-                slot.view(resting).view(-1).copy_(values)
-            for owned in {id(t): t for t in (self.owned_param, self.master)}.values():
-                owned[slot.piece.in_shard].copy_(values[slot.piece.start : slot.piece.stop])
-            if not self.stays_full:
+            if full is not None:
+                slot.view(full).view(-1).copy_(values)
+            for array in {id(array): array for array in (rest.owned_param, rest.master)}.values():
+                array.write(slot.piece.in_shard, values[slot.piece.start : slot.piece.stop])
+            if full is None:
                 point_at_nothing(slot)  # at once: no two units are whole at the same time, not even here
-        if self.stays_full:
-            self.hold(resting)
+        if full is not None:
+            self.hold(full)
+        return rest
 
-    def _allocate(self, category: Category, numel: int, dtype: torch.dtype, place: Place) -> Tensor:
-        """Zeros, since padding travels too."""
-        return self.setting.ledger.allocate(category, numel, dtype, place).zero_()
+    def _allocate(self, numel: int) -> Tensor:
+        """For parameters that are there in full; zeros, since padding travels too."""
+        return self.setting.ledger.allocate(Category.PARAMETER, numel, self.kind.resting, self.places.gathered).zero_()
+
+    def _make_array(self, category: Category, dtype: torch.dtype, place: Place) -> Array:
+        numel = self.layout.shard_numel if self.is_cut else self.layout.numel
+        return zeros(category, numel, dtype, place, self.setting.ledger)
 
     @property
     def own_range(self) -> slice:
@@ -233,21 +290,24 @@ class ShardGroup:
         """A slice ``(N, width)`` of a full array."""
         return full[of.start : of.start + self.layout.ranks * of.width].view(self.layout.ranks, of.width)
 
-    def all_gather(
-        self, full: Tensor | None, shard: Tensor, purpose: str, diverges: bool | None = None
-    ) -> list[Gather]:
+    def all_gather(self, full: Tensor | None, shard: Array, purpose: str, diverges: bool | None = None) -> list[Gather]:
         """Fills a full array from all ranks' shards, a collective for each slice; the first one tells `diverges`.
         Without a full array nothing is kept, and one slice at a time is here in passing."""
         begun = []
+        device, is_there = self.places.gathered.device, shard.place == self.places.gathered
         for number, each in enumerate(self.layout.slices):
-            rows = shard.new_empty(self.layout.ranks, each.width) if full is None else self.matrix(full, each)
+            shape = (self.layout.ranks, each.width)
+            rows = torch.empty(shape, dtype=shard.dtype, device=device) if full is None else self.matrix(full, each)
+            own = shard.read(each.in_shard)
+            if not is_there:
+                own = rows[self.comm.rank].copy_(own, non_blocking=True)
             told, name = None if number else diverges, f"{purpose} {self.name}[{number}]"
-            begun.append(self.comm.all_gather(rows, shard[each.in_shard], name, diverges=told))
+            begun.append(self.comm.all_gather(rows, own, name, diverges=told))
             if full is None:
                 begun[-1].wait()
         return begun
 
-    def pass_by(self, shard: Tensor, purpose: str, diverges: bool | None = None) -> list[Gather]:
+    def pass_by(self, shard: Array, purpose: str, diverges: bool | None = None) -> list[Gather]:
         """Takes part in `all_gather` without keeping anything."""
         return self.all_gather(None, shard, purpose, diverges)
 
@@ -258,20 +318,28 @@ class ShardGroup:
         as they keep the copies that autocast makes. (Where parameters rest as declared, the edit was to themselves.)"""
         if not self.kind.is_cast:
             return
-        numel = self.layout.numel if self.stays_full else self.owned_param.numel()
-        resting = self._allocate(Category.PARAMETER, numel, self.kind.resting, self.setting.places.parameter)
         if self.stays_full:
-            resting.copy_(self.full_param)  # type: ignore[arg-type]
-            self.owned_param = resting[self.own_range]
-            self.hold(resting)
+            full = self._allocate(self.layout.numel).copy_(self.full_param)  # type: ignore[arg-type]
+            self.rest.owned_param = InMemory(full[self.own_range], self.places.gathered)
+            self.hold(full)
         else:
-            self.owned_param = resting.copy_(self.owned_param)
+            old = self.owned_param
+            self.rest.owned_param = self._make_array(Category.PARAMETER, self.kind.resting, self.places.parameter)
+            self.owned_param.write(ALL, old.read())
+
+    def take_masters(self) -> None:
+        """`owned_param` has the values of the master."""
+        if self.master is not self.owned_param:
+            for each in self.layout.slices if self.is_cut else [ALL]:
+                part = each if isinstance(each, slice) else each.in_shard
+                self.owned_param.write(part, self.master.read(part), stays=True)
 
     def begin_publish(self) -> list[Gather]:
-        """Sends what the optimizer made of the master to where forward reads it."""
-        if self.kind.is_cast:
-            self.owned_param.copy_(self.master)
-        if not (self.stays_full and self.is_cut):
+        """Sends what ranks own to where all read it."""
+        if not self.stays_full:
+            return []
+        self.catch_up()
+        if not self.is_cut:
             return []
         assert self.full_param is not None
         return self.all_gather(self.full_param, self.owned_param, "publish")
@@ -323,26 +391,30 @@ class ShardGroup:
                 self.full_param.copy_(full)
         for slot in self.slots:
             within, own = slot.piece.in_shard, slot.own_part(full)
-            master = self.master[within]
             if declared:
-                master.copy_(own)
+                self.master.write(within, own)
             else:  # only what differs: a two-byte weight that nobody touched must keep all bits of its master
-                edited = own != master.to(full.dtype)
-                master.copy_(torch.where(edited, own.to(master.dtype), master))
-            self.owned_param[within].copy_(own)
+                with self.master.edit(within) as master:
+                    edited = (own != master.to(own)).to(master.device)
+                    master.copy_(torch.where(edited, own.to(master), master))
+            self.owned_param.write(within, own)
 
     def _differs(self, full: Tensor) -> bool:
         """Whether a full array of declared dtype has other values than this group."""
         if self.full_param is not None and not torch.equal(full.to(self.kind.resting), self.full_param):
             return True
-        return any(not torch.equal(slot.own_part(full), self.master[slot.piece.in_shard]) for slot in self.slots)
+        return any(
+            not torch.equal(slot.own_part(full).to(self.master.place.device), self.master.read(slot.piece.in_shard))
+            for slot in self.slots
+        )
 
     def free(self) -> None:
         """Lets go of all values for good; the layout stays, for what was made by it (optimizer state)."""
         for slot in self.slots:
             _SLOTS.pop(slot.parameter, None)
         self.full_param = None
-        self.owned_param = self.master = self.owned_param.new_empty(0)
+        nothing = InMemory(torch.empty(0, dtype=self.kind.resting), self.places.gathered)
+        self.rest = Rest(nothing, nothing)
 
     @property
     def is_freed(self) -> bool:
@@ -360,7 +432,7 @@ def point_at_nothing(slot: Slot) -> None:
 
 
 def publish(groups: Iterable[ShardGroup]) -> None:
-    """What the optimizer made of the masters is where forward reads it. A collective."""
+    """What ranks own is where forward reads it. A collective."""
     with torch.no_grad():
         for gather in [gather for group in groups for gather in group.begin_publish()]:
             gather.wait()

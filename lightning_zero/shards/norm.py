@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.group import Slot
 from lightning_zero.wire.comm import Comm
 
@@ -27,10 +28,15 @@ class Overflow(NamedTuple):
     parameters: list[str]
 
 
-def piece_of(slot: Slot) -> Tensor:
-    """What this rank has of a parameter's averaged gradient."""
+def gradient_of(slot: Slot) -> GradientShard:
+    """Where a parameter's averaged gradient is."""
     assert slot.gradient is not None, slot.name
-    return slot.gradient.piece(slot)
+    return slot.gradient
+
+
+def versions_of(slots: Sequence[Slot]) -> tuple[int, ...]:
+    """Of the averaged gradients."""
+    return tuple(gradient_of(slot).version(slot) for slot in slots)
 
 
 @dataclass(frozen=True)
@@ -45,21 +51,27 @@ class Measured:
     @classmethod
     def of(cls, slots: Sequence[Slot], norm_type: float = 2.0) -> "Measured":
         """Powers are summed in float64, so the result does not depend on where ranks cut (ZeRO section 5)."""
-        pieces = [piece_of(slot) for slot in slots]
-        versions = tuple(piece._version for piece in pieces)
-        real = [piece.abs() if piece.is_complex() else piece for piece in pieces]
-        if norm_type == float("inf"):
-            norms = [(piece.abs().max() if piece.numel() else piece.new_zeros(())).double() for piece in real]
-        else:
-            norms = [torch.linalg.vector_norm(piece, norm_type, dtype=torch.float64) for piece in real]
-        parts = torch.stack(norms).cpu() if norms else torch.zeros(0, dtype=torch.float64)
-        return cls(tuple(slots), norm_type, parts if norm_type == float("inf") else parts.pow(norm_type), versions)
+        norms: list[Tensor] = []
+        for slot in slots:
+            piece = gradient_of(slot).piece(slot)
+            piece = piece.abs() if piece.is_complex() else piece
+            if norm_type == float("inf"):
+                norms.append((piece.abs().max() if piece.numel() else piece.new_zeros(())).double())
+            else:
+                norms.append(torch.linalg.vector_norm(piece, norm_type, dtype=torch.float64))
+        parts = torch.zeros(len(norms), dtype=torch.float64)
+        for device in {norm.device for norm in norms}:
+            at = [place for place, norm in enumerate(norms) if norm.device == device]
+            parts[at] = torch.stack([norms[place] for place in at]).cpu()
+        return cls(
+            tuple(slots), norm_type, parts if norm_type == float("inf") else parts.pow(norm_type), versions_of(slots)
+        )
 
     def is_of(self, slots: Sequence[Slot], norm_type: float) -> bool:
         """Whether measuring these now would give the same."""
         if (self.norm_type, self.slots) != (norm_type, tuple(slots)):
             return False
-        return self.versions == tuple(piece_of(slot)._version for slot in slots)
+        return self.versions == versions_of(slots)
 
     def norms(self, comm: Comm) -> Tensor:
         """The norm of every gradient by itself, float64 on the host. A collective where gradients are spread."""
@@ -93,8 +105,12 @@ class Measured:
 def scale_(slots: Sequence[Slot], factor: Tensor) -> None:
     """Multiplies all gradients by a 0-d tensor, without a look at it from the host."""
     by_device: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for piece in map(piece_of, slots):
-        by_device.setdefault((piece.device, piece.dtype), []).append(piece)
+    for slot in slots:
+        with gradient_of(slot).edit_piece(slot) as piece:
+            if gradient_of(slot).is_on_disk:  # one at a time, and not all at once
+                piece.mul_(factor)
+            else:
+                by_device.setdefault((piece.device, piece.dtype), []).append(piece)
     for (device, _), pieces in by_device.items():
         torch._foreach_mul_(pieces, factor.to(device, non_blocking=True))
 
@@ -108,5 +124,6 @@ def clip_by_norm_(measured: Measured, comm: Comm, max_norm: float) -> GradNorm:
 
 def clip_by_value_(slots: Sequence[Slot], clip_value: float) -> None:
     """Clamps every element to ``[-clip_value, clip_value]``; local."""
-    for piece in map(piece_of, slots):
-        piece.clamp_(-clip_value, clip_value)
+    for slot in slots:
+        with gradient_of(slot).edit_piece(slot) as piece:
+            piece.clamp_(-clip_value, clip_value)

@@ -2,11 +2,16 @@
 
 No optimizer is wrapped and no Parameter replaced. For the duration of the step alone `.data` is the piece of the
 master and `.grad` its gradient, so the optimizer's state takes the piece's shape and its keys stay the user's
-parameters.
+parameters. Where what is stepped does not all rest in one tier, the user's call steps a first *window* of parameters,
+and the same `step` is called for the others.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, final
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -14,30 +19,35 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_zero.shards.group import ShardGroup, Slot, no_interception, point_at_nothing, slot_of
-from lightning_zero.shards.ledger import Category, Ledger
+from lightning_zero.shards.group import Setting, ShardGroup, Slot, no_interception, slot_of
+from lightning_zero.shards.layout import fill
+from lightning_zero.shards.window import Staging, StateElsewhere, Window, is_its_piece, state_of
+from lightning_zero.tiers.array import OnDisk
+from lightning_zero.tiers.ledger import Category, Tier
 
-
-class _Shown(NamedTuple):
-    """A parameter as users see it, while it is its piece."""
-
-    grad: Tensor | None
-    kind: type[Parameter]  # plain, or that of a parameter whose values are elsewhere
+Rest = Callable[[OnDisk, tuple[int, ...]], StateElsewhere]
 
 
 @final
 class PieceStepper:
-    """Swaps the parameters of one of the user's optimizers to pieces, and back."""
+    """Swaps the parameters of one of the user's optimizers to pieces, and back. `rest` makes what stands for state on
+    disk."""
 
-    def __init__(self, optimizer: Optimizer, ledger: Ledger) -> None:
+    def __init__(self, optimizer: Optimizer, setting: Setting, rest: Rest) -> None:
         self.optimizer = optimizer
         # Name of a state tensor -> whether it is cut as its parameter is; from the step on that made it.
         self.cut: dict[str, bool] = {}
-        self._ledger = ledger
+        self._setting = setting
+        self._rest = rest
+        self._staging = Staging(setting.ledger, setting.places.optimizer.pinned)
         self._slots = {parameter: slot for parameter in self.parameters if (slot := training_slot(parameter))}
         # Integer tables and tensors of their own kind, which `self.parameters()` lists too: they have no gradient.
         self._left_alone = {parameter for parameter in self.parameters if parameter not in self._slots}
-        self._shown: dict[Slot, _Shown] | None = None  # during a step
+        self.is_stepping = self._is_partial = False
+        self.is_interrupted = False  # the step under way has failed, and ends as it is
+        self.is_lazy = False  # what is offloaded is stepped when its values are wanted
+        self._ahead: deque[Window] = deque()  # that are not read yet
+        self._written: deque[Window] = deque()  # that are not written yet
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -63,80 +73,247 @@ class PieceStepper:
             )
         return slot
 
-    @property
-    def is_stepping(self) -> bool:
-        return self._shown is not None
+    @contextmanager
+    def step(self, slots: Sequence[Slot]) -> Iterator[None]:
+        """Around the user's call of `optimizer.step`; `slots` are all of its parameters. Inside they are their pieces.
 
-    def enter(self, slots: Sequence[Slot]) -> None:
-        """From here to `exit` every parameter of the optimizer is its piece; `slots` are all of theirs."""
-        shown = {}
-        for slot in slots:
-            if _is_its_piece(slot):
-                continue
-            parameter, piece = slot.parameter, slot.stepped(slot.group.master)
-            with no_interception():
-                grad = parameter.grad
-                shown[slot] = _Shown(grad, type(parameter))
-                parameter.grad = None
-                parameter.__class__ = Parameter
-                parameter.data = piece
-                set_grad_dtype(parameter, piece.dtype)
-                if grad is not None and slot.steps_any:
-                    gradient = slot.gradient
-                    assert gradient is not None
-                    # On one rank what is stepped of a gradient is `grad` itself.
-                    parameter.grad = (slot.stepped(gradient.owned_grad) if gradient.travels else grad).to(piece.dtype)
-        self._shown = shown
-
-    def exit(self) -> list[ShardGroup]:
-        """Back to the parameters that users see. Returns the groups whose masters may have changed."""
-        shown, self._shown = self._shown, None
-        assert shown is not None
-        for slot, (grad, kind) in shown.items():
-            parameter, full = slot.parameter, slot.group.full_param
-            with no_interception():
-                parameter.grad = None
-                if full is None:
-                    point_at_nothing(slot)
-                else:
-                    parameter.data = slot.view(full)
-                set_grad_dtype(parameter, slot.gradient.dtype)  # type: ignore[union-attr]
-                parameter.grad = grad
-                parameter.__class__ = kind
+        Where these rest in several tiers, or on disk, the call inside steps the first window of them. The others are
+        stepped at its end; or, with `is_lazy`, when their values are wanted, each from what the call began with.
+        """
+        if self.is_lazy and not isinstance(self.optimizer.state, CaughtUpState):
+            self.optimizer.state = CaughtUpState(self.optimizer.state, self._catch_up)
+        with no_interception():
+            stepped = [slot for slot in slots if slot.parameter.grad is not None]
+        first, others = self._divide(slots, stepped)
+        then = _Moment.of(self.optimizer)
+        self._is_partial = bool(others)
+        with self._stepping(first, is_all=not others):
+            yield
+        if self.is_interrupted:
+            return
         # On every rank, whatever it owned: a graph that saved the old values must end in torch's error everywhere.
-        increment_version([slot.parameter for slot, was in shown.items() if was.grad is not None])
-        self._note_state()
-        return list(dict.fromkeys(slot.group for slot in shown))
+        increment_version([slot.parameter for slot in stepped if not is_its_piece(slot)])
+        self._ahead = deque(others)
+        self._begin_next()
+        for window in others:
+            if self.is_lazy:
+                window.slots[0].group.postpone(partial(self._step_late, window, then))
+            else:
+                self._step_late(window, then)
+        if others and not self.is_lazy:
+            self.finish()
 
-    def _note_state(self) -> None:
+    def _step_late(self, window: Window, then: "_Moment") -> None:
+        """Steps a window as the optimizer was at that moment."""
+        if window in self._ahead:
+            self._ahead.remove(window)
+        window.begin()
+        self._begin_next()
+        with then.back(self.optimizer), self._stepping(window, is_all=False):
+            _unhooked(type(self.optimizer).step)(self.optimizer)
+        self._written.append(window)
+        while len(self._written) > 1:
+            self._written.popleft().finish()
+
+    def _begin_next(self) -> None:
+        """Reads one window ahead, which is the next if values are wanted in the order of the model."""
+        if self._ahead and not any(window.is_begun for window in self._ahead):
+            self._ahead[0].begin()
+
+    def _catch_up(self) -> None:
+        """Takes the steps that are postponed; none of them looks at another's state."""
+        for slot in () if self.is_stepping else self.slots:
+            slot.group.catch_up()
+
+    def finish(self) -> None:
+        """All that has been stepped is where it rests."""
+        while self._written:
+            self._written.popleft().finish()
+
+    def refuse_if_partial(self) -> None:
+        """Raises RuntimeError where a step under way is of a first window, and must not be left and entered again."""
+        if self.is_stepping and self._is_partial:
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__} calls its closure several times in a step, and offload= has it step "
+                "some parameters after the others. Leave offload out, or offload to 'cpu' with fraction=1.0."
+            )
+
+    def _divide(self, slots: Sequence[Slot], stepped: Sequence[Slot]) -> tuple[Window, list[Window]]:
+        """What the user's call steps: all, or what is not offloaded; and the windows of what is offloaded, where it has
+        a gradient: a group each, and on disk no more at a time than a bucket."""
+        offloaded: dict[ShardGroup, list[Slot]] = {}
+        for slot in stepped:
+            if slot.group.kind.is_offloaded and slot.group.places.optimizer != slot.group.places.gathered:
+                offloaded.setdefault(slot.group, []).append(slot)
+        if not offloaded:
+            return self._window(slots), []
+        others = [self._window(run, late=self.is_lazy) for group in offloaded.values() for run in self._runs(group)]
+        return self._window([slot for slot in slots if slot.group not in offloaded]), others
+
+    def _runs(self, slots: Sequence[Slot]) -> list[Sequence[Slot]]:
+        if not isinstance(slots[0].group.rest.master, OnDisk):
+            return [slots]
+        sizes = [slot.piece.numel * slot.group.rest.master.dtype.itemsize for slot in slots]
+        return [slots[run.start : run.stop] for run in fill(sizes, self._setting.bucket_bytes)]
+
+    def _window(self, slots: Sequence[Slot], *, late: bool = False) -> Window:
+        return Window(self.optimizer, slots, self._staging, late=late)
+
+    def loading(self) -> Iterator[Sequence[Slot]]:
+        """One window after the other, of all that is stepped; while it is given out its parameters are their pieces,
+        and the optimizer has all of its parameters."""
+        slots = self.slots
+        first, others = self._divide(slots, slots)
+        for window in [first, *others]:
+            window.begin()
+            with self._stepping(window, is_all=True, may_fuse=False):
+                yield window.slots
+            window.finish()
+
+    @contextmanager
+    def _stepping(self, window: Window, *, is_all: bool, may_fuse: bool = True) -> Iterator[None]:
+        window.enter(is_all=is_all, may_fuse=may_fuse)
+        self.is_stepping, is_done = True, False
+        try:
+            yield
+            is_done = not self.is_interrupted
+        finally:
+            window.exit()
+            self.is_stepping = False
+            self._note_state(window.slots)
+            if is_done:
+                window.put(self._rest, lambda name: self.cut.get(name, False))
+            window.forget()
+
+    def _note_state(self, slots: Sequence[Slot]) -> None:
         """Books new state, and notes of each name whether it is cut. A piece may have the shape of a tensor that is
         whole by chance, so one that fits nowhere else decides for all of its name."""
         names = set(self.cut)
-        for parameter, state in self.optimizer.state.items():
-            assert isinstance(parameter, Parameter)
-            for name, value in state.items():
-                if not isinstance(value, Tensor):
+        stepped: dict[Parameter, Slot | None] = {slot.parameter: slot for slot in slots}
+        for parameter, slot in {**dict.fromkeys(self._left_alone), **stepped}.items():
+            for name, value in state_of(self.optimizer, parameter).items():
+                if not isinstance(value, Tensor) or isinstance(value, StateElsewhere):
                     continue
-                self._ledger.adopt(Category.OPTIMIZER_STATE, value)
-                if name not in names and self.holds(parameter) and (slot := self.slot(parameter)).steps_any:
+                if slot is None or not isinstance(slot.group.rest.master, OnDisk):
+                    tier = Tier.DEVICE if slot is None else slot.group.rest.master.place.tier
+                    self._setting.ledger.adopt(Category.OPTIMIZER_STATE, value, tier)
+                if name not in names and slot is not None and slot.steps_any:
                     self.cut[name] = self.cut.get(name, True) and value.shape == slot.stepped_shape
+
+
+def state_tensors_of(optimizer: Optimizer) -> int:
+    """How many tensors of a parameter's shape an optimizer keeps for it, tried out on a small one; 2 where that fails,
+    as most keep two."""
+    kind, tried = type(optimizer), Parameter(torch.ones(2))
+    tried.grad = torch.ones(2)
+    probe = object.__new__(kind)
+    vars(probe).update(vars(optimizer), state=defaultdict(dict))
+    probe.param_groups = [{**optimizer.param_groups[0], "params": [tried]}]
+    try:
+        _unhooked(kind.step)(probe)
+    except Exception:  # an optimizer may ask for anything: several parameters, a closure, attributes of them
+        return 2
+    return sum(isinstance(value, Tensor) and value.shape == tried.shape for value in probe.state[tried].values())
+
+
+def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
+    """An optimizer's `step` without the hooks that torch wraps around it."""
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+
+
+def groups_of(slots: Sequence[Slot]) -> list[ShardGroup]:
+    """The groups whose values a step of these may have changed elsewhere than in the parameters themselves."""
+    return list(dict.fromkeys(slot.group for slot in slots if not is_its_piece(slot)))
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """An optimizer's options, and what it counts by itself, as they were when the user's call of `step` began."""
+
+    options: list[dict[str, Any]]  # of each group
+    numbers: dict[str, Any]
+    default_dtype: torch.dtype  # of the scalars that it makes; 64-true changes it during forward
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> "_Moment":
+        options = [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
+        numbers = {name: value for name, value in vars(optimizer).items() if _is_number(name, value)}
+        return cls(options, numbers, torch.get_default_dtype())
+
+    @contextmanager
+    def back(self, optimizer: Optimizer) -> Iterator[None]:
+        """Inside, the optimizer is as it was at that moment; but for its parameters and their state."""
+        now = _Moment.of(optimizer)
+        self._put(optimizer)
+        try:
+            with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+                yield
+        finally:
+            now._put(optimizer)
+
+    def _put(self, optimizer: Optimizer) -> None:
+        for group, options in zip(optimizer.param_groups, self.options, strict=False):
+            parameters = group["params"]
+            group.clear()
+            group.update(params=parameters, **options)
+        own = vars(optimizer)
+        for name in [name for name, value in own.items() if _is_number(name, value)]:
+            del own[name]
+        own.update(self.numbers)
+        torch.set_default_dtype(self.default_dtype)
+
+
+def _is_number(name: str, value: Any) -> bool:
+    """The two that are named tell a fused kernel of an overflow; a `GradScaler` puts them there for the call alone."""
+    return isinstance(value, int | float) or name in ("found_inf", "grad_scale")
+
+
+class CaughtUpState(defaultdict[Any, Any]):
+    """`optimizer.state` where steps may be postponed: who looks at it finds it after them. `catch_up` takes them."""
+
+    def __init__(self, state: Mapping[Any, Any], catch_up: Callable[[], None]) -> None:
+        super().__init__(dict, state)
+        self._catch_up = catch_up
+
+    def __getitem__(self, parameter: Any) -> Any:
+        self._catch_up()
+        return super().__getitem__(parameter)
+
+    def __contains__(self, parameter: Any) -> bool:
+        self._catch_up()
+        return super().__contains__(parameter)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._catch_up()
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        self._catch_up()
+        return super().__len__()
+
+    def get(self, parameter: Any, default: Any = None) -> Any:
+        self._catch_up()
+        return super().get(parameter, default)
+
+    def keys(self) -> Any:
+        self._catch_up()
+        return super().keys()
+
+    def items(self) -> Any:
+        self._catch_up()
+        return super().items()
+
+    def values(self) -> Any:
+        self._catch_up()
+        return super().values()
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, dict(self.items()))
 
 
 def training_slot(parameter: Parameter) -> Slot | None:
     """Where a parameter lives, if it is among those whose gradients are averaged."""
     slot = slot_of(parameter)
     return None if slot is None or slot.gradient is None else slot
-
-
-def _is_its_piece(slot: Slot) -> bool:
-    """Whether there is nothing to swap: all of it is stepped where it is, with the gradient as it is."""
-    group, gradient = slot.group, slot.gradient
-    assert gradient is not None
-    return group.is_plain and not group.is_cut and gradient.dtype == group.kind.declared == group.kind.resting
-
-
-def set_grad_dtype(parameter: Parameter, dtype: torch.dtype) -> None:
-    """Lets `p.grad` have the accumulation dtype where the parameter rests in a narrower one, so that autograd sums
-    the gradients of several uses in it too (bit-equal to autocast over fp32 weights)."""
-    if parameter.grad_dtype != dtype:
-        parameter.grad_dtype = dtype

@@ -173,13 +173,17 @@ def modules_cast_by_autocast(model: Module) -> list[Module]:
 
 
 def split_by_kind(
-    parameters: Mapping[str, Parameter], trainable: set[int], resting: Mapping[int, torch.dtype]
+    parameters: Mapping[str, Parameter],
+    trainable: set[int],
+    resting: Mapping[int, torch.dtype],
+    offloaded: set[int],
 ) -> dict[Kind, dict[str, Parameter]]:
-    """Parameters by dtype and whether they train (ids); `resting` has, by id, the dtypes that are not their own."""
+    """Parameters by dtype, whether they train and whether their state is offloaded (ids); `resting` has, by id, the
+    dtypes that are not their own."""
     kinds: dict[Kind, dict[str, Parameter]] = {}
     for name, parameter in parameters.items():
         rests_in = resting.get(id(parameter), parameter.dtype)
-        kind = Kind(parameter.dtype, rests_in, id(parameter) in trainable)
+        kind = Kind(parameter.dtype, rests_in, id(parameter) in trainable, id(parameter) in offloaded)
         kinds.setdefault(kind, {})[name] = parameter
     return kinds
 

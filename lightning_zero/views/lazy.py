@@ -6,7 +6,7 @@ writer and the reader of checkpoints, takes only the ranges it needs and never a
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero.shards.extents import Extent
+from lightning_zero.tiers.array import Part
 from lightning_zero.views.intercept import Lent, call
 
 
@@ -35,7 +36,7 @@ class Spread(Source):
     """Values that are spread over the ranks of an engine."""
 
     @abstractmethod
-    def pieces(self) -> list[tuple[Extent, Tensor]]:
+    def pieces(self) -> Sequence[tuple[Extent, Tensor | Part]]:
         """What this rank is to write: flat tensors, with the range of each. Over all ranks they tile the tensor."""
 
 

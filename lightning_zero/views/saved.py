@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from lightning_zero.shards.group import ShardGroup, no_interception
 from lightning_zero.shards.unit import Unit
+from lightning_zero.tiers.array import Array
 
 _hooks_are_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
@@ -30,7 +31,7 @@ class _Place(NamedTuple):
     group: ShardGroup
     parameter: Parameter
     version: int
-    shard: Tensor  # the group's owned_param then
+    shard: Array  # the group's owned_param then
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -49,7 +50,7 @@ class SavedParameters:
     `shard` was its owned_param, a collective.
     """
 
-    def __init__(self, use: Callable[[Unit], None], gather_old: Callable[[ShardGroup, Tensor], Tensor]) -> None:
+    def __init__(self, use: Callable[[Unit], None], gather_old: Callable[[ShardGroup, Array], Tensor]) -> None:
         self._use = use
         self._gather_old = gather_old
         self._pushed: list[bool] = []

@@ -6,11 +6,16 @@ otherwise stay an inference tensor for ever, and training could not write to it.
 
 import ctypes
 import weakref
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning_zero.tiers.disk import Disk
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
 
@@ -47,10 +52,12 @@ class Tier(StrEnum):
 
 @dataclass(frozen=True)
 class Place:
-    """Where tensors live."""
+    """Where tensors live, and on which device they are worked on."""
 
     device: torch.device
     tier: Tier = Tier.DEVICE
+    pinned: bool = False  # page-locked, so that copies to and from a device need no copy between
+    disk: "Disk | None" = None  # the file, of the tier of that name
 
 
 class Ledger:
@@ -60,12 +67,14 @@ class Ledger:
         self.live: dict[Category, int] = dict.fromkeys(Category, 0)  # over all tiers
         self.peak: dict[Category, int] = dict.fromkeys(Category, 0)  # the most there ever were
         self.tiers: dict[Tier, int] = dict.fromkeys(Tier, 0)  # live, over all categories
+        self.tier_peak: dict[Tier, int] = dict.fromkeys(Tier, 0)
+        self.live_in: Counter[tuple[Category, Tier]] = Counter()
         self._booked: set[int] = set()  # storages
 
     def allocate(self, category: Category, numel: int, dtype: torch.dtype, place: Place) -> Tensor:
-        """An uninitialised flat tensor of ``(numel,)``."""
+        """An uninitialised flat tensor of ``(numel,)``, in memory."""
         with torch.inference_mode(False):
-            tensor = torch.empty(numel, dtype=dtype, device=place.device)
+            tensor = torch.empty(numel, dtype=dtype, device=place.device, pin_memory=place.pinned)
         self.adopt(category, tensor, place.tier)
         return tensor
 
@@ -75,14 +84,17 @@ class Ledger:
         key = storage._cdata
         if key not in self._booked:
             self._booked.add(key)
-            self._book(category, tier, storage.nbytes())
-            weakref.finalize(storage, self._forget, key, category, tier, storage.nbytes())
+            self.book(category, tier, storage.nbytes(), storage)
+            weakref.finalize(storage, self._booked.discard, key)
 
-    def _book(self, category: Category, tier: Tier, nbytes: int) -> None:
+    def book(self, category: Category, tier: Tier, nbytes: int, owner: object) -> None:
+        """Books bytes that are there as long as `owner` is."""
+        self._add(category, tier, nbytes)
+        weakref.finalize(owner, self._add, category, tier, -nbytes)
+
+    def _add(self, category: Category, tier: Tier, nbytes: int) -> None:
         self.live[category] += nbytes
         self.tiers[tier] += nbytes
+        self.live_in[category, tier] += nbytes
         self.peak[category] = max(self.peak[category], self.live[category])
-
-    def _forget(self, key: int, category: Category, tier: Tier, nbytes: int) -> None:
-        self._booked.discard(key)
-        self._book(category, tier, -nbytes)
+        self.tier_peak[tier] = max(self.tier_peak[tier], self.tiers[tier])

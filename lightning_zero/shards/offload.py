@@ -1,0 +1,93 @@
+"""What is offloaded where, and whether there is room (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, 2104.07857)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from lightning_zero.config import Offload
+from lightning_zero.shards.gradient import GradientShard
+from lightning_zero.shards.group import Places, Setting
+from lightning_zero.shards.optimizer import state_tensors_of
+from lightning_zero.shards.units import modules_in_compiled_regions
+from lightning_zero.stage import Partition
+from lightning_zero.tiers.disk import Disk
+from lightning_zero.tiers.ledger import Place, Tier
+
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What offload may count on."""
+
+    host_bytes: int | None = None  # that this rank may take of host memory; None where the system does not say
+    ranks: int = 1  # of the machine, which share its disk
+    host_is_apart: bool | None = None  # whether host memory is another tier than the device's; None: if it is
+
+
+def places_for(offload: Offload | None, device: torch.device, partition: Partition, machine: Machine) -> Places:
+    """Where the parts of offloaded groups live: gradients with the optimizer that steps them, where they rest as
+    shards."""
+    here = Place(device)
+    if offload is None:
+        return Places(here, here, here, here)
+    pinned = offload.pin_memory and device.type == "cuda"
+    is_apart = device.type != "cpu" if machine.host_is_apart is None else machine.host_is_apart
+    tiers = {None: here, "cpu": Place(HOST, Tier.HOST, pinned) if is_apart else here}
+    if offload.path is not None:
+        tiers["nvme"] = Place(HOST, Tier.DISK, pinned, Disk(offload.path))
+    optimizer = tiers[offload.optimizer]
+    return Places(here, tiers[offload.parameters], optimizer if partition.gradient else here, optimizer)
+
+
+def choose_offloaded(offload: Offload | None, named: Mapping[str, Parameter], trainable: set[int]) -> set[int]:
+    """Ids of those whose optimizer state is offloaded: of all that train (`trainable`, ids) the last ones of the model,
+    up to the share that was asked for. (Their values are needed last in the next forward.)"""
+    if offload is None or offload.optimizer is None:
+        return set()
+    trained = [parameter for parameter in named.values() if id(parameter) in trainable]
+    left, chosen = offload.fraction * sum(parameter.numel() for parameter in trained), set()
+    for parameter in reversed(trained):
+        if parameter.numel() <= 2 * left:  # nearer to the share with it than without
+            chosen.add(id(parameter))
+            left -= parameter.numel()
+    return chosen
+
+
+def why_serial(module: Module, shards: Sequence[GradientShard]) -> str | None:
+    """Why steps of what is offloaded cannot be taken as late as when the values are wanted; None where they can."""
+    if not all(shard.is_spread for shard in shards if shard.group.kind.is_offloaded):
+        return "gradients rest in full, and may be changed before the values are wanted"
+    if modules_in_compiled_regions(module):
+        return "compiled modules look at parameters past us"
+    return None
+
+
+def refuse_too_little_room(
+    offload: Offload,
+    shards: Sequence[GradientShard],
+    optimizers: Sequence[Optimizer],
+    setting: Setting,
+    machine: Machine,
+) -> None:
+    """Raises ValueError unless the tiers have room for what is to rest there once the optimizers have made their state;
+    parameters, masters and gradients (`shards`) are there already."""
+    per_element = max(map(state_tensors_of, optimizers), default=0)
+    groups = [shard.group for shard in shards if shard.group.kind.is_offloaded]
+    state_bytes = sum(per_element * group.master.numel * group.master.dtype.itemsize for group in groups)
+    place, taken = setting.places.optimizer, setting.ledger.tiers[Tier.HOST]
+    needed = taken + (state_bytes if place.tier is Tier.HOST else 0)
+    if needed and machine.host_bytes is not None and needed > machine.host_bytes:
+        raise ValueError(
+            f"{offload} needs {needed:,} bytes of host memory on each rank, and {machine.host_bytes:,} were there for "
+            "it. Offload to 'nvme', lower fraction, or use more ranks."
+        )
+    if place.disk is not None and state_bytes * machine.ranks > place.disk.free_bytes:
+        raise ValueError(
+            f"Offload(path={str(place.disk.folder)!r}): the optimizer state of the ranks of this machine will take "
+            f"{state_bytes * machine.ranks:,} bytes more there, and {place.disk.free_bytes:,} are free. Choose a "
+            "larger disk, lower fraction, or use more machines."
+        )

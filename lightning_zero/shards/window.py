@@ -1,0 +1,285 @@
+"""`Window`: parameters of an optimizer that are stepped together, as the pieces that this rank owns.
+
+What rests in memory is stepped where it is. What rests on disk is read before, and written behind, while other windows
+are stepped; three windows are in memory at a time: one read, one stepped, one written.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from lightning_zero.shards.group import ShardGroup, Slot, no_interception, point_at_nothing
+from lightning_zero.shards.layout import round_up
+from lightning_zero.tiers.array import ALL, Array, OnDisk
+from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
+
+ALIGNMENT = 64  # bytes
+FUSED = (SGD, Adagrad, Adam, AdamW)  # torch has a kernel for CPU tensors, which it takes only if it is asked to
+FUSABLE = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
+
+
+class StateElsewhere(Tensor):
+    """A tensor of optimizer state that rests on disk; see `views.state`."""
+
+    array: OnDisk
+
+    def settle(self) -> None:
+        """Edits that were made through views of the values are on disk from here on."""
+
+
+@dataclass
+class _Staged:
+    """What is in memory of a slot that rests on disk."""
+
+    master: Tensor
+    grad: Tensor | None
+    state: dict[str, Tensor]
+    resting: dict[str, StateElsewhere]  # what stands for the state while this is not stepped
+
+
+class _Shown(NamedTuple):
+    """A parameter as users see it, while it is its piece."""
+
+    grad: Tensor | None
+    kind: type[Parameter]  # plain, or that of a parameter whose values are elsewhere
+
+
+@final
+class Staging:
+    """Room in host memory for what is read from disk; it is used again, not allocated anew."""
+
+    def __init__(self, ledger: Ledger, pinned: bool) -> None:
+        self._ledger = ledger
+        self._place = Place(torch.device("cpu"), Tier.HOST, pinned)
+        self._free: list[Tensor] = []
+
+    def take(self, nbytes: int) -> Tensor:
+        while self._free:
+            if (found := self._free.pop()).numel() >= nbytes:
+                return found
+        return self._ledger.allocate(Category.BUCKET, nbytes, torch.uint8, self._place)
+
+    def give_back(self, room: Tensor) -> None:
+        self._free.append(room)
+
+
+@final
+class Window:
+    """`slots` of an optimizer, all in one tier. With `late` they all have a gradient, where it is averaged, and what
+    becomes of `p.grad` meanwhile does not matter."""
+
+    def __init__(self, optimizer: Optimizer, slots: Sequence[Slot], staging: Staging, *, late: bool = False) -> None:
+        self.slots = slots
+        self._late = late
+        self._optimizer = optimizer
+        self._staging = staging
+        self._room: Tensor | None = None
+        self._taken = 0  # bytes of the room
+        self._reads: list[Future[None]] = []
+        self._writes: list[Future[None]] = []
+        self._staged: dict[Slot, _Staged] = {}
+        self._shown: dict[Slot, _Shown] = {}
+        self._options: list[dict[str, Any]] = []  # that are not the user's while this is stepped, as they were
+
+    @property
+    def rests_on_disk(self) -> bool:
+        return isinstance(self.slots[0].group.rest.master, OnDisk) if self.slots else False
+
+    @property
+    def is_begun(self) -> bool:
+        return self._room is not None
+
+    # -- from disk
+
+    def begin(self) -> None:
+        """Starts to read what rests on disk."""
+        if self.is_begun or not self.rests_on_disk:
+            return
+        with no_interception():
+            resting = {slot: self._state_of(slot) for slot in self.slots}
+            self._room = self._staging.take(sum(self._bytes_of(slot, resting[slot]) for slot in self.slots))
+            for slot in self.slots:
+                part, gradient = slot.piece.in_shard, self._gradient_of(slot)
+                self._staged[slot] = _Staged(
+                    master=self._read(slot.group.rest.master, part),
+                    grad=None if gradient is None else self._read(gradient, part),
+                    state={name: self._read(one.array, ALL) for name, one in resting[slot].items()},
+                    resting=resting[slot],
+                )
+
+    def _state_of(self, slot: Slot) -> dict[str, StateElsewhere]:
+        state = state_of(self._optimizer, slot.parameter)
+        found = {name: value for name, value in state.items() if isinstance(value, StateElsewhere)}
+        for value in found.values():
+            value.settle()
+        return found
+
+    def _bytes_of(self, slot: Slot, resting: dict[str, StateElsewhere]) -> int:
+        arrays = [slot.group.rest.master, self._gradient_of(slot), *(each.array for each in resting.values())]
+        sizes = [slot.piece.numel * array.dtype.itemsize for array in arrays if array is not None]
+        return sum(round_up(size, ALIGNMENT) for size in sizes)
+
+    def _gradient_of(self, slot: Slot) -> Array | None:
+        """What is to be read of it; None where it is in memory, or there is none."""
+        assert slot.gradient is not None
+        has_any = self._late or slot.parameter.grad is not None
+        return slot.gradient.owned_grad if has_any and slot.gradient.is_on_disk else None
+
+    def _read(self, array: Array, part: slice) -> Tensor:
+        assert isinstance(array, OnDisk)
+        assert self._room is not None
+        start, stop, _ = part.indices(array.numel)
+        nbytes = (stop - start) * array.dtype.itemsize
+        values = self._room[self._taken : self._taken + nbytes].view(array.dtype)
+        self._taken += round_up(nbytes, ALIGNMENT)
+        self._reads.append(array.disk.begin_read(array.at(part), values))
+        return values
+
+    def finish(self) -> None:
+        """What was stepped is on disk, and the room is somebody else's."""
+        for write in self._writes:
+            write.result()
+        self._writes.clear()
+        if self._room is not None:
+            self._staging.give_back(self._room)
+            self._room = None
+
+    # -- as pieces
+
+    def enter(self, *, is_all: bool, may_fuse: bool) -> None:
+        """From here to `exit` every parameter is its piece; and unless this `is_all`, the optimizer's only ones."""
+        for read in self._reads:
+            read.result()
+        self._reads.clear()
+        for slot in self.slots:
+            if not is_its_piece(slot):
+                self._show_piece(slot)
+        wanted = {slot.parameter for slot in self.slots}
+        for group in self._optimizer.param_groups:
+            own = {"params": group["params"]}
+            mine = own["params"] if is_all else [parameter for parameter in own["params"] if parameter in wanted]
+            if may_fuse and self._may_fuse(group):
+                own["fused"], group["fused"] = group["fused"], True
+            group["params"] = mine
+            self._options.append(own)
+
+    def _show_piece(self, slot: Slot) -> None:
+        parameter, gradient, staged = slot.parameter, slot.gradient, self._staged.get(slot)
+        assert gradient is not None
+        master = slot.group.rest.master
+        piece = slot.stepped(master) if staged is None else staged.master.view(slot.stepped_shape)
+        with no_interception():
+            shown = parameter.grad
+            self._shown[slot] = _Shown(shown, type(parameter))
+            parameter.grad = None
+            parameter.__class__ = Parameter
+            parameter.data = piece
+            set_grad_dtype(parameter, piece.dtype)
+            if (self._late or shown is not None) and slot.steps_any:
+                grad = None if staged is None else staged.grad
+                if grad is None:
+                    grad = gradient.piece(slot) if gradient.travels else shown
+                assert grad is not None
+                parameter.grad = grad.view(slot.stepped_shape).to(piece.device, piece.dtype)
+            if staged is not None:
+                state = state_of(self._optimizer, parameter)
+                state.update({name: values.view(slot.stepped_shape) for name, values in staged.state.items()})
+
+    def _may_fuse(self, group: dict[str, Any]) -> bool:
+        """Whether the user has left the kernel to torch, and torch would step host tensors one by one."""
+        return (
+            bool(self.slots)
+            and self.slots[0].group.kind.is_offloaded
+            and type(self._optimizer) in FUSED
+            and group.get("fused", True) is None
+            and group.get("foreach") is None
+            and not group.get("differentiable")
+            and all(slot.group.rest.master.dtype in FUSABLE for slot in self.slots)
+        )
+
+    def exit(self) -> None:
+        """Back to the parameters that users see."""
+        for group, own in zip(self._optimizer.param_groups, self._options, strict=True):
+            group.update(own)
+        self._options.clear()
+        for slot, shown in self._shown.items():
+            self._show_whole(slot, shown)
+
+    def _show_whole(self, slot: Slot, shown: _Shown) -> None:
+        parameter, full, gradient = slot.parameter, slot.group.full_param, slot.gradient
+        assert gradient is not None
+        with no_interception():
+            parameter.grad = None
+            if full is None:
+                point_at_nothing(slot)
+            else:
+                parameter.data = slot.view(full)
+            set_grad_dtype(parameter, gradient.dtype)
+            parameter.grad = shown.grad
+            parameter.__class__ = shown.kind
+
+    def put(self, rest: Callable[[OnDisk, tuple[int, ...]], StateElsewhere], is_cut: Callable[[str], bool]) -> None:
+        """What has been stepped goes where it rests: of the state, what `is_cut` as the parameter is. `rest` makes what
+        stands for an array of it."""
+        if not self.rests_on_disk:
+            for group in dict.fromkeys(slot.group for slot in self._shown):
+                group.take_masters()
+        for slot, staged in self._staged.items():
+            group = slot.group
+            self._write(group.rest.master, slot.piece.in_shard, staged.master)
+            if group.rest.owned_param is not group.rest.master:
+                group.rest.owned_param.write(slot.piece.in_shard, staged.master)
+            state = state_of(self._optimizer, slot.parameter)
+            for name, values in state.items():
+                if isinstance(values, Tensor) and values.dim() and is_cut(name) and values.numel() == slot.piece.numel:
+                    resting = staged.resting.get(name)
+                    if resting is None or resting.dtype != values.dtype:
+                        resting = self._make_resting(group, values, rest)
+                    self._write(resting.array, ALL, values.reshape(-1))
+                    staged.resting[name] = resting
+
+    @staticmethod
+    def _make_resting(
+        group: ShardGroup, values: Tensor, rest: Callable[[OnDisk, tuple[int, ...]], StateElsewhere]
+    ) -> StateElsewhere:
+        array = OnDisk(values.numel(), values.dtype, group.places.optimizer)
+        group.setting.ledger.book(Category.OPTIMIZER_STATE, Tier.DISK, values.nbytes, array)
+        return rest(array, tuple(values.shape))
+
+    def _write(self, array: Array, part: slice, values: Tensor) -> None:
+        assert isinstance(array, OnDisk)
+        array.note_write()
+        self._writes.append(array.disk.begin_write(array.at(part), values))
+
+    def forget(self) -> None:
+        """What is in memory of what rests on disk is not read any more."""
+        for slot, staged in self._staged.items():
+            state_of(self._optimizer, slot.parameter).update(staged.resting)
+        self._staged.clear()
+        self._shown.clear()
+
+
+def state_of(optimizer: Optimizer, parameter: Parameter) -> dict[str, Any]:
+    """What an optimizer keeps for a parameter, whether or not a step of it is still to be taken."""
+    return dict.get(optimizer.state, parameter, {})
+
+
+def is_its_piece(slot: Slot) -> bool:
+    """Whether there is nothing to swap: all of it is stepped where it is, with the gradient as it is."""
+    group, gradient = slot.group, slot.gradient
+    assert gradient is not None
+    is_apart = group.is_cut or gradient.is_spread or group.rest.master is not group.rest.owned_param
+    return group.is_plain and not is_apart and gradient.dtype == group.kind.declared
+
+
+def set_grad_dtype(parameter: Parameter, dtype: torch.dtype) -> None:
+    """Lets `p.grad` have the accumulation dtype where the parameter rests in a narrower one, so that autograd sums
+    the gradients of several uses in it too (bit-equal to autocast over fp32 weights)."""
+    if parameter.grad_dtype != dtype:
+        parameter.grad_dtype = dtype

@@ -1,0 +1,1 @@
+"""Where tensors rest: device, host, disk; and what is booked there."""

@@ -1,0 +1,112 @@
+"""`Disk`: a file of this rank in which tensors rest, and the threads that read ahead and write behind.
+
+An ordinary file, read and written with `preadv` and `pwritev`: any file system will do, and nothing is compiled. It has
+no name from the moment it is open, so nothing stays behind, however the process ends.
+"""
+
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import Tensor
+
+AT_MOST = 2**30  # bytes of one call; Linux moves no more than 2 GiB in one
+
+
+class DiskError(RuntimeError):
+    """A disk that is a tier is full, or has failed. Fatal to the run: what rested there is lost."""
+
+
+@final
+class Disk:
+    """Room in `folder`, which must exist. Reading and writing may raise `DiskError`, later ones too: work that was
+    begun ahead tells of its failure when it is waited for."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        try:
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 -- open as long as this is
+        except OSError as error:
+            raise DiskError(f"Offload(path={str(folder)!r}): no file can be made there: {_said(error)}.") from error
+        self._end = 0
+        self._reader = ThreadPoolExecutor(1, "read ahead")
+        self._writer = ThreadPoolExecutor(1, "write behind")
+        self._writes: list[Future[None]] = []
+        self._lock = threading.Lock()
+
+    @property
+    def free_bytes(self) -> int:
+        """What the file system has left for us."""
+        found = os.statvfs(self._file.fileno())
+        return found.f_bavail * found.f_frsize
+
+    def reserve(self, nbytes: int) -> int:
+        """Room for so many bytes, which are zeros; returns where. Raises DiskError unless the disk has it: once it is
+        reserved, writing cannot find the disk full."""
+        start, free = self._end, self.free_bytes
+        if nbytes:
+            try:
+                os.posix_fallocate(self._file.fileno(), start, nbytes)
+            except OSError as error:
+                raise DiskError(
+                    f"Offload(path={str(self.folder)!r}): {nbytes:,} bytes more are needed there, and {free:,} are "
+                    f"free ({_said(error)}). Choose a larger disk, or offload less."
+                ) from error
+        self._end += nbytes
+        return start
+
+    def read(self, start: int, into: Tensor) -> None:
+        """Fills a contiguous host tensor from what lies at `start`, what is still being written included."""
+        self.drain()
+        self._move(os.preadv, "reading", start, into)
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Puts a contiguous host tensor to `start`."""
+        self.drain()
+        self._move(os.pwritev, "writing", start, values)
+
+    def begin_read(self, start: int, into: Tensor) -> "Future[None]":
+        """`read` in the background, past what is being written."""
+        return self._reader.submit(self._move, os.preadv, "reading", start, into)
+
+    def begin_write(self, start: int, values: Tensor) -> "Future[None]":
+        """`write` in the background. The values must stay until then, or until `drain`."""
+        self._writes.append(self._writer.submit(self._move, os.pwritev, "writing", start, values))
+        return self._writes[-1]
+
+    def drain(self) -> None:
+        """Waits until all is written."""
+        with self._lock:
+            writes, self._writes = self._writes, []
+        for write in writes:
+            write.result()
+
+    def close(self) -> None:
+        """Ends the threads. What rests there can be read until nothing refers to it."""
+        self.drain()
+        self._reader.shutdown()
+        self._writer.shutdown()
+
+    def _move(self, call: Callable[..., int], doing: str, start: int, values: Tensor) -> None:
+        view = memoryview(values.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        done = 0
+        while done < len(view):
+            try:
+                moved = call(self._file.fileno(), [view[done : done + AT_MOST]], start + done)
+            except OSError as error:
+                raise DiskError(
+                    f"Offload(path={str(self.folder)!r}): {doing} {len(view):,} bytes failed: {_said(error)}. What "
+                    "rested there is lost; go on from the last checkpoint."
+                ) from error
+            if not moved:
+                raise DiskError(f"Offload(path={str(self.folder)!r}): {doing} ended early: the file was cut short.")
+            done += moved
+
+
+def _said(error: OSError) -> str:
+    return error.strerror or str(error)

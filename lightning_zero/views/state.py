@@ -1,0 +1,65 @@
+"""Optimizer state that rests on disk: a tensor that has shape and dtype, is read when it is used, and keeps edits."""
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from lightning_zero.shards.window import StateElsewhere
+from lightning_zero.tiers.array import ALL, OnDisk
+from lightning_zero.views.intercept import Lent, call
+
+
+@final
+class RestingState(StateElsewhere):
+    """What `optimizer.state[p][name]` is between steps, where the values are in `array`."""
+
+    _lent: Tensor | None  # values of which views may be held, and edited
+
+    @staticmethod
+    def __new__(cls, array: OnDisk, shape: tuple[int, ...]) -> "RestingState":
+        with torch.inference_mode(False):
+            self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=array.dtype, device=torch.device("cpu"))
+        self.array, self._lent = array, None
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"RestingState(shape={tuple(self.shape)}, dtype={self.dtype}, on disk)"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._read().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), self._read().clone())
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.detach:
+            return args[0]
+        return call(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return call(func, args, kwargs)
+
+    def borrow(self) -> Lent:
+        """Its values, for one call."""
+        return Lent(self, self._read(), _end)
+
+    def settle(self) -> None:
+        if self._lent is not None:
+            self.array.write(ALL, self._lent.view(-1))
+            self._lent = None
+
+    def _read(self) -> Tensor:
+        with torch.inference_mode(False):
+            return self.array.read().view(self.shape) if self._lent is None else self._lent
+
+
+def _end(loan: Lent, result: Any) -> None:
+    state = loan.tensor
+    assert isinstance(state, RestingState)
+    if loan.is_visible_in(result):
+        state._lent = loan.values
+    elif loan.is_edited:
+        state.array.write(ALL, loan.values.reshape(-1))

@@ -1,0 +1,508 @@
+"""Offload changes where things rest, and no bit: every tier beside none, on ranks as threads of this process."""
+
+import copy
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from compare import assert_same_bits
+from lightning_zero.config import Offload
+from lightning_zero.run.engine import Engine, Options
+from lightning_zero.shards.offload import Machine, choose_offloaded
+from lightning_zero.shards.optimizer import state_tensors_of
+from lightning_zero.tiers.array import OnDisk
+from lightning_zero.tiers.disk import DiskError
+from lightning_zero.tiers.ledger import Category, Tier
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.local import LocalComm
+from lightning_zero.wire.threads import ThreadWorld
+from models import assorted, clone, loss_of, weights
+from reference import Run
+
+# The host's memory stands in for another tier than the "device", which is memory of the host here, too.
+APART = Machine(host_is_apart=True)
+TIERS = {
+    "optimizer on the host": Offload(optimizer="cpu"),
+    "optimizer on disk": Offload(optimizer="nvme", path="."),
+    "half of it on the host": Offload(optimizer="cpu", fraction=0.5),
+    "half of it on disk": Offload(optimizer="nvme", path=".", fraction=0.5),
+    "parameters on the host": Offload(parameters="cpu"),
+    "both on the host": Offload(parameters="cpu", optimizer="cpu"),
+    "both on disk": Offload(parameters="nvme", optimizer="nvme", path="."),
+    "parameters on disk, optimizer on the host": Offload(parameters="nvme", optimizer="cpu", path="."),
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped": {"accumulate": 2, "clip": "norm"},
+    "local": {"accumulate": 2, "accumulation": "local", "clip": "value"},
+    "autocast": {"autocast_dtype": torch.bfloat16},
+    "two bytes": {"param_dtype": torch.bfloat16, "accumulate": 2},
+}
+Maker = Callable[[nn.Module], tuple[Optimizer, LRScheduler | None]]
+
+
+def fused_adamw(model: nn.Module) -> tuple[Optimizer, LRScheduler]:
+    """The kernel that offload takes where the choice is torch's, with two groups and a scheduler."""
+    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 2e-3}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=True)
+    return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 0.2, 1.0, total_iters=3)
+
+
+def momentum(model: nn.Module) -> tuple[Optimizer, None]:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True), None
+
+
+def rmsprop(model: nn.Module) -> tuple[Optimizer, None]:
+    return torch.optim.RMSprop([p for p in model.parameters() if p.requires_grad], lr=1e-3), None
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps by itself and in its groups, and goes by both."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        for group in self.param_groups:
+            group["taken"] = group.get("taken", 0) + 1
+            group["lr"] = 0.05 / (self.steps + group["taken"])
+        return super().step(closure)
+
+
+def counting(model: nn.Module) -> tuple[Optimizer, None]:
+    return Counting(model.parameters(), lr=0.05, momentum=0.9, fused=True), None
+
+
+def look(optimizer: Optimizer, model: nn.Module, seen: list[dict[str, Any]]) -> None:
+    """What a curious callback does: weights, gradients and state."""
+    seen.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    seen.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    for parameter in model.parameters():
+        seen.append({name: value.clone() for name, value in optimizer.state.get(parameter, {}).items()})
+
+
+def train(
+    comm: Comm,
+    stage: int,
+    make: Maker = fused_adamw,
+    *,
+    accumulate: int = 1,
+    clip: str | None = None,
+    steps: int = 3,
+    looks: bool = False,
+    zeroes: bool = False,
+    **options: Any,
+) -> tuple[Run, list[dict[str, Any]]]:
+    model, run, seen = clone(assorted()), Run(), []
+    optimizer, scheduler = make(model)
+    engine = Engine(model, [optimizer], stage=stage, comm=comm, options=Options(machine=APART, **options))
+    dtype = options.get("autocast_dtype")
+    for step in range(steps):
+        for micro in range(accumulate):
+            reduces = micro == accumulate - 1
+            with engine.forward(reduces=reduces), torch.autocast("cpu", dtype, enabled=dtype is not None):
+                loss = loss_of(model, comm.rank, step, micro) / accumulate
+            if micro == 0:
+                optimizer.zero_grad(set_to_none=not zeroes)
+            with nullcontext() if reduces else engine.accumulating(), engine.backward():
+                loss.backward()
+        if looks:
+            look(optimizer, model, seen)
+        run.losses.append(loss.item())
+        if clip == "norm":
+            run.grad_norms.append(engine.clip_by_norm_(optimizer, 0.5).total.item())
+        if clip == "value":
+            engine.clip_by_value_(optimizer, 0.01)
+        optimizer.step()
+        if looks:
+            look(optimizer, model, seen)
+        if scheduler is not None:
+            scheduler.step()
+    run.optimizer = engine.states.full_optimizer(optimizer)
+    engine.close()
+    run.weights = weights(model)
+    return run, seen
+
+
+def on_ranks(world: int, stage: int, make: Maker = fused_adamw, **kwargs: Any) -> tuple[Run, list[dict[str, Any]]]:
+    if world == 1:
+        return train(LocalComm(), stage, make, **kwargs)
+    return ThreadWorld(world, wait_timeout=20).run(lambda comm: train(comm, stage, make, **kwargs))[0]
+
+
+@functools.cache
+def without(
+    world: int, stage: int, way: str, make: Maker = fused_adamw, looks: bool = False
+) -> tuple[Run, list[dict[str, Any]]]:
+    return on_ranks(world, stage, make, looks=looks, **WAYS[way])
+
+
+def flat(state: dict[str, Any]) -> dict[str, Any]:
+    return {f"{index} {name}": value for index, of_one in state["state"].items() for name, value in of_one.items()}
+
+
+def assert_same_run(found: Run, expected: Run) -> None:
+    assert (found.losses, found.grad_norms) == (expected.losses, expected.grad_norms)
+    assert_same_bits(found.weights, expected.weights)
+    assert_same_bits(flat(found.optimizer), flat(expected.optimizer))
+
+
+def at(tiers: str, folder: Path) -> Offload:
+    offload = TIERS[tiers]
+    return dataclasses.replace(offload, path=folder) if offload.path else offload
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2])
+def test_offload_changes_no_bit(world: int, stage: int, way: str, tmp_path: Path) -> None:
+    expected, _ = without(world, stage, way)
+    for tiers in TIERS:
+        offload = at(tiers, tmp_path)
+        if offload.parameters is None or stage == 3:
+            found, _ = on_ranks(world, stage, offload=offload, **WAYS[way])
+            assert_same_run(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("stage", "tiers"),
+    [(stage, tiers) for stage in (1, 2, 3) for tiers in ("optimizer on the host", "optimizer on disk")]
+    + [(3, "both on disk")],
+)
+@pytest.mark.parametrize("world", [1, 2])
+def test_who_looks_at_weights_gradients_or_state_at_any_moment_sees_what_a_serial_step_left(
+    world: int, stage: int, tiers: str, tmp_path: Path
+) -> None:
+    expected, seen = without(world, stage, "clipped", looks=True)
+    found, also = on_ranks(world, stage, offload=at(tiers, tmp_path), looks=True, **WAYS["clipped"])
+    assert_same_run(found, expected)
+    for mine, theirs in zip(also, seen, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("make", [momentum, rmsprop, counting])
+@pytest.mark.parametrize("world", [1, 2])
+def test_any_element_wise_optimizer_steps_where_its_state_rests(world: int, make: Maker, tmp_path: Path) -> None:
+    expected, _ = without(world, 2, "plain", make)
+    for tiers in ("optimizer on the host", "optimizer on disk", "half of it on disk"):
+        found, _ = on_ranks(world, 2, make, offload=at(tiers, tmp_path))
+        assert_same_run(found, expected)
+
+
+@pytest.mark.parametrize("tiers", ["optimizer on the host", "optimizer on disk"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_that_are_zeroed_in_place_are_stepped_first(stage: int, tiers: str, tmp_path: Path) -> None:
+    expected, _ = on_ranks(2, stage, zeroes=True)
+    found, _ = on_ranks(2, stage, offload=at(tiers, tmp_path), zeroes=True)
+    assert_same_run(found, expected)
+
+
+class Steps:
+    """A tower of three, and which of its layers the optimizer has stepped."""
+
+    def __init__(self, stage: int, offload: Offload, comm: Comm | None = None) -> None:
+        self.model = nn.Sequential(*[nn.ModuleList([nn.Linear(8, 8)])[0] for _ in range(3)])
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        options = Options(offload=offload, machine=APART)
+        self.engine = Engine(self.model, [self.optimizer], stage=stage, comm=comm or LocalComm(), options=options)
+
+    def step(self) -> None:
+        with self.engine.forward():
+            loss = self.model(torch.ones(2, 8)).sum()
+        self.optimizer.zero_grad()
+        with self.engine.backward():
+            loss.backward()
+        self.optimizer.step()
+
+    @property
+    def stepped(self) -> list[bool]:
+        """Of each layer: whether its weight has state, without looking at it."""
+        return [dict.__contains__(self.optimizer.state, layer.weight) for layer in self.model]
+
+
+def test_a_layer_is_stepped_when_the_next_forward_comes_to_it() -> None:
+    run = Steps(3, Offload(optimizer="cpu", parameters="cpu"))
+    run.step()
+    assert run.stepped == [False, False, False]
+    seen: list[list[bool]] = []
+    for layer in run.model:
+        layer.register_forward_hook(lambda *_: seen.append(run.stepped))
+    with run.engine.forward():
+        run.model(torch.ones(2, 8))
+    assert seen == [[True, True, False], [True, True, True], [True, True, True]]  # one unit is gathered ahead
+    run.engine.close()
+
+
+def test_at_stage_2_a_layer_waits_for_its_own_weights_alone() -> None:
+    run = Steps(2, Offload(optimizer="cpu"))
+    run.step()
+    assert run.stepped == [False, False, False]
+    run.model[0].weight.sum()
+    assert run.stepped[0]
+    run.engine.close()
+    assert run.stepped == [True, True, True]
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda run: run.optimizer.state_dict(),
+        lambda run: list(run.optimizer.state.values()),
+        lambda run: run.engine.states.full_model(copy=True),
+        lambda run: run.engine.clip_by_norm_(run.optimizer, 1.0),
+        lambda run: run.step(),
+    ],
+    ids=["state_dict", "state", "model", "clip", "next step"],
+)
+def test_nobody_finds_a_step_that_is_still_to_be_taken(ask: Callable[[Steps], Any]) -> None:
+    run = Steps(2, Offload(optimizer="cpu"))
+    run.step()
+    ask(run)
+    assert run.stepped == [True, True, True]
+    run.engine.close()
+
+
+def test_evaluation_waits_for_all_steps() -> None:
+    run = Steps(2, Offload(optimizer="cpu"))
+    run.step()
+    with torch.inference_mode(), run.engine.forward():
+        pass
+    assert run.stepped == [True, True, True]
+    assert not any(state["exp_avg"].is_inference() for state in run.optimizer.state.values())
+    run.step()
+    run.engine.close()
+
+
+def test_the_learning_rate_of_a_late_step_is_that_of_its_call() -> None:
+    found, expected = Steps(2, Offload(optimizer="cpu")), Steps(2, Offload(optimizer="cpu"))
+    start = weights(found.model)
+    expected.model.load_state_dict(start)
+    for run in (found, expected):
+        run.step()
+        if run is expected:
+            run.engine.catch_up()
+        run.optimizer.param_groups[0]["lr"] = 100.0
+        run.engine.close()
+        assert run.optimizer.param_groups[0]["lr"] == 100.0
+    assert_same_bits(weights(found.model), weights(expected.model))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_r24_the_state_is_where_it_was_asked_to_be_and_nowhere_else(stage: int, tmp_path: Path) -> None:
+    numel = 3 * (8 * 8 + 8)
+
+    def tiers_of(category: Category, offload: Offload) -> dict[Tier, int]:
+        run = Steps(stage, offload)
+        run.step()
+        run.engine.catch_up()
+        found = {tier: run.engine.ledger.live_in[category, tier] for tier in Tier}
+        run.engine.close()
+        return found
+
+    scalars = 6 * 4  # Adam's counts of steps
+    on_host = tiers_of(Category.OPTIMIZER_STATE, Offload(optimizer="cpu"))
+    assert on_host == {Tier.DEVICE: 0, Tier.HOST: 8 * numel + scalars, Tier.DISK: 0}
+    on_disk = tiers_of(Category.OPTIMIZER_STATE, Offload(optimizer="nvme", path=tmp_path))
+    assert on_disk[Tier.DEVICE] == 0
+    assert on_disk[Tier.DISK] == 8 * numel
+    masters = tiers_of(Category.MASTER, Offload(optimizer="nvme", path=tmp_path))
+    assert masters[Tier.DEVICE] == masters[Tier.HOST] == 0
+    assert masters[Tier.DISK] >= 4 * numel
+    gradients = tiers_of(Category.GRADIENT, Offload(optimizer="nvme", path=tmp_path))
+    assert gradients[Tier.DEVICE] == gradients[Tier.HOST] == 0
+
+
+def test_half_of_the_state_is_half_of_it() -> None:
+    model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(10)])
+    named = dict(model.named_parameters())
+    trainable = {id(parameter) for parameter in named.values()}
+    for fraction, expected in ((0.5, 5), (0.1, 1), (1.0, 10), (0.04, 0)):
+        chosen = choose_offloaded(Offload(optimizer="cpu", fraction=fraction), named, trainable)
+        assert len(chosen) == expected, fraction
+    last = choose_offloaded(Offload(optimizer="cpu", fraction=0.1), named, trainable)
+    assert last == {id(model[9].weight)}  # needed last in the next forward
+
+
+def host_peak(layers: int, folder: Path) -> int:
+    """Bytes of host memory that offload to disk takes, at the most."""
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(layers)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = Options(offload=Offload(optimizer="nvme", path=folder), machine=APART, bucket_bytes=2**19)
+    engine = Engine(model, [optimizer], stage=2, comm=LocalComm(), options=options)
+    for _ in range(3):
+        with engine.forward():
+            loss = model(torch.ones(2, 256)).sum()
+        optimizer.zero_grad()
+        with engine.backward():
+            loss.backward()
+        optimizer.step()
+    engine.close()
+    return engine.ledger.tier_peak[Tier.HOST]
+
+
+def test_r58_host_memory_of_offload_to_disk_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    layer, bucket = 256 * 256 * 4, 2**19
+    # Of each window master, gradient and two moments; three at a time.
+    constant = 3 * 4 * (bucket + 64 * 2 * bucket // layer)
+    assert 0 < host_peak(4, tmp_path) <= constant
+    assert 0 < host_peak(16, tmp_path) <= constant < 16 * layer * 4
+
+
+def test_r58_nothing_is_left_in_the_folder_even_while_it_is_used(tmp_path: Path) -> None:
+    run = Steps(3, Offload(optimizer="nvme", parameters="nvme", path=tmp_path))
+    run.step()
+    assert list(tmp_path.iterdir()) == []
+    run.engine.close()
+
+
+def test_state_on_disk_can_be_read_copied_and_edited_like_any_other(tmp_path: Path) -> None:
+    run = Steps(2, Offload(optimizer="nvme", path=tmp_path))
+    run.step()
+    state = run.optimizer.state[run.model[0].weight]
+    moment = state["exp_avg"]
+    assert (tuple(moment.shape), moment.dtype, moment.device.type) == ((8, 8), torch.float32, "cpu")
+    before = moment.clone()
+    assert type(before) is torch.Tensor
+    assert copy.deepcopy(moment).equal(before)
+    moment.mul_(2)
+    moment[0, 0] = 7.0
+    row = moment[1]  # a view, edited later
+    row.zero_()
+    expected = before * 2
+    expected[0, 0], expected[1] = 7.0, 0.0
+    assert moment.equal(expected)
+    run.optimizer.param_groups[0]["betas"] = (1.0, 0.999)  # the next step keeps the first moment as it is
+    run.step()
+    assert run.optimizer.state[run.model[0].weight]["exp_avg"].equal(expected)
+    run.engine.close()
+
+
+def test_options_of_groups_are_the_users_own_between_steps(tmp_path: Path) -> None:
+    run = Steps(2, Offload(optimizer="nvme", path=tmp_path))
+    before = [dict(group) for group in run.optimizer.param_groups]
+    run.step()
+    run.engine.catch_up()
+    assert [dict(group) for group in run.optimizer.param_groups] == before
+    assert before[0]["fused"] is None
+    run.engine.close()
+
+
+def test_a_tier_that_is_the_device_itself_costs_no_copy() -> None:
+    """On a CPU the host's memory is where everything is anyway."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = Options(offload=Offload(optimizer="cpu"))
+    engine = Engine(model, [optimizer], stage=2, comm=LocalComm(), options=options)
+    assert engine.ledger.live[Category.MASTER] == engine.ledger.live[Category.GRADIENT] == 0
+    engine.close()
+
+
+# -- what goes wrong
+
+
+def test_a_folder_that_is_not_there_is_told_on_every_rank(tmp_path: Path) -> None:
+    def set_up(comm: Comm) -> str:
+        path = tmp_path if comm.rank == 0 else tmp_path / "absent"
+        with pytest.raises(RuntimeError) as caught:
+            Steps(2, Offload(optimizer="nvme", path=path), comm)
+        return str(caught.value)
+
+    told = ThreadWorld(2, wait_timeout=20).run(set_up)
+    assert told[0] == told[1]
+    assert "rank 1, setting up: Offload(path=" in told[0]
+    assert "No such file or directory" in told[0]
+
+
+def test_a_disk_without_room_is_told_at_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(RuntimeError, match=r"960 bytes more are needed there.*No space left.*Choose a larger disk"):
+        Steps(2, Offload(optimizer="nvme", path=tmp_path))
+
+
+def test_state_that_will_not_fit_is_told_at_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_zero.tiers.disk.Disk.free_bytes", 1000)
+    with pytest.raises(RuntimeError, match=r"will take 1,920 bytes more there, and 1,000 are free"):
+        Steps(2, Offload(optimizer="nvme", path=tmp_path))
+
+
+def test_too_little_host_memory_is_told_with_what_is_there_and_needed() -> None:
+    model = nn.Linear(100, 100, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    machine = Machine(host_is_apart=True, host_bytes=100_000)
+    options = Options(offload=Offload(optimizer="cpu"), machine=machine)
+    needed = r"needs 16\d,\d\d\d bytes of host memory on each rank, and 100,000 were there"
+    with pytest.raises(RuntimeError, match=needed):
+        Engine(model, [optimizer], stage=2, comm=LocalComm(), options=options)
+
+
+def test_a_disk_that_fails_in_training_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Steps(2, Offload(optimizer="nvme", path=tmp_path))
+    run.step()
+
+    def broken(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "pwritev", broken)
+    with pytest.raises(DiskError, match=rf"{tmp_path}.*failed: Input/output error.*last checkpoint"):
+        run.step()
+    monkeypatch.undo()
+    run.engine.close(whole=False)
+
+
+class TwoClosures(torch.optim.SGD):
+    """Calls its closure twice, as sharpness-aware optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            closure()
+            closure()
+        return super().step()
+
+
+def test_an_optimizer_of_several_closures_is_refused_where_parameters_are_stepped_one_after_the_other() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = TwoClosures(model.parameters(), lr=0.1)
+    options = Options(offload=Offload(optimizer="cpu"), machine=APART)
+    engine = Engine(model, [optimizer], stage=2, comm=LocalComm(), options=options)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 4)).sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(RuntimeError, match=r"TwoClosures calls its closure several times in a step.*Leave offload out"):
+        optimizer.step(closure)
+    engine.close(whole=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(torch.optim.SGD, 0), (torch.optim.RMSprop, 1), (torch.optim.AdamW, 2)],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_how_much_state_an_optimizer_keeps_is_tried_out(kind: Any, expected: int) -> None:
+    optimizer = kind([nn.Parameter(torch.ones(3, 3))], lr=0.1)
+    assert state_tensors_of(optimizer) == expected
+    assert not optimizer.state
+
+
+def test_masters_on_disk_are_arrays_on_disk(tmp_path: Path) -> None:
+    run = Steps(3, Offload(optimizer="nvme", parameters="nvme", path=tmp_path))
+    assert all(isinstance(group.master, OnDisk) and group.master is group.owned_param for group in run.engine.groups)
+    run.engine.close()
