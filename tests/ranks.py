@@ -96,14 +96,23 @@ class RankPool:
 
     def outcomes(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any) -> Any:
         """Results and tracebacks (or None), both in rank order."""
-        for inbox in self._inboxes:
-            inbox.put((function, args, kwargs))
+        self.begin(function, *args, **kwargs)
         results: list[Any] = [None] * self.world
         errors: list[str | None] = [None] * self.world
         for _ in range(self.world):
             rank, results_of_rank, error = self._outbox.get(timeout=timeout)
             results[rank], errors[rank] = results_of_rank, error
         return results, errors
+
+    def begin(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Ranks call it, and nobody waits for them: they are to be killed."""
+        for inbox in self._inboxes:
+            inbox.put((function, args, kwargs))
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
 
     def close(self) -> None:
         for inbox in self._inboxes:
@@ -119,5 +128,4 @@ def run_alone(world: int, function: Callable[..., Any], *args: Any, timeout: flo
     try:
         return pool.outcomes(function, *args, timeout=timeout)
     finally:
-        for process in pool.processes:
-            process.kill()
+        pool.kill()

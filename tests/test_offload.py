@@ -22,7 +22,7 @@ from lightning_zero.shards.offload import Machine, choose_offloaded
 from lightning_zero.shards.optimizer import state_tensors_of
 from lightning_zero.tiers.array import OnDisk
 from lightning_zero.tiers.disk import DiskError
-from lightning_zero.tiers.ledger import Category, Tier
+from lightning_zero.tiers.ledger import Category, Ledger, Tier
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
 from lightning_zero.wire.threads import ThreadWorld
@@ -358,6 +358,34 @@ def test_r58_host_memory_of_offload_to_disk_does_not_grow_with_the_model(tmp_pat
     constant = 3 * 4 * (bucket + 64 * 2 * bucket // layer)
     assert 0 < host_peak(4, tmp_path) <= constant
     assert 0 < host_peak(16, tmp_path) <= constant < 16 * layer * 4
+
+
+@pytest.mark.parametrize("tiers", [None, "optimizer on the host", "optimizer on disk", "both on disk"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_r42_no_buffer_is_allocated_after_the_second_step(
+    stage: int, tiers: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if stage == 2 and tiers == "both on disk":
+        tiers = "half of it on disk"
+    allocated: list[Category] = []
+    allocate = Ledger.allocate
+
+    def spy(ledger: Ledger, category: Category, *args: Any) -> torch.Tensor:
+        allocated.append(category)
+        return allocate(ledger, category, *args)
+
+    monkeypatch.setattr(Ledger, "allocate", spy)
+    run = Steps(stage, Offload() if tiers is None else at(tiers, tmp_path))
+    for _ in range(2):
+        run.step()
+    run.engine.catch_up()
+    assert allocated
+    allocated.clear()
+    for _ in range(3):
+        run.step()
+    run.engine.catch_up()
+    assert allocated == []
+    run.engine.close()
 
 
 def test_r58_nothing_is_left_in_the_folder_even_while_it_is_used(tmp_path: Path) -> None:

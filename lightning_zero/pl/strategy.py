@@ -449,4 +449,23 @@ def _table(engine: Engine, stage: int) -> str:
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     if engine.resident_numel:
         lines.append(f"{engine.resident_numel:,} stay whole on every rank: gathering them costs more than it saves")
-    return "\n  ".join([f"ZeRO stage {stage} on {engine.mesh.world.size} ranks", *lines])
+    return "\n  ".join([f"ZeRO stage {stage} on {engine.mesh.world.size} ranks", *lines, *_offload_lines(engine)])
+
+
+def _offload_lines(engine: Engine) -> list[str]:
+    """What is offloaded, where to, and how it is stepped."""
+    offload = engine.options.offload
+    if offload is None:
+        return []
+    rests = {"cpu": "in host memory", "nvme": f"on disk ({offload.path})"}
+    lines = []
+    if offload.parameters is not None:
+        lines.append(f"Parameters rest {rests[offload.parameters]} between uses")
+    if offload.optimizer is not None:
+        kernel = "torch's fused kernel" if engine.fuses else "the optimizer's own kernels"
+        when = (
+            f"in each call of step: {engine.serial_because}" if engine.serial_because else "when its values are wanted"
+        )
+        lines.append(f"Optimizer state of {engine.offloaded_numel:,} elements rests {rests[offload.optimizer]}")
+        lines.append(f"and is stepped by {kernel}, {when}")
+    return lines

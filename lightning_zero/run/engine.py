@@ -26,6 +26,7 @@ from lightning_zero.shards import offload as offloading
 from lightning_zero.shards.assembly import Options
 from lightning_zero.shards.group import Kind, Setting, ShardGroup, Slot, no_interception, publish, slot_of
 from lightning_zero.shards.optimizer import PieceStepper, groups_of, training_slot
+from lightning_zero.shards.window import may_fuse
 from lightning_zero.stage import STAGES, Partition
 from lightning_zero.tiers.ledger import Category, Ledger, Tier, return_freed_memory
 from lightning_zero.views.parameter import Interception
@@ -382,6 +383,16 @@ class Engine:
         for group in self.groups:
             rows[group.kind, grads.get(group)] += sum(slot.numel for slot in group.slots)
         return [(numel, kind, dtype) for (kind, dtype), numel in rows.items()]
+
+    @property
+    def offloaded_numel(self) -> int:
+        """Elements whose optimizer state is offloaded."""
+        return sum(slot.numel for group in self.groups if group.kind.is_offloaded for slot in group.slots)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether a kernel was chosen for what is offloaded, where the user has left the choice to torch."""
+        return any(may_fuse(optimizer, group) for optimizer in self._steppers for group in optimizer.param_groups)
 
     # -- the end
 

@@ -58,15 +58,19 @@ class Staging:
         self._ledger = ledger
         self._place = Place(torch.device("cpu"), Tier.HOST, pinned)
         self._free: list[Tensor] = []
+        self._nbytes = 0
 
     def take(self, nbytes: int) -> Tensor:
-        while self._free:
-            if (found := self._free.pop()).numel() >= nbytes:
-                return found
-        return self._ledger.allocate(Category.BUCKET, nbytes, torch.uint8, self._place)
+        if nbytes > self._nbytes:  # rooms are of one size, that of the largest window there was
+            self._nbytes = nbytes
+            self._free.clear()
+        if self._free:
+            return self._free.pop()
+        return self._ledger.allocate(Category.BUCKET, self._nbytes, torch.uint8, self._place)
 
     def give_back(self, room: Tensor) -> None:
-        self._free.append(room)
+        if room.numel() == self._nbytes:
+            self._free.append(room)
 
 
 @final
@@ -192,16 +196,9 @@ class Window:
                 state.update({name: values.view(slot.stepped_shape) for name, values in staged.state.items()})
 
     def _may_fuse(self, group: dict[str, Any]) -> bool:
-        """Whether the user has left the kernel to torch, and torch would step host tensors one by one."""
-        return (
-            bool(self.slots)
-            and self.slots[0].group.kind.is_offloaded
-            and type(self._optimizer) in FUSED
-            and group.get("fused", True) is None
-            and group.get("foreach") is None
-            and not group.get("differentiable")
-            and all(slot.group.rest.master.dtype in FUSABLE for slot in self.slots)
-        )
+        """Whether torch would step host tensors one by one, and does not have to."""
+        fits = all(slot.group.kind.is_offloaded and slot.group.kind.declared in FUSABLE for slot in self.slots)
+        return bool(self.slots) and fits and may_fuse(self._optimizer, group)
 
     def exit(self) -> None:
         """Back to the parameters that users see."""
@@ -263,6 +260,12 @@ class Window:
             state_of(self._optimizer, slot.parameter).update(staged.resting)
         self._staged.clear()
         self._shown.clear()
+
+
+def may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether the user has left the choice of the kernel to torch, and there is a fused one."""
+    is_open = group.get("fused", True) is None and group.get("foreach") is None
+    return type(optimizer) in FUSED and is_open and not group.get("differentiable")
 
 
 def state_of(optimizer: Optimizer, parameter: Parameter) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """`Array`: flat values that rest in a tier, in memory or in a file; read, written and edited part by part."""
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from lightning_zero.tiers.disk import Disk
 from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
 
 ALL = slice(None)
+ZEROS = 2**22  # elements that are written at a time
 
 
 class Array(ABC):
@@ -84,6 +86,7 @@ class OnDisk(Array):
         self.disk: Disk = place.disk
         self._start = self.disk.reserve(numel * dtype.itemsize)
         self._version = 0
+        weakref.finalize(self, self.disk.give_back, self._start, numel * dtype.itemsize)
 
     @property
     def version(self) -> int:
@@ -132,5 +135,7 @@ def zeros(category: Category, numel: int, dtype: torch.dtype, place: Place, ledg
     if place.tier is Tier.DISK:
         array = OnDisk(numel, dtype, place)
         ledger.book(category, Tier.DISK, numel * dtype.itemsize, array)
+        for start in range(0, numel, ZEROS):  # the room may have been another's
+            array.write(slice(start, start + ZEROS), torch.zeros(min(ZEROS, numel - start), dtype=dtype))
         return array
     return InMemory(ledger.allocate(category, numel, dtype, place).zero_(), place)

@@ -7,6 +7,7 @@ no name from the moment it is open, so nothing stays behind, however the process
 import os
 import tempfile
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -33,7 +34,8 @@ class Disk:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 -- open as long as this is
         except OSError as error:
             raise DiskError(f"Offload(path={str(folder)!r}): no file can be made there: {_said(error)}.") from error
-        self._end = 0
+        self.size = 0  # bytes
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # size of room -> where there is some
         self._reader = ThreadPoolExecutor(1, "read ahead")
         self._writer = ThreadPoolExecutor(1, "write behind")
         self._writes: list[Future[None]] = []
@@ -46,9 +48,11 @@ class Disk:
         return found.f_bavail * found.f_frsize
 
     def reserve(self, nbytes: int) -> int:
-        """Room for so many bytes, which are zeros; returns where. Raises DiskError unless the disk has it: once it is
-        reserved, writing cannot find the disk full."""
-        start, free = self._end, self.free_bytes
+        """Room for so many bytes; returns where. Raises DiskError unless the disk has it: once it is reserved, writing
+        cannot find the disk full."""
+        if self._free[nbytes]:
+            return self._free[nbytes].pop()
+        start, free = self.size, self.free_bytes
         if nbytes:
             try:
                 os.posix_fallocate(self._file.fileno(), start, nbytes)
@@ -57,8 +61,12 @@ class Disk:
                     f"Offload(path={str(self.folder)!r}): {nbytes:,} bytes more are needed there, and {free:,} are "
                     f"free ({_said(error)}). Choose a larger disk, or offload less."
                 ) from error
-        self._end += nbytes
+        self.size += nbytes
         return start
+
+    def give_back(self, start: int, nbytes: int) -> None:
+        """The room is the next one's who needs as much."""
+        self._free[nbytes].append(start)
 
     def read(self, start: int, into: Tensor) -> None:
         """Fills a contiguous host tensor from what lies at `start`, what is still being written included."""

@@ -1,0 +1,131 @@
+"""The file in which tensors rest."""
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_zero.tiers.array import ALL, OnDisk, Part, read_late, zeros
+from lightning_zero.tiers.disk import Disk, DiskError
+from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
+
+HOST = torch.device("cpu")
+
+
+def place_on(disk: Disk) -> Place:
+    return Place(HOST, Tier.DISK, disk=disk)
+
+
+def test_what_is_written_is_read_whatever_is_still_under_way(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    start = disk.reserve(4000)
+    for round_ in range(20):
+        disk.begin_write(start, torch.full((1000,), float(round_)))
+    found = torch.empty(1000)
+    disk.read(start, found)
+    assert found.eq(19.0).all()
+    disk.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool])
+def test_every_dtype_comes_back_in_every_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    values = torch.randint(0, 2, (33,)).to(dtype)
+    array = OnDisk(33, dtype, place_on(disk))
+    array.write(ALL, values)
+    assert array.read().equal(values)
+    assert array.read(slice(3, 7)).equal(values[3:7])
+    disk.close()
+
+
+def test_room_is_zeros_also_where_something_else_was(tmp_path: Path) -> None:
+    disk, ledger = Disk(tmp_path), Ledger()
+    array = zeros(Category.MASTER, 100, torch.float32, place_on(disk), ledger)
+    assert array.read().eq(0).all()
+    array.write(ALL, torch.ones(100))
+    assert ledger.live_in[Category.MASTER, Tier.DISK] == 400
+    del array
+    assert ledger.live_in[Category.MASTER, Tier.DISK] == 0
+    size = disk.size
+    assert zeros(Category.MASTER, 100, torch.float32, place_on(disk), ledger).read().eq(0).all()
+    assert disk.size == size  # the room is used again
+    disk.close()
+
+
+def test_edits_inside_stay_and_versions_tell_of_them(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    array = OnDisk(10, torch.float32, place_on(disk))
+    array.write(ALL, torch.arange(10.0))
+    before = array.version
+    with array.edit(slice(2, 5)) as part:
+        part.mul_(10)
+    assert array.version != before
+    assert array.read().tolist() == [0, 1, 20, 30, 40, 5, 6, 7, 8, 9]
+    disk.close()
+
+
+def test_calls_that_move_less_than_was_asked_for_are_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(tmp_path)
+    array = OnDisk(1000, torch.float32, place_on(disk))
+    for name in ("preadv", "pwritev"):
+        whole = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda file, views, at, whole=whole: whole(file, [views[0][:700]], at))
+    values = torch.randn(1000)
+    array.write(ALL, values)
+    assert array.read().equal(values)
+    disk.close()
+
+
+@pytest.mark.parametrize("folder", ["absent", "a file"])
+def test_a_folder_that_is_none_is_named(folder: str, tmp_path: Path) -> None:
+    (tmp_path / "a file").touch()
+    with pytest.raises(DiskError, match=rf"path='{tmp_path / folder}'\): no file can be made there: No"):
+        Disk(tmp_path / folder)
+
+
+def test_a_failure_behind_is_told_when_it_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(tmp_path)
+    start = disk.reserve(40)
+
+    def broken(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwritev", broken)
+    disk.begin_write(start, torch.ones(10))
+    with pytest.raises(DiskError, match="writing 40 bytes failed: No space left on device"):
+        disk.drain()
+    monkeypatch.undo()
+    disk.close()
+
+
+def test_a_file_that_was_cut_short_is_told(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    array = OnDisk(10, torch.float32, place_on(disk))
+    os.ftruncate(disk._file.fileno(), 8)
+    with pytest.raises(DiskError, match="the file was cut short"):
+        array.read()
+    disk.close()
+
+
+def test_no_thread_is_left_behind(tmp_path: Path) -> None:
+    before = threading.active_count()
+    disk = Disk(tmp_path)
+    start = disk.reserve(40)
+    disk.begin_write(start, torch.ones(10))
+    disk.begin_read(start, torch.ones(10)).result()
+    disk.close()
+    assert threading.active_count() == before
+
+
+def test_what_rests_on_disk_is_not_read_before_it_is_needed(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    array = OnDisk(10, torch.float32, place_on(disk))
+    late = read_late(array, slice(2, 4))
+    assert isinstance(late, Part)
+    array.write(ALL, torch.arange(10.0))
+    assert late.read().tolist() == [2, 3]
+    disk.close()

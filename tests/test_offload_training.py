@@ -1,0 +1,131 @@
+"""Offload under `Trainer`, on real ranks and a real disk."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offload_jobs as jobs
+from compare import assert_same_bits
+from lightning_zero import Offload, ZeroStrategy
+from ranks import RankPool
+
+
+def on_disk(folder: Path, stage: int, **offload: Any) -> dict[str, Any]:
+    parameters = {"parameters": "nvme"} if stage == 3 else {}
+    return {"stage": stage, "offload": {"optimizer": "nvme", "path": str(folder), **parameters, **offload}}
+
+
+def assert_same_fit(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert_same_bits(found.pop("weights"), expected["weights"])
+    assert found == {name: value for name, value in expected.items() if name != "weights"}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_training_gives_the_bits_of_training_without_offload(
+    stage: int, precision: str, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    how = {"precision": precision, "accumulate_grad_batches": 2, "max_epochs": 2}
+    expected = two_ranks.run(jobs.fit, {"stage": stage}, 2, **how)
+    found = two_ranks.run(jobs.fit, on_disk(tmp_path, stage), 2, **how)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_same_fit(mine, theirs)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_callbacks_see_at_every_hook_what_they_see_without_offload(
+    stage: int, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    expected = two_ranks.run(jobs.fit, {"stage": stage}, 2, looks=True)
+    found = two_ranks.run(jobs.fit, on_disk(tmp_path, stage), 2, looks=True)
+    assert expected[0]["seen"]
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_same_fit(mine, theirs)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_r58_a_killed_run_goes_on_with_the_disk_and_without_it_and_on_another_world(
+    stage: int, pool_of: Callable[[int], RankPool], two_ranks: RankPool, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    offloaded, plain = on_disk(disk, stage), {"stage": stage}
+    straight = two_ranks.run(jobs.train, tmp_path / "straight", offloaded, 2, 2)[0]
+    doomed = RankPool(2)
+    doomed.begin(jobs.wait_in_the_second_epoch, tmp_path / "killed", offloaded)
+    deadline = time.monotonic() + 100
+    while not all((tmp_path / "killed" / f"rank {rank} waits").exists() for rank in range(2)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    doomed.kill()
+    assert list(disk.iterdir()) == []
+    saved = tmp_path / "killed" / "epoch=0.ckpt"
+    steps = len(straight["losses"]) // 2
+    for strategy in (offloaded, plain):
+        again = two_ranks.run(jobs.train, tmp_path / "again", strategy, 2, 2, resume=saved)[0]
+        assert again["losses"] == straight["losses"][steps:]
+        assert_same_bits(again["weights"], straight["weights"])
+    # On another world batches differ; with it and without it the numbers do not.
+    one_rank = pool_of(1)
+    with_it, without = (
+        one_rank.run(jobs.train, tmp_path / "alone", strategy, 1, 2, resume=saved)[0] for strategy in (offloaded, plain)
+    )
+    assert with_it["losses"] == without["losses"]
+    assert_same_bits(with_it["weights"], without["weights"])
+
+
+def test_a_checkpoint_without_offload_goes_on_with_it(two_ranks: RankPool, tmp_path: Path) -> None:
+    straight = two_ranks.run(jobs.train, tmp_path / "straight", {"stage": 2}, 2, 2)[0]
+    saved = tmp_path / "straight" / "epoch=0.ckpt"
+    again = two_ranks.run(jobs.train, tmp_path / "again", on_disk(tmp_path, 3), 2, 2, resume=saved)[0]
+    assert_same_bits(again["weights"], straight["weights"])
+
+
+def test_a_disk_that_fails_is_named_with_the_last_complete_checkpoint(
+    pool_of: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    disk, folder = tmp_path / "disk", tmp_path / "checkpoints"
+    disk.mkdir()
+    error, note = pool_of(1).run(jobs.lose_the_disk, folder, on_disk(disk, 2))[0]
+    assert str(disk) in error
+    assert "Input/output error" in error
+    assert note == f"The last complete checkpoint of this run: {folder / 'epoch=0.ckpt'}."
+
+
+def test_a_folder_that_one_rank_does_not_have_is_told_on_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
+    absent = str(tmp_path / "absent")
+    found = two_ranks.run(jobs.try_to_fit, on_disk(tmp_path, 2), absent)
+    assert found[0] == found[1]
+    assert f"rank 1, setting up: Offload(path={absent!r}): no file can be made there" in found[0]
+
+
+def test_the_report_tells_what_rests_where(two_ranks: RankPool, tmp_path: Path) -> None:
+    without = two_ranks.run(jobs.rests, {"stage": 2})[0]
+    report = two_ranks.run(jobs.rests, on_disk(tmp_path, 2))[0]
+    assert report["optimizer state"] < 200  # Adam's counts of steps
+    assert report["gradient"] == report["master"] == 0
+    assert report["optimizer state (disk)"] == pytest.approx(without["optimizer state"], rel=0.3)
+    assert report["gradient (disk)"] > 0
+    assert report["master (disk)"] > 0
+
+
+def test_fit_says_what_is_offloaded_and_how_it_is_stepped(two_ranks: RankPool, tmp_path: Path) -> None:
+    (told,) = two_ranks.run(jobs.what_fit_says, on_disk(tmp_path, 2))[0]
+    assert f"Optimizer state of 838 elements rests on disk ({tmp_path})" in told
+    assert "torch's fused kernel" in told
+    assert "when its values are wanted" in told
+    (told,) = two_ranks.run(jobs.what_fit_says, on_disk(tmp_path, 0))[0]
+    assert "in each call of step: gradients rest in full" in told
+
+
+def test_state_on_disk_can_be_read_after_fit(two_ranks: RankPool, tmp_path: Path) -> None:
+    for found in two_ranks.run(jobs.read_state_after_fit, on_disk(tmp_path, 2)):
+        assert found
+
+
+def test_parameters_are_offloaded_at_stage_3_alone() -> None:
+    with pytest.raises(ValueError, match=r"rest in full on every rank at stage=2. Write stage=3"):
+        ZeroStrategy(stage=2, offload=Offload(parameters="cpu"))
