@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import jobs
+from compare import assert_same_bits
 
 
 class Fused(jobs.Classifier):
@@ -45,13 +46,13 @@ class Onlooker(L.Callback):
         self._look(trainer, model)
 
 
-def fit(strategy: Any, world: int, looks: bool = False, **kwargs: Any) -> dict[str, Any]:
+def fit(strategy: Any, world: int, looks: bool = False, clips: bool = True, **kwargs: Any) -> dict[str, Any]:
     """One fit from a seed, with validation in between; everything a parity test compares."""
     L.seed_everything(1, verbose=False)
     model, onlooker = Fused(tied=kwargs.get("precision") != "bf16-true"), Onlooker()
-    run = jobs.trainer(
-        strategy, world, val_check_interval=3, callbacks=[onlooker] if looks else [], gradient_clip_val=0.5, **kwargs
-    )
+    model.on_before_optimizer_step = lambda optimizer: None  # type: ignore[method-assign]  # it looks at gradients
+    more = {"gradient_clip_val": 0.5} if clips else {}
+    run = jobs.trainer(strategy, world, val_check_interval=3, callbacks=[onlooker] if looks else [], **more, **kwargs)
     run.fit(model, jobs.loader(shuffle=True), jobs.loader(seed=1))
     return {
         "losses": model.losses,
@@ -60,6 +61,18 @@ def fit(strategy: Any, world: int, looks: bool = False, **kwargs: Any) -> dict[s
         "lr": [group["lr"] for group in run.optimizers[0].param_groups],
         "seen": onlooker.seen,
     }
+
+
+def assert_same_fit(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert_same_bits(found.pop("weights"), expected["weights"])
+    assert found == {name: value for name, value in expected.items() if name != "weights"}
+
+
+def trainer_of(strategy: Any, **kwargs: Any) -> L.Trainer:
+    return jobs.trainer(strategy, 1, **kwargs)
+
+
+loader = jobs.loader
 
 
 def train(folder: Path, strategy: Any, world: int, epochs: int, resume: Path | None = None) -> dict[str, Any]:

@@ -18,11 +18,6 @@ def on_disk(folder: Path, stage: int, **offload: Any) -> dict[str, Any]:
     return {"stage": stage, "offload": {"optimizer": "nvme", "path": str(folder), **parameters, **offload}}
 
 
-def assert_same_fit(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert_same_bits(found.pop("weights"), expected["weights"])
-    assert found == {name: value for name, value in expected.items() if name != "weights"}
-
-
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_training_gives_the_bits_of_training_without_offload(
@@ -32,7 +27,7 @@ def test_training_gives_the_bits_of_training_without_offload(
     expected = two_ranks.run(jobs.fit, {"stage": stage}, 2, **how)
     found = two_ranks.run(jobs.fit, on_disk(tmp_path, stage), 2, **how)
     for mine, theirs in zip(found, expected, strict=True):
-        assert_same_fit(mine, theirs)
+        jobs.assert_same_fit(mine, theirs)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -43,7 +38,7 @@ def test_callbacks_see_at_every_hook_what_they_see_without_offload(
     found = two_ranks.run(jobs.fit, on_disk(tmp_path, stage), 2, looks=True)
     assert expected[0]["seen"]
     for mine, theirs in zip(found, expected, strict=True):
-        assert_same_fit(mine, theirs)
+        jobs.assert_same_fit(mine, theirs)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

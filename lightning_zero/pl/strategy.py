@@ -73,6 +73,8 @@ class ZeroStrategy(CheckpointingStrategy):
         granularity: ``"element"``, or ``"tensor"`` for optimizers that need whole tensors.
         broadcast_buffers: take rank 0's buffers before a training forward, as DDP.
         checkpoint: see `Checkpoint`.
+        step_in_backward: step each group of parameters in backward, as soon as its gradients are averaged: never more
+            than two buckets of gradients are there. Without clipping, accumulation and several optimizers; stages 2, 3.
         max_skipped_steps: fp16 overflows in a row before an error.
         timeout: of the process group, in seconds or as a `timedelta`.
         wait_timeout: how long a rank waits for another one before it says who is missing, in seconds.
@@ -104,6 +106,7 @@ class ZeroStrategy(CheckpointingStrategy):
         granularity: Literal["element", "tensor"] = "element",
         broadcast_buffers: bool = True,
         checkpoint: Checkpoint | Mapping[str, Any] | None = None,
+        step_in_backward: bool = False,
         max_skipped_steps: int = 20,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
         wait_timeout: timedelta | float = 60.0,
@@ -161,6 +164,7 @@ class ZeroStrategy(CheckpointingStrategy):
             reduce_dtype=config.dtype_from(reduce_dtype, "reduce_dtype"),
             broadcast_buffers=broadcast_buffers,
             offload=self.offload,
+            step_in_backward=step_in_backward,
         )
         self._wait_timeout = config.seconds_from(wait_timeout, "wait_timeout")
         self._sanitize = sanitize
@@ -225,6 +229,7 @@ class ZeroStrategy(CheckpointingStrategy):
             # Lightning's broadcast of each batch, which `Preemption` has replaced: in it a rank would wait for one
             # that has failed as long as `timeout`, and without a word.
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
+            self._refuse_needed_gradients(trainer, module)
         optimizers, options = self.optimizers if fitting else [], self._engine_options()
         engine = Engine(module, optimizers, stage=self.stage, comm=comm, device=self.root_device, options=options)
         self.engine = engine
@@ -263,6 +268,20 @@ class ZeroStrategy(CheckpointingStrategy):
                 host_bytes=None if available is None else available // self.num_processes, ranks=self.num_processes
             ),
         )
+
+    def _refuse_needed_gradients(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
+        """Raises ValueError for what needs gradients after a backward that steps them."""
+        needed = {
+            f"Trainer(gradient_clip_val={trainer.gradient_clip_val})": bool(trainer.gradient_clip_val),
+            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})": trainer.accumulate_grad_batches != 1,
+            "precision='16-mixed'": self.precision_plugin.scaler is not None,
+            "manual optimization": not module.automatic_optimization,
+        }
+        for what in (name for name, is_used in needed.items() if is_used and self._options.step_in_backward):
+            raise ValueError(
+                f"step_in_backward=True takes each gradient as it comes, and {what} needs them all after backward. "
+                "Leave one of the two out."
+            )
 
     def _guard_schedulers(self, module: "pl.LightningModule") -> None:
         """A skipped fp16 step does not move the scheduler that steps with it (a declared deviation from DDP)."""

@@ -104,6 +104,11 @@ class Engine:
         managed = assembly.managed_parameters(module, optimizers)
         self.foreign_parameters = assembly.foreign_parameters(module)
         self._known = {id(parameter): parameter for parameter in module.parameters()}  # kept alive: ids stay theirs
+        if self.options.step_in_backward and (len(optimizers) > 1 or not self.partition.gradient):
+            raise ValueError(
+                f"step_in_backward=True needs a single optimizer, which has {len(optimizers)} here, and gradients that "
+                "rest as shards (stage=2 or 3). Leave step_in_backward out."
+            )
         if self.partition.optimizer and self.comm.size > 1:
             assembly.refuse_whole_tensor_optimizers(optimizers)
         broadcast_states(module, self.foreign_parameters, self.mesh.world)
@@ -113,7 +118,8 @@ class Engine:
             places = offloading.places_for(offload, device, self.partition, self.options.machine)
         self._disk = places.disk
         bucket_bytes, as_declared = assembly.bucket_bytes_for(managed, self.options), self.options.param_dtype is None
-        setting = Setting(self.partition, self.mesh, self.ledger, places, bucket_bytes, as_declared)
+        keeps = not self.options.step_in_backward
+        setting = Setting(self.partition, self.mesh, self.ledger, places, bucket_bytes, as_declared, keeps)
         trainable = assembly.trainable_of(managed, optimizers)
         with together():
             made = assembly.assemble(module, managed, trainable, setting, self.options)
@@ -142,6 +148,9 @@ class Engine:
         self._steppers = {optimizer: PieceStepper(optimizer, setting, RestingState) for optimizer in optimizers}
         for stepper in self._steppers.values():
             stepper.is_lazy = is_lazy
+        self._stepped: dict[ShardGroup, None] = {}  # in a backward, and not published yet
+        if self.options.step_in_backward:
+            self.reductions.step = self._step_in_backward
         self._entered: dict[Optimizer, ExitStack] = {}  # the step of each optimizer, while it is in one
         self._step_hooks = [handle for optimizer in optimizers for handle in self._hook_step(optimizer)]
         self.states = States(module, self._steppers, self.mesh, self.loans)
@@ -186,6 +195,7 @@ class Engine:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside only accumulate, on this rank; the first one after reduces what they left."""
+        self._refuse_stepped("accumulating gradients")
         before, self.reductions.is_on = self.reductions.is_on, False
         try:
             yield
@@ -194,6 +204,7 @@ class Engine:
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Around the backwards of all but the last micro-batch; communicates if gradients accumulate in shards."""
+        self._refuse_stepped("accumulating gradients")
         reduces = self.partition.gradient and self.options.accumulation == "sharded"
         return nullcontext() if reduces else self.no_sync()
 
@@ -212,8 +223,11 @@ class Engine:
         self._phases.leave(Phase.BACKWARD)
         with no_interception(), torch.no_grad():
             self.reductions.end_backward(starts_all=not self.cache.units)
-            if not self.partition.optimizer and self.reductions.stage is Stage.UNSETTLED:
-                self.rendezvous.meet()  # `p.grad` is what is reduced, and must not be added to meanwhile
+            is_settled_now = not self.partition.optimizer or self.options.step_in_backward
+            if is_settled_now and self.reductions.stage is Stage.UNSETTLED:
+                self.rendezvous.meet()  # `p.grad` is what is reduced, and must not be added to meanwhile; or is stepped
+            self._publish(self._stepped)
+            self._stepped.clear()
 
     def _recover(self) -> None:
         """After a backward that failed (on every rank alike): forgets what it left half done."""
@@ -240,15 +254,33 @@ class Engine:
         groups = groups_of(slots)
         with self._phases.within(Phase.STEP), stepper.step(slots):
             yield
+        self._publish(groups)
+        self._measured = None
+        if self._leaves_much:
+            return_freed_memory()
+
+    def _publish(self, groups: Iterable[ShardGroup]) -> None:
+        """What has been stepped is where forward reads it, or will be when it is wanted."""
         publish([group for group in groups if not group.is_behind])
         for group in groups:
             if group.is_behind and group.is_plain:
                 self._interception.hide(group)
             elif group.is_plain:
                 group.note_versions()
-        self._measured = None
-        if self._leaves_much:
-            return_freed_memory()
+
+    def _step_in_backward(self, slots: Sequence[Slot]) -> None:
+        (stepper,) = self._steppers.values()
+        own = set(stepper.slots)
+        stepper.step_now([slot for slot in slots if slot in own])
+        self._stepped.update(dict.fromkeys(groups_of(slots)))
+
+    def _refuse_stepped(self, doing: str) -> None:
+        """Raises RuntimeError for what needs gradients after backward, where it steps them."""
+        if self.options.step_in_backward:
+            raise RuntimeError(
+                f"step_in_backward=True takes each gradient as it comes, and there is nothing left for {doing}. Leave "
+                "step_in_backward out."
+            )
 
     def catch_up(self) -> None:
         """Takes all steps that have been postponed: of what is offloaded, each is taken when the values are wanted."""
@@ -309,10 +341,12 @@ class Engine:
         return norm.Measured.of(slots, norm_type)
 
     def clip_by_norm_(self, parameters: Iterable[Parameter] | Optimizer, max_norm: float) -> norm.GradNorm:
+        self._refuse_stepped("clipping")
         slots = self.gradients(parameters, meets=True)
         return norm.clip_by_norm_(self._measure(slots), self.comm, max_norm)
 
     def clip_by_value_(self, parameters: Iterable[Parameter] | Optimizer, clip_value: float) -> None:
+        self._refuse_stepped("clipping")
         norm.clip_by_value_(self.gradients(parameters), clip_value)
 
     def unscale_(self, scaler: GradScaler, optimizer: Optimizer) -> norm.Overflow:
@@ -321,6 +355,7 @@ class Engine:
         The scaler's own would look at what this rank owns alone, and ranks would then disagree on whether to step. Its
         state for `optimizer` is as after its own `unscale_`.
         """
+        self._refuse_stepped("a gradient scaler")
         slots = self.gradients(optimizer, meets=True)
         scale, _ = scaler._check_scale_growth_tracker("unscale_")
         norm.scale_(slots, scale.double().reciprocal().float())
@@ -413,6 +448,7 @@ class Engine:
             step.close()
         for handle in self._step_hooks:
             handle.remove()
+        self.reductions.step = None
         if whole:
             self.catch_up()
         self.schedule.detach()

@@ -4,6 +4,7 @@ The order starts as the reverse of the model's and is then learnt from rank 0's 
 survives models whose backward runs in another order than their modules stand in.
 """
 
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import final
 
@@ -47,6 +48,10 @@ class Reductions:
         self.stage = Stage.CLEAR
         self.is_on = True  # the next end of backward reduces; otherwise gradients only accumulate, on this rank
         self.notices = Notices()  # what ranks tell each other as they agree
+        # Takes averaged gradients, which nobody keeps then.
+        self.step: Callable[[Sequence[Slot]], None] | None = None
+        self._unstepped: list[GradientShard] = []  # complete, and being reduced
+        self._stepped: set[GradientShard] = set()  # in this backward
 
     # -- in backward
 
@@ -81,7 +86,24 @@ class Reductions:
         with no_interception(), torch.no_grad():
             for shard in self.shards[self._started : number]:
                 shard.begin_reduce()
+                if self.step is not None:
+                    self._step_reduced()
+                    self._unstepped += [shard] if shard.is_complete else []
         self._started = number
+
+    def _step_reduced(self) -> None:
+        """Steps what is reduced, while the latest is under way: gradients of two groups are there at a time."""
+        for shard in self._unstepped:
+            shard.wait()
+            self._step(shard, shard.group.slots)
+        self._unstepped.clear()
+
+    def _step(self, shard: GradientShard, slots: Sequence[Slot]) -> None:
+        assert self.step is not None
+        self._stepped.add(shard)
+        if slots:
+            self.step(slots)
+        shard.let_go()
 
     def end_backward(self, *, starts_all: bool) -> None:
         """A backward has ended: what it left only accumulates, or is reduced: when ranks agree, or at once if this
@@ -96,7 +118,7 @@ class Reductions:
         if starts_all and any(shard.used for shard in self.shards):
             self.start(len(self.shards))
         for shard in self.shards:  # until then parameters ask for gradients, and what autograd may add goes beside
-            if shard.is_spread:
+            if shard.is_spread and self.step is None:
                 for index in shard.used:
                     self.show(shard.group.slots[index])
         for shard in self._plain:
@@ -134,18 +156,38 @@ class Reductions:
         if not said[0]:  # no rank has a gradient
             return
         with no_interception(), torch.no_grad():
-            self.start(len(self.shards))  # all start before the first wait: another rank may be out of buckets
-            for pool in self._pools:
-                pool.drain()
             used = said[1 + len(Notice) + len(self.shards) :].split([len(shard.group.slots) for shard in self.shards])
-            for shard, flags in zip(self.shards, used, strict=True):
-                shard.end_reduce()
-                if shard.travels:  # what had a gradient on any rank shows the averaged one; other `p.grad` stays
-                    slots = shard.group.slots
-                    for index in range(len(slots)) if bool(flags.all()) else flags.nonzero().flatten().tolist():
-                        self.show(slots[index])
+            having = [
+                [shard.group.slots[index] for index in flags.nonzero().flatten().tolist()]
+                for shard, flags in zip(self.shards, used, strict=True)
+            ]
+            if self.step is None:
+                self._show_averages(having)
+            else:
+                self._step_averages(having)
         self._learn_order()
         self._clear()
+
+    def _show_averages(self, having: Sequence[Sequence[Slot]]) -> None:
+        """What had a gradient on any rank shows the averaged one; other `p.grad` stays."""
+        self.start(len(self.shards))  # all start before the first wait: another rank may be out of buckets
+        for pool in self._pools:
+            pool.drain()
+        for shard, slots in zip(self.shards, having, strict=True):
+            shard.end_reduce()
+            for slot in slots if shard.travels else ():
+                self.show(slot)
+
+    def _step_averages(self, having: Sequence[Sequence[Slot]]) -> None:
+        """What is left is stepped group by group; what follows is begun when its turn comes."""
+        for number, (shard, slots) in enumerate(zip(self.shards, having, strict=True)):
+            self.start(number + 1)
+            if shard in self._unstepped:
+                self._step_reduced()
+            elif shard not in self._stepped:
+                shard.wait()
+                self._step(shard, slots)
+            shard.end_reduce()
 
     @property
     def _plain(self) -> list[GradientShard]:
@@ -184,6 +226,8 @@ class Reductions:
 
     def _clear(self) -> None:
         self._started, self._ready_order = 0, []
+        self._unstepped.clear()
+        self._stepped.clear()
 
     def free(self) -> None:
         """Lets go of gradients and buckets for good."""

@@ -59,7 +59,7 @@ class Schedule:
             self._handles.append(Surrounding(module, partial(self._show_entrance, unit), _nothing))
         with no_interception():
             for shard in assembly.shards:
-                for slot in shard.group.slots if shard.travels else ():
+                for slot in shard.group.slots if shard.is_collected else ():
                     self._hook_gradient(slot)
 
     def detach(self) -> None:

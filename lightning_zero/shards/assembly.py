@@ -38,6 +38,7 @@ class Options:
     reduce_dtype: torch.dtype | None = None  # of gradients; None: fp32, or the parameter's where that is wider
     broadcast_buffers: bool = True  # take rank 0's buffers before a training forward
     offload: Offload | None = None  # see `ZeroStrategy`
+    step_in_backward: bool = False  # step each group as soon as its gradients are averaged, and keep none
     machine: Machine = field(default_factory=Machine)  # what offload may count on
     merges_units: bool = False  # if `unit_classes` is None: small neighbours are one unit, and what is tiny stays whole
 
@@ -142,7 +143,8 @@ def _make_groups(
         if stays_full and not (kind.trainable or kind.is_cast):
             continue
         numel = setting.bucket_bytes // kind.declared.itemsize
-        runs = units.fill_buckets(parameters, numel) if stays_full else [dict(parameters)]
+        is_divided = stays_full or not setting.keeps_gradients
+        runs = units.fill_buckets(parameters, numel) if is_divided else [dict(parameters)]
         words = str(kind.resting).removeprefix("torch.") + ("" if kind.trainable else " frozen")
         words += " offloaded" if kind.is_offloaded else ""
         for number, run in enumerate(runs):

@@ -80,15 +80,14 @@ class GradientShard:
     def __init__(self, group: ShardGroup, dtype: torch.dtype) -> None:
         self.group = group
         self.dtype = dtype
-        place = group.places.gradient
-        self.travels = group.comm.size > 1 or place != group.places.gathered
+        self.travels = group.comm.size > 1 or group.places.gradient != group.places.gathered
         self.full_grad: Tensor | None = None
-        numel = group.layout.shard_numel if self._rests_cut else 0
-        self.owned_grad: Array = zeros(Category.GRADIENT, numel, dtype, place, group.setting.ledger)
+        self.owned_grad = self._make_owned(group.layout.shard_numel if self._keeps_shard else 0)
         if self.travels and not self._rests_cut:
             self._make_full()
         self.ready: set[int] = set()  # indices of parameters that have a gradient in this backward
         self.used: set[int] = set()  # ... or had one since the last reduction, on this rank
+        self._buckets: list[Bucket] = []  # that carry what is being reduced
         self._held: dict[int, Tensor] = {}  # gradients that wait for the rest of their group
         self._added: dict[int, Tensor] = {}  # what autograd has added to an averaged gradient in this backward
         self._carries: set[int] = set()  # parameters whose owned_grad counts on: the next reduction adds to it
@@ -100,9 +99,22 @@ class GradientShard:
         return self.travels and self.group.setting.partition.gradient
 
     @property
+    def is_collected(self) -> bool:
+        """Whether gradients are wanted as they come."""
+        return self.travels or not self.group.setting.keeps_gradients
+
+    @property
     def is_spread(self) -> bool:
         """Whether averaged gradients are elsewhere than in `p.grad`: in shards, or in another tier."""
         return self.travels and (self.group.is_cut or self._rests_cut)
+
+    @property
+    def _keeps_shard(self) -> bool:
+        return self._rests_cut and self.group.setting.keeps_gradients
+
+    def _make_owned(self, numel: int) -> Array:
+        group = self.group
+        return zeros(Category.GRADIENT, numel, self.dtype, group.places.gradient, group.setting.ledger)
 
     def _make_full(self) -> Tensor:
         group, place = self.group, self.group.places.gathered
@@ -194,8 +206,11 @@ class GradientShard:
         if not self.travels:
             return
         self._settle_unused()
+        if self._rests_cut and not self._keeps_shard:
+            self.owned_grad = self._make_owned(self.group.layout.shard_numel)
         for chunk in self.group.layout.chunks:
             bucket = self.pool.take()
+            self._buckets.append(bucket)
             full = self._contribution(chunk, bucket)
             total = bucket.total[: chunk.width]
             scratch = bucket.scratch[: self.group.comm.scratch_rows * chunk.width].view(-1, chunk.width)
@@ -284,8 +299,22 @@ class GradientShard:
                         owned[start - chunk.in_shard.start : stop - chunk.in_shard.start].zero_()
                 owned.add_(average.to(owned.device))
 
+    def wait(self) -> None:
+        """All that has begun is stored."""
+        while self._buckets:
+            self._buckets.pop().settle()
+
+    def let_go(self) -> None:
+        """The averaged gradients have been stepped, and nobody wants them any more."""
+        if self._rests_cut:
+            self.owned_grad = self._make_owned(0)
+        for slot in self.group.slots:
+            with torch._C.DisableTorchFunctionSubclass():
+                slot.parameter.grad = None
+
     def end_reduce(self) -> None:
         """All is stored: the next backward begins anew."""
+        self._buckets.clear()
         self.ready.clear()
         self.used.clear()
         if self._rests_cut:

@@ -103,6 +103,13 @@ class PieceStepper:
         if others and not self.is_lazy:
             self.finish()
 
+    def step_now(self, slots: Sequence[Slot]) -> None:
+        """Steps some parameters in the middle of a backward, all with averaged gradients."""
+        then = _Moment.of(self.optimizer)
+        for run in self._runs(slots):
+            self._step_late(self._window(run, late=True), then)
+        self.finish()
+
     def _step_late(self, window: Window, then: "_Moment") -> None:
         """Steps a window as the optimizer was at that moment."""
         if window in self._ahead:

@@ -1,0 +1,145 @@
+"""Steps in backward (R62): the bits of steps after it, and never more than two buckets of gradients."""
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offload_jobs as jobs
+from lightning_zero import ZeroStrategy
+from lightning_zero.run.engine import Engine, Options
+from lightning_zero.tiers.ledger import Category
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.local import LocalComm
+from lightning_zero.wire.threads import ThreadWorld
+from ranks import RankPool
+from test_offload import WAYS, assert_same_run, at, on_ranks
+
+
+@pytest.mark.parametrize("tiers", [None, "optimizer on the host", "optimizer on disk", "both on disk"])
+@pytest.mark.parametrize("way", ["plain", "autocast", "two bytes at once"])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("world", [1, 2])
+def test_r62_steps_in_backward_give_the_bits_of_steps_after_it(
+    world: int, stage: int, way: str, tiers: str | None, tmp_path: Path
+) -> None:
+    how = {"two bytes at once": {"param_dtype": torch.bfloat16}}.get(way, WAYS.get(way, {}))
+    offload = None if tiers is None else at(tiers, tmp_path)
+    if stage == 2 and offload is not None and offload.parameters is not None:
+        offload = dataclasses.replace(offload, parameters=None)
+    expected, _ = on_ranks(world, stage, **how)
+    found, _ = on_ranks(world, stage, step_in_backward=True, offload=offload, **how)
+    assert_same_run(found, expected)
+
+
+def bytes_of_gradients(comm: Comm, layers: int, bucket: int) -> tuple[int, int]:
+    """The most that autograd had made and nobody had let go of, and that the engine held."""
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(layers)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = Options(step_in_backward=True, bucket_bytes=bucket)
+    engine = Engine(model, [optimizer], stage=2, comm=comm, options=options)
+    made: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def note(gradient: Tensor) -> None:
+        nonlocal most
+        made.append(weakref.ref(gradient))
+        most = max(most, sum(alive.nbytes for each in made if (alive := each()) is not None))
+
+    for parameter in model.parameters():
+        parameter.register_hook(note)
+    for _ in range(2):
+        with engine.forward():
+            loss = model(torch.ones(2, 64)).sum()
+        with engine.backward():
+            loss.backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        optimizer.step()
+    held = engine.ledger.peak[Category.GRADIENT]
+    engine.close()
+    return most, held
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_r62_gradients_never_exceed_two_buckets(world: int) -> None:
+    layer = 64 * 64 * 4
+    bucket = 2 * layer
+    if world == 1:
+        most, held = bytes_of_gradients(LocalComm(), 12, bucket)
+    else:
+        most, held = ThreadWorld(2).run(lambda comm: bytes_of_gradients(comm, 12, bucket))[0]
+    assert 0 < most + held <= 2 * bucket < 12 * layer
+
+
+def test_a_layer_is_stepped_before_backward_comes_to_the_first() -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = Options(step_in_backward=True, bucket_bytes=64 * 64 * 4)
+    engine = Engine(model, [optimizer], stage=2, comm=LocalComm(), options=options)
+    seen: list[list[bool]] = []
+    model[0].weight.register_hook(lambda _: seen.append([layer.weight in optimizer.state for layer in model]))
+    with engine.forward():
+        loss = model(torch.ones(2, 64)).sum()
+    with engine.backward():
+        loss.backward()
+    assert seen == [[False, False, True, True]]
+    assert all(layer.weight in optimizer.state for layer in model)
+    engine.close()
+
+
+def linear(stage: int = 2, optimizers: int = 1) -> tuple[Engine, Any]:
+    model = nn.Linear(4, 4)
+    made = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(optimizers)]
+    options = Options(step_in_backward=True)
+    return Engine(model, made, stage=stage, comm=LocalComm(), options=options), made[0]
+
+
+@pytest.mark.parametrize(("stage", "optimizers"), [(1, 1), (2, 2)])
+def test_what_does_not_step_in_backward_is_refused_at_set_up(stage: int, optimizers: int) -> None:
+    with pytest.raises(ValueError, match=r"needs a single optimizer.*stage=2 or 3.*Leave step_in_backward out"):
+        linear(stage, optimizers)
+
+
+@pytest.mark.parametrize(
+    ("ask", "what"),
+    [
+        (lambda engine, optimizer: engine.clip_by_norm_(optimizer, 1.0), "clipping"),
+        (lambda engine, optimizer: engine.clip_by_value_(optimizer, 1.0), "clipping"),
+        (lambda engine, optimizer: engine.accumulating(), "accumulating gradients"),
+        (lambda engine, optimizer: engine.no_sync().__enter__(), "accumulating gradients"),
+    ],
+)
+def test_who_needs_gradients_after_backward_is_told(ask: Callable[[Engine, Any], Any], what: str) -> None:
+    engine, optimizer = linear()
+    with pytest.raises(RuntimeError, match=f"nothing left for {what}"):
+        ask(engine, optimizer)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_training_gives_the_bits_of_steps_after_backward(stage: int, two_ranks: RankPool, tmp_path: Path) -> None:
+    expected = two_ranks.run(jobs.fit, {"stage": stage}, 2, clips=False, max_epochs=2)
+    for more in ({}, {"offload": {"optimizer": "nvme", "path": str(tmp_path)}}):
+        strategy = {"stage": stage, "step_in_backward": True, **more}
+        found = two_ranks.run(jobs.fit, strategy, 2, clips=False, max_epochs=2)
+        for mine, theirs in zip(found, expected, strict=True):
+            jobs.assert_same_fit(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ({"gradient_clip_val": 0.5}, r"Trainer\(gradient_clip_val=0.5\)"),
+        ({"accumulate_grad_batches": 2}, r"Trainer\(accumulate_grad_batches=2\)"),
+        ({"precision": "16-mixed"}, "precision='16-mixed'"),
+    ],
+)
+def test_a_trainer_that_needs_gradients_is_refused_with_the_reason(how: dict[str, Any], what: str) -> None:
+    run = jobs.trainer_of(ZeroStrategy(stage=2, step_in_backward=True), **how)
+    with pytest.raises(ValueError, match=f"step_in_backward=True takes each gradient as it comes, and {what} needs"):
+        run.fit(jobs.Fused(), jobs.loader())
