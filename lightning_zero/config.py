@@ -24,14 +24,16 @@ _DTYPES = {name: getattr(torch, full) for short, full in _FULL_NAMES.items() for
 
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """Where partitioned tensors rest between uses (ZeRO-Offload, arXiv 2101.06840).
+    """Where tensors rest between uses (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857).
 
     Args:
-        optimizer: tier of the fp32 master weights and optimizer state; ``None`` is the device.
+        optimizer: tier of what the optimizer works on: masters, its state, and at stages 2 and 3 gradients. ``"cpu"``
+            is host memory, ``"nvme"`` a file in `path`, ``None`` the device.
         parameters: tier of the parameter shards (stage 3); ``None`` is the device.
-        path: folder for the ``"nvme"`` tier; required by it and only by it.
-        fraction: share of the optimizer state that is offloaded, in (0, 1].
-        pin_memory: page-lock the host copies.
+        path: folder for the ``"nvme"`` tier, on any file system; required by it and only by it. Nothing stays there.
+        fraction: share of the optimizer state that is offloaded, in (0, 1], to within a parameter: the last ones of the
+            model, whose values are wanted last.
+        pin_memory: page-lock the host copies, so that copies to and from a device run beside its work.
 
     Raises:
         ValueError: for an unknown tier, a `path` without ``"nvme"`` (or the reverse), or a

@@ -373,8 +373,9 @@ class ZeroStrategy(CheckpointingStrategy):
         return self._running_engine.grad_norms(norm_type)
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes that rest on this rank, by category (parameter, gradient, master, optimizer state, bucket, gathered,
-        activation checkpoint). After fit: as they were when it ended."""
+        """Bytes that rest on this rank's device, by category (parameter, gradient, master, optimizer state, bucket,
+        gathered, activation checkpoint), and what is offloaded as ``"optimizer state (host)"`` or ``"... (disk)"``.
+        After fit: as they were when it ended."""
         return self._running_engine.bytes_by_category()
 
     def communication_report(self) -> dict[str, int]:
