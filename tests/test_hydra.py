@@ -84,10 +84,19 @@ def test_no_policy_is_the_default_and_can_be_swept_over_by_name(group):
     assert composed("strategy=zero3").strategy[group] is None
 
 
-@pytest.mark.parametrize("option", options("strategy"))
+@pytest.mark.parametrize("option", sorted(set(options("strategy")) - {"auto"}))
 def test_every_strategy_can_be_built(option):
     strategy = instantiate(composed(f"strategy={option}").strategy)
     assert type(strategy).__name__ == ("DDPStrategy" if option == "ddp" else "ZeroStrategy")
+
+
+def test_auto_leaves_the_choice_to_lightning():
+    assert composed("strategy=auto").trainer.strategy == "auto"
+
+
+def test_zero3_offload_is_zero3_with_all_that_can_be_offloaded():
+    same = composed("strategy=zero3", "strategy/offload=cpu", "strategy.offload.parameters=cpu")
+    assert composed("strategy=zero3_offload") == same
 
 
 def test_the_documented_command_lines_compose():
@@ -150,4 +159,4 @@ def test_the_help_text_shows_how_to_start():
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "python examples/train.py -m strategy=ddp,zero1,zero2,zero3 trainer.devices=2" in done.stdout
-    assert "strategy: ddp, zero, zero1, zero2, zero3" in done.stdout
+    assert "strategy: auto, ddp, zero, zero1, zero2, zero3" in done.stdout
