@@ -27,14 +27,17 @@ class CostMeter(L.Callback):
         self.wire_bytes = 0
         self.memory_bytes: dict[str, int] = {}
         self.peak_resident_bytes = 0
+        self.peak_device_bytes: int | None = None
         self._started = 0.0
         self._sent_before = 0
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         self._sent_before = _sent_bytes(trainer)
+        _finish_device_work(trainer)
         self._started = time.perf_counter()
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        _finish_device_work(trainer)
         self.step_seconds.append(time.perf_counter() - self._started)
         self.wire_bytes += _sent_bytes(trainer) - self._sent_before
 
@@ -42,8 +45,9 @@ class CostMeter(L.Callback):
         self.memory_bytes = _memory_report(trainer, model)
         # Linux counts in KiB, macOS in bytes.
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        largest = trainer.strategy.reduce(torch.tensor(float(resident), dtype=torch.float64), reduce_op="max")
-        self.peak_resident_bytes = int(largest)
+        self.peak_resident_bytes = _largest(trainer, resident)
+        if _on_gpu(trainer):
+            self.peak_device_bytes = _largest(trainer, torch.cuda.max_memory_allocated(trainer.strategy.root_device))
 
     def costs(self, trainer: L.Trainer) -> dict[str, Any]:
         """The measurements, under the names that the sweep's table and picture know."""
@@ -54,8 +58,25 @@ class CostMeter(L.Callback):
             "seconds_per_step": statistics.median(self.step_seconds) * per_step if batches else None,
             "memory_bytes": self.memory_bytes,
             "peak_resident_bytes": self.peak_resident_bytes,
+            "peak_device_bytes": self.peak_device_bytes,
             "wire_bytes_per_step": self.wire_bytes * per_step // batches if reported else None,
         }
+
+
+def _on_gpu(trainer: L.Trainer) -> bool:
+    return trainer.strategy.root_device.type == "cuda"
+
+
+def _finish_device_work(trainer: L.Trainer) -> None:
+    # A GPU works on while the host is ahead; a step's time is the time until its work is done.
+    if _on_gpu(trainer):
+        torch.cuda.synchronize(trainer.strategy.root_device)
+
+
+def _largest(trainer: L.Trainer, value: int) -> int:
+    """The largest value of any rank."""
+    number = torch.tensor(value, device=trainer.strategy.root_device)
+    return int(trainer.strategy.reduce(number, reduce_op="max"))
 
 
 def _sent_bytes(trainer: L.Trainer) -> int:
@@ -87,6 +108,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
     L.seed_everything(cfg.seed, workers=True)
     data = instantiate(cfg.data)
     model = instantiate(cfg.model)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     trainer: L.Trainer = instantiate(cfg.trainer)
     meter = CostMeter()
     trainer.callbacks.append(meter)  # type: ignore[attr-defined]
@@ -100,6 +122,8 @@ def train(cfg: DictConfig, folder: Path) -> float:
         "strategy": HydraConfig.get().runtime.choices.get("strategy"),
         "stage": getattr(trainer.strategy, "stage", None),
         "world_size": trainer.world_size,
+        "parameters": parameters,
+        "batch_size": cfg.data.get("batch_size"),
         "steps": trainer.global_step,
         **trained,
         **{f"untrained_{name}": value for name, value in untrained.items()},
@@ -146,6 +170,8 @@ def show(summary: dict[str, Any], metrics: list[str]) -> None:
         if size:
             table.add_row(f"{category}, MB on rank 0", f"{size / 1e6:.2f}")
     table.add_row("peak resident MB, largest rank", f"{summary['peak_resident_bytes'] / 1e6:.0f}")
+    if summary["peak_device_bytes"] is not None:
+        table.add_row("peak MB on the GPU, largest rank", f"{summary['peak_device_bytes'] / 1e6:.0f}")
     wire = summary["wire_bytes_per_step"]
     table.add_row("MB sent per step and rank", "not counted by this strategy" if wire is None else f"{wire / 1e6:.2f}")
     console = Console()
