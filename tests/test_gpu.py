@@ -14,7 +14,9 @@ from torch import nn
 
 import jobs
 from lightning_zero.checkpoint import verify
-from lightning_zero.run.engine import Engine
+from lightning_zero.config import Offload
+from lightning_zero.run.engine import Engine, Options
+from lightning_zero.tiers.ledger import Tier
 from lightning_zero.wire.gloo import GlooComm
 from lightning_zero.wire.local import LocalComm
 from lightning_zero.wire.native import NativeComm
@@ -134,3 +136,96 @@ def test_nccl_sends_small_host_messages_over_gloo(nccl: NativeComm) -> None:
         sent = torch.ones(2, device=device)
         nccl.broadcast(sent, "values")
         assert sent.tolist() == [1.0, 1.0]
+
+
+# -- offload
+
+
+def tower_on_gpu(offload: Offload | None, stage: int, steps: int = 4, **options: Any) -> dict[str, Any]:
+    """A few clipped steps of a tower of layers, and what they left and took on the device."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.ModuleList([nn.Linear(512, 512)])[0] for _ in range(8)])
+    start = clone(model).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=None if offload is None else True)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    options = {"offload": offload, "bucket_bytes": 2**21, **options}
+    engine = Engine(
+        model, [optimizer], stage=stage, comm=LocalComm(), device=torch.device("cuda"), options=Options(**options)
+    )
+    losses = []
+    for step in range(steps):
+        batch = torch.randn(4, 512, generator=torch.Generator().manual_seed(step)).cuda()
+        with engine.forward():
+            loss = model(batch).square().mean()
+        optimizer.zero_grad()
+        with engine.backward():
+            loss.backward()
+        if "step_in_backward" not in options:
+            engine.clip_by_norm_(optimizer, 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    engine.catch_up()
+    held, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+    told = engine.ledger.tiers[Tier.DEVICE]
+    engine.close()
+    pairs = zip(model.parameters(), start.parameters(), strict=True)
+    moved = sum(float((now - was.to(now.device)).abs().sum()) for now, was in pairs)
+    return {"losses": losses, "held": held, "peak": peak, "told": told, "moved": moved}
+
+
+OFFLOADS = {
+    "optimizer on the host": ({"optimizer": "cpu"}, 2),
+    "half of it": ({"optimizer": "cpu", "fraction": 0.5}, 2),
+    "optimizer on disk": ({"optimizer": "nvme"}, 2),
+    "all on the host": ({"optimizer": "cpu", "parameters": "cpu"}, 3),
+    "all on disk": ({"optimizer": "nvme", "parameters": "nvme"}, 3),
+}
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("tiers", OFFLOADS)
+def test_offload_trains_as_without_it(tiers: str, in_backward: bool, tmp_path: Path) -> None:
+    """Up to rounding: the host's kernel sums in another order than the device's."""
+    offload, stage = OFFLOADS[tiers]
+    path = tmp_path if "nvme" in offload.values() else None
+    options = {"step_in_backward": True} if in_backward else {}
+    expected = tower_on_gpu(None, stage, **options)
+    found = tower_on_gpu(Offload(**offload, path=path), stage, **options)
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+    assert found["moved"] == pytest.approx(expected["moved"], rel=1e-3)
+
+
+def test_late_steps_on_the_host_give_the_bits_of_steps_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = tower_on_gpu(Offload(optimizer="cpu"), 2)
+    monkeypatch.setattr("lightning_zero.shards.offload.why_serial", lambda *_: "to compare with")
+    assert tower_on_gpu(Offload(optimizer="cpu"), 2) == {**late, "peak": pytest.approx(late["peak"], rel=0.2)}
+
+
+@pytest.mark.parametrize("tiers", OFFLOADS)
+def test_the_device_holds_what_the_ledger_says_and_no_more(tiers: str, tmp_path: Path) -> None:
+    offload, stage = OFFLOADS[tiers]
+    path = tmp_path if "nvme" in offload.values() else None
+    without, found = tower_on_gpu(None, stage), tower_on_gpu(Offload(**offload, path=path), stage)
+    assert found["held"] < without["held"]
+    assert found["told"] == pytest.approx(found["held"], rel=0.03)
+
+
+def test_the_host_copies_are_page_locked_if_so_asked() -> None:
+    for pins in (True, False):
+        model = nn.Linear(64, 64)
+        offload = Offload(optimizer="cpu", pin_memory=pins)
+        options, device = Options(offload=offload), torch.device("cuda")
+        engine = Engine(
+            model, [torch.optim.AdamW(model.parameters())], stage=2, comm=LocalComm(), device=device, options=options
+        )
+        assert all(group.master.read().is_pinned() is pins for group in engine.groups)
+        engine.close()
+
+
+def test_training_with_offload_under_trainer_ends_with_a_whole_model(tmp_path: Path) -> None:
+    for offload in ({"optimizer": "cpu", "parameters": "cpu"}, {"optimizer": "nvme", "path": str(tmp_path)}):
+        found = fit_on_gpu({"stage": 3, "offload": offload}, "bf16-mixed")
+        assert all(bool(torch.isfinite(loss)) for loss in map(torch.tensor, found["losses"]))
+        assert all(value.isfinite().all() for value in found["weights"].values() if value.is_floating_point())

@@ -119,7 +119,8 @@ class Engine:
         self._disk = places.disk
         bucket_bytes, as_declared = assembly.bucket_bytes_for(managed, self.options), self.options.param_dtype is None
         keeps = not self.options.step_in_backward
-        setting = Setting(self.partition, self.mesh, self.ledger, places, bucket_bytes, as_declared, keeps)
+        aside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        setting = Setting(self.partition, self.mesh, self.ledger, places, bucket_bytes, as_declared, aside, keeps)
         trainable = assembly.trainable_of(managed, optimizers)
         with together():
             made = assembly.assemble(module, managed, trainable, setting, self.options)

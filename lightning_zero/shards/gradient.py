@@ -45,12 +45,25 @@ class Bucket:
             for rows in (comm.size if packs else 0, comm.scratch_rows, 1)
         )
         self.finish: Callable[[], None] | None = None
+        self._stored: torch.cuda.Event | None = None  # on another stream
 
     def settle(self) -> None:
         """Waits for the operation that this bucket carries, if any, and stores its result."""
         finish, self.finish = self.finish, None
         if finish is not None:
             finish()
+        if self._stored is not None:
+            torch.cuda.current_stream(self.total.device).wait_event(self._stored)
+            self._stored = None
+
+    def settle_on(self, stream: torch.cuda.Stream) -> None:
+        """`settle`, on another stream, on which what is under way is waited for: the device goes on meanwhile."""
+        finish, self.finish = self.finish, None
+        assert finish is not None
+        stream.wait_stream(torch.cuda.current_stream(self.total.device))
+        with torch.cuda.stream(stream):
+            finish()
+            self._stored = stream.record_event()
 
 
 @final
@@ -217,6 +230,9 @@ class GradientShard:
             name = f"reduce {self.group.name}[{chunk.of.start}+{chunk.start}]"
             work = self.group.comm.reduce_scatter(total, full, scratch, name)
             bucket.finish = self._storing(work, total, chunk, frozenset(self._carries), name)
+            aside = self.group.setting.aside
+            if aside is not None and not self.is_on_disk:  # a disk would have the host wait for the reduction
+                bucket.settle_on(aside)
         self._held.clear()
 
     def _settle_unused(self) -> None:

@@ -77,6 +77,7 @@ class Setting:
     places: Places
     bucket_bytes: int  # largest reduction
     as_declared: bool  # users read parameters in their declared dtype where they rest in another one
+    aside: torch.cuda.Stream | None = None  # where a device copies and adds up beside its work; None on the host
     keeps_gradients: bool = True  # averaged ones, from backward to the step; else they are stepped as they come
 
 

@@ -39,6 +39,7 @@ class Unit:
             self.nbytes += round_up(group.layout.numel * group.kind.resting.itemsize, ALIGNMENT_BYTES)
         self.buffer: Buffer | None = None
         self._under_way: list[Gather] = []
+        self._copied: torch.cuda.Event | None = None  # on another stream
 
     @property
     def is_gathered(self) -> bool:
@@ -49,10 +50,26 @@ class Unit:
         """Starts to bring the values into a buffer. Returns what tells whether a rank diverges."""
         assert self.buffer is None, self.name
         self.buffer = arena.take(apart=None if self.is_leaf else self.nbytes)
+        aside = self.groups[0].setting.aside
+        if aside is None or not self.rests_elsewhere:
+            return self._gather_into(self.buffer, diverges)
+        aside.wait_stream(torch.cuda.current_stream(self.buffer.memory.device))  # whoever had the buffer before is done
+        with torch.cuda.stream(aside):
+            gather = self._gather_into(self.buffer, diverges)
+            self._copied = aside.record_event()
+        return gather
+
+    @property
+    def rests_elsewhere(self) -> bool:
+        """Whether values come from another tier, beside the device's work."""
+        places = self.groups[0].setting.places
+        return places.parameter != places.gathered or places.optimizer != places.gathered
+
+    def _gather_into(self, buffer: Buffer, diverges: bool | None) -> Gather:
         for offset, group in zip(self._offsets, self.groups, strict=True):
             dtype = group.kind.resting
             with torch.inference_mode(False):
-                full = self.buffer.memory[offset : offset + group.layout.numel * dtype.itemsize].view(dtype)
+                full = buffer.memory[offset : offset + group.layout.numel * dtype.itemsize].view(dtype)
             group.hold(full)
             told = diverges if group is self.groups[0] else None
             self._under_way += group.all_gather(full, group.owned_param, "gather", told)
@@ -80,12 +97,16 @@ class Unit:
         """The values are here from now on."""
         while self._under_way:
             self._under_way.pop(0).wait()
+        if self._copied is not None:
+            assert self.buffer is not None
+            torch.cuda.current_stream(self.buffer.memory.device).wait_event(self._copied)
+            self._copied = None
 
     def release(self, arena: Arena) -> None:
         """Gives the buffer back. Its values are gone, save for users who still hold views of it."""
+        self.wait()  # what is under way still writes there
         buffer, self.buffer = self.buffer, None
         assert buffer is not None, self.name
-        self.wait()  # what is under way still writes there
         for group in self.groups:
             group.let_go()
         arena.give_back(buffer, apart=not self.is_leaf)

@@ -24,6 +24,9 @@ MEASURES = (
 )
 
 
+HATCHES = {"host": "///", "disk": "xxx"}  # of what rests in another tier than the device, in the picture
+
+
 def read_summary(folder: Path) -> dict[str, Any]:
     """The summary of the run in `folder`; empty when there is none."""
     try:
@@ -154,12 +157,23 @@ def draw(jobs: Sequence[Mapping[str, Any]], labels: Sequence[str], path: Path) -
 def _stack_bars(panel: Any, jobs: Sequence[Mapping[str, float]]) -> None:
     """One bar per job, of its parts; what they add up to beside it."""
     lefts = [0.0] * len(jobs)
-    categories = list(dict.fromkeys(category for parts in jobs for category in parts))
+    categories = list(dict.fromkeys(category for parts in jobs for category, part in parts.items() if part))
+    kinds = list(dict.fromkeys(category.partition(" (")[0] for category in categories))
     for category in categories or [""]:
+        kind, _, tier = category.removesuffix(")").partition(" (")
         widths = [parts.get(category, 0.0) for parts in jobs]
-        bars = panel.barh(range(len(jobs)), widths, left=lefts, label=category)
+        color = f"C{kinds.index(kind)}" if kinds else None
+        bars = panel.barh(
+            range(len(jobs)),
+            widths,
+            left=lefts,
+            label=category,
+            color=color,
+            hatch=HATCHES.get(tier),
+            edgecolor="white",
+        )
         lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
     told = [f"{total:.4g}" if parts else "not reported" for parts, total in zip(jobs, lefts, strict=True)]
     panel.bar_label(bars, told, padding=3)
     if any(categories):
-        panel.legend(fontsize="small", ncols=3, loc="upper left", bbox_to_anchor=(0.0, -0.1))
+        panel.legend(fontsize="small", ncols=3, loc="upper left", bbox_to_anchor=(0.0, 0.0), borderaxespad=2.5)
