@@ -84,7 +84,7 @@ def offloaded(options: argparse.Namespace, offload: Offload) -> Callable[[], flo
     def step() -> float:
         with engine.backward():
             sum((parameter * 0.1).sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
-        engine.gradients(optimizer)
+        engine.averages.of(optimizer)
 
         def both() -> None:
             optimizer.step()

@@ -45,9 +45,9 @@ def train(
         loss.backward()
         run.losses.append(loss.item())
         if clip == "norm":
-            run.grad_norms.append(engine.clip_by_norm_(optimizer, 0.5).total.item())
+            run.grad_norms.append(engine.averages.clip_by_norm_(optimizer, 0.5).total.item())
         if clip == "value":
-            engine.clip_by_value_(optimizer, 0.01)
+            engine.averages.clip_by_value_(optimizer, 0.01)
         optimizer.step()
         if scheduler is not None:
             scheduler.step()

@@ -163,7 +163,7 @@ def tower_on_gpu(offload: Offload | None, stage: int, steps: int = 4, **options:
         with engine.backward():
             loss.backward()
         if "step_in_backward" not in options:
-            engine.clip_by_norm_(optimizer, 0.5)
+            engine.averages.clip_by_norm_(optimizer, 0.5)
         optimizer.step()
         losses.append(loss.item())
     engine.catch_up()

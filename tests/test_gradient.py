@@ -63,7 +63,7 @@ def test_grad_reads_as_ddps_average_in_full_shape(stage: int) -> None:
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 assert parameter.grad.shape == parameter.shape
-                assert torch.equal(engine.full_grad(parameter), expected[name]), name
+                assert torch.equal(engine.averages.full(parameter), expected[name]), name
         assert isinstance(model.norm.weight.grad, ShardedGradient) == (stage > 0)
 
     on_two_ranks(stage, act)
@@ -142,7 +142,7 @@ def test_a_parameter_used_on_one_rank_only_counts_as_zero_on_the_other(stage: in
             loss = loss + model.unused(x).sum()
         loss.backward()
         if stage < 3:
-            torch.testing.assert_close(engine.full_grad(model.unused.bias), torch.full((5,), 0.5))
+            torch.testing.assert_close(engine.averages.full(model.unused.bias), torch.full((5,), 0.5))
             assert_grads(
                 model, average(0) | {"unused.bias": torch.full((5,), 0.5), "unused.weight": torch.full((5, 3), 0.5)}
             )

@@ -28,7 +28,7 @@ POLICIES = {"offload": Offload, "activation_checkpointing": ActivationCheckpoint
 # What each option of a policy says that its dataclass does not say by default.
 OPTION_STATES: dict[tuple[str, str], dict] = {
     ("offload", "cpu"): {"optimizer": "cpu"},
-    ("offload", "nvme"): {"optimizer": "nvme"},
+    ("offload", "nvme"): {"optimizer": "nvme", "path": "${hydra:runtime.output_dir}"},
     ("activation_checkpointing", "auto"): {},
     ("activation_checkpointing", "offload"): {"offload": True},
     ("activation_checkpointing", "contiguous"): {"contiguous": True},

@@ -22,7 +22,7 @@ def measure(norm_type: float, bucket_bytes: int | None = None) -> Any:
         if engine is None:
             flat = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
             return float(torch.linalg.vector_norm(flat, norm_type))
-        return float(norm.Measured.of(engine.gradients(optimizer), norm_type).total_norm(engine.comm).total)
+        return float(norm.Measured.of(engine.averages.of(optimizer), norm_type).total_norm(engine.comm).total)
 
     return act
 
@@ -65,7 +65,7 @@ def test_a_gradient_that_is_not_finite_shows_on_every_rank(stage: int, bad: floa
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> norm.GradNorm:
         loss = model(x()).square().mean()
         (loss * bad if comm.rank == 1 else loss).backward()
-        return norm.Measured.of(engine.gradients(optimizer)).total_norm(comm)
+        return norm.Measured.of(engine.averages.of(optimizer)).total_norm(comm)
 
     for found in on_engine(tower(), act, stage):
         assert not found.finite
@@ -77,10 +77,10 @@ def test_gradients_below_the_bound_are_left_alone_and_those_above_are_scaled_to_
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> None:
         model(x()).square().mean().backward()
         before = {name: p.grad.clone() for name, p in model.named_parameters()}
-        total = engine.clip_by_norm_(optimizer, 1e6).total
+        total = engine.averages.clip_by_norm_(optimizer, 1e6).total
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter.grad.clone(), before[name])
-        engine.clip_by_norm_(optimizer, float(total) / 4)
+        engine.averages.clip_by_norm_(optimizer, float(total) / 4)
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter.grad.clone(), before[name] / 4, rtol=1e-5, atol=0)
 
@@ -94,7 +94,7 @@ def test_values_are_clamped_as_torch_clamps_them(stage: int) -> None:
         if engine is None:
             torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
         else:
-            engine.clip_by_value_(optimizer, 1e-3)
+            engine.averages.clip_by_value_(optimizer, 1e-3)
         return {name: p.grad.clone() for name, p in model.named_parameters()}
 
     expected = on_one_device(tower(), act)
@@ -106,7 +106,7 @@ def test_values_are_clamped_as_torch_clamps_them(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_without_gradients_the_norm_is_zero(stage: int) -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> norm.GradNorm:
-        return engine.clip_by_norm_(optimizer, 1.0)
+        return engine.averages.clip_by_norm_(optimizer, 1.0)
 
     assert on_engine(tower(), act, stage) == [(torch.tensor(0.0), True)] * 2
 
@@ -127,7 +127,7 @@ def test_complex_gradients_count_by_their_magnitude(stage: int) -> None:
         model(x()).square().mean().backward()
         if engine is None:
             return float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-        return float(engine.clip_by_norm_(optimizer, 0.1).total)
+        return float(engine.averages.clip_by_norm_(optimizer, 0.1).total)
 
     start = seeded(Waves)
     assert on_engine(start, act, stage) == [pytest.approx(on_one_device(start, act), rel=1e-6)] * 2

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -122,9 +123,9 @@ def train(
             look(optimizer, model, seen)
         run.losses.append(loss.item())
         if clip == "norm":
-            run.grad_norms.append(engine.clip_by_norm_(optimizer, 0.5).total.item())
+            run.grad_norms.append(engine.averages.clip_by_norm_(optimizer, 0.5).total.item())
         if clip == "value":
-            engine.clip_by_value_(optimizer, 0.01)
+            engine.averages.clip_by_value_(optimizer, 0.01)
         optimizer.step()
         if looks:
             look(optimizer, model, seen)
@@ -261,7 +262,7 @@ def test_at_stage_2_a_layer_waits_for_its_own_weights_alone() -> None:
         lambda run: run.optimizer.state_dict(),
         lambda run: list(run.optimizer.state.values()),
         lambda run: run.engine.states.full_model(copy=True),
-        lambda run: run.engine.clip_by_norm_(run.optimizer, 1.0),
+        lambda run: run.engine.averages.clip_by_norm_(run.optimizer, 1.0),
         lambda run: run.step(),
     ],
     ids=["state_dict", "state", "model", "clip", "next step"],
@@ -272,6 +273,15 @@ def test_nobody_finds_a_step_that_is_still_to_be_taken(ask: Callable[[Steps], An
     ask(run)
     assert run.stepped == [True, True, True]
     run.engine.close()
+
+
+def test_after_close_the_optimizer_is_as_torch_made_it() -> None:
+    run = Steps(2, Offload(optimizer="cpu"))
+    run.step()
+    assert type(copy.deepcopy(run.optimizer).state) is defaultdict
+    run.engine.close()
+    assert type(run.optimizer.state) is defaultdict
+    assert run.stepped == [True, True, True]
 
 
 def test_evaluation_waits_for_all_steps() -> None:

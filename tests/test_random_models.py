@@ -170,6 +170,10 @@ class Ddp:
         average = total.div_(self.comm.size).view_as(parameter)
         return before + average if self.plan.averages_first and before is not None else average
 
+    @property
+    def averages(self) -> Any:
+        return self
+
     def clip_by_norm_(self, parameters: Any, max_norm: float) -> None:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = torch.stack([grad.double().norm() for grad in gradients]).norm().float()
@@ -205,7 +209,7 @@ def train(model: Model, engine: Any, optimizers: list[Optimizer], plan: Plan, ra
                     chosen.backward(retain_graph=plan.shares_forward and number < len(micros) - 1)
             seen[f"loss {step}.{number}"] = chosen.detach()
         if plan.clip is not None:
-            engine.clip_by_norm_(list(model.parameters()), plan.clip)
+            engine.averages.clip_by_norm_(list(model.parameters()), plan.clip)
         if plan.reads_gradients:
             for name, parameter in model.named_parameters():
                 if parameter.grad is not None:

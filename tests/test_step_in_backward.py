@@ -108,8 +108,8 @@ def test_what_does_not_step_in_backward_is_refused_at_set_up(stage: int, optimiz
 @pytest.mark.parametrize(
     ("ask", "what"),
     [
-        (lambda engine, optimizer: engine.clip_by_norm_(optimizer, 1.0), "clipping"),
-        (lambda engine, optimizer: engine.clip_by_value_(optimizer, 1.0), "clipping"),
+        (lambda engine, optimizer: engine.averages.clip_by_norm_(optimizer, 1.0), "clipping"),
+        (lambda engine, optimizer: engine.averages.clip_by_value_(optimizer, 1.0), "clipping"),
         (lambda engine, optimizer: engine.accumulating(), "accumulating gradients"),
         (lambda engine, optimizer: engine.no_sync().__enter__(), "accumulating gradients"),
     ],

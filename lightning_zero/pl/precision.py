@@ -87,7 +87,7 @@ class ShardedGradients(Precision):
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         assert self.engine is not None
-        norm = self.engine.clip_by_norm_(optimizer, float(clip_val))
+        norm = self.engine.averages.clip_by_norm_(optimizer, float(clip_val))
         if not norm.finite and not self._warned_of_nan and self.scaler is None:
             self._warned_of_nan = True
             rank_zero_warn(
@@ -97,7 +97,7 @@ class ShardedGradients(Precision):
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         assert self.engine is not None
-        self.engine.clip_by_value_(optimizer, float(clip_val))
+        self.engine.averages.clip_by_value_(optimizer, float(clip_val))
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any
@@ -112,7 +112,7 @@ class ShardedGradients(Precision):
         if loss is None and model.automatic_optimization:
             self._after_closure(model, optimizer)
             return None  # training_step returned None: there was no backward
-        overflow = self.engine.unscale_(self.scaler, optimizer)
+        overflow = self.engine.averages.unscale_(self.scaler, optimizer)
         self._after_closure(model, optimizer)
         step_output = self.scaler.step(optimizer, **kwargs)
         self.scaler.update()

@@ -361,7 +361,7 @@ class ZeroStrategy(CheckpointingStrategy):
 
     def full_grad(self, parameter: Parameter) -> Tensor | None:
         """The averaged gradient of a parameter in its shape, or None. Call it on every rank."""
-        return self._running_engine.full_grad(parameter)
+        return self._running_engine.averages.full(parameter)
 
     def grad_norms(self, norm_type: float = 2.0) -> dict[str, Tensor]:
         """Parameter name -> norm of its averaged gradient, for those that have one; one small reduction for all.
@@ -370,7 +370,7 @@ class ZeroStrategy(CheckpointingStrategy):
         Args:
             norm_type: p of the p-norm; ``inf`` for the largest magnitude.
         """
-        return self._running_engine.grad_norms(norm_type)
+        return self._running_engine.averages.norms(norm_type)
 
     def memory_report(self) -> dict[str, int]:
         """Bytes that rest on this rank's device, by category (parameter, gradient, master, optimizer state, bucket,

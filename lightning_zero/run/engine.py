@@ -7,12 +7,10 @@ from functools import partial
 from typing import Any, final
 
 import torch
-from torch import Tensor
-from torch.amp import GradScaler
-from torch.amp.grad_scaler import OptState
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_zero.run.averages import Averages
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.phase import Phase, Phases
@@ -21,11 +19,12 @@ from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.run.replicated import broadcast_buffers, broadcast_states, move_replicated, refuse_strangers
 from lightning_zero.run.schedule import Schedule
 from lightning_zero.run.states import States, failing_together
-from lightning_zero.shards import assembly, norm
+from lightning_zero.shards import assembly
 from lightning_zero.shards import offload as offloading
 from lightning_zero.shards.assembly import Options
 from lightning_zero.shards.group import Kind, Setting, ShardGroup, Slot, no_interception, publish, slot_of
-from lightning_zero.shards.optimizer import PieceStepper, groups_of, training_slot
+from lightning_zero.shards.optimizer import PieceStepper, groups_of
+from lightning_zero.shards.units import modules_in_compiled_regions
 from lightning_zero.shards.window import may_fuse
 from lightning_zero.stage import STAGES, Partition
 from lightning_zero.tiers.ledger import Category, Ledger, Tier, return_freed_memory
@@ -129,8 +128,8 @@ class Engine:
                 offloading.refuse_too_little_room(offload, made.shards, optimizers, setting, self.options.machine)
         trained = [slot.parameter for shard in made.shards for slot in shard.group.slots]
         self._trained = {id(parameter) for parameter in trained}
-        gradient_bytes = sum(parameter.nbytes for parameter in trained)
-        self._leaves_much = device == HOST and self.partition.gradient and gradient_bytes > MUCH
+        nbytes = sum(parameter.nbytes for parameter in trained)
+        self._leaves_much = device == HOST and self.partition.gradient and nbytes > MUCH
         self._arena = made.arena
         self.groups = made.groups
         self.resident_numel = made.resident
@@ -144,7 +143,9 @@ class Engine:
         move_replicated(module, device)
         self.serial_because = None if offload is None else offloading.why_serial(module, made.shards)
         is_lazy = offload is not None and self.serial_because is None
-        late, ends = module if is_lazy else None, (self._begin_backward, self._end_backward)
+        is_large = self.comm.size > 1 and nbytes >= self.options.late_publish_bytes
+        self._publishes_late = is_large and not made.units and not modules_in_compiled_regions(module)
+        late, ends = module if is_lazy or self._publishes_late else None, (self._begin_backward, self._end_backward)
         self.schedule = Schedule(made, self.reductions, self.loans, *ends, late=late)
         self._steppers = {optimizer: PieceStepper(optimizer, setting, RestingState) for optimizer in optimizers}
         for stepper in self._steppers.values():
@@ -154,9 +155,9 @@ class Engine:
             self.reductions.step = self._step_in_backward
         self._entered: dict[Optimizer, ExitStack] = {}  # the step of each optimizer, while it is in one
         self._step_hooks = [handle for optimizer in optimizers for handle in self._hook_step(optimizer)]
+        self.averages = Averages(module, device, self.mesh, self.loans, self.reductions)
         self.states = States(module, self._steppers, self.mesh, self.loans)
         self._phases = Phases()
-        self._measured: norm.Measured | None = None  # for an overflow, and good for clipping too
         self._buffers: int | None = None
         if self.options.broadcast_buffers and self.mesh.world.size > 1 and any(True for _ in module.buffers()):
             serve = partial(broadcast_buffers, module, self.mesh.world)
@@ -196,7 +197,7 @@ class Engine:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside only accumulate, on this rank; the first one after reduces what they left."""
-        self._refuse_stepped("accumulating gradients")
+        self.averages.refuse_stepped("accumulating gradients")
         before, self.reductions.is_on = self.reductions.is_on, False
         try:
             yield
@@ -205,7 +206,7 @@ class Engine:
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Around the backwards of all but the last micro-batch; communicates if gradients accumulate in shards."""
-        self._refuse_stepped("accumulating gradients")
+        self.averages.refuse_stepped("accumulating gradients")
         reduces = self.partition.gradient and self.options.accumulation == "sharded"
         return nullcontext() if reduces else self.no_sync()
 
@@ -256,12 +257,19 @@ class Engine:
         with self._phases.within(Phase.STEP), stepper.step(slots):
             yield
         self._publish(groups)
-        self._measured = None
+        self.averages.forget()
         if self._leaves_much:
             return_freed_memory()
 
     def _publish(self, groups: Iterable[ShardGroup]) -> None:
         """What has been stepped is where forward reads it, or will be when it is wanted."""
+        now = [group for group in groups if not group.is_behind]
+        if self._publishes_late:
+            with torch.no_grad():
+                for group in now:
+                    group.begin_publish()
+            for group in (group for group in now if group.is_arriving):
+                group.leave_behind()
         publish([group for group in groups if not group.is_behind])
         for group in groups:
             if group.is_behind and group.is_plain:
@@ -274,14 +282,6 @@ class Engine:
         own = set(stepper.slots)
         stepper.step_now([slot for slot in slots if slot in own])
         self._stepped.update(dict.fromkeys(groups_of(slots)))
-
-    def _refuse_stepped(self, doing: str) -> None:
-        """Raises RuntimeError for what needs gradients after backward, where it steps them."""
-        if self.options.step_in_backward:
-            raise RuntimeError(
-                f"step_in_backward=True takes each gradient as it comes, and there is nothing left for {doing}. Leave "
-                "step_in_backward out."
-            )
 
     def catch_up(self) -> None:
         """Takes all steps that have been postponed: of what is offloaded, each is taken when the values are wanted."""
@@ -317,72 +317,6 @@ class Engine:
             optimizer.register_step_pre_hook(before),
             optimizer.register_step_post_hook(lambda *_: entered.close()),
         ]
-
-    # -- gradients
-
-    def gradients(self, parameters: Iterable[Parameter] | Optimizer, *, meets: bool = False) -> list[Slot]:
-        """Those of the parameters that have a gradient, each once. A collective after a backward; say so if one of the
-        caller's (`meets`) follows."""
-        self.catch_up()
-        if isinstance(parameters, Optimizer):
-            parameters = [parameter for group in parameters.param_groups for parameter in group["params"]]
-        if not self.rendezvous.settle_gradients() and meets:
-            self.rendezvous.meet_before_collective()
-        with no_interception(), torch.no_grad():
-            self.loans.take_back_gradients()
-            found = [p for p in dict.fromkeys(parameters) if p.grad is not None]
-            slots = [slot for slot in map(training_slot, found) if slot is not None]
-            for slot in slots:
-                self.reductions.adopt(slot)
-        return slots
-
-    def _measure(self, slots: list[Slot], norm_type: float = 2.0) -> norm.Measured:
-        if self._measured is not None and self._measured.is_of(slots, norm_type):
-            return self._measured
-        return norm.Measured.of(slots, norm_type)
-
-    def clip_by_norm_(self, parameters: Iterable[Parameter] | Optimizer, max_norm: float) -> norm.GradNorm:
-        self._refuse_stepped("clipping")
-        slots = self.gradients(parameters, meets=True)
-        return norm.clip_by_norm_(self._measure(slots), self.comm, max_norm)
-
-    def clip_by_value_(self, parameters: Iterable[Parameter] | Optimizer, clip_value: float) -> None:
-        self._refuse_stepped("clipping")
-        norm.clip_by_value_(self.gradients(parameters), clip_value)
-
-    def unscale_(self, scaler: GradScaler, optimizer: Optimizer) -> norm.Overflow:
-        """`GradScaler.unscale_` for gradients that are spread over ranks: every rank comes to the same verdict.
-
-        The scaler's own would look at what this rank owns alone, and ranks would then disagree on whether to step. Its
-        state for `optimizer` is as after its own `unscale_`.
-        """
-        self._refuse_stepped("a gradient scaler")
-        slots = self.gradients(optimizer, meets=True)
-        scale, _ = scaler._check_scale_growth_tracker("unscale_")
-        norm.scale_(slots, scale.double().reciprocal().float())
-        self._measured = norm.Measured.of(slots)
-        overflow = self._measured.overflow(self.mesh.world.host)
-        state: dict[str, Any] = scaler._per_optimizer_states[id(optimizer)]
-        # On the host, where the verdict is: the scaler's question of it costs no look at the device.
-        state["found_inf_per_device"] = {self.device: torch.tensor(float(bool(overflow.ranks)))}
-        state["stage"] = OptState.UNSCALED
-        return overflow
-
-    def grad_norms(self, norm_type: float = 2.0) -> dict[str, Tensor]:
-        """Parameter name -> norm of its averaged gradient (0-d, fp32), for those that have one. A collective."""
-        slots = self.gradients(self.module.parameters(), meets=True)
-        norms = self._measure(slots, norm_type).norms(self.comm)
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
-        return {names[slot.parameter]: found for slot, found in zip(slots, norms.float().unbind(), strict=True)}
-
-    def full_grad(self, parameter: Parameter) -> Tensor | None:
-        """The averaged gradient of one parameter, in its shape; None where it has none. A collective."""
-        slots = self.gradients([parameter])
-        if not slots:
-            return parameter.grad
-        (slot,) = slots
-        gradient = norm.gradient_of(slot)
-        return (self.loans.lend_gradient(slot) if gradient.is_spread else gradient.piece(slot)).clone()
 
     # -- whole values
 
@@ -443,15 +377,17 @@ class Engine:
             whole: the module gets its values back, in the declared dtypes (a collective). Without it (a rank failed,
                 others may be gone) only the hooks go; parameters that rest as shards raise when they are read.
         """
-        self._bytes_at_close = self.bytes_by_category()
         for optimizer, step in self._entered.items() if whole else ():
             self._steppers[optimizer].is_interrupted = True
             step.close()
+        if whole:
+            self.catch_up()
+        self._bytes_at_close = self.bytes_by_category()
         for handle in self._step_hooks:
             handle.remove()
         self.reductions.step = None
-        if whole:
-            self.catch_up()
+        for stepper in self._steppers.values():
+            stepper.leave()
         self.schedule.detach()
         self._phases.close()
         if not whole:

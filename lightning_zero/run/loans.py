@@ -69,7 +69,7 @@ class Loans(Lender, GradientLender):
         """What is there in full is not behind any more. A collective where ranks own parts of it."""
         if not group.is_behind:
             return
-        if group in self._publishing:
+        if group in self._publishing and not group.is_arriving:
             self.rendezvous.call(self._publishing[group])
         else:
             self._publish(group)
@@ -84,7 +84,6 @@ class Loans(Lender, GradientLender):
     def _publish(self, group: ShardGroup, keep: bool = True) -> None:
         with no_interception():
             publish([group])
-            group.is_behind = False
             if group.is_plain:
                 self._interception.show(group)
                 group.note_versions()

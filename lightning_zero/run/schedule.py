@@ -111,7 +111,7 @@ class Schedule:
     def _surround_late_module(self, module: Module) -> None:
         """Calls of a module that has weights of which steps are postponed: kernels may look at these past torch."""
         slots = [slot_of(parameter) for parameter in module.parameters(recurse=False)]
-        groups = dict.fromkeys(slot.group for slot in slots if slot is not None and slot.group.kind.is_offloaded)
+        groups = dict.fromkeys(slot.group for slot in slots if slot is not None and slot.group.stays_full)
         if groups:
             self._handles.append(Surrounding(module, partial(self._catch_up, groups), _nothing))
 

@@ -38,6 +38,7 @@ class Options:
     reduce_dtype: torch.dtype | None = None  # of gradients; None: fp32, or the parameter's where that is wider
     broadcast_buffers: bool = True  # take rank 0's buffers before a training forward
     offload: Offload | None = None  # see `ZeroStrategy`
+    late_publish_bytes: int = 32 * MIB  # models of at least so many wait for new weights when they want them
     step_in_backward: bool = False  # step each group as soon as its gradients are averaged, and keep none
     machine: Machine = field(default_factory=Machine)  # what offload may count on
     merges_units: bool = False  # if `unit_classes` is None: small neighbours are one unit, and what is tiny stays whole

@@ -194,7 +194,8 @@ class ShardGroup:
             _SLOTS[slot.parameter] = slot
         self.full_param: Tensor | None = None
         self._postponed: list[Callable[[], None]] = []  # steps of it
-        self.is_behind = False  # what is there in full is older than a step that has been postponed
+        self.is_behind = False  # what is there in full is older than the latest step
+        self._arriving: list[Gather] = []  # what other ranks have made of their parts
         self.rest = self._take_over()
 
     # -- steps that are taken when the values are wanted
@@ -212,8 +213,7 @@ class ShardGroup:
     def postpone(self, step: Callable[[], None]) -> None:
         """`step` is to be taken before anybody looks at the values."""
         self._postponed.append(step)
-        self.is_behind = self.stays_full
-        self._shown_versions = None  # nobody can edit what is not shown
+        self.leave_behind()
 
     def catch_up(self) -> None:
         """Takes the steps that have been postponed, on this rank."""
@@ -336,15 +336,29 @@ class ShardGroup:
                 part = each if isinstance(each, slice) else each.in_shard
                 self.owned_param.write(part, self.master.read(part), stays=True)
 
-    def begin_publish(self) -> list[Gather]:
-        """Sends what ranks own to where all read it."""
-        if not self.stays_full:
-            return []
-        self.catch_up()
-        if not self.is_cut:
-            return []
-        assert self.full_param is not None
-        return self.all_gather(self.full_param, self.owned_param, "publish")
+    def begin_publish(self) -> None:
+        """Sends what ranks own to where all read it, if they do not have it already."""
+        if self.stays_full and not self.is_arriving:
+            self.catch_up()
+            if self.is_cut:
+                assert self.full_param is not None
+                self._arriving = self.all_gather(self.full_param, self.owned_param, "publish")
+
+    def end_publish(self) -> None:
+        """What ranks own is where all read it."""
+        while self._arriving:
+            self._arriving.pop(0).wait()
+        self.is_behind = False
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether it is on its way."""
+        return bool(self._arriving)
+
+    def leave_behind(self) -> None:
+        """The latest values are there when somebody wants them."""
+        self.is_behind = self.stays_full
+        self._shown_versions = None  # nobody can edit what is not shown
 
     def note_versions(self) -> None:
         """The parameters show full_param from here on, plain."""
@@ -435,6 +449,9 @@ def point_at_nothing(slot: Slot) -> None:
 
 def publish(groups: Iterable[ShardGroup]) -> None:
     """What ranks own is where forward reads it. A collective."""
+    groups = list(groups)
     with torch.no_grad():
-        for gather in [gather for group in groups for gather in group.begin_publish()]:
-            gather.wait()
+        for group in groups:
+            group.begin_publish()
+        for group in groups:
+            group.end_publish()

@@ -132,6 +132,11 @@ class PieceStepper:
         for slot in () if self.is_stepping else self.slots:
             slot.group.catch_up()
 
+    def leave(self) -> None:
+        """The optimizer is the user's alone again."""
+        if isinstance(self.optimizer.state, CaughtUpState):
+            self.optimizer.state = self.optimizer.state.as_made()
+
     def finish(self) -> None:
         """All that has been stepped is where it rests."""
         while self._written:
@@ -315,6 +320,12 @@ class CaughtUpState(defaultdict[Any, Any]):
     def values(self) -> Any:
         self._catch_up()
         return super().values()
+
+    def as_made(self) -> defaultdict[Any, Any]:
+        """As torch makes it."""
+        made: defaultdict[Any, Any] = defaultdict(dict)
+        dict.update(made, dict.items(self))
+        return made
 
     def __reduce__(self) -> Any:
         return defaultdict, (dict, dict(self.items()))

@@ -1,0 +1,89 @@
+"""At stages 1 and 2 new weights arrive while the next forward runs, and no bit is another."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compare import assert_same_bits
+from lightning_zero.run.engine import Engine, Options
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.threads import ThreadWorld
+from models import weights
+from test_offload import WAYS, assert_same_run, on_ranks
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("world", [2, 3])
+def test_weights_that_arrive_late_change_no_bit(world: int, stage: int, way: str) -> None:
+    expected, _ = on_ranks(world, stage, **WAYS[way])
+    found, _ = on_ranks(world, stage, late_publish_bytes=0, **WAYS[way])
+    assert_same_run(found, expected)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_who_looks_at_any_moment_sees_the_latest_weights(stage: int) -> None:
+    expected, seen = on_ranks(2, stage, looks=True)
+    found, also = on_ranks(2, stage, looks=True, late_publish_bytes=0)
+    assert_same_run(found, expected)
+    for mine, theirs in zip(also, seen, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+class Waiting(torch.optim.SGD):
+    """Steps only when told."""
+
+    told: threading.Event | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        assert self.told is None or self.told.wait(20)
+        return super().step(closure)
+
+
+def engine_on(comm: Comm, stage: int, **options: Any) -> tuple[Engine, Waiting]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = Waiting(model.parameters(), lr=0.1)
+    return Engine(model, [optimizer], stage=stage, comm=comm, options=Options(**options)), optimizer
+
+
+def backward(engine: Engine) -> None:
+    with engine.forward():
+        loss = engine.module(torch.ones(2, 4)).sum()
+    with engine.backward():
+        loss.backward()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_step_does_not_wait_for_the_parts_of_other_ranks(stage: int) -> None:
+    returned = threading.Event()
+
+    def run(comm: Comm) -> dict[str, torch.Tensor]:
+        engine, optimizer = engine_on(comm, stage, late_publish_bytes=0)
+        backward(engine)
+        optimizer.told = returned if comm.rank == 1 else None
+        optimizer.step()  # rank 1's ends after rank 0's has
+        if comm.rank == 0:
+            returned.set()
+        backward(engine)
+        engine.close()
+        return weights(engine.module)
+
+    first, second = ThreadWorld(2, wait_timeout=30).run(run)
+    assert_same_bits(first, second)
+
+
+def test_a_small_model_has_its_weights_at_once() -> None:
+    def run(comm: Comm) -> list[bool]:
+        engine, optimizer = engine_on(comm, 2)
+        backward(engine)
+        optimizer.step()
+        behind = [group.is_behind for group in engine.groups]
+        engine.close()
+        return behind
+
+    assert ThreadWorld(2).run(run) == [[False], [False]]
