@@ -116,6 +116,9 @@ def test_fit_says_what_is_offloaded_and_how_it_is_stepped(two_ranks: RankPool, t
     assert "when its values are wanted" in told
     (told,) = two_ranks.run(jobs.what_fit_says, on_disk(tmp_path, 0))[0]
     assert "in each call of step: gradients rest in full" in told
+    (told,) = two_ranks.run(jobs.what_fit_says, {"stage": 2, "offload": {"optimizer": "cpu"}})[0]
+    assert "rests in host memory" in told
+    assert "in each call of step: it rests where it is used" in told
 
 
 def test_state_on_disk_can_be_read_after_fit(two_ranks: RankPool, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from lightning_zero.config import ActivationCheckpointing, Checkpoint, Offload
 from lightning_zero.pl.callbacks import First, Preemption
 from lightning_zero.pl.checkpointing import CheckpointingStrategy
 from lightning_zero.pl.precision import adapt
+from lightning_zero.pl.table import table_of
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.offload import Machine
 from lightning_zero.stage import STAGES
@@ -240,7 +241,7 @@ class ZeroStrategy(CheckpointingStrategy):
             if self.offload is None:
                 _optimizers_to_device(self.optimizers, self.root_device)
             self._guard_schedulers(module)
-            rank_zero_info(_table(engine, self.stage))
+            rank_zero_info(table_of(engine, self.stage))
             if foreign := engine.foreign_parameters:
                 kinds = ", ".join(sorted({type(parameter).__name__ for parameter in foreign.values()}))
                 names = ", ".join(list(foreign)[:3]) + (", ..." if len(foreign) > 3 else "")
@@ -457,35 +458,3 @@ def _available_host_bytes() -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
-def _table(engine: Engine, stage: int) -> str:
-    """The dtypes of every sort of parameter, for the start of fit."""
-    rows = [["elements", "storage", "compute", "reduce", "master"]]
-    for numel, kind, reduce in engine.dtype_table():
-        cells = (f"{numel:,}", kind.resting, kind.resting, reduce or "-", kind.declared if reduce else "-")
-        rows.append([str(cell).removeprefix("torch.") for cell in cells])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    if engine.resident_numel:
-        lines.append(f"{engine.resident_numel:,} stay whole on every rank: gathering them costs more than it saves")
-    return "\n  ".join([f"ZeRO stage {stage} on {engine.mesh.world.size} ranks", *lines, *_offload_lines(engine)])
-
-
-def _offload_lines(engine: Engine) -> list[str]:
-    """What is offloaded, where to, and how it is stepped."""
-    offload = engine.options.offload
-    if offload is None:
-        return []
-    rests = {"cpu": "in host memory", "nvme": f"on disk ({offload.path})"}
-    lines = []
-    if offload.parameters is not None:
-        lines.append(f"Parameters rest {rests[offload.parameters]} between uses")
-    if offload.optimizer is not None:
-        kernel = "torch's fused kernel" if engine.fuses else "the optimizer's own kernels"
-        when = (
-            f"in each call of step: {engine.serial_because}" if engine.serial_because else "when its values are wanted"
-        )
-        lines.append(f"Optimizer state of {engine.offloaded_numel:,} elements rests {rests[offload.optimizer]}")
-        lines.append(f"and is stepped by {kernel}, {when}")
-    return lines
