@@ -62,3 +62,15 @@ def test_checkpoint_io_loads_what_each_contestant_saved(tmp_path: Path) -> None:
         assert 0 < row["blocks"] <= row["save"] < 60
         assert 0 < row["load"] < 60
     assert list((tmp_path / "place").iterdir()) == []
+
+
+def test_offload_step_tells_the_price_of_each_tier_and_the_bound_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--millions", "2", "--rounds", "1", "--path", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["offload_step.py", *options])
+    assert load("offload_step").main() == 0
+    told = capsys.readouterr().out
+    assert all(f"{way:<18}" in told for way in ("fused, in memory", "offload='cpu'", "offload='nvme'"))
+    assert "GB/s written; bound of 'nvme'" in told
+    assert list(tmp_path.iterdir()) == []

@@ -77,6 +77,41 @@ def test_a_step_does_not_wait_for_the_parts_of_other_ranks(stage: int) -> None:
     assert_same_bits(first, second)
 
 
+class Fused(nn.Module):
+    """Hands its child's weights to a kernel that torch knows nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            seen = self.inner.weight.detach().clone()
+        return x @ seen.t() + self.inner(x)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_kernel_past_torch_sees_the_latest_weights_of_a_child(stage: int) -> None:
+    def run(comm: Comm, **options: Any) -> dict[str, torch.Tensor]:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = nn.Sequential(Fused(), nn.ModuleDict({"a": Fused()})["a"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = Engine(model, [optimizer], stage=stage, comm=comm, options=Options(**options))
+        for _ in range(3):
+            backward(engine)
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.close()
+        return weights(model)
+
+    (expected, _), (found, _) = (
+        ThreadWorld(2).run(lambda comm, options=options: run(comm, **options))
+        for options in ({}, {"late_publish_bytes": 0})
+    )
+    assert_same_bits(found, expected)
+
+
 def test_a_small_model_has_its_weights_at_once() -> None:
     def run(comm: Comm) -> list[bool]:
         engine, optimizer = engine_on(comm, 2)

@@ -21,7 +21,7 @@ from lightning_zero.shards.unit import Unit
 @final
 class Schedule:
     """Calls gather, release, collect and reduce at the right moments, and `begin_backward` and `end_backward` around a
-    backward if its caller does not say that it is one (`bracket`). Steps may be postponed of parameters in `late`."""
+    backward if its caller does not say that it is one (`bracket`). Weights in `late` may be behind a step."""
 
     def __init__(
         self,
@@ -109,8 +109,10 @@ class Schedule:
                 self._saved.pop()
 
     def _surround_late_module(self, module: Module) -> None:
-        """Calls of a module that has weights of which steps are postponed: kernels may look at these past torch."""
-        slots = [slot_of(parameter) for parameter in module.parameters(recurse=False)]
+        """Calls of a module whose weights may be late: kernels may look at these past torch. So may those of a module
+        around it, which hands its children's weights to one kernel."""
+        leaves = [child for child in module.children() if not any(True for _ in child.children())]
+        slots = [slot_of(parameter) for near in (module, *leaves) for parameter in near.parameters(recurse=False)]
         groups = dict.fromkeys(slot.group for slot in slots if slot is not None and slot.group.stays_full)
         if groups:
             self._handles.append(Surrounding(module, partial(self._catch_up, groups), _nothing))
