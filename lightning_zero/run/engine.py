@@ -393,6 +393,8 @@ class Engine:
         if not whole:
             for group in self.groups:
                 group.is_lost = not group.is_plain
+            if self._disk is not None:
+                self._disk.close(drains=False)
             return
         self.loans.settle()
         self.rendezvous.meet()  # nobody must ask for what is let go of below

@@ -332,8 +332,7 @@ class ShardGroup:
     def take_masters(self) -> None:
         """`owned_param` has the values of the master."""
         if self.master is not self.owned_param:
-            for each in self.layout.slices if self.is_cut else [ALL]:
-                part = each if isinstance(each, slice) else each.in_shard
+            for part in [each.in_shard for each in self.layout.slices] if self.is_cut else [ALL]:
                 self.owned_param.write(part, self.master.read(part), stays=True)
 
     def begin_publish(self) -> None:

@@ -46,7 +46,7 @@ class PieceStepper:
         self.is_stepping = self._is_partial = False
         self.is_interrupted = False  # the step under way has failed, and ends as it is
         self.is_lazy = False  # what is offloaded is stepped when its values are wanted
-        self._ahead: deque[Window] = deque()  # that are not read yet
+        self._ahead: deque[Window] = deque()  # that are not stepped yet
         self._written: deque[Window] = deque()  # that are not written yet
 
     @property
@@ -85,7 +85,7 @@ class PieceStepper:
         with no_interception():
             stepped = [slot for slot in slots if slot.parameter.grad is not None]
         first, others = self._divide(slots, stepped)
-        then = _Moment.of(self.optimizer)
+        then = _Moment.of(self.optimizer) if others else None
         self._is_partial = bool(others)
         with self._stepping(first, is_all=not others):
             yield
@@ -93,6 +93,8 @@ class PieceStepper:
             return
         # On every rank, whatever it owned: a graph that saved the old values must end in torch's error everywhere.
         increment_version([slot.parameter for slot in stepped if not is_its_piece(slot)])
+        if then is None:
+            return
         self._ahead = deque(others)
         self._begin_next()
         for window in others:
@@ -100,7 +102,7 @@ class PieceStepper:
                 window.slots[0].group.postpone(partial(self._step_late, window, then))
             else:
                 self._step_late(window, then)
-        if others and not self.is_lazy:
+        if not self.is_lazy:
             self.finish()
 
     def step_now(self, slots: Sequence[Slot]) -> None:
@@ -129,8 +131,9 @@ class PieceStepper:
 
     def _catch_up(self) -> None:
         """Takes the steps that are postponed; none of them looks at another's state."""
-        for slot in () if self.is_stepping else self.slots:
-            slot.group.catch_up()
+        if self._ahead and not self.is_stepping:
+            for slot in self.slots:
+                slot.group.catch_up()
 
     def leave(self) -> None:
         """The optimizer is the user's alone again."""
@@ -206,9 +209,10 @@ class PieceStepper:
             for name, value in state_of(self.optimizer, parameter).items():
                 if not isinstance(value, Tensor) or isinstance(value, StateElsewhere):
                     continue
-                if slot is None or not isinstance(slot.group.rest.master, OnDisk):
-                    tier = Tier.DEVICE if slot is None else slot.group.rest.master.place.tier
-                    self._setting.ledger.adopt(Category.OPTIMIZER_STATE, value, tier)
+                tier = Tier.DEVICE if slot is None else slot.group.rest.master.place.tier
+                # What belongs to a parameter on disk is in host memory until it is put there, and if it is small.
+                tier = Tier.HOST if tier is Tier.DISK else tier
+                self._setting.ledger.adopt(Category.OPTIMIZER_STATE, value, tier)
                 if name not in names and slot is not None and slot.steps_any:
                     self.cut[name] = self.cut.get(name, True) and value.shape == slot.stepped_shape
 

@@ -6,7 +6,6 @@ no name from the moment it is open, so nothing stays behind, however the process
 
 import os
 import tempfile
-import threading
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,7 +38,6 @@ class Disk:
         self._reader = ThreadPoolExecutor(1, "read ahead")
         self._writer = ThreadPoolExecutor(1, "write behind")
         self._writes: list[Future[None]] = []
-        self._lock = threading.Lock()
 
     @property
     def free_bytes(self) -> int:
@@ -89,16 +87,17 @@ class Disk:
 
     def drain(self) -> None:
         """Waits until all is written."""
-        with self._lock:
-            writes, self._writes = self._writes, []
+        writes, self._writes = self._writes, []
         for write in writes:
             write.result()
 
-    def close(self) -> None:
-        """Ends the threads. What rests there can be read until nothing refers to it."""
-        self.drain()
-        self._reader.shutdown()
-        self._writer.shutdown()
+    def close(self, *, drains: bool = True) -> None:
+        """Ends the threads. What rests there can be read until nothing refers to it; unless this `drains`, what was
+        being written may be lost, and nobody hears of it."""
+        if drains:
+            self.drain()
+        for threads in (self._reader, self._writer):
+            threads.shutdown(wait=drains)
 
     def _move(self, call: Callable[..., int], doing: str, start: int, values: Tensor) -> None:
         view = memoryview(values.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
