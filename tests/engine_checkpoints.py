@@ -17,7 +17,7 @@ from lightning_zero.shards.group import slot_of
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
 from lightning_zero.wire.threads import ThreadWorld
-from unit_jobs import seeded
+from models import seeded
 
 T = TypeVar("T")
 Maker = Callable[[nn.Module], list[Optimizer]]

@@ -4,6 +4,7 @@ import copy
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 VOCABULARY = 13
 _RANDOM = threading.Lock()
+
+M = TypeVar("M", bound=nn.Module)
 
 Maker = Callable[[nn.Module], tuple[Optimizer, LRScheduler | None]]
 
@@ -48,10 +51,15 @@ class Assorted(nn.Module):
         return self.head(self.norm(self.frozen(hidden) + hidden) * self.scale)
 
 
-def assorted(seed: int = 0) -> Assorted:
-    with _RANDOM, torch.random.fork_rng():  # ranks as threads share the generator
+def seeded(make: Callable[[], M], seed: int = 0) -> M:
+    """The same model whoever makes it: one after another, because ranks as threads share the random generator."""
+    with _RANDOM, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Assorted()
+        return make()
+
+
+def assorted(seed: int = 0) -> Assorted:
+    return seeded(Assorted, seed)
 
 
 def batch(rank: int, step: int, micro: int = 0) -> tuple[Tensor, Tensor]:

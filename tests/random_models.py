@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from models import seeded
+
 Usage = Literal["always", "never", "odd passes", "even ranks", "ranks in turn"]
 
 
@@ -260,9 +262,7 @@ def reads_in_backward(parts: tuple[Part, ...], *, recomputed: bool = False) -> b
 
 
 def build(spec: Spec, seed: int) -> Model:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return Model(spec)
+    return seeded(lambda: Model(spec), seed)
 
 
 def specs(dtypes: list[torch.dtype]) -> st.SearchStrategy[Spec]:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.wire.comm import Comm
-from unit_jobs import WIDTH, assert_as_on_one_device, on_engine, on_one_device, seeded, state_of, tower, x
+from models import seeded
+from unit_jobs import WIDTH, assert_as_on_one_device, on_engine, on_one_device, state_of, tower, x
 
 STAGES = [0, 1, 2, 3]
 

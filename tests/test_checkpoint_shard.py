@@ -37,7 +37,7 @@ from lightning_zero.run.engine import Engine
 from lightning_zero.shards.extents import Extent
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
-from unit_jobs import seeded
+from models import seeded
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),

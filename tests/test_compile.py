@@ -12,8 +12,9 @@ from torch._dynamo.utils import counters
 
 import user_jobs
 from lightning_zero.wire.comm import Comm
+from models import seeded
 from ranks import RankPool
-from unit_jobs import WIDTH, assert_same_bits, on_engine, on_one_device, seeded, state_of, x
+from unit_jobs import WIDTH, assert_same_bits, on_engine, on_one_device, state_of, x
 
 DTYPES = [None, torch.bfloat16]  # of autocast
 

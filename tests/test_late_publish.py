@@ -11,7 +11,7 @@ from compare import assert_same_bits
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.threads import ThreadWorld
-from models import weights
+from models import seeded, weights
 from test_offload import WAYS, assert_same_run, on_ranks
 
 
@@ -44,9 +44,7 @@ class Waiting(torch.optim.SGD):
 
 
 def engine_on(comm: Comm, stage: int, **options: Any) -> tuple[Engine, Waiting]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     optimizer = Waiting(model.parameters(), lr=0.1)
     return Engine(model, [optimizer], stage=stage, comm=comm, options=Options(**options)), optimizer
 
@@ -93,9 +91,7 @@ class Fused(nn.Module):
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_kernel_past_torch_sees_the_latest_weights_of_a_child(stage: int) -> None:
     def run(comm: Comm, **options: Any) -> dict[str, torch.Tensor]:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            model = nn.Sequential(Fused(), nn.ModuleDict({"a": Fused()})["a"])
+        model = seeded(lambda: nn.Sequential(Fused(), nn.ModuleDict({"a": Fused()})["a"]))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine = Engine(model, [optimizer], stage=stage, comm=comm, options=Options(**options))
         for _ in range(3):

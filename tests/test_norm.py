@@ -9,7 +9,8 @@ from torch import nn
 
 from lightning_zero.shards import norm
 from lightning_zero.wire.comm import Comm
-from unit_jobs import on_engine, on_one_device, seeded, tower, x
+from models import seeded
+from unit_jobs import on_engine, on_one_device, tower, x
 
 STAGES = [0, 1, 2, 3]
 

@@ -12,7 +12,8 @@ from lightning_zero.tiers.ledger import Category
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
 from lightning_zero.wire.threads import ThreadWorld
-from unit_jobs import assert_as_on_one_device, assert_same_bits, on_engine, on_one_device, seeded, state_of, tower, x
+from models import seeded
+from unit_jobs import assert_as_on_one_device, assert_same_bits, on_engine, on_one_device, state_of, tower, x
 
 STAGES = [0, 1, 2, 3]
 MAKERS = {

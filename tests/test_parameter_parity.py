@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from lightning_zero.views.parameter import RestingParameter
 from lightning_zero.wire.comm import Comm
-from unit_jobs import WIDTH, assert_as_on_one_device, on_engine, seeded, state_of, tower, x
+from models import seeded
+from unit_jobs import WIDTH, assert_as_on_one_device, on_engine, state_of, tower, x
 
 STAGES = [0, 1, 2, 3]
 DTYPES = [None, torch.bfloat16]  # of autocast; the weights of Linear then rest in it

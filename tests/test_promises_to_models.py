@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 import user_jobs
 from lightning_zero.run.engine import Engine
 from lightning_zero.wire.comm import Comm, Gather, Work
+from models import seeded
 from ranks import RankPool
-from unit_jobs import assert_same_bits, on_engine, on_one_device, seeded, state_of, tower, x
+from unit_jobs import assert_same_bits, on_engine, on_one_device, state_of, tower, x
 
 DDP = "ddp_find_unused_parameters_true"
 STAGES = [1, 2, 3]

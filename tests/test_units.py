@@ -17,8 +17,8 @@ from lightning_zero.shards.units import (
     whole_model,
 )
 from lightning_zero.wire.local import CountingComm
-from models import Assorted, assorted
-from unit_jobs import assert_same_bits, on_engine, on_one_device, seeded, state_of, x
+from models import Assorted, assorted, seeded
+from unit_jobs import assert_same_bits, on_engine, on_one_device, state_of, x
 
 
 class Block(nn.Module):

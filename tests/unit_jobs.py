@@ -17,6 +17,7 @@ from lightning_zero.run.engine import Engine, Options
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
 from lightning_zero.wire.threads import ThreadWorld
+from models import seeded
 
 Act = Callable[[Any, Engine | None, Optimizer, Comm | None], Any]  # model, engine, optimizer, comm
 WIDTH = 8
@@ -24,13 +25,6 @@ WIDTH = 8
 
 def x(scale: float = 1.0) -> Tensor:
     return scale * torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH).sin()
-
-
-def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    """A model made before the ranks start: as threads they share the random generator."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return make()
 
 
 def tower(depth: int = 3) -> nn.Module:
