@@ -34,10 +34,14 @@ class Offload:
         fraction: share of the optimizer state that is offloaded, in (0, 1], to within a parameter: the last ones of the
             model, whose values are wanted last.
         pin_memory: page-lock the host copies, so that copies to and from a device run beside its work.
+        state_dtype: ``torch.bfloat16``: what is offloaded of the optimizer state, masters apart, rests in it. It is
+            stepped in the dtype that the optimizer made it in, and rounded to nearest after each step: Adam's take 8
+            bytes per parameter and not 12. An average that keeps more than 0.996 of itself stops falling (bfloat16 has
+            8 bits): write ``betas=(0.9, 0.95)``. None: nothing is rounded.
 
     Raises:
-        ValueError: for an unknown tier, a `path` without ``"nvme"`` (or the reverse), or a
-            `fraction` outside (0, 1].
+        ValueError: for an unknown tier, a `path` without ``"nvme"`` (or the reverse), a `fraction` outside (0, 1], or a
+            `state_dtype` that is another one, or without `optimizer`.
     """
 
     optimizer: Tier | None = None
@@ -45,8 +49,16 @@ class Offload:
     path: str | Path | None = None
     fraction: float = 1.0
     pin_memory: bool = True
+    state_dtype: torch.dtype | str | None = None
 
     def __post_init__(self) -> None:
+        state_dtype = self.state_torch_dtype
+        if state_dtype not in (None, torch.bfloat16) or (state_dtype and self.optimizer is None):
+            raise ValueError(
+                f"Offload(state_dtype={state_dtype}, optimizer={self.optimizer!r}): offloaded state rests in the dtype "
+                "that the optimizer made it in, or in bfloat16. Write state_dtype='bfloat16' with optimizer='cpu' or "
+                "'nvme', or leave it out."
+            )
         for name in ("optimizer", "parameters"):
             tier = getattr(self, name)
             if tier not in (None, "cpu", "nvme"):
@@ -60,6 +72,11 @@ class Offload:
             )
         if not 0.0 < self.fraction <= 1.0:
             raise ValueError(f"Offload(fraction={self.fraction!r}) must lie in (0, 1]. Leave it out to offload all.")
+
+    @property
+    def state_torch_dtype(self) -> torch.dtype | None:
+        """`state_dtype`, which may be given by its name."""
+        return dtype_from(self.state_dtype, "Offload(state_dtype)")
 
 
 @dataclass(frozen=True, kw_only=True)

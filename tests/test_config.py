@@ -36,6 +36,14 @@ def test_policies_are_built_from_mappings_of_hydra_too() -> None:
         policy_from(ActivationCheckpointing, {"partitions": True}, "activation_checkpointing")
 
 
+def test_offloaded_state_rests_in_bfloat16_or_as_it_was_made() -> None:
+    assert Offload(optimizer="cpu", state_dtype="bf16").state_torch_dtype is torch.bfloat16
+    assert Offload(optimizer="cpu").state_torch_dtype is None
+    for wrong in ({"optimizer": "cpu", "state_dtype": "float16"}, {"parameters": "cpu", "state_dtype": "bf16"}):
+        with pytest.raises(ValueError, match="Write state_dtype='bfloat16' with optimizer='cpu' or 'nvme'"):
+            Offload(**wrong)
+
+
 def test_classes_are_given_as_classes_paths_or_names() -> None:
     assert classes_from("auto", "units") is None
     assert classes_from([nn.Linear, "torch.nn.Conv2d", "Block"], "units") == (nn.Linear, nn.Conv2d, "Block")

@@ -108,7 +108,8 @@ def train(
 ) -> tuple[Run, list[dict[str, Any]]]:
     model, run, seen = clone(assorted()), Run(), []
     optimizer, scheduler = make(model)
-    engine = Engine(model, [optimizer], stage=stage, comm=comm, options=Options(machine=APART, **options))
+    options = {"machine": APART, **options}
+    engine = Engine(model, [optimizer], stage=stage, comm=comm, options=Options(**options))
     dtype = options.get("autocast_dtype")
     for step in range(steps):
         for micro in range(accumulate):
@@ -193,6 +194,46 @@ def test_who_looks_at_weights_gradients_or_state_at_any_moment_sees_what_a_seria
         assert_same_bits(mine, theirs)
 
 
+def rounding(model: nn.Module) -> tuple[Optimizer, LRScheduler]:
+    """What `state_dtype` says that it does: the state is rounded after each step."""
+    optimizer, scheduler = fused_adamw(model)
+
+    def round_state(optimizer: Optimizer, *_: Any) -> None:
+        for state in optimizer.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                if state[name].numel() > 1:  # scalars stay as they are
+                    state[name].copy_(state[name].bfloat16())
+
+    optimizer.register_step_post_hook(round_state)
+    return optimizer, scheduler
+
+
+@pytest.mark.parametrize("way", ["clipped", "two bytes"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2])
+def test_state_in_two_bytes_is_the_state_rounded_after_each_step(
+    world: int, stage: int, way: str, tmp_path: Path
+) -> None:
+    expected, _ = on_ranks(world, stage, rounding, **WAYS[way])
+    assert_differs(expected, without(world, stage, way)[0])
+    for tiers in ("optimizer on the host", "half of it on disk", "optimizer on disk"):
+        narrow = dataclasses.replace(at(tiers, tmp_path), state_dtype="bf16")
+        found, _ = on_ranks(world, stage, offload=narrow, **WAYS[way])
+        if narrow.fraction == 1.0:
+            assert_same_run(found, expected)
+        else:
+            assert_differs(found, expected)
+    where_it_is, _ = on_ranks(
+        world, stage, offload=Offload(optimizer="cpu", state_dtype=torch.bfloat16), machine=Machine(), **WAYS[way]
+    )
+    assert_same_run(where_it_is, expected)
+
+
+def assert_differs(found: Run, expected: Run) -> None:
+    with pytest.raises(AssertionError):
+        assert_same_run(found, expected)
+
+
 @pytest.mark.parametrize("make", [momentum, rmsprop, counting])
 @pytest.mark.parametrize("world", [1, 2])
 def test_any_element_wise_optimizer_steps_where_its_state_rests(world: int, make: Maker, tmp_path: Path) -> None:
@@ -213,10 +254,10 @@ def test_gradients_that_are_zeroed_in_place_are_stepped_first(stage: int, tiers:
 class Steps:
     """A tower of three, and which of its layers the optimizer has stepped."""
 
-    def __init__(self, stage: int, offload: Offload, comm: Comm | None = None) -> None:
+    def __init__(self, stage: int, offload: Offload, comm: Comm | None = None, machine: Machine = APART) -> None:
         self.model = nn.Sequential(*[nn.ModuleList([nn.Linear(8, 8)])[0] for _ in range(3)])
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        options = Options(offload=offload, machine=APART)
+        options = Options(offload=offload, machine=machine)
         self.engine = Engine(self.model, [self.optimizer], stage=stage, comm=comm or LocalComm(), options=options)
 
     def step(self) -> None:
@@ -334,6 +375,35 @@ def test_r24_the_state_is_where_it_was_asked_to_be_and_nowhere_else(stage: int, 
     assert gradients[Tier.DEVICE] == gradients[Tier.HOST] == 0
 
 
+@pytest.mark.parametrize("machine", [APART, Machine()], ids=["host", "device"])
+def test_state_in_two_bytes_takes_two_bytes(machine: Machine, tmp_path: Path) -> None:
+    numel, scalars = 3 * (8 * 8 + 8), 6 * 4  # Adam counts its steps
+    tier = Tier.HOST if machine.host_is_apart else Tier.DEVICE
+    run = Steps(2, Offload(optimizer="cpu", state_dtype="bf16"), machine=machine)
+    for _ in range(2):
+        run.step()
+    run.engine.catch_up()
+    assert run.engine.ledger.live_in[Category.OPTIMIZER_STATE, tier] == 2 * 2 * numel + scalars
+    run.engine.close()
+    run = Steps(2, Offload(optimizer="nvme", path=tmp_path, state_dtype="bf16"), machine=machine)
+    for _ in range(2):
+        run.step()
+    run.engine.catch_up()
+    assert run.engine.ledger.live_in[Category.OPTIMIZER_STATE, Tier.DISK] == 2 * 2 * numel
+    run.engine.close()
+
+
+def test_state_in_two_bytes_can_be_read_and_edited_as_what_the_optimizer_made() -> None:
+    run = Steps(2, Offload(optimizer="cpu", state_dtype="bf16"))
+    run.step()
+    moment = run.optimizer.state[run.model[0].weight]["exp_avg"]
+    assert (moment.dtype, tuple(moment.shape)) == (torch.float32, (8, 8))
+    assert moment.clone().equal(moment.bfloat16().float())
+    moment[0, 0] = 1 + 2**-20
+    assert moment[0, 0] == 1.0  # rounded
+    run.engine.close()
+
+
 def test_half_of_the_state_is_half_of_it() -> None:
     model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(10)])
     named = dict(model.named_parameters())
@@ -370,10 +440,11 @@ def test_r58_host_memory_of_offload_to_disk_does_not_grow_with_the_model(tmp_pat
     assert 0 < host_peak(16, tmp_path) <= constant < 16 * layer * 4
 
 
+@pytest.mark.parametrize("state_dtype", [None, "bf16"])
 @pytest.mark.parametrize("tiers", [None, "optimizer on the host", "optimizer on disk", "both on disk"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_r42_no_buffer_is_allocated_after_the_second_step(
-    stage: int, tiers: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: int, tiers: str | None, state_dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if stage == 2 and tiers == "both on disk":
         tiers = "half of it on disk"
@@ -385,7 +456,8 @@ def test_r42_no_buffer_is_allocated_after_the_second_step(
         return allocate(ledger, category, *args)
 
     monkeypatch.setattr(Ledger, "allocate", spy)
-    run = Steps(stage, Offload() if tiers is None else at(tiers, tmp_path))
+    offload = Offload() if tiers is None else dataclasses.replace(at(tiers, tmp_path), state_dtype=state_dtype)
+    run = Steps(stage, offload)
     for _ in range(2):
         run.step()
     run.engine.catch_up()

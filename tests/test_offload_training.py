@@ -1,5 +1,6 @@
 """Offload under `Trainer`, on real ranks and a real disk."""
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +82,19 @@ def test_a_checkpoint_without_offload_goes_on_with_it(two_ranks: RankPool, tmp_p
     assert_same_bits(again["weights"], straight["weights"])
 
 
+@pytest.mark.parametrize("tier", [{"optimizer": "cpu"}, {"optimizer": "nvme", "path": "."}], ids=["cpu", "nvme"])
+def test_a_resumed_run_with_state_in_two_bytes_is_the_run_that_was_not_interrupted(
+    tier: dict[str, str], two_ranks: RankPool, tmp_path: Path
+) -> None:
+    narrow = {"stage": 2, "offload": {**tier, "state_dtype": "bf16"}}
+    straight = two_ranks.run(jobs.train, tmp_path / "straight", narrow, 2, 2)[0]
+    saved = tmp_path / "straight" / "epoch=0.ckpt"
+    again = two_ranks.run(jobs.train, tmp_path / "again", narrow, 2, 2, resume=saved)[0]
+    assert_same_bits(again["weights"], straight["weights"])
+    plain = two_ranks.run(jobs.train, tmp_path / "plain", {"stage": 2}, 2, 2, resume=saved)[0]["losses"]
+    assert all(map(math.isfinite, plain))
+
+
 def test_a_disk_that_fails_is_named_with_the_last_complete_checkpoint(
     pool_of: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
@@ -119,6 +133,10 @@ def test_fit_says_what_is_offloaded_and_how_it_is_stepped(two_ranks: RankPool, t
     (told,) = two_ranks.run(jobs.what_fit_says, {"stage": 2, "offload": {"optimizer": "cpu"}})[0]
     assert "rests in host memory" in told
     assert "in each call of step: it rests where it is used" in told
+    assert "rounded" not in told
+    (told,) = two_ranks.run(jobs.what_fit_says, on_disk(tmp_path, 2, state_dtype="bf16"))[0]
+    assert f"rests on disk ({tmp_path}), rounded to torch.bfloat16" in told
+    assert "Averages with beta 0.999 cannot fall there: write 0.99 or less" in told
 
 
 def test_state_on_disk_can_be_read_after_fit(two_ranks: RankPool, tmp_path: Path) -> None:

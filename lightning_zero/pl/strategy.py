@@ -241,7 +241,7 @@ class ZeroStrategy(CheckpointingStrategy):
             if self.offload is None:
                 _optimizers_to_device(self.optimizers, self.root_device)
             self._guard_schedulers(module)
-            rank_zero_info(table_of(engine, self.stage))
+            rank_zero_info(table_of(engine, self.stage, self.optimizers))
             if foreign := engine.foreign_parameters:
                 kinds = ", ".join(sorted({type(parameter).__name__ for parameter in foreign.values()}))
                 names = ", ".join(list(foreign)[:3]) + (", ..." if len(foreign) > 3 else "")

@@ -1,9 +1,14 @@
 """What the start of fit says: what is stored, computed, reduced and stepped in which dtype, and what rests where."""
 
+from collections.abc import Iterable
+
+import torch
+from torch.optim import Optimizer
+
 from lightning_zero.run.engine import Engine
 
 
-def table_of(engine: Engine, stage: int) -> str:
+def table_of(engine: Engine, stage: int, optimizers: Iterable[Optimizer]) -> str:
     """The dtypes of every sort of parameter, for the start of fit."""
     rows = [["elements", "storage", "compute", "reduce", "master"]]
     for numel, kind, reduce in engine.dtype_table():
@@ -13,10 +18,12 @@ def table_of(engine: Engine, stage: int) -> str:
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     if engine.resident_numel:
         lines.append(f"{engine.resident_numel:,} stay whole on every rank: gathering them costs more than it saves")
-    return "\n  ".join([f"ZeRO stage {stage} on {engine.mesh.world.size} ranks", *lines, *_offload_lines(engine)])
+    return "\n  ".join(
+        [f"ZeRO stage {stage} on {engine.mesh.world.size} ranks", *lines, *_offload_lines(engine, optimizers)]
+    )
 
 
-def _offload_lines(engine: Engine) -> list[str]:
+def _offload_lines(engine: Engine, optimizers: Iterable[Optimizer]) -> list[str]:
     """What is offloaded, where to, and how it is stepped."""
     offload = engine.options.offload
     if offload is None:
@@ -30,6 +37,16 @@ def _offload_lines(engine: Engine) -> list[str]:
         when = (
             f"in each call of step: {engine.serial_because}" if engine.serial_because else "when its values are wanted"
         )
-        lines.append(f"Optimizer state of {engine.offloaded_numel:,} elements rests {rests[offload.optimizer]}")
+        narrow = "" if offload.state_torch_dtype is None else f", rounded to {offload.state_torch_dtype}"
+        lines.append(f"Optimizer state of {engine.offloaded_numel:,} elements rests {rests[offload.optimizer]}{narrow}")
         lines.append(f"and is stepped by {kernel}, {when}")
+        betas = {beta for one in optimizers for group in one.param_groups for beta in group.get("betas", ())}
+        stuck = sorted(beta for beta in betas if _is_stuck(beta, offload.state_torch_dtype))
+        if stuck:
+            lines.append(f"Averages with beta {', '.join(map(str, stuck))} cannot fall there: write 0.99 or less")
     return lines
+
+
+def _is_stuck(beta: float, dtype: torch.dtype | None) -> bool:
+    """Whether ``beta * average`` may be rounded up to the average again."""
+    return dtype is not None and 1 - beta <= torch.finfo(dtype).eps / 2

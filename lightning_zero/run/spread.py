@@ -65,7 +65,7 @@ class SpreadState(Spread):
         part = slice(part.start - start, part.stop - start)
         if isinstance(self._piece, StateElsewhere):
             self._piece.settle()
-            return Part(self._piece.array, part)
+            return Part(self._piece.array, part, self._piece.dtype)
         return self._piece.detach().reshape(-1)[part]
 
 

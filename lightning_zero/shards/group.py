@@ -60,6 +60,12 @@ class Places:
     parameter: Place  # parameters between uses, where they rest as shards
     gradient: Place  # averaged ones
     optimizer: Place  # masters and optimizer state
+    state_dtype: torch.dtype | None = None  # of optimizer state, where it rests in another than it is stepped in
+
+    @property
+    def steps_apart(self) -> bool:
+        """Whether what is stepped is brought to where, or to the dtype in which, it is."""
+        return self.optimizer != self.gathered or self.state_dtype is not None
 
     @property
     def disk(self) -> Disk | None:
@@ -173,7 +179,8 @@ class ShardGroup:
         self.setting = setting
         self.places = setting.places
         if not kind.is_offloaded:
-            self.places = replace(setting.places, gradient=setting.places.gathered, optimizer=setting.places.gathered)
+            here = setting.places.gathered
+            self.places = replace(setting.places, gradient=here, optimizer=here, state_dtype=None)
         self.comm = setting.mesh.shard
         self.replicate = setting.mesh.replicate
         self.stays_full = stays_full  # full_param is always there; otherwise a unit brings it when it is used

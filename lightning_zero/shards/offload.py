@@ -40,7 +40,8 @@ def places_for(offload: Offload | None, device: torch.device, partition: Partiti
     if offload.path is not None:
         tiers["nvme"] = Place(HOST, Tier.DISK, pinned, Disk(offload.path))
     optimizer = tiers[offload.optimizer]
-    return Places(here, tiers[offload.parameters], optimizer if partition.gradient else here, optimizer)
+    gradient = optimizer if partition.gradient else here
+    return Places(here, tiers[offload.parameters], gradient, optimizer, offload.state_torch_dtype)
 
 
 def choose_offloaded(offload: Offload | None, named: Mapping[str, Parameter], trainable: set[int]) -> set[int]:
@@ -80,7 +81,8 @@ def refuse_too_little_room(
     parameters, masters and gradients (`shards`) are there already."""
     per_element = max(map(state_tensors_of, optimizers), default=0)
     groups = [shard.group for shard in shards if shard.group.kind.is_offloaded]
-    state_bytes = sum(per_element * group.master.numel * group.master.dtype.itemsize for group in groups)
+    dtypes = {group: group.places.state_dtype or group.master.dtype for group in groups}
+    state_bytes = sum(per_element * group.master.numel * dtype.itemsize for group, dtype in dtypes.items())
     place, taken = setting.places.optimizer, setting.ledger.tiers[Tier.HOST]
     needed = taken + (state_bytes if place.tier is Tier.HOST else 0)
     if needed and machine.host_bytes is not None and needed > machine.host_bytes:

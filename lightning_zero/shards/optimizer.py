@@ -21,17 +21,14 @@ from torch.optim import Optimizer
 
 from lightning_zero.shards.group import Setting, ShardGroup, Slot, no_interception, slot_of
 from lightning_zero.shards.layout import fill
-from lightning_zero.shards.window import Staging, StateElsewhere, Window, is_its_piece, state_of
-from lightning_zero.tiers.array import OnDisk
+from lightning_zero.shards.window import Rest, Staging, StateElsewhere, Window, is_its_piece, state_of
 from lightning_zero.tiers.ledger import Category, Tier
-
-Rest = Callable[[OnDisk, tuple[int, ...]], StateElsewhere]
 
 
 @final
 class PieceStepper:
-    """Swaps the parameters of one of the user's optimizers to pieces, and back. `rest` makes what stands for state on
-    disk."""
+    """Swaps the parameters of one of the user's optimizers to pieces, and back. `rest` makes what stands for state that
+    rests elsewhere."""
 
     def __init__(self, optimizer: Optimizer, setting: Setting, rest: Rest) -> None:
         self.optimizer = optimizer
@@ -155,10 +152,10 @@ class PieceStepper:
 
     def _divide(self, slots: Sequence[Slot], stepped: Sequence[Slot]) -> tuple[Window, list[Window]]:
         """What the user's call steps: all, or what is not offloaded; and the windows of what is offloaded, where it has
-        a gradient: a group each, and on disk no more at a time than a bucket."""
+        a gradient: a group each, and of what is staged no more at a time than a bucket."""
         offloaded: dict[ShardGroup, list[Slot]] = {}
         for slot in stepped:
-            if slot.group.kind.is_offloaded and slot.group.places.optimizer != slot.group.places.gathered:
+            if slot.group.places.steps_apart:
                 offloaded.setdefault(slot.group, []).append(slot)
         if not offloaded:
             return self._window(slots), []
@@ -166,7 +163,7 @@ class PieceStepper:
         return self._window([slot for slot in slots if slot.group not in offloaded]), others
 
     def _runs(self, slots: Sequence[Slot]) -> list[Sequence[Slot]]:
-        if not isinstance(slots[0].group.rest.master, OnDisk):
+        if not self._window(slots).is_staged:
             return [slots]
         sizes = [slot.piece.numel * slot.group.rest.master.dtype.itemsize for slot in slots]
         return [slots[run.start : run.stop] for run in fill(sizes, self._setting.bucket_bytes)]

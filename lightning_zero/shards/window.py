@@ -16,7 +16,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lightning_zero.shards.group import ShardGroup, Slot, no_interception, point_at_nothing
 from lightning_zero.shards.layout import round_up
-from lightning_zero.tiers.array import ALL, Array, OnDisk
+from lightning_zero.tiers.array import ALL, Array, OnDisk, empty
 from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
 
 ALIGNMENT = 64  # bytes
@@ -25,21 +25,25 @@ FUSABLE = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 
 
 class StateElsewhere(Tensor):
-    """A tensor of optimizer state that rests on disk; see `views.state`."""
+    """A tensor of optimizer state that rests on disk, or in a narrower dtype than its own; see `views.state`."""
 
-    array: OnDisk
+    array: Array
 
     def settle(self) -> None:
         """Edits that were made through views of the values are on disk from here on."""
 
 
+Rest = Callable[[Array, tuple[int, ...], torch.dtype], StateElsewhere]  # what stands for an array, shape and dtype
+
+
 @dataclass
 class _Staged:
-    """What is in memory of a slot that rests on disk."""
+    """What is in memory of a slot, where it is stepped, and rests elsewhere or in another dtype."""
 
-    master: Tensor
+    master: Tensor | None  # None: stepped where it rests
     grad: Tensor | None
     state: dict[str, Tensor]
+    narrow: dict[str, Tensor]  # of the state, as it is on disk where that is narrower
     resting: dict[str, StateElsewhere]  # what stands for the state while this is not stepped
 
 
@@ -52,7 +56,7 @@ class _Shown(NamedTuple):
 
 @final
 class Staging:
-    """Room in host memory for what is read from disk; it is used again, not allocated anew."""
+    """Room in host memory for what is staged there; it is used again, not allocated anew."""
 
     def __init__(self, ledger: Ledger, pinned: bool) -> None:
         self._ledger = ledger
@@ -99,21 +103,28 @@ class Window:
     def is_begun(self) -> bool:
         return self._room is not None
 
-    # -- from disk
+    @property
+    def is_staged(self) -> bool:
+        """Whether it is stepped elsewhere, or in another dtype, than it rests."""
+        return self.rests_on_disk or any(slot.group.places.state_dtype is not None for slot in self.slots)
+
+    # -- staged
 
     def begin(self) -> None:
-        """Starts to read what rests on disk."""
-        if self.is_begun or not self.rests_on_disk:
+        """Starts to read what rests on disk, and has room for it."""
+        if self.is_begun or not self.is_staged:
             return
         with no_interception():
             resting = {slot: self._state_of(slot) for slot in self.slots}
             self._room = self._staging.take(sum(self._bytes_of(slot, resting[slot]) for slot in self.slots))
             for slot in self.slots:
                 part, gradient = slot.piece.in_shard, self._gradient_of(slot)
+                state = {name: self._take(one.numel(), one.dtype) for name, one in resting[slot].items()}
                 self._staged[slot] = _Staged(
-                    master=self._read(slot.group.rest.master, part),
+                    master=self._read(slot.group.rest.master, part) if self.rests_on_disk else None,
                     grad=None if gradient is None else self._read(gradient, part),
-                    state={name: self._read(one.array, ALL) for name, one in resting[slot].items()},
+                    state=state,
+                    narrow={name: self._bring(one, state[name]) for name, one in resting[slot].items()},
                     resting=resting[slot],
                 )
 
@@ -125,9 +136,12 @@ class Window:
         return found
 
     def _bytes_of(self, slot: Slot, resting: dict[str, StateElsewhere]) -> int:
-        arrays = [slot.group.rest.master, self._gradient_of(slot), *(each.array for each in resting.values())]
-        sizes = [slot.piece.numel * array.dtype.itemsize for array in arrays if array is not None]
-        return sum(round_up(size, ALIGNMENT) for size in sizes)
+        dtypes = [one.dtype for one in resting.values()]
+        if self.rests_on_disk:
+            gradient = self._gradient_of(slot)
+            dtypes += [slot.group.rest.master.dtype] + ([] if gradient is None else [gradient.dtype])
+            dtypes += [one.array.dtype for one in resting.values() if one.array.dtype != one.dtype]
+        return sum(round_up(slot.piece.numel * dtype.itemsize, ALIGNMENT) for dtype in dtypes)
 
     def _gradient_of(self, slot: Slot) -> Array | None:
         """What is to be read of it; None where it is in memory, or there is none."""
@@ -135,15 +149,28 @@ class Window:
         has_any = self._late or slot.parameter.grad is not None
         return slot.gradient.owned_grad if has_any and slot.gradient.is_on_disk else None
 
-    def _read(self, array: Array, part: slice) -> Tensor:
-        assert isinstance(array, OnDisk)
+    def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """So much of the room."""
         assert self._room is not None
-        start, stop, _ = part.indices(array.numel)
-        nbytes = (stop - start) * array.dtype.itemsize
-        values = self._room[self._taken : self._taken + nbytes].view(array.dtype)
+        nbytes = numel * dtype.itemsize
+        values = self._room[self._taken : self._taken + nbytes].view(dtype)
         self._taken += round_up(nbytes, ALIGNMENT)
+        return values
+
+    def _read(self, array: Array, part: slice, into: Tensor | None = None) -> Tensor:
+        assert isinstance(array, OnDisk)
+        start, stop, _ = part.indices(array.numel)
+        values = self._take(stop - start, array.dtype) if into is None else into
         self._reads.append(array.disk.begin_read(array.at(part), values))
         return values
+
+    def _bring(self, resting: StateElsewhere, wide: Tensor) -> Tensor:
+        """State comes to where it is stepped, `wide`. Returns where it is as it rests, on disk: `wide` itself, or what
+        is to be widened when it has been read."""
+        array = resting.array
+        if isinstance(array, OnDisk):
+            return self._read(array, ALL, wide if array.dtype == wide.dtype else None)
+        return wide.copy_(array.read())
 
     def finish(self) -> None:
         """What was stepped is on disk, and the room is somebody else's."""
@@ -161,6 +188,11 @@ class Window:
         for read in self._reads:
             read.result()
         self._reads.clear()
+        for slot, staged in self._staged.items():
+            for name, values in staged.state.items():
+                if staged.narrow[name] is not values:
+                    values.copy_(staged.narrow[name])
+                state_of(self._optimizer, slot.parameter)[name] = values.view(slot.stepped_shape)
         for slot in self.slots:
             if not is_its_piece(slot):
                 self._show_piece(slot)
@@ -177,7 +209,8 @@ class Window:
         parameter, gradient, staged = slot.parameter, slot.gradient, self._staged.get(slot)
         assert gradient is not None
         master = slot.group.rest.master
-        piece = slot.stepped(master) if staged is None else staged.master.view(slot.stepped_shape)
+        values = None if staged is None else staged.master
+        piece = slot.stepped(master) if values is None else values.view(slot.stepped_shape)
         with no_interception():
             shown = parameter.grad
             self._shown[slot] = _Shown(shown, type(parameter))
@@ -191,9 +224,6 @@ class Window:
                     grad = gradient.piece(slot) if gradient.travels else shown
                 assert grad is not None
                 parameter.grad = grad.view(slot.stepped_shape).to(piece.device, piece.dtype)
-            if staged is not None:
-                state = state_of(self._optimizer, parameter)
-                state.update({name: values.view(slot.stepped_shape) for name, values in staged.state.items()})
 
     def _may_fuse(self, group: dict[str, Any]) -> bool:
         """Whether torch would step host tensors one by one, and does not have to."""
@@ -221,41 +251,51 @@ class Window:
             parameter.grad = shown.grad
             parameter.__class__ = shown.kind
 
-    def put(self, rest: Callable[[OnDisk, tuple[int, ...]], StateElsewhere], is_cut: Callable[[str], bool]) -> None:
-        """What has been stepped goes where it rests: of the state, what `is_cut` as the parameter is. `rest` makes what
-        stands for an array of it."""
+    def put(self, rest: Rest, is_cut: Callable[[str], bool]) -> None:
+        """What has been stepped goes where it rests: of the state, what `is_cut` as the parameter is, if that is no
+        scalar. `rest` makes what stands for an array of it."""
         if not self.rests_on_disk:
             for group in dict.fromkeys(slot.group for slot in self._shown):
                 group.take_masters()
         for slot, staged in self._staged.items():
             group = slot.group
-            self._write(group.rest.master, slot.piece.in_shard, staged.master)
-            if group.rest.owned_param is not group.rest.master:
-                group.rest.owned_param.write(slot.piece.in_shard, staged.master)
+            if staged.master is not None:
+                self._write(group.rest.master, slot.piece.in_shard, staged.master)
+                if group.rest.owned_param is not group.rest.master:
+                    group.rest.owned_param.write(slot.piece.in_shard, staged.master)
             state = state_of(self._optimizer, slot.parameter)
             for name, values in state.items():
-                if isinstance(values, Tensor) and values.dim() and is_cut(name) and values.numel() == slot.piece.numel:
+                if isinstance(values, Tensor) and slot.shape and is_cut(name) and values.numel() == slot.piece.numel:
                     resting = staged.resting.get(name)
                     if resting is None or resting.dtype != values.dtype:
-                        resting = self._make_resting(group, values, rest)
-                    self._write(resting.array, ALL, values.reshape(-1))
+                        resting = rest(self._room_for(group, values), tuple(values.shape), values.dtype)
+                    self._write(resting.array, ALL, values.reshape(-1), staged.narrow.get(name))
                     staged.resting[name] = resting
 
     @staticmethod
-    def _make_resting(
-        group: ShardGroup, values: Tensor, rest: Callable[[OnDisk, tuple[int, ...]], StateElsewhere]
-    ) -> StateElsewhere:
-        array = OnDisk(values.numel(), values.dtype, group.places.optimizer)
-        group.setting.ledger.book(Category.OPTIMIZER_STATE, Tier.DISK, values.nbytes, array)
-        return rest(array, tuple(values.shape))
+    def _room_for(group: ShardGroup, values: Tensor) -> Array:
+        """Where new state rests."""
+        narrow = group.places.state_dtype if values.is_floating_point() else None
+        return empty(
+            Category.OPTIMIZER_STATE,
+            values.numel(),
+            narrow or values.dtype,
+            group.places.optimizer,
+            group.setting.ledger,
+        )
 
-    def _write(self, array: Array, part: slice, values: Tensor) -> None:
-        assert isinstance(array, OnDisk)
+    def _write(self, array: Array, part: slice, values: Tensor, narrow: Tensor | None = None) -> None:
+        """Begins to write; by way of `narrow`, where the array is narrower than the values."""
+        if not isinstance(array, OnDisk):
+            array.write(part, values)
+            return
+        if values.dtype != array.dtype:
+            values = values.to(array.dtype) if narrow is None else narrow.copy_(values)
         array.note_write()
         self._writes.append(array.disk.begin_write(array.at(part), values))
 
     def forget(self) -> None:
-        """What is in memory of what rests on disk is not read any more."""
+        """What is staged is not read any more."""
         for slot, staged in self._staged.items():
             state_of(self._optimizer, slot.parameter).update(staged.resting)
         self._staged.clear()

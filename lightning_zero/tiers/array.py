@@ -112,30 +112,36 @@ class OnDisk(Array):
 
 
 class Part(NamedTuple):
-    """Values that are to be read from a disk when they are needed, a part of an array there."""
+    """Values that are to be read when they are needed, a part of an array, in a dtype that may be wider than its."""
 
-    array: OnDisk
+    array: Array
     part: slice
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.array.dtype
+    dtype: torch.dtype
 
     def read(self) -> Tensor:
-        return self.array.read(self.part)
+        return self.array.read(self.part).to(self.dtype)
 
 
 def read_late(array: Array, part: slice) -> "Tensor | Part":
     """The values of a part; of what rests on disk, where they are."""
-    return Part(array, part) if isinstance(array, OnDisk) else array.read(part)
+    return Part(array, part, array.dtype) if isinstance(array, OnDisk) else array.read(part)
+
+
+def empty(category: Category, numel: int, dtype: torch.dtype, place: Place, ledger: Ledger) -> Array:
+    """An array of whatever was there before, booked."""
+    if place.tier is Tier.DISK:
+        array = OnDisk(numel, dtype, place)
+        ledger.book(category, Tier.DISK, numel * dtype.itemsize, array)
+        return array
+    return InMemory(ledger.allocate(category, numel, dtype, place), place)
 
 
 def zeros(category: Category, numel: int, dtype: torch.dtype, place: Place, ledger: Ledger) -> Array:
     """An array of zeros, booked."""
-    if place.tier is Tier.DISK:
-        array = OnDisk(numel, dtype, place)
-        ledger.book(category, Tier.DISK, numel * dtype.itemsize, array)
+    array = empty(category, numel, dtype, place, ledger)
+    if isinstance(array, InMemory):
+        array.read().zero_()
+    else:
         for start in range(0, numel, ZEROS):  # the room may have been another's
             array.write(slice(start, start + ZEROS), torch.zeros(min(ZEROS, numel - start), dtype=dtype))
-        return array
-    return InMemory(ledger.allocate(category, numel, dtype, place).zero_(), place)
+    return array

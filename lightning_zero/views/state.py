@@ -1,4 +1,5 @@
-"""Optimizer state that rests on disk: a tensor that has shape and dtype, is read when it is used, and keeps edits."""
+"""Optimizer state that rests on disk, or in another dtype than it is stepped in: a tensor that has shape and dtype, is
+read when it is used, and keeps edits."""
 
 from typing import Any, final
 
@@ -6,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.shards.window import StateElsewhere
-from lightning_zero.tiers.array import ALL, OnDisk
+from lightning_zero.tiers.array import ALL, Array
 from lightning_zero.views.intercept import Lent, call
 
 
@@ -17,14 +18,15 @@ class RestingState(StateElsewhere):
     _lent: Tensor | None  # values of which views may be held, and edited
 
     @staticmethod
-    def __new__(cls, array: OnDisk, shape: tuple[int, ...]) -> "RestingState":
+    def __new__(cls, array: Array, shape: tuple[int, ...], dtype: torch.dtype) -> "RestingState":
         with torch.inference_mode(False):
-            self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=array.dtype, device=torch.device("cpu"))
+            self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
         self.array, self._lent = array, None
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"RestingState(shape={tuple(self.shape)}, dtype={self.dtype}, on disk)"
+        rests = f"{self.array.dtype} in the tier {self.array.place.tier}"
+        return f"RestingState(shape={tuple(self.shape)}, dtype={self.dtype}, rests as {rests})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._read().__reduce_ex__(protocol)
@@ -53,7 +55,7 @@ class RestingState(StateElsewhere):
 
     def _read(self) -> Tensor:
         with torch.inference_mode(False):
-            return self.array.read().view(self.shape) if self._lent is None else self._lent
+            return self.array.read().view(self.shape).to(self.dtype) if self._lent is None else self._lent
 
 
 def _end(loan: Lent, result: Any) -> None:
