@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -74,3 +75,26 @@ def test_offload_step_tells_the_price_of_each_tier_and_the_bound_of_the_disk(
     assert all(f"{way:<18}" in told for way in ("fused, in memory", "offload='cpu'", "offload='nvme'"))
     assert "GB/s written; bound of 'nvme'" in told
     assert list(tmp_path.iterdir()) == []
+
+
+def test_offload_model_finds_the_largest_model_under_a_limit_of_memory(tmp_path: Path) -> None:
+    options = "largest --limit-gb 0.3 --ways none,3+nvme --length 8 --width 768 --vocabulary 64 --steps 1 --bucket-mb 1"
+    found = run_offload_model(options, tmp_path)
+    assert found["3+nvme"]["parameters"] > 2 * found["none"]["parameters"] > 0
+
+
+def test_offload_model_tells_the_bound_of_a_step(tmp_path: Path) -> None:
+    options = "seconds --billions 0.002 --ways none,2+cpu --length 8 --width 256 --vocabulary 64 --steps 1"
+    found = run_offload_model(options, tmp_path)
+    assert found.keys() == {"0.002B none", "0.002B 2+cpu"}
+    assert found["0.002B none"]["bound"].keys() == {"compute"}
+    assert found["0.002B 2+cpu"]["bound"].keys() == {"compute", "step"}
+    assert all(row["seconds"] > 0 and row["bound"]["compute"] > 0 for row in found.values())
+
+
+def run_offload_model(options: str, folder: Path) -> Any:
+    command = [sys.executable, BENCHMARKS / "offload_model.py", *options.split(), "--json", folder / "found.json"]
+    with warm.starts():
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "found.json").read_text())["found"]

@@ -14,7 +14,7 @@ from lightning_zero.shards.optimizer import state_tensors_of
 from lightning_zero.shards.units import modules_in_compiled_regions
 from lightning_zero.stage import Partition
 from lightning_zero.tiers.disk import Disk
-from lightning_zero.tiers.ledger import Place, Tier
+from lightning_zero.tiers.ledger import Place, Tier, keep_no_freed_memory
 
 HOST = torch.device("cpu")
 
@@ -38,6 +38,7 @@ def places_for(offload: Offload | None, device: torch.device, partition: Partiti
     is_apart = device.type != "cpu" if machine.host_is_apart is None else machine.host_is_apart
     tiers = {None: here, "cpu": Place(HOST, Tier.HOST, pinned) if is_apart else here}
     if offload.path is not None:
+        keep_no_freed_memory()  # who offloads to disk has little of it
         tiers["nvme"] = Place(HOST, Tier.DISK, pinned, Disk(offload.path))
     optimizer = tiers[offload.optimizer]
     gradient = optimizer if partition.gradient else here

