@@ -36,8 +36,8 @@ def return_freed_memory() -> None:
 def keep_no_freed_memory() -> None:
     """From here on large blocks are the system's again as soon as they are freed, where the C library is glibc.
 
-    glibc maps large blocks only until the first of them is freed; from then on its heap keeps blocks of up to 32 MiB. Of
-    a GPT with 50.5M parameters that rests on disk, 475 MB are resident at the peak of a step, and 120 MB with this.
+    glibc maps large blocks only until the first of them is freed; from then on its heap keeps those of up to 32 MiB.
+    Of a GPT with 50.5M parameters that rests on disk, 475 MB are resident at the peak of a step, and 120 MB with this.
     """
     if _mallopt is not None:
         _mallopt(_M_MMAP_THRESHOLD, LARGE)
