@@ -197,10 +197,14 @@ def test_offload_trains_as_without_it(tiers: str, in_backward: bool, tmp_path: P
     assert found["moved"] == pytest.approx(expected["moved"], rel=1e-3)
 
 
-def test_late_steps_on_the_host_give_the_bits_of_steps_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    late = tower_on_gpu(Offload(optimizer="cpu"), 2)
+@pytest.mark.parametrize("state_dtype", [None, "bfloat16"])
+def test_late_steps_on_the_host_give_the_bits_of_steps_at_once(
+    state_dtype: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offload = Offload(optimizer="cpu", state_dtype=state_dtype)
+    late = tower_on_gpu(offload, 2)
     monkeypatch.setattr("lightning_zero.shards.offload.why_serial", lambda *_: "to compare with")
-    assert tower_on_gpu(Offload(optimizer="cpu"), 2) == {**late, "peak": pytest.approx(late["peak"], rel=0.2)}
+    assert tower_on_gpu(offload, 2) == {**late, "peak": pytest.approx(late["peak"], rel=0.2)}
 
 
 @pytest.mark.parametrize("tiers", OFFLOADS)
