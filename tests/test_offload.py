@@ -20,7 +20,7 @@ from compare import assert_same_bits
 from lightning_zero.config import Offload
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.offload import Machine, choose_offloaded
-from lightning_zero.shards.optimizer import state_tensors_of
+from lightning_zero.shards.probe import state_tensors_of
 from lightning_zero.tiers.array import OnDisk
 from lightning_zero.tiers.disk import DiskError
 from lightning_zero.tiers.ledger import Category, Ledger, Tier

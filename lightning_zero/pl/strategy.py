@@ -71,7 +71,9 @@ class ZeroStrategy(CheckpointingStrategy):
         reduce_dtype: of gradients on the wire and at rest; None is fp32, or the parameter's dtype if wider.
         accumulation: ``"sharded"`` reduces every micro-batch into the shard (stages 2 and 3); ``"local"`` keeps full
             gradients and reduces once per step.
-        granularity: ``"element"``, or ``"tensor"`` for optimizers that need whole tensors.
+        granularity: what of a parameter an optimizer steps. ``"auto"``: pieces, after trying on small tensors every
+            optimizer that is not torch's own; one that looks at more than each element is refused. ``"element"``:
+            pieces, with a warning in that case. ``"tensor"``: whole tensors.
         broadcast_buffers: take rank 0's buffers before a training forward, as DDP.
         checkpoint: see `Checkpoint`.
         step_in_backward: step each group of parameters in backward, as soon as its gradients are averaged: never more
@@ -104,7 +106,7 @@ class ZeroStrategy(CheckpointingStrategy):
         param_dtype: torch.dtype | str | None = None,
         reduce_dtype: torch.dtype | str | None = None,
         accumulation: Literal["sharded", "local"] = "sharded",
-        granularity: Literal["element", "tensor"] = "element",
+        granularity: Literal["auto", "element", "tensor"] = "auto",
         broadcast_buffers: bool = True,
         checkpoint: Checkpoint | Mapping[str, Any] | None = None,
         step_in_backward: bool = False,
@@ -131,7 +133,7 @@ class ZeroStrategy(CheckpointingStrategy):
             timeout=config.seconds_from(timeout, "timeout"),
         )
         config.one_of("accumulation", accumulation, ("sharded", "local"))
-        config.one_of("granularity", granularity, ("element", "tensor"))
+        config.one_of("granularity", granularity, ("auto", "element", "tensor"))
         config.at_least("prefetch", prefetch, 0)
         config.at_least("max_skipped_steps", max_skipped_steps, 1)
         config.at_least("tensor_parallel_size", tensor_parallel_size, 1)
@@ -165,6 +167,7 @@ class ZeroStrategy(CheckpointingStrategy):
             reduce_dtype=config.dtype_from(reduce_dtype, "reduce_dtype"),
             broadcast_buffers=broadcast_buffers,
             offload=self.offload,
+            granularity="element" if granularity == "element" else "auto",
             step_in_backward=step_in_backward,
         )
         self._wait_timeout = config.seconds_from(wait_timeout, "wait_timeout")
@@ -172,7 +175,7 @@ class ZeroStrategy(CheckpointingStrategy):
         missing = {
             "activation_checkpointing": self.activation_checkpointing is not None,
             "tensor_parallel_size": tensor_parallel_size > 1,
-            "granularity='tensor'": granularity != "element",
+            "granularity='tensor'": granularity == "tensor",
         }
         for argument in (name for name, is_asked in missing.items() if is_asked):
             raise NotImplementedError(f"{argument} is not there yet. Leave it out.")

@@ -109,7 +109,7 @@ class Engine:
                 "rest as shards (stage=2 or 3). Leave step_in_backward out."
             )
         if self.partition.optimizer and self.comm.size > 1:
-            assembly.refuse_whole_tensor_optimizers(optimizers)
+            assembly.refuse_whole_tensor_optimizers(optimizers, insists=self.options.granularity == "element")
         broadcast_states(module, self.foreign_parameters, self.mesh.world)
         offload = self.options.offload
         together = nullcontext if offload is None else partial(failing_together, self.mesh.world, "setting up")

@@ -1,5 +1,6 @@
 """How a module's parameters become units, groups, gradient shards and buckets; the engine's set-up."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -16,6 +17,7 @@ from lightning_zero.shards.arena import Arena
 from lightning_zero.shards.gradient import Bucket, BucketPool, GradientShard
 from lightning_zero.shards.group import Kind, Setting, ShardGroup, slot_of
 from lightning_zero.shards.offload import Machine, choose_offloaded
+from lightning_zero.shards.probe import why_not_in_pieces
 from lightning_zero.shards.unit import Unit
 from lightning_zero.shards.units import UnitSpec
 from lightning_zero.shards.window import set_grad_dtype
@@ -39,6 +41,7 @@ class Options:
     broadcast_buffers: bool = True  # take rank 0's buffers before a training forward
     offload: Offload | None = None  # see `ZeroStrategy`
     late_publish_bytes: int = 32 * MIB  # models of at least so many wait for new weights when they want them
+    granularity: Literal["auto", "element"] = "auto"  # of steps; "element": pieces, whatever an optimizer does to them
     step_in_backward: bool = False  # step each group as soon as its gradients are averaged, and keep none
     machine: Machine = field(default_factory=Machine)  # what offload may count on
     merges_units: bool = False  # if `unit_classes` is None: small neighbours are one unit, and what is tiny stays whole
@@ -175,17 +178,17 @@ def _make_pools(shards: list[GradientShard], setting: Setting, buckets: int) -> 
     return pools
 
 
-# Their step looks at whole tensors or at all of them (norms, factored moments, line search): pieces would be wrong.
-WHOLE_TENSOR_OPTIMIZERS = {"Adafactor", "LAMB", "Lamb", "LARS", "Lars", "LBFGS", "Muon", "Shampoo", "SOAP"}
-
-
-def refuse_whole_tensor_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Raises ValueError for optimizers that cannot step pieces of parameters."""
+def refuse_whole_tensor_optimizers(optimizers: Sequence[Optimizer], *, insists: bool) -> None:
+    """Raises ValueError for optimizers that cannot step pieces of parameters; a warning if the user `insists`."""
     for optimizer in optimizers:
-        if type(optimizer).__name__ in WHOLE_TENSOR_OPTIMIZERS:
+        reason = why_not_in_pieces(optimizer)
+        found = f"{type(optimizer).__name__} {reason}, and each rank steps only pieces of them: the result"
+        if reason is not None and insists:
+            warnings.warn(f"{found} is not DDP's (granularity='element').", stacklevel=2)
+        elif reason is not None:
             raise ValueError(
-                f"{type(optimizer).__name__} looks at whole tensors, and each rank steps only pieces of them: the "
-                "result would be wrong. Use stage=0, or an element-wise optimizer (AdamW, SGD, RMSprop, ...)."
+                f"{found} would be wrong. Use stage=0, or an element-wise optimizer (AdamW, SGD, RMSprop, ...); or, if "
+                "you know that it goes element by element, granularity='element'."
             )
 
 

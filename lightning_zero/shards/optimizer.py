@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.shards.group import Setting, ShardGroup, Slot, no_interception, slot_of
 from lightning_zero.shards.layout import fill
+from lightning_zero.shards.probe import unhooked
 from lightning_zero.shards.window import Rest, Staging, StateElsewhere, Window, is_its_piece, state_of
 from lightning_zero.tiers.ledger import Category, Tier
 
@@ -116,7 +117,7 @@ class PieceStepper:
         window.begin()
         self._begin_next()
         with then.back(self.optimizer), self._stepping(window, is_all=False):
-            _unhooked(type(self.optimizer).step)(self.optimizer)
+            unhooked(type(self.optimizer).step)(self.optimizer)
         self._written.append(window)
         while len(self._written) > 1:
             self._written.popleft().finish()
@@ -212,26 +213,6 @@ class PieceStepper:
                 self._setting.ledger.adopt(Category.OPTIMIZER_STATE, value, tier)
                 if name not in names and slot is not None and slot.steps_any:
                     self.cut[name] = self.cut.get(name, True) and value.shape == slot.stepped_shape
-
-
-def state_tensors_of(optimizer: Optimizer) -> int:
-    """How many tensors of a parameter's shape an optimizer keeps for it, tried out on a small one; 2 where that fails,
-    as most keep two."""
-    kind, tried = type(optimizer), Parameter(torch.ones(2))
-    tried.grad = torch.ones(2)
-    probe = object.__new__(kind)
-    vars(probe).update(vars(optimizer), state=defaultdict(dict))
-    probe.param_groups = [{**optimizer.param_groups[0], "params": [tried]}]
-    try:
-        _unhooked(kind.step)(probe)
-    except Exception:  # an optimizer may ask for anything: several parameters, a closure, attributes of them
-        return 2
-    return sum(isinstance(value, Tensor) and value.shape == tried.shape for value in probe.state[tried].values())
-
-
-def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
-    """An optimizer's `step` without the hooks that torch wraps around it."""
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 
 def groups_of(slots: Sequence[Slot]) -> list[ShardGroup]:
