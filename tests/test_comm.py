@@ -31,7 +31,10 @@ def exercise(comm: Comm) -> dict[str, Any]:
     comm.reduce_scatter(total, full, torch.empty(comm.scratch_rows, 3), "sum").wait()
     sent = torch.full((2, 2), float(rank))
     comm.broadcast(sent, "from 0")
+    landed = [torch.empty(source) for source in range(size)]  # rank j sends j elements to everybody
+    comm.all_to_all(landed, [torch.full((rank,), 10.0 * rank + peer) for peer in range(size)], "to each")
     return {
+        "to each": torch.cat(landed),
         "gathered": gathered,
         "in place": in_place,
         "sum": total,
@@ -48,6 +51,7 @@ def exercise(comm: Comm) -> dict[str, Any]:
 def expected(rank: int, size: int) -> dict[str, Any]:
     factor = size * (size + 1) / 2
     return {
+        "to each": torch.tensor([10.0 * source + rank for source in range(size) for _ in range(source)]),
         "gathered": torch.tensor([[float(r), -float(r)] for r in range(size)]),
         "in place": torch.arange(1.0, size + 1).view(-1, 1).expand(-1, 4),
         "sum": torch.arange(rank * 3, rank * 3 + 3) * factor,

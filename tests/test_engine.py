@@ -214,19 +214,6 @@ def test_lazy_parameters_are_refused_with_the_remedy() -> None:
         Engine(model, [], stage=3, comm=LocalComm())
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_optimizers_that_look_at_whole_tensors_are_refused_not_stepped_wrongly(stage: int) -> None:
-    start = assorted()
-
-    def set_up(comm: Comm) -> None:
-        model = clone(start)
-        optimizer = torch.optim.Adafactor([parameter for parameter in model.parameters() if parameter.requires_grad])
-        with pytest.raises(ValueError, match=r"Adafactor looks at whole tensors.*Use stage=0"):
-            Engine(model, [optimizer], stage=stage, comm=comm)
-
-    ThreadWorld(2, 10).run(set_up)
-
-
 def test_integer_parameters_rest_beside_the_optimizer_that_lists_them() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model.register_parameter("table", nn.Parameter(torch.arange(5), requires_grad=False))

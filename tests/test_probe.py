@@ -182,14 +182,23 @@ def test_state_is_counted_without_a_step_of_the_optimizer() -> None:
     assert held[0].eq(1).all()
 
 
+class OfAll(ByFormula):
+    def step(self, closure: Any = None) -> None:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        super().step(closure)
+
+    def change(self, p: Tensor, state: dict[str, Any]) -> Tensor:  # type: ignore[override]
+        return p.grad
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_r31_an_unknown_whole_tensor_optimizer_is_refused_unless_the_user_insists(stage: int) -> None:
+def test_an_optimizer_that_looks_at_all_parameters_is_refused_unless_the_user_insists(stage: int) -> None:
     def set_up(comm: Comm, **options: Any) -> None:
         model = nn.Linear(4, 4)
-        optimizer = made("Plain", WHOLE["LARS"])(model.parameters())
-        Engine(model, [optimizer], stage=stage, comm=comm, options=Options(**options)).close()
+        Engine(model, [OfAll(model.parameters())], stage=stage, comm=comm, options=Options(**options)).close()
 
-    with pytest.raises(ValueError, match=r"Plain looks at whole tensors, and each rank steps only pieces.*stage=0"):
-        ThreadWorld(2, 10).run(set_up)
-    with pytest.warns(UserWarning, match="the result is not DDP's"):
+    for options in ({}, {"granularity": "tensor"}):
+        with pytest.raises(ValueError, match=r"OfAll looks at all parameters together, and each rank.*stage=0"):
+            ThreadWorld(2, 10).run(lambda comm, options=options: set_up(comm, **options))
+    with pytest.warns(UserWarning, match="not DDP's"):
         ThreadWorld(2, 10).run(lambda comm: set_up(comm, granularity="element"))

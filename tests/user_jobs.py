@@ -100,6 +100,14 @@ class ClippedByHand(Classifier):
         optimizer.step()
 
 
+class Factored(Classifier):
+    """Its optimizer looks at whole tensors."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adafactor([p for p in self.parameters() if p.requires_grad], lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
+
+
 class Edited(Classifier):
     """Weights are edited in hooks, and between two forwards of one step."""
 
@@ -133,7 +141,8 @@ class Assigned(Classifier):
 
 
 MODULES = {
-    module.__name__: module for module in (Gan, Penalised, ManyLayers, Checkpointed, ClippedByHand, Edited, Assigned)
+    module.__name__: module
+    for module in (Gan, Penalised, ManyLayers, Checkpointed, ClippedByHand, Factored, Edited, Assigned)
 }
 
 

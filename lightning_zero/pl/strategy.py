@@ -71,9 +71,9 @@ class ZeroStrategy(CheckpointingStrategy):
         reduce_dtype: of gradients on the wire and at rest; None is fp32, or the parameter's dtype if wider.
         accumulation: ``"sharded"`` reduces every micro-batch into the shard (stages 2 and 3); ``"local"`` keeps full
             gradients and reduces once per step.
-        granularity: what of a parameter an optimizer steps. ``"auto"``: pieces, after trying on small tensors every
-            optimizer that is not torch's own; one that looks at more than each element is refused. ``"element"``:
-            pieces, with a warning in that case. ``"tensor"``: whole tensors.
+        granularity: what of a parameter an optimizer steps on a rank: ``"element"``, the piece that the rank owns;
+            ``"tensor"``, all of some parameters, which travel there for the step; ``"auto"``, pieces with torch's own
+            element-wise optimizers, and with any other one what it needs when tried on small tensors.
         broadcast_buffers: take rank 0's buffers before a training forward, as DDP.
         checkpoint: see `Checkpoint`.
         step_in_backward: step each group of parameters in backward, as soon as its gradients are averaged: never more
@@ -167,7 +167,7 @@ class ZeroStrategy(CheckpointingStrategy):
             reduce_dtype=config.dtype_from(reduce_dtype, "reduce_dtype"),
             broadcast_buffers=broadcast_buffers,
             offload=self.offload,
-            granularity="element" if granularity == "element" else "auto",
+            granularity=granularity,
             step_in_backward=step_in_backward,
         )
         self._wait_timeout = config.seconds_from(wait_timeout, "wait_timeout")
@@ -175,7 +175,6 @@ class ZeroStrategy(CheckpointingStrategy):
         missing = {
             "activation_checkpointing": self.activation_checkpointing is not None,
             "tensor_parallel_size": tensor_parallel_size > 1,
-            "granularity='tensor'": granularity == "tensor",
         }
         for argument in (name for name, is_asked in missing.items() if is_asked):
             raise NotImplementedError(f"{argument} is not there yet. Leave it out.")

@@ -18,6 +18,8 @@ def table_of(engine: Engine, stage: int, optimizers: Iterable[Optimizer]) -> str
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     if engine.resident_numel:
         lines.append(f"{engine.resident_numel:,} stay whole on every rank: gathering them costs more than it saves")
+    if engine.imbalance is not None:
+        lines.append(f"Optimizers step whole tensors; the rank with most has {engine.imbalance:.1%} more than the mean")
     return "\n  ".join(
         [f"ZeRO stage {stage} on {engine.mesh.world.size} ranks", *lines, *_offload_lines(engine, optimizers)]
     )

@@ -25,6 +25,7 @@ from lightning_zero.shards.assembly import Options
 from lightning_zero.shards.group import Kind, Setting, ShardGroup, Slot, no_interception, publish, slot_of
 from lightning_zero.shards.optimizer import PieceStepper, groups_of
 from lightning_zero.shards.units import modules_in_compiled_regions
+from lightning_zero.shards.whole import deal
 from lightning_zero.shards.window import may_fuse
 from lightning_zero.stage import STAGES, Partition
 from lightning_zero.tiers.ledger import Category, Ledger, Tier, return_freed_memory
@@ -108,8 +109,8 @@ class Engine:
                 f"step_in_backward=True needs a single optimizer, which has {len(optimizers)} here, and gradients that "
                 "rest as shards (stage=2 or 3). Leave step_in_backward out."
             )
-        if self.partition.optimizer and self.comm.size > 1:
-            assembly.refuse_whole_tensor_optimizers(optimizers, insists=self.options.granularity == "element")
+        is_cut = self.partition.optimizer and self.comm.size > 1
+        whole = assembly.choose_whole(optimizers, self.options) if is_cut else []
         broadcast_states(module, self.foreign_parameters, self.mesh.world)
         offload = self.options.offload
         together = nullcontext if offload is None else partial(failing_together, self.mesh.world, "setting up")
@@ -150,6 +151,7 @@ class Engine:
         self._steppers = {optimizer: PieceStepper(optimizer, setting, RestingState) for optimizer in optimizers}
         for stepper in self._steppers.values():
             stepper.is_lazy = is_lazy
+        self.imbalance = deal([slot for one in whole for slot in self._steppers[one].slots], setting) if whole else None
         self._stepped: dict[ShardGroup, None] = {}  # in a backward, and not published yet
         if self.options.step_in_backward:
             self.reductions.step = self._step_in_backward

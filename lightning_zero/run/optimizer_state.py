@@ -87,6 +87,12 @@ class OptimizerState:
         group = slot.group
         if not group.is_cut:
             return _on_host(mine[name])
+        if slot.stepper is not None:
+            whole = torch.empty(slot.shape, dtype=value.dtype, device=group.places.gathered.device)
+            if slot.steps_any:
+                whole.copy_(mine[name])
+            self._comm.broadcast(whole, f"state {slot.name} {name}", slot.stepper)
+            return _on_host(whole)
         of = group.layout.slice_of(slot.index)
         device = group.places.gathered.device
         rows = torch.zeros(group.layout.ranks, of.width, dtype=value.dtype, device=device)
@@ -113,9 +119,9 @@ class OptimizerState:
             mine[index] = {}
             for key, value in state.items():
                 is_cut, full_name = self._is_cut(parameter, key, value), f"{name}:{as_written(slot.name)}:{key}"
-                if is_cut and (slot.writes_once or slot.share.numel):
+                if is_cut and (slot.writes_state_once or slot.state_share.numel):
                     mine[index][key] = LazyTensor(SpreadState(full_name, slot, value))
-                elif slot.writes_once:
+                elif slot.writes_state_once:
                     is_tensor = isinstance(value, Tensor)
                     mine[index][key] = LazyTensor(OfOneRank(full_name + WHOLE, value)) if is_tensor else value
         return {**local, "state": Partial(name, mine)}
@@ -175,12 +181,12 @@ class OptimizerState:
             self._stepper.cut[name] = self._stepper.cut.get(name, True) and not is_whole
         if slot is None or is_whole or not slot.group.is_cut:
             return value if stored is None else stored.whole()
+        piece, shape = slot.state_piece, slot.state_shape if slot.steps_any else (0,)
         if not isinstance(stored, Stored):
-            return value.reshape(-1)[slot.piece.start : slot.piece.stop].clone()
-        device = slot.group.places.optimizer.device
-        mine = torch.empty(slot.piece.numel, dtype=stored.dtype, device=device)
-        stored.read(Extent.of_whole(stored.name, stored.shape, slot.piece.start, slot.piece.stop), mine)
-        return mine
+            return value.reshape(-1)[piece.start : piece.stop].clone().view(shape)
+        mine = torch.empty(piece.numel, dtype=stored.dtype, device=slot.group.places.optimizer.device)
+        stored.read(Extent.of_whole(stored.name, stored.shape, piece.start, piece.stop), mine)
+        return mine.view(shape)
 
 
 def _names_of_other_shapes(states: Iterable[tuple[Any, Mapping[str, Any]]]) -> set[str]:

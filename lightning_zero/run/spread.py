@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_zero.run.loans import Loans
 from lightning_zero.shards.extents import Extent
 from lightning_zero.shards.group import Slot
+from lightning_zero.shards.layout import Piece
 from lightning_zero.shards.units import as_written
 from lightning_zero.shards.window import StateElsewhere
 from lightning_zero.tiers.array import Part, read_late
@@ -32,7 +33,8 @@ class SpreadParameter(Spread):
 
     def pieces(self) -> list[tuple[Extent, Tensor | Part]]:
         self._refuse_freed()
-        return _written(self, self._slot, partial(read_late, self._slot.group.master))
+        slot = self._slot
+        return _written(self, slot.share, slot.writes_once, partial(read_late, slot.group.master))
 
     def _refuse_freed(self) -> None:
         if self._slot.group.is_freed:
@@ -58,10 +60,10 @@ class SpreadState(Spread):
         )
 
     def pieces(self) -> list[tuple[Extent, Tensor | Part]]:
-        return _written(self, self._slot, self._read)
+        return _written(self, self._slot.state_share, self._slot.writes_state_once, self._read)
 
     def _read(self, part: slice) -> Tensor | Part:
-        start = self._slot.piece.shard_start
+        start = self._slot.state_piece.shard_start
         part = slice(part.start - start, part.stop - start)
         if isinstance(self._piece, StateElsewhere):
             self._piece.settle()
@@ -69,10 +71,11 @@ class SpreadState(Spread):
         return self._piece.detach().reshape(-1)[part]
 
 
-def _written(source: Spread, slot: Slot, read: Callable[[slice], Tensor | Part]) -> list[tuple[Extent, Tensor | Part]]:
-    """What this rank writes of the piece that it steps: its share among the replicas that step the same."""
-    share = slot.share
-    if not (share.numel or slot.writes_once):
+def _written(
+    source: Spread, share: Piece, writes_once: bool, read: Callable[[slice], Tensor | Part]
+) -> list[tuple[Extent, Tensor | Part]]:
+    """What this rank writes: its share among those that have the same."""
+    if not (share.numel or writes_once):
         return []
     extent = Extent.of_whole(source.name, source.shape, share.start, share.stop)
     return [(extent, read(share.in_shard))]

@@ -17,7 +17,7 @@ from lightning_zero.shards.arena import Arena
 from lightning_zero.shards.gradient import Bucket, BucketPool, GradientShard
 from lightning_zero.shards.group import Kind, Setting, ShardGroup, slot_of
 from lightning_zero.shards.offload import Machine, choose_offloaded
-from lightning_zero.shards.probe import why_not_in_pieces
+from lightning_zero.shards.probe import BY_ALL, BY_TENSOR, why_not_in_pieces
 from lightning_zero.shards.unit import Unit
 from lightning_zero.shards.units import UnitSpec
 from lightning_zero.shards.window import set_grad_dtype
@@ -41,7 +41,7 @@ class Options:
     broadcast_buffers: bool = True  # take rank 0's buffers before a training forward
     offload: Offload | None = None  # see `ZeroStrategy`
     late_publish_bytes: int = 32 * MIB  # models of at least so many wait for new weights when they want them
-    granularity: Literal["auto", "element"] = "auto"  # of steps; "element": pieces, whatever an optimizer does to them
+    granularity: Literal["auto", "element", "tensor"] = "auto"  # what optimizers step: what each needs, pieces, or all
     step_in_backward: bool = False  # step each group as soon as its gradients are averaged, and keep none
     machine: Machine = field(default_factory=Machine)  # what offload may count on
     merges_units: bool = False  # if `unit_classes` is None: small neighbours are one unit, and what is tiny stays whole
@@ -178,18 +178,27 @@ def _make_pools(shards: list[GradientShard], setting: Setting, buckets: int) -> 
     return pools
 
 
-def refuse_whole_tensor_optimizers(optimizers: Sequence[Optimizer], *, insists: bool) -> None:
-    """Raises ValueError for optimizers that cannot step pieces of parameters; a warning if the user `insists`."""
+def choose_whole(optimizers: Sequence[Optimizer], options: Options) -> list[Optimizer]:
+    """Those that are to step whole tensors. Raises ValueError for those that cannot do with that."""
+    chosen = []
     for optimizer in optimizers:
-        reason = why_not_in_pieces(optimizer)
-        found = f"{type(optimizer).__name__} {reason}, and each rank steps only pieces of them: the result"
-        if reason is not None and insists:
-            warnings.warn(f"{found} is not DDP's (granularity='element').", stacklevel=2)
-        elif reason is not None:
+        reason, kind = why_not_in_pieces(optimizer), type(optimizer).__name__
+        if options.granularity == "tensor" or (options.granularity == "auto" and reason == BY_TENSOR):
+            chosen.append(optimizer)
+        if reason is not None and options.granularity == "element":
+            warnings.warn(f"{kind} {reason}, and steps pieces: not DDP's (granularity='element').", stacklevel=2)
+        elif reason not in (None, BY_TENSOR) and not (options.granularity == "tensor" and reason != BY_ALL):
             raise ValueError(
-                f"{found} would be wrong. Use stage=0, or an element-wise optimizer (AdamW, SGD, RMSprop, ...); or, if "
-                "you know that it goes element by element, granularity='element'."
+                f"{kind} {reason}, and each rank steps only a part of them: the result would be wrong. Use stage=0, or "
+                "another optimizer; or, if you know that it looks at one tensor at a time, granularity='tensor'."
             )
+    offload = options.offload
+    if chosen and (options.step_in_backward or (offload is not None and (offload.path or offload.state_dtype))):
+        raise ValueError(
+            f"{type(chosen[0]).__name__} steps whole tensors, which step_in_backward=True, Offload(path=) and "
+            "Offload(state_dtype=) cannot do yet. Leave them out."
+        )
+    return chosen
 
 
 def trainable_of(managed: Sequence[Parameter], optimizers: Sequence[Optimizer]) -> set[int]:

@@ -110,6 +110,7 @@ class Slot:
         self.piece = self._owned_piece() if group.is_cut else Piece(start=0, stop=span.numel, shard_start=span.offset)
         self.plain_class = type(parameter)  # what the user made it an instance of
         self.gradient: GradientShard | None = None  # of the group; None where it does not train
+        self.stepper: int | None = None  # the rank that steps all of it; None: every rank steps its piece
         self._strides = parameter.stride()  # as the user made it: values rest in C order
 
     def _owned_piece(self) -> Piece:
@@ -149,8 +150,35 @@ class Slot:
         return self.share.start == 0 and self.share.numel > 0
 
     @property
+    def state_piece(self) -> Piece:
+        """Of which elements this rank has the optimizer's state, and where they lie in it."""
+        if self.stepper is None:
+            return self.piece
+        return Piece(start=0, stop=self.numel if self.stepper == self.group.comm.rank else 0, shard_start=0)
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Of state that is cut as the parameter is, on a rank that `steps_any` of it."""
+        return self.stepped_shape if self.stepper is None else self.shape
+
+    @property
+    def state_share(self) -> Piece:
+        """What this rank writes of such state into checkpoints; see `share`."""
+        if self.stepper is None:
+            return self.share
+        return replace(self.state_piece, stop=self.state_piece.stop if self.group.replicate.rank == 0 else 0)
+
+    @property
+    def writes_state_once(self) -> bool:
+        """Whether this rank writes what checkpoints hold once of its state; see `writes_once`."""
+        is_stepper = self.stepper == self.group.comm.rank and self.group.replicate.rank == 0
+        return self.writes_once if self.stepper is None else is_stepper
+
+    @property
     def steps_any(self) -> bool:
         """Whether this rank steps any of it; an empty parameter counts, as state is made for it too."""
+        if self.stepper is not None:
+            return self.stepper == self.group.comm.rank
         return self.piece.numel > 0 or not self.numel
 
     def whole(self, view: Tensor, device: torch.device) -> Tensor:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from lightning_zero.shards.group import Setting, ShardGroup, Slot, no_interception, slot_of
 from lightning_zero.shards.layout import fill
 from lightning_zero.shards.probe import unhooked
+from lightning_zero.shards.whole import WholeWindow, rounds
 from lightning_zero.shards.window import Rest, Staging, StateElsewhere, Window, is_its_piece, state_of
 from lightning_zero.tiers.ledger import Category, Tier
 
@@ -96,11 +97,11 @@ class PieceStepper:
         self._ahead = deque(others)
         self._begin_next()
         for window in others:
-            if self.is_lazy:
+            if self.is_lazy and window.may_be_late:
                 window.slots[0].group.postpone(partial(self._step_late, window, then))
             else:
                 self._step_late(window, then)
-        if not self.is_lazy:
+        if not self._ahead:
             self.finish()
 
     def step_now(self, slots: Sequence[Slot]) -> None:
@@ -147,21 +148,26 @@ class PieceStepper:
         """Raises RuntimeError where a step under way is of a first window, and must not be left and entered again."""
         if self.is_stepping and self._is_partial:
             raise RuntimeError(
-                f"{type(self.optimizer).__name__} calls its closure several times in a step, and offload= has it step "
-                "some parameters after the others. Leave offload out, or offload to 'cpu' with fraction=1.0."
+                f"{type(self.optimizer).__name__} calls its closure several times in a step, and steps some parameters "
+                "after the others: whole tensors, or what offload= has moved. Leave offload out, or use stage=0."
             )
 
-    def _divide(self, slots: Sequence[Slot], stepped: Sequence[Slot]) -> tuple[Window, list[Window]]:
+    def _divide(
+        self, slots: Sequence[Slot], stepped: Sequence[Slot], *, is_loading: bool = False
+    ) -> tuple[Window, list[Window]]:
         """What the user's call steps: all, or what is not offloaded; and the windows of what is offloaded, where it has
         a gradient: a group each, and of what is staged no more at a time than a bucket."""
         offloaded: dict[ShardGroup, list[Slot]] = {}
+        whole: list[Slot] = []
         for slot in stepped:
-            if slot.group.places.steps_apart:
+            if slot.stepper is not None and not is_loading:
+                whole.append(slot)
+            elif slot.group.places.steps_apart:
                 offloaded.setdefault(slot.group, []).append(slot)
-        if not offloaded:
-            return self._window(slots), []
         others = [self._window(run, late=self.is_lazy) for group in offloaded.values() for run in self._runs(group)]
-        return self._window([slot for slot in slots if slot.group not in offloaded]), others
+        others += [WholeWindow(self.optimizer, run, self._staging) for run in rounds(whole, self._setting)]
+        apart = {slot for window in others for slot in window.slots}
+        return self._window([slot for slot in slots if slot not in apart]), others
 
     def _runs(self, slots: Sequence[Slot]) -> list[Sequence[Slot]]:
         if not self._window(slots).is_staged:
@@ -176,7 +182,7 @@ class PieceStepper:
         """One window after the other, of all that is stepped; while it is given out its parameters are their pieces,
         and the optimizer has all of its parameters."""
         slots = self.slots
-        first, others = self._divide(slots, slots)
+        first, others = self._divide(slots, slots, is_loading=True)
         for window in [first, *others]:
             window.begin()
             with self._stepping(window, is_all=True, may_fuse=False):
@@ -212,7 +218,7 @@ class PieceStepper:
                 tier = Tier.HOST if tier is Tier.DISK else tier
                 self._setting.ledger.adopt(Category.OPTIMIZER_STATE, value, tier)
                 if name not in names and slot is not None and slot.steps_any:
-                    self.cut[name] = self.cut.get(name, True) and value.shape == slot.stepped_shape
+                    self.cut[name] = self.cut.get(name, True) and value.shape == slot.state_shape
 
 
 def groups_of(slots: Sequence[Slot]) -> list[ShardGroup]:

@@ -23,6 +23,9 @@ RANKS = 2
 TOLERANCE = 1e-6  # of the largest update: kernels may round the elements of a piece in another way
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
+BY_TENSOR = "looks at whole tensors"
+BY_ALL = "looks at all parameters together"
+
 Groups = list[list[Parameter]]
 
 
@@ -39,7 +42,7 @@ def why_not_in_pieces(optimizer: Optimizer) -> str | None:
             is_by_tensor = _are_alike(_updates(optimizer, RANKS, _every_other), whole)
     except Exception as error:  # an optimizer may ask for anything
         return f"could not be tried on small tensors ({type(error).__name__}: {error})"
-    return "looks at whole tensors" if is_by_tensor else "looks at all parameters together"
+    return BY_TENSOR if is_by_tensor else BY_ALL
 
 
 def state_tensors_of(optimizer: Optimizer) -> int:

@@ -77,10 +77,11 @@ class Staging:
             self._free.append(room)
 
 
-@final
 class Window:
     """`slots` of an optimizer, all in one tier. With `late` they all have a gradient, where it is averaged, and what
     becomes of `p.grad` meanwhile does not matter."""
+
+    may_be_late = True  # stepped by this rank alone, whenever it wants the values
 
     def __init__(self, optimizer: Optimizer, slots: Sequence[Slot], staging: Staging, *, late: bool = False) -> None:
         self.slots = slots
@@ -206,24 +207,30 @@ class Window:
             self._options.append(own)
 
     def _show_piece(self, slot: Slot) -> None:
-        parameter, gradient, staged = slot.parameter, slot.gradient, self._staged.get(slot)
-        assert gradient is not None
-        master = slot.group.rest.master
-        values = None if staged is None else staged.master
-        piece = slot.stepped(master) if values is None else values.view(slot.stepped_shape)
+        parameter = slot.parameter
         with no_interception():
             shown = parameter.grad
             self._shown[slot] = _Shown(shown, type(parameter))
+            piece, grad = self._stepped(slot, shown)
             parameter.grad = None
             parameter.__class__ = Parameter
             parameter.data = piece
             set_grad_dtype(parameter, piece.dtype)
-            if (self._late or shown is not None) and slot.steps_any:
-                grad = None if staged is None else staged.grad
-                if grad is None:
-                    grad = gradient.piece(slot) if gradient.travels else shown
-                assert grad is not None
-                parameter.grad = grad.view(slot.stepped_shape).to(piece.device, piece.dtype)
+            parameter.grad = grad
+
+    def _stepped(self, slot: Slot, shown: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What the optimizer steps for a parameter, and its gradient."""
+        staged, gradient = self._staged.get(slot), slot.gradient
+        assert gradient is not None
+        values = None if staged is None else staged.master
+        piece = slot.stepped(slot.group.rest.master) if values is None else values.view(slot.stepped_shape)
+        if not ((self._late or shown is not None) and slot.steps_any):
+            return piece, None
+        grad = None if staged is None else staged.grad
+        if grad is None:
+            grad = gradient.piece(slot) if gradient.travels else shown
+        assert grad is not None
+        return piece, grad.view(slot.stepped_shape).to(piece.device, piece.dtype)
 
     def _may_fuse(self, group: dict[str, Any]) -> bool:
         """Whether torch would step host tensors one by one, and does not have to."""

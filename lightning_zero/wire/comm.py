@@ -88,6 +88,14 @@ class Comm(ABC):
         key = self._begin("reduce_scatter", name, full, full.nbytes - full[0].nbytes)
         return self._reduce_scatter(shard, full, scratch, key)
 
+    def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], name: str) -> None:
+        """Fills `received[j]` with what rank j has sent to this one, `sent[this rank]` there: contiguous tensors of any
+        size, also none, which both ends know."""
+        nbytes = sum(tensor.nbytes for peer, tensor in enumerate(sent) if peer != self.rank)
+        key = self._begin("all_to_all", name, None, nbytes)
+        received[self.rank].copy_(sent[self.rank])
+        self._all_to_all(received, sent, key)
+
     def broadcast(self, tensor: Tensor, name: str, source: int = 0) -> None:
         """Copies rank `source`'s contiguous `tensor` to all ranks."""
         sent = (self.size - 1) * tensor.nbytes if self.rank == source else 0
@@ -140,6 +148,9 @@ class Comm(ABC):
 
     @abstractmethod
     def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str) -> Work: ...
+
+    @abstractmethod
+    def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], key: str) -> None: ...
 
     @abstractmethod
     def _broadcast(self, tensor: Tensor, source: int, key: str) -> None: ...

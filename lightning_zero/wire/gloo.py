@@ -92,6 +92,14 @@ class GlooComm(Comm):
 
         return Work(finish)
 
+    def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], key: str) -> None:
+        landing = {peer: received[peer].cpu() for peer in self._peers if received[peer].numel()}
+        sends = {peer: sent[peer].cpu() for peer in self._peers if sent[peer].numel()}
+        self._wait(self._start(landing, sends, key), key)
+        for peer, tensor in landing.items():
+            if tensor is not received[peer]:
+                received[peer].copy_(tensor)
+
     def _broadcast(self, tensor: Tensor, source: int, key: str) -> None:
         host = tensor.cpu()  # the tensor itself when it is on the host
         if self.rank == source:

@@ -84,6 +84,16 @@ class NativeComm(Comm):
         work = _reduce_scatter_single(shard, full.view(-1), group=self._group, async_op=True)
         return Work(lambda: self._wait([work], key))
 
+    def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], key: str) -> None:
+        pairs = [(dist.irecv, received), (dist.isend, sent)]
+        messages = [
+            dist.P2POp(kind, tensor, group=self._group, group_peer=peer)
+            for kind, tensors in pairs
+            for peer, tensor in enumerate(tensors)
+            if peer != self.rank and tensor.numel()
+        ]
+        self._wait(dist.batch_isend_irecv(messages) if messages else [], key)
+
     def _broadcast(self, tensor: Tensor, source: int, key: str) -> None:
         if tensor.is_cuda or not self._on_device:
             self._wait([dist.broadcast(tensor, group=self._group, group_src=source, async_op=True)], key)

@@ -116,6 +116,11 @@ class ThreadComm(Comm):
 
         return Work(finish)
 
+    def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], key: str) -> None:
+        self._post(key, [tensor.clone() for tensor in sent])
+        for into, theirs in zip(received, self._collect(key), strict=True):
+            into.copy_(theirs[self.rank])
+
     def _broadcast(self, tensor: Tensor, source: int, key: str) -> None:
         self._post(key, tensor.clone())
         tensor.copy_(self._collect(key)[source])

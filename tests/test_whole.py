@@ -1,0 +1,253 @@
+"""Optimizers that look at whole tensors train as under DDP: each tensor is stepped once, by one rank."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from compare import assert_same_bits
+from engine_checkpoints import Everything, Place, differences, resume, states_of, strange, train, train_and_save
+from lightning_zero.checkpoint import StoredCheckpoint
+from lightning_zero.config import Offload
+from lightning_zero.run.engine import Engine, Options
+from lightning_zero.tiers.ledger import Category
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.threads import ThreadWorld
+from models import seeded
+from test_offload import APART, WAYS, Maker, assert_differs, assert_same_run, flat, on_ranks
+from test_probe import WHOLE, made
+
+
+def trainable(model: nn.Module) -> list[Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def maker(name: str) -> Maker:
+    def make(model: nn.Module) -> tuple[Optimizer, None]:
+        return made("Unheard", WHOLE[name])(trainable(model), lr=0.01), None
+
+    return make
+
+
+def adafactor(model: nn.Module) -> tuple[Optimizer, None]:
+    return torch.optim.Adafactor(trainable(model), lr=0.01), None
+
+
+class Both(Optimizer):
+    """Muon's usual form: matrices are orthogonalised, the rest goes by element, as each group says."""
+
+    def __init__(self, model: nn.Module) -> None:
+        matrices = [parameter for parameter in trainable(model) if parameter.dim() > 1]
+        others = [parameter for parameter in trainable(model) if parameter.dim() < 2]
+        super().__init__([{"params": matrices, "kind": "Muon"}, {"params": others, "kind": "SGD"}], {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in (each for each in group["params"] if each.grad is not None):
+                is_matrix = group["kind"] == "Muon"
+                change = WHOLE["Muon"](parameter, self.state[parameter]) if is_matrix else parameter.grad
+                parameter.sub_(group["lr"] * change)
+
+
+def both(model: nn.Module) -> tuple[Optimizer, None]:
+    return Both(model), None
+
+
+MAKERS: dict[str, Maker] = {
+    **{name: maker(name) for name in WHOLE if name != "Noisy"},
+    "Adafactor": adafactor,
+    "both": both,
+}
+
+
+# Without accumulation in shards, which stage 0 has not: it sums in another order.
+HOW: dict[str, dict[str, Any]] = {
+    "clipped": {"clip": "norm"},
+    "local": WAYS["local"],
+    "autocast": WAYS["autocast"],
+    "two bytes": {"param_dtype": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("way", HOW)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("world", [2, 3])
+def test_r31_optimizers_that_look_at_whole_tensors_train_as_under_ddp(world: int, stage: int, way: str) -> None:
+    names = MAKERS if way == "clipped" else ["LAMB", "Adafactor"]
+    for name in names:
+        expected, _ = on_ranks(world, 0, MAKERS[name], **HOW[way])
+        found, _ = on_ranks(world, stage, MAKERS[name], **HOW[way])
+        assert_same_run(found, expected)
+
+
+def test_pieces_would_be_wrong() -> None:
+    expected, _ = on_ranks(2, 0, MAKERS["LAMB"])
+    with pytest.warns(UserWarning, match="Unheard looks at whole tensors, and steps pieces: not DDP's"):
+        found, _ = on_ranks(2, 2, MAKERS["LAMB"], granularity="element")
+    assert_differs(found, expected)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_goes_by_element_may_be_stepped_whole(stage: int) -> None:
+    expected, _ = on_ranks(2, 0)
+    found, _ = on_ranks(2, stage, granularity="tensor")
+    assert_same_run(found, expected)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_whole_tensors_are_stepped_in_the_tier_where_their_state_rests(stage: int) -> None:
+    expected, _ = on_ranks(2, 0, MAKERS["LAMB"], **HOW["clipped"])
+    parameters = {"parameters": "cpu"} if stage == 3 else {}
+    found, _ = on_ranks(2, stage, MAKERS["LAMB"], offload=Offload(optimizer="cpu", **parameters), **HOW["clipped"])
+    assert_same_run(found, expected)
+
+
+class Counts:
+    """How often a tensor was stepped, in the world."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __call__(self, parameter: Tensor, state: dict[str, Any]) -> Tensor:
+        self.shapes.append(tuple(parameter.shape))
+        return parameter.grad * parameter.norm()
+
+
+def train_tower(comm: Comm, stage: int, counts: Counts, **options: Any) -> tuple[Engine, Optimizer]:
+    model = seeded(lambda: nn.Sequential(*[nn.Linear(16, 16) for _ in range(8)]))
+    optimizer = made("Unheard", counts)(model.parameters())
+    engine = Engine(model, [optimizer], stage=stage, comm=comm, options=Options(machine=APART, **options))
+    counts.shapes.clear()  # what it was tried on
+    with engine.forward():
+        loss = model(torch.ones(2, 16)).sum()
+    with engine.backward():
+        loss.backward()
+    optimizer.step()
+    return engine, optimizer
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("world", [2, 4])
+def test_each_tensor_is_stepped_once_in_the_world_and_evenly(world: int, stage: int) -> None:
+    def run(comm: Comm) -> tuple[list[tuple[int, ...]], float | None]:
+        counts = Counts()
+        engine, _ = train_tower(comm, stage, counts)
+        engine.close()
+        return counts.shapes, engine.imbalance
+
+    ranks = ThreadWorld(world, 20).run(run)
+    stepped = [shape for shapes, _ in ranks for shape in shapes]
+    assert sorted(stepped) == [(16,)] * 8 + [(16, 16)] * 8
+    assert {imbalance for _, imbalance in ranks} == {0.0}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_travels_is_three_nths_of_the_parameters_more(stage: int) -> None:
+    def run(comm: Comm) -> int:
+        engine, _ = train_tower(comm, stage, Counts())
+        engine.close()
+        return comm.bytes_sent["all_to_all"]
+
+    world, numel = 4, 8 * (16 * 16 + 16)
+    sent = sum(ThreadWorld(world, 20).run(run))
+    assert sent <= 3 * 4 * numel
+    assert sent > 3 * 4 * numel * (world - 2) / world  # a piece of a tensor may be with its stepper already
+
+
+def test_state_rests_whole_where_it_is_stepped_and_nowhere_else() -> None:
+    def run(comm: Comm) -> tuple[int, int]:
+        model = seeded(lambda: nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(8)]))
+        optimizer = made("Unheard", WHOLE["Muon"])(model.parameters())
+        engine = Engine(model, [optimizer], stage=1, comm=comm)
+        model(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+        shapes = {tuple(state["m"].shape) for state in optimizer.state.values()}
+        assert shapes == {(16, 16)}
+        told = len(optimizer.state), engine.ledger.live[Category.OPTIMIZER_STATE]
+        engine.close()
+        return told
+
+    assert ThreadWorld(4, 20).run(run) == [(2, 2 * 4 * 256)] * 4
+
+
+def test_a_parameter_without_a_gradient_is_left_alone() -> None:
+    def run(comm: Comm) -> dict[str, Tensor]:
+        model = seeded(lambda: nn.ModuleDict({"used": nn.Linear(4, 4), "not": nn.Linear(4, 4)}))
+        optimizer = made("Unheard", WHOLE["LARS"])(model.parameters())
+        engine = Engine(model, [optimizer], stage=2, comm=comm)
+        before = model["not"].weight.detach().clone()
+        model["used"](torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        assert model["not"].weight.equal(before)
+        state = engine.states.full_optimizer(optimizer)
+        engine.close()
+        return flat(state)
+
+    first, second = ThreadWorld(2, 20).run(run)
+    assert_same_bits(first, second)
+
+
+@pytest.mark.parametrize(
+    "saved_at", [Place(0, 2), Place(1, 3), Place(2, 2), Place(3, 2), Place(2, 4, replicate_size=2)]
+)
+@pytest.mark.parametrize("name", ["Muon", "Adafactor"])
+def test_a_checkpoint_does_not_know_what_was_stepped_where(name: str, saved_at: Place, tmp_path: Path) -> None:
+    start = seeded(Everything)
+
+    def make(model: nn.Module) -> list[Optimizer]:
+        return [MAKERS[name](model)[0]]
+
+    saved = train_and_save(start, make, saved_at, tmp_path / "ckpt")
+
+    def resumed(comm: Comm, place: Place) -> dict[str, Any]:
+        model = strange(start, comm.rank)
+        optimizers = make(model)
+        engine = resume(comm, model, optimizers, place, StoredCheckpoint(tmp_path / "ckpt"))
+        found = states_of(engine, optimizers)
+        train(model, optimizers, place, steps=1, start=2)
+        engine.close()
+        return found
+
+    for place in (Place(0, 1), Place(1, 2), Place(2, 3), Place(3, 2), Place(3, 4, replicate_size=2)):
+        for found in place.run(lambda comm, place=place: resumed(comm, place)):
+            assert differences(found, saved) == []
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(stage: int, tmp_path: Path) -> None:
+    start, place = seeded(Everything), Place(stage, 2)
+
+    def make(model: nn.Module) -> list[Optimizer]:
+        return [maker("Muon")(model)[0]]
+
+    straight = train_and_save(start, make, place, tmp_path / "straight", steps=4)
+    train_and_save(start, make, place, tmp_path / "half", steps=2)
+
+    def go_on(comm: Comm) -> dict[str, Any]:
+        model = strange(start, comm.rank)
+        optimizers = make(model)
+        engine = resume(comm, model, optimizers, place, StoredCheckpoint(tmp_path / "half"))
+        train(model, optimizers, place, steps=2, start=2)
+        return states_of(engine, optimizers)
+
+    for found in place.run(go_on):
+        assert differences(found, straight) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"step_in_backward": True}, {"offload": Offload(optimizer="cpu", state_dtype="bf16")}],
+    ids=["in backward", "two bytes"],
+)
+def test_what_whole_tensors_cannot_do_yet_is_refused_on_every_rank(options: dict[str, Any]) -> None:
+    def run(comm: Comm) -> str:
+        with pytest.raises(ValueError, match="Unheard steps whole tensors, which") as caught:
+            train_tower(comm, 2, Counts(), **options)
+        return str(caught.value)
+
+    assert len(set(ThreadWorld(2, 20).run(run))) == 1
