@@ -65,6 +65,17 @@ def decays_matrices(p: Tensor, state: dict[str, Any]) -> Tensor:
     return momentum(p, state) + (0.1 * p if p.dim() > 1 else 0.0)
 
 
+def in_blocks(p: Tensor, state: dict[str, Any]) -> Tensor:
+    """Momentum of large tensors in 8 bits, with one scale for each block of 256."""
+    m = momentum(p, state)
+    if m.numel() < 4096:
+        return m
+    blocks = m.reshape(-1, 256)
+    scales = blocks.abs().amax(1, keepdim=True) / 127
+    state["m"] = ((blocks / scales).round() * scales).view_as(m)
+    return state["m"]
+
+
 WHOLE = {
     "LARS": lambda p, state: p.grad * p.norm() / p.grad.norm(),
     "LAMB": lambda p, state: momentum(p, state) * p.norm() / (momentum(p, state).norm() + 1e-6),
@@ -74,6 +85,7 @@ WHOLE = {
     "PerRow": lambda p, state: p.grad / (p.grad.norm(dim=-1, keepdim=True) if p.dim() > 1 else 1.0),
     "ClipsEachTensor": lambda p, state: p.grad / max(1.0, float(p.grad.norm())),
     "DecaysMatrices": decays_matrices,
+    "EightBits": in_blocks,
     "Noisy": lambda p, state: p.grad + torch.randn_like(p),
 }
 PIECES = {

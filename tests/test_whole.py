@@ -59,7 +59,7 @@ def both(model: nn.Module) -> tuple[Optimizer, None]:
 
 
 MAKERS: dict[str, Maker] = {
-    **{name: maker(name) for name in WHOLE if name != "Noisy"},
+    **{name: maker(name) for name in WHOLE if name not in ("Noisy", "EightBits")},
     "Adafactor": adafactor,
     "both": both,
 }

@@ -18,6 +18,8 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 
 ELEMENT_WISE = {SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Adagrad, Adadelta, Rprop, ASGD}  # not their subclasses
 SHAPES = ((), (7,), (4, 6), (2, 3, 4), (2, 3, 2, 2))  # by number of dimensions
+# Seventeen blocks of 256, cut in the middle of one: 8-bit state is kept in blocks, and of nothing smaller than 4096.
+LARGE = ((), (4352,), (64, 68), (16, 16, 17), (16, 16, 17, 1))
 STEPS = 4
 RANKS = 2
 TOLERANCE = 1e-6  # of the largest update: kernels may round the elements of a piece in another way
@@ -113,10 +115,11 @@ def _updates(optimizer: Optimizer, ranks: int, part: Part) -> list[Tensor]:
 
 
 def _values(parameters: Sequence[Parameter], seed: int) -> list[Tensor]:
-    """Two tensors for each number of dimensions that the parameters have."""
+    """A small tensor and a larger one for each number of dimensions that the parameters have."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = [SHAPES[min(dim, len(SHAPES) - 1)] for dim in sorted({parameter.dim() for parameter in parameters})]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes for _ in range(2)]
+    dims = sorted({min(parameter.dim(), len(SHAPES) - 1) for parameter in parameters})
+    shapes = [shape for dim in dims for shape in (SHAPES[dim], LARGE[dim])]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
 def _are_alike(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
