@@ -15,6 +15,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from lightning_zero.stage import STAGES
+
 Tier = Literal["cpu", "nvme"]
 Policy = TypeVar("Policy")
 
@@ -124,12 +126,24 @@ class Checkpoint:
             )
 
 
-def policy_from(kind: type[Policy], value: Policy | Mapping[str, Any] | None, argument: str) -> Policy | None:
-    """`value` as a `kind`, built from a plain mapping when it is one; TypeError for another type or an unknown key."""
+_IN_SHORT: dict[type, dict[Any, Mapping[str, Any] | None]] = {
+    Offload: {"cpu": {"optimizer": "cpu"}, "nvme": {"optimizer": "nvme"}},
+    ActivationCheckpointing: {True: {}, False: None},
+    Checkpoint: {"sharded": {"format": "sharded"}, "full": {"format": "full"}},
+}
+
+
+def policy_from(kind: type[Policy], value: Any, argument: str) -> Policy | None:
+    """`value` as a `kind`, built from a plain mapping or from a word for one (``"cpu"``, ``"full"``, ``True``);
+    TypeError for another type or an unknown key."""
+    in_short = _IN_SHORT.get(kind, {})
+    if isinstance(value, str | bool) and value in in_short:
+        value = in_short[value]
     if value is None or isinstance(value, kind):
         return value
     if not isinstance(value, Mapping):
-        raise TypeError(f"{argument}={value!r} must be {kind.__name__}(...), a mapping with its keys, or None.")
+        words = "".join(f"{word!r}, " for word in in_short)
+        raise TypeError(f"{argument}={value!r} must be {kind.__name__}(...), a mapping with its keys, {words}or None.")
     allowed = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     for key in value:
         if key not in allowed:
@@ -176,6 +190,21 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     """Raises ValueError unless `value` is among `allowed`."""
     if value not in allowed:
         raise ValueError(f"{name}={value!r} is unknown. Write one of {list(allowed)}.")
+
+
+def stage_from(value: Any) -> int:
+    """0, 1, 2 or 3, which may be text; ValueError for anything else."""
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    found = int(value) if is_number or (isinstance(value, str) and value.isdecimal()) else None
+    if found not in STAGES:
+        raise ValueError(f"stage={value!r} does not exist. Write one of {list(STAGES)}.")
+    return found
+
+
+def is_switch(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} is neither True nor False.")
 
 
 def at_least(name: str, value: Any, least: int) -> None:

@@ -26,6 +26,7 @@ from lightning_zero import config
 from lightning_zero.config import ActivationCheckpointing, Checkpoint, Offload
 from lightning_zero.pl.callbacks import First, Preemption
 from lightning_zero.pl.checkpointing import CheckpointingStrategy
+from lightning_zero.pl.elsewhere import answers
 from lightning_zero.pl.precision import adapt
 from lightning_zero.pl.table import table_of
 from lightning_zero.run.engine import Engine, Options
@@ -62,8 +63,8 @@ class ZeroStrategy(CheckpointingStrategy):
         bucket_size_mb: largest collective, in MiB. Small models use less.
         prefetch: stage 3: units gathered ahead.
         overlap: reduce gradients while backward goes on.
-        offload: see `Offload`.
-        activation_checkpointing: see `ActivationCheckpointing`.
+        offload: see `Offload`; ``"cpu"`` is ``Offload(optimizer="cpu")``.
+        activation_checkpointing: see `ActivationCheckpointing`; ``True`` is the one without arguments.
         tensor_parallel_size: ranks that share each tensor-parallel module.
         replicate_size: groups of ranks that each hold all shards (hybrid sharding).
         param_dtype: None: under ``*-mixed`` the weights that autocast casts at each use rest in its dtype, which
@@ -75,7 +76,7 @@ class ZeroStrategy(CheckpointingStrategy):
             ``"tensor"``, all of some parameters, which travel there for the step; ``"auto"``, pieces with torch's own
             element-wise optimizers, and with any other one what it needs when tried on small tensors.
         broadcast_buffers: take rank 0's buffers before a training forward, as DDP.
-        checkpoint: see `Checkpoint`.
+        checkpoint: see `Checkpoint`; ``"full"`` is ``Checkpoint(format="full")``.
         step_in_backward: step each group of parameters in backward, as soon as its gradients are averaged: never more
             than two buckets of gradients are there. Without clipping, accumulation and several optimizers; stages 2, 3.
         max_skipped_steps: fp16 overflows in a row before an error.
@@ -91,6 +92,7 @@ class ZeroStrategy(CheckpointingStrategy):
         NotImplementedError: for an argument whose feature is not there yet.
     """
 
+    @answers
     def __init__(
         self,
         stage: int | Literal["auto"] = 2,
@@ -132,6 +134,10 @@ class ZeroStrategy(CheckpointingStrategy):
             start_method=start_method,
             timeout=config.seconds_from(timeout, "timeout"),
         )
+        switches = {"overlap": overlap, "broadcast_buffers": broadcast_buffers, "sanitize": sanitize}
+        for name, value in {**switches, "step_in_backward": step_in_backward}.items():
+            config.is_switch(name, value)
+        config.one_of("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
         config.one_of("accumulation", accumulation, ("sharded", "local"))
         config.one_of("granularity", granularity, ("auto", "element", "tensor"))
         config.at_least("prefetch", prefetch, 0)
@@ -140,9 +146,7 @@ class ZeroStrategy(CheckpointingStrategy):
         config.at_least("replicate_size", replicate_size, 1)
         if stage == "auto":
             raise NotImplementedError("stage='auto' is not there yet. Write stage=1, 2 or 3.")
-        if isinstance(stage, bool) or stage not in STAGES:
-            raise ValueError(f"stage={stage!r} does not exist. Write one of {list(STAGES)}.")
-        self.stage = int(stage)
+        self.stage = config.stage_from(stage)
         self.offload = config.policy_from(Offload, offload, "offload")
         if self.offload is not None and self.offload.parameters is not None and not STAGES[self.stage].parameter:
             raise ValueError(

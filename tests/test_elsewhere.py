@@ -1,0 +1,104 @@
+"""Who comes from another strategy is told what to write here; natural spellings work, and nonsense is refused."""
+
+import re
+from collections.abc import Iterator
+from inspect import signature
+from typing import Any
+
+import pytest
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_zero import ActivationCheckpointing, Checkpoint, Offload, ZeroStrategy
+from lightning_zero.pl.elsewhere import ELSEWHERE
+
+OURS = signature(ZeroStrategy).parameters
+# That have no counterpart, and that nobody types by hand: a module and its devices, sub-processes, file formats.
+LIGHTNINGS = {"self", "args", "kwargs", "cluster_environment", "accelerator", "parallel_devices", "checkpoint_io"}
+
+
+def arguments_elsewhere() -> Iterator[str]:
+    for kind in (DDPStrategy, FSDPStrategy, ModelParallelStrategy):
+        yield from signature(kind.__init__).parameters
+    for kind in (FullyShardedDataParallel, DistributedDataParallel):
+        yield from signature(kind.__init__).parameters
+    yield from signature(fully_shard).parameters
+    yield from ("config", "zero_optimization", "offload_optimizer", "offload_parameters", "reduce_bucket_size")
+    yield from ("partition_activations", "cpu_checkpointing", "nvme_path", "zero_stage", "overlap_comm")
+
+
+UNANSWERED = {
+    # Not chosen by hand under Lightning, or another word for what the type of an argument says.
+    "module", "device_ids", "output_device", "dim", "check_reduction", "delay_all_reduce_named_params", "device_id",
+    "param_to_hook_all_reduce", "skip_all_reduce_unused_params", "init_sync", "param_init_fn", "ignored_states",
+    "model_averaging_period", "ddp_comm_state", "ddp_comm_wrapper", "precision_plugin", "mesh", "shard_placement_fn",
+    "mp_policy", "ignored_params", "dp_mesh_dims", "batched_grad_copy", "bucket_cap_mb_list", "forward_sync_buffers",
+}  # fmt: skip
+
+
+def test_every_argument_of_other_strategies_is_ours_or_answered() -> None:
+    asked = set(arguments_elsewhere()) - LIGHTNINGS - UNANSWERED
+    assert sorted(asked - OURS.keys() - ELSEWHERE.keys()) == []
+    assert set(signature(DeepSpeedStrategy.__init__).parameters) & ELSEWHERE.keys()
+
+
+def test_no_answer_is_to_an_argument_of_our_own() -> None:
+    assert sorted(OURS.keys() & ELSEWHERE.keys()) == []
+
+
+def test_answers_name_arguments_that_are_there() -> None:
+    elsewhere = {"ckpt_path", "batch_size", "parameters", "partition", "contiguous"}  # of trainers, loaders, policies
+    for name, answer in ELSEWHERE.items():
+        alone = re.sub(r"(Trainer|Offload|ActivationCheckpointing)\([^)]*\)", "", answer)
+        for named in re.findall(r"(?<![.(\w])(\w+)=", alone):
+            assert named in OURS or named in elsewhere, (name, named)
+
+
+@pytest.mark.parametrize(
+    ("argument", "answer"),
+    [
+        ("sharding_strategy", "FULL_SHARD is stage=3"),
+        ("cpu_offload", r"offload=Offload\(optimizer='cpu'\)"),
+        ("find_unused_parameters", "always found"),
+        ("reduce_bucket_size", "counts MiB"),
+        ("bucket_size", "did you mean 'bucket_size_mb'"),
+        ("zzz", r"no argument 'zzz'\."),
+    ],
+)
+def test_an_argument_of_another_strategy_is_answered_with_what_to_write(argument: str, answer: str) -> None:
+    with pytest.raises(TypeError, match=rf"ZeroStrategy has no argument '{argument}'.*{answer}|{answer}"):
+        ZeroStrategy(**{argument: True})
+
+
+def test_natural_spellings_mean_what_they_say() -> None:
+    assert ZeroStrategy(stage="2").stage == 2  # type: ignore[arg-type]
+    assert ZeroStrategy(offload="cpu").offload == Offload(optimizer="cpu")  # type: ignore[arg-type]
+    assert ZeroStrategy(checkpoint="full").checkpoint == Checkpoint(format="full")  # type: ignore[arg-type]
+    assert ZeroStrategy(checkpoint=None).checkpoint == Checkpoint()
+    assert ZeroStrategy(activation_checkpointing=False).activation_checkpointing is None  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Give `path` exactly when a tier is 'nvme'"):
+        ZeroStrategy(offload="nvme")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"stage": 2.0}, "stage=2.0 does not exist"),
+        ({"stage": True}, "stage=True does not exist"),
+        ({"stage": "two"}, "stage='two' does not exist"),
+        ({"overlap": "yes"}, "overlap='yes' is neither True nor False"),
+        ({"sanitize": 1}, "sanitize=1 is neither True nor False"),
+        ({"start_method": "threads"}, "start_method='threads' is unknown"),
+        ({"offload": "gpu"}, r"offload='gpu' must be Offload\(...\), a mapping with its keys, 'cpu', 'nvme', or None"),
+        ({"checkpoint": True}, "checkpoint=True must be Checkpoint"),
+    ],
+)
+def test_nonsense_is_refused_at_construction(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=told):
+        ZeroStrategy(**arguments)
+
+
+def test_the_signature_is_still_that_of_the_strategy() -> None:
+    assert next(iter(OURS)) == "stage"
+    assert OURS["activation_checkpointing"].annotation != ActivationCheckpointing
