@@ -265,6 +265,31 @@ def go_on_from_the_best(strategy: Any, folder: Path) -> dict[str, Any]:
     return {"test": tested, "validation": validated, "losses": model.losses, "best": Path(keep.best_model_path).name}
 
 
+class Worsening(Classifier):
+    """The first epoch is its best."""
+
+    def on_train_epoch_end(self) -> None:
+        self.log("worse", float(self.current_epoch))
+
+
+def go_on_from_the_last(strategy: Any, folder: Path) -> dict[str, Any]:
+    """Two runs, the second from the last checkpoint of the first; only the first epoch is kept for what it is worth."""
+    kept: dict[str, Any] = {}
+    for number, last in enumerate((None, folder / "last.ckpt")):
+        L.seed_everything(1, verbose=False)
+        model = Worsening()
+        keep = ModelCheckpoint(dirpath=folder, filename="{epoch}", monitor="worse", save_last=True)
+        epochs = 2 * (number + 1)
+        run = jobs.trainer(strategy, 2, callbacks=[keep], max_epochs=epochs, enable_checkpointing=True)
+        run.fit(model, jobs.loader(), ckpt_path=last)
+        run.strategy.barrier()
+        kept[f"after {epochs} epochs"] = sorted(found.name for found in folder.iterdir())
+        kept[f"losses of {epochs}"] = model.losses
+        kept[f"last of {epochs}"] = Path(keep.last_model_path).name
+    kept["step of the last"] = read_checkpoint(folder / "last.ckpt")["global_step"]
+    return kept
+
+
 # -- user hooks
 
 

@@ -246,7 +246,7 @@ def test_hooks_delete_rename_move_and_replace_entries(strategy: Any, two_ranks: 
 @pytest.mark.parametrize(
     "strategy", [{"stage": 2}, {"stage": 3}, {"stage": 2, "checkpoint": {"async_save": True}}], ids=str
 )
-@pytest.mark.parametrize("job", [jobs.go_on_from_the_best, jobs.find_a_learning_rate])
+@pytest.mark.parametrize("job", [jobs.go_on_from_the_best, jobs.go_on_from_the_last, jobs.find_a_learning_rate])
 def test_lightnings_own_uses_of_checkpoints_do_what_they_do_under_ddp(
     job: Any, strategy: Any, two_ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import zipfile
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -193,6 +194,8 @@ class CheckpointingStrategy(DDPStrategy):
         checkpoint = self.keeper.open(path, lazy=lazy, objects=weights_only is False)
         if checkpoint is not None:
             self._resumed_state = checkpoint.get(resume.KEY)
+            if Folder(path).is_link:
+                _call_it_the_last(checkpoint, Path(path).name)
             return checkpoint
         is_zip = False
         try:
@@ -284,3 +287,11 @@ def _is_folder_of_shards(path: str) -> bool:
         return Folder(path).is_checkpoint
     except ValueError:  # a scheme that fsspec does not know; a plugin may
         return False
+
+
+def _call_it_the_last(checkpoint: Mapping[str, Any], name: str) -> None:
+    """What is loaded by a link was saved before there was the link: without this a `ModelCheckpoint` that goes on from
+    ``last.ckpt`` would take it for somebody else's, leave it as it is, and write ``last-v1.ckpt``."""
+    for state in checkpoint.get("callbacks", {}).values():
+        if isinstance(state, dict) and "last_model_path" in state:
+            state["last_model_path"] = str(Path(state.get("dirpath") or "") / name)
