@@ -454,15 +454,32 @@ class Mine(TorchCheckpointIO):
 
 
 @pytest.mark.parametrize("plugin", [Mine, AsyncCheckpointIO])
-def test_a_checkpoint_io_plugin_is_refused_with_folders_when_the_trainer_is_made(plugin: type[CheckpointIO]) -> None:
+def test_a_checkpoint_io_plugin_is_refused_where_folders_were_asked_for(plugin: type[CheckpointIO]) -> None:
+    folders = ZeroStrategy(checkpoint="sharded")
     with pytest.raises(ValueError, match=rf"{plugin.__name__} writes single files.*format='full'"):
-        L.Trainer(strategy=ZeroStrategy(), accelerator="cpu", devices=1, plugins=[plugin()], logger=False)
+        L.Trainer(strategy=folders, accelerator="cpu", devices=1, plugins=[plugin()], logger=False)
+    with pytest.raises(ValueError, match=rf"{plugin.__name__} writes single files.*format='full'"):
+        ZeroStrategy(checkpoint={"format": "sharded"}, checkpoint_io=plugin())
     ZeroStrategy(checkpoint=Checkpoint(format="full"), checkpoint_io=plugin())
 
 
-def test_a_checkpoint_io_plugin_is_refused_with_folders_when_the_strategy_is_made() -> None:
-    with pytest.raises(ValueError, match=r"Mine writes single files.*format='full'"):
-        ZeroStrategy(checkpoint_io=Mine())
+def test_checkpoints_are_single_files_beside_a_plugin_that_writes_them(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        run = L.Trainer(strategy=ZeroStrategy(), accelerator="cpu", devices=1, plugins=[Mine()], logger=False)
+    assert run.strategy.checkpoint == Checkpoint(format="full")
+    assert "Mine writes single files, so checkpoints are single files" in caplog.text
+    assert ZeroStrategy(checkpoint_io=Mine()).checkpoint == Checkpoint(format="full")
+    assert ZeroStrategy(checkpoint_io=TorchCheckpointIO()).checkpoint == Checkpoint()
+
+
+def test_a_logger_that_would_upload_nothing_is_named() -> None:
+    logger = type("WandbLogger", (), {"_log_model": "all"})()
+    with pytest.warns(UserWarning, match=r"WandbLogger\(log_model='all'\) uploads single files.*checkpoint='full'"):
+        ZeroStrategy().warn_of_loggers([logger])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ZeroStrategy(checkpoint="full").warn_of_loggers([logger])
+        ZeroStrategy().warn_of_loggers([type("TensorBoardLogger", (), {})()])
 
 
 class Elsewhere(TorchCheckpointIO):

@@ -4,7 +4,7 @@ import logging
 import os
 import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ class CheckpointingStrategy(DDPStrategy):
 
     stage: int  # told in checkpoints
     checkpoint: Checkpoint  # how to save
+    _may_choose_format = False  # the user has left it out
     engine: Engine | None = None  # of the run under way, or of the last one
     _trained: Engine | None = None  # the engine of the latest fit, which knows the optimizers' pieces
     _failed = False  # fit ended with an error
@@ -75,13 +76,30 @@ class CheckpointingStrategy(DDPStrategy):
 
     @DDPStrategy.checkpoint_io.setter  # type: ignore[attr-defined]
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        if self.checkpoint.format == "sharded" and io is not None and type(io) is not TorchCheckpointIO:
+        writes_files = io is not None and type(io) is not TorchCheckpointIO
+        if self.checkpoint.format == "sharded" and writes_files and self._may_choose_format:
+            self.checkpoint = Checkpoint(format="full")
+            rank_zero_info(
+                f"{type(io).__name__} writes single files, so checkpoints are single files, and not folders of shards. "
+                "To have this unsaid, write checkpoint='full'."
+            )
+        elif self.checkpoint.format == "sharded" and writes_files:
             raise ValueError(
                 f"{type(io).__name__} writes single files, and checkpoints are folders of shards. Leave it out (for "
                 "saves in the background there is Checkpoint(async_save=True)), or choose single files: "
                 "ZeroStrategy(checkpoint=Checkpoint(format='full'))."
             )
         self._checkpoint_io = io
+
+    def warn_of_loggers(self, loggers: Iterable[Any]) -> None:
+        """Lightning has loggers upload checkpoints that are files, and passes over others without a word."""
+        for logger in loggers if self.checkpoint.format == "sharded" else ():
+            if getattr(logger, "_log_model", False):
+                rank_zero_warn(
+                    f"{type(logger).__name__}(log_model={logger._log_model!r}) uploads single files, and checkpoints "
+                    "are folders of shards: nothing will be uploaded. Write ZeroStrategy(checkpoint='full'), or upload "
+                    "the folder yourself."
+                )
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

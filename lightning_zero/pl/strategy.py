@@ -76,7 +76,8 @@ class ZeroStrategy(CheckpointingStrategy):
             ``"tensor"``, all of some parameters, which travel there for the step; ``"auto"``, pieces with torch's own
             element-wise optimizers, and with any other one what it needs when tried on small tensors.
         broadcast_buffers: take rank 0's buffers before a training forward, as DDP.
-        checkpoint: see `Checkpoint`; ``"full"`` is ``Checkpoint(format="full")``.
+        checkpoint: see `Checkpoint`; ``"full"`` is ``Checkpoint(format="full")``. None: sharded, and full beside a
+            `CheckpointIO` of somebody else's, which writes files.
         step_in_backward: step each group of parameters in backward, as soon as its gradients are averaged: never more
             than two buckets of gradients are there. Without clipping, accumulation and several optimizers; stages 2, 3.
         max_skipped_steps: fp16 overflows in a row before an error.
@@ -157,6 +158,7 @@ class ZeroStrategy(CheckpointingStrategy):
             ActivationCheckpointing, activation_checkpointing, "activation_checkpointing"
         )
         self.checkpoint = config.policy_from(Checkpoint, checkpoint, "checkpoint") or Checkpoint()
+        self._may_choose_format = checkpoint is None
         self.checkpoint_io = checkpoint_io  # the property has its say
         self.max_skipped_steps = max_skipped_steps
         self._options = Options(
@@ -247,6 +249,7 @@ class ZeroStrategy(CheckpointingStrategy):
             if self.offload is None:
                 _optimizers_to_device(self.optimizers, self.root_device)
             self._guard_schedulers(module)
+            self.warn_of_loggers(trainer.loggers)
             rank_zero_info(table_of(engine, self.stage, self.optimizers))
             if foreign := engine.foreign_parameters:
                 kinds = ", ".join(sorted({type(parameter).__name__ for parameter in foreign.values()}))
