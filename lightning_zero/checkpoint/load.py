@@ -39,6 +39,13 @@ class StoredTensor(Stored):
         together = self._checkpoint.together
         return self.whole() if together is None else together.read(self, target)
 
+    def for_shard(self, extent: Extent, into: Tensor) -> None:
+        together = self._checkpoint.together
+        if together is None:
+            self.read(extent, into)
+        else:
+            together.attempt(self, extent.start, into)
+
     def whole(self) -> Tensor:
         self._checkpoint.reader.open(self._entry)  # before memory is asked for: a manifest may claim any size
         found = torch.empty(self.shape, dtype=self.dtype)
@@ -70,16 +77,17 @@ class ReadingTogether:
         if numel * tensor.dtype.itemsize < size * _WORTH_SHARING:  # one rank reads it, another the next
             reads, self._turn = self._turn, (self._turn + 1) % size
             values = torch.zeros(numel, dtype=tensor.dtype)
-            self._try(tensor, 0, values if reads == self._comm.rank else values[:0])
+            self.attempt(tensor, 0, values if reads == self._comm.rank else values[:0])
             self._comm.broadcast(values, f"load {tensor.name}", source=reads)
             return values.view(tensor.shape)
         rows = torch.zeros(size, -(-numel // size), dtype=tensor.dtype)
         start = self._comm.rank * rows.shape[1]
-        self._try(tensor, start, rows[self._comm.rank, : max(numel - start, 0)])
+        self.attempt(tensor, start, rows[self._comm.rank, : max(numel - start, 0)])
         self._comm.all_gather(rows, rows[self._comm.rank], f"load {tensor.name}").wait()
         return rows.view(-1)[:numel].view(tensor.shape)
 
-    def _try(self, tensor: StoredTensor, start: int, into: Tensor) -> None:
+    def attempt(self, tensor: StoredTensor, start: int, into: Tensor) -> None:
+        """Reads elements from `start` on. Who cannot goes on, so that no rank waits: see `failed`."""
         try:
             tensor.read(Extent.of_whole(tensor.name, tensor.shape, start, start + into.numel()), into)
         except Exception as error:

@@ -19,7 +19,7 @@ from lightning_zero.tiers.array import Part
 METADATA_KEY = "lightning_zero"
 CHUNK_BYTES = 1 << 24  # moves at once, between device, host and disk
 _MOST_STREAMS = 32  # open at a time; a process may have some hundreds, and a checkpoint thousands of shards
-_LONGEST_HEADER = 100_000_000  # bytes; the safetensors library's own limit
+LONGEST_HEADER = 100_000_000  # bytes; the safetensors library's own limit
 
 # https://github.com/huggingface/safetensors#format; what is not here is written as bytes.
 SAFE_NAMES = (
@@ -118,7 +118,7 @@ def read_header(folder: Folder, name: str) -> Header:
     """The head of a shard that `write_shard` wrote; raises CheckpointError when it is not one."""
     with folder.open(name) as stream:
         length = int.from_bytes(stream.read(8), "little")
-        if length > _LONGEST_HEADER:
+        if length > LONGEST_HEADER:
             raise CheckpointError(f"{folder.file(name)} is not a shard: its header would have {length} bytes.")
         raw = stream.read(length)
     try:

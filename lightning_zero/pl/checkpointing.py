@@ -4,7 +4,7 @@ import logging
 import os
 import pickle
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,12 +16,21 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
+from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.checkpoint import CheckpointError, CheckpointKeeper, Folder, pickle_on_all_ranks, resume
+from lightning_zero.checkpoint import (
+    CheckpointError,
+    CheckpointKeeper,
+    Folder,
+    load_pretrained,
+    pickle_on_all_ranks,
+    resume,
+)
 from lightning_zero.checkpoint.resume import ResumeEntry
 from lightning_zero.config import Checkpoint
+from lightning_zero.run.construction import Construction
 from lightning_zero.run.engine import Engine
 from lightning_zero.run.notices import Notice, Notices
 from lightning_zero.shards.units import as_written
@@ -38,6 +47,7 @@ class CheckpointingStrategy(DDPStrategy):
     _may_choose_format = False  # the user has left it out
     engine: Engine | None = None  # of the run under way, or of the last one
     _trained: Engine | None = None  # the engine of the latest fit, which knows the optimizers' pieces
+    _construction: Construction | None = None  # what `configure_model` has built in shards
     _failed = False  # fit ended with an error
     _keeper: CheckpointKeeper | None = None
     _resumed_state: dict[str, Any] | None = None  # what the checkpoint says of the ranks that saved it
@@ -249,6 +259,43 @@ class CheckpointingStrategy(DDPStrategy):
             engine.states.load_noted(self.keeper.verify_rest)
         if any(left):
             rank_zero_warn(f"strict_loading=False: {left}. These stay as they are.")
+
+    def load_pretrained(
+        self,
+        path: str | os.PathLike[str],
+        module: Module | None = None,
+        *,
+        rename: Callable[[str], str | None] | None = None,
+        strict: bool = True,
+    ) -> None:
+        """Parameters and persistent buffers of `module` take the values in safetensors files, each in its own dtype.
+        Where parameters rest as shards, every rank reads its part. Call it on every rank: in `configure_model`, where
+        the module may be on the meta device, or from `on_fit_start` on.
+
+        Args:
+            path: a ``.safetensors`` file, or a folder of Hugging Face's.
+            module: whose `state_dict` has the names in the files; the LightningModule by default.
+            rename: called with each name in the files; returns the module's, or None to leave the tensor out.
+            strict: raise for what is missing in the files or in the module, instead of telling it.
+
+        Raises:
+            RuntimeError: the same on every rank, with the names of all tensors that do not fit; see
+                `checkpoint.load_pretrained`.
+        """
+        module = self.lightning_module if module is None else module
+        assert module is not None
+        left = load_pretrained(
+            module,
+            path,
+            comm=self._ensure_comm(),
+            engine=self._live_engine,
+            construction=self._construction,
+            device=self.root_device,
+            rename=rename,
+            strict=strict,
+        )
+        if any(left):
+            rank_zero_warn(f"load_pretrained(strict=False): {left}. These stay as they are.")
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

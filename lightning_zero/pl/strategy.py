@@ -29,6 +29,7 @@ from lightning_zero.pl.checkpointing import CheckpointingStrategy
 from lightning_zero.pl.elsewhere import answers
 from lightning_zero.pl.precision import adapt
 from lightning_zero.pl.table import table_of
+from lightning_zero.run.construction import constructing
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.offload import Machine
 from lightning_zero.stage import STAGES
@@ -204,6 +205,13 @@ class ZeroStrategy(CheckpointingStrategy):
             )
         with isolate_rng() if self.num_nodes * self.num_processes == 1 else nullcontext():
             super().setup_distributed()
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around `configure_model`: where parameters rest as shards, they do so from the moment that they are made."""
+        with constructing(stage=self.stage, comm=self._ensure_comm(), options=self._options) as self._construction:
+            yield
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:

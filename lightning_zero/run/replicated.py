@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from lightning_zero.shards.early import early_of
 from lightning_zero.shards.group import no_interception, slot_of
 from lightning_zero.shards.optimizer import PieceStepper
 from lightning_zero.wire.comm import Comm
@@ -18,6 +19,8 @@ def broadcast_states(module: Module, foreign: Container[str], comm: Comm) -> Non
     if comm.size == 1:
         return
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if early_of(tensor) is not None:  # ranks agree on those one by one
+            continue
         if (isinstance(tensor, Parameter) and name not in foreign) or type(tensor) is Tensor:
             values = tensor.detach().contiguous()
             comm.broadcast(values, f"initial {name}")

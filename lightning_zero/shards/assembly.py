@@ -1,5 +1,6 @@
 """How a module's parameters become units, groups, gradient shards and buckets; the engine's set-up."""
 
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_zero.config import Offload
 from lightning_zero.shards import units
 from lightning_zero.shards.arena import Arena
+from lightning_zero.shards.early import class_of, early_of, take_over
 from lightning_zero.shards.gradient import Bucket, BucketPool, GradientShard
 from lightning_zero.shards.group import Kind, Setting, ShardGroup, slot_of
 from lightning_zero.shards.offload import Machine, choose_offloaded
@@ -145,6 +147,8 @@ def _make_groups(
     groups = []
     for kind, parameters in kinds.items():
         if stays_full and not (kind.trainable or kind.is_cast):
+            for parameter in parameters.values():
+                take_over(parameter)
             continue
         numel = setting.bucket_bytes // kind.declared.itemsize
         is_divided = stays_full or not setting.keeps_gradients
@@ -216,6 +220,7 @@ def managed_parameters(module: Module, optimizers: Sequence[Optimizer]) -> list[
     for name, parameter in named.items():
         if is_lazy(parameter):
             raise ValueError(f"Parameter {name!r} has no shape yet (a lazy module). Run one forward before fit.")
+    refuse_meta(module)
     known = {id(parameter) for parameter in named.values()}
     for number, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
@@ -232,21 +237,32 @@ def managed_parameters(module: Module, optimizers: Sequence[Optimizer]) -> list[
                 f"Parameter {name!r} is in shards since an earlier run, which ended with an error; what other ranks "
                 "had of it is lost. Make the model anew, and go on from a checkpoint: fit(model, ckpt_path=...)."
             )
-        if not _is_plain(parameter) and parameter.requires_grad:
+        if not is_plain(parameter) and parameter.requires_grad:
             raise ValueError(
                 f"Parameter {name!r} is a {type(parameter).__name__}, a tensor of its own kind, and trains: it cannot "
                 "be sharded. Freeze it (requires_grad_(False)), or make it a torch.nn.Parameter."
             )
-    managed = {name: parameter for name, parameter in named.items() if _is_plain(parameter)}
+    managed = {name: parameter for name, parameter in named.items() if is_plain(parameter)}
     _refuse_shared_memory(managed)
     return list(managed.values())
+
+
+def refuse_meta(module: Module) -> None:
+    """Raises ValueError for what has a shape and no values."""
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    if names := [name for name, tensor in tensors if tensor.is_meta]:
+        raise ValueError(
+            f"{names} are on the meta device, and have no values. Give them some in configure_model(): "
+            "strategy.load_pretrained(path), or of each module to_empty(device=..., recurse=False) and "
+            "reset_parameters()."
+        )
 
 
 def _refuse_shared_memory(named: Mapping[str, Parameter]) -> None:
     """Two parameters over the same memory would part in silence."""
     owners: dict[int, str] = {}
     for name, parameter in named.items():
-        if parameter.device.type == "meta" or not parameter.numel():
+        if not parameter.numel() or early_of(parameter) is not None:  # those have memory of their own
             continue
         other = owners.setdefault(parameter.data_ptr(), name)
         if other != name and (parameter.requires_grad or named[other].requires_grad):
@@ -258,12 +274,12 @@ def _refuse_shared_memory(named: Mapping[str, Parameter]) -> None:
 
 def foreign_parameters(module: Module) -> dict[str, Parameter]:
     """Quantised tensors and others of their own kind: every rank keeps them whole, as the user made them."""
-    return {name: parameter for name, parameter in module.named_parameters() if not _is_plain(parameter)}
+    return {name: parameter for name, parameter in module.named_parameters() if not is_plain(parameter)}
 
 
-def _is_plain(parameter: Parameter) -> bool:
+def is_plain(parameter: Parameter) -> bool:
     """Whether it is an ordinary tensor, of torch's class or of one that only gives it a name."""
-    kind = type(parameter)
+    kind = class_of(parameter)
     return (
         kind.__torch_function__ is Parameter.__torch_function__
         and kind.__torch_dispatch__ is Tensor.__torch_dispatch__

@@ -22,11 +22,12 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_zero.shards.early import class_of, nothing, take_over
 from lightning_zero.shards.layout import Layout, Piece, Slice
 from lightning_zero.stage import Partition
 from lightning_zero.tiers.array import ALL, Array, InMemory, zeros
 from lightning_zero.tiers.disk import Disk
-from lightning_zero.tiers.ledger import Category, Ledger, Place
+from lightning_zero.tiers.ledger import Category, Ledger, Place, return_freed_memory
 from lightning_zero.wire.comm import Gather
 from lightning_zero.wire.mesh import Mesh
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 no_interception = torch._C.DisableTorchFunctionSubclass
 
+MUCH = 4 * 2**20  # bytes of a parameter, which are freed
 ALIGNMENT_BYTES = 64  # a cache line; what torch's own allocator gives each tensor on the host
 
 
@@ -108,7 +110,7 @@ class Slot:
         self.offset = span.offset  # in full arrays of the group
         # What this rank steps of it: its part, or all of it where the optimizer is not partitioned.
         self.piece = self._owned_piece() if group.is_cut else Piece(start=0, stop=span.numel, shard_start=span.offset)
-        self.plain_class = type(parameter)  # what the user made it an instance of
+        self.plain_class = class_of(parameter)  # what the user made it an instance of
         self.gradient: GradientShard | None = None  # of the group; None where it does not train
         self.stepper: int | None = None  # the rank that steps all of it; None: every rank steps its piece
         self._strides = parameter.stride()  # as the user made it: values rest in C order
@@ -270,16 +272,25 @@ class ShardGroup:
         if kind.is_cast or place != owned.place:
             rest.master = self._make_array(Category.MASTER, kind.declared, place)
         for slot in self.slots:
-            values = slot.parameter.detach().reshape(-1)
-            if full is not None:
-                slot.view(full).view(-1).copy_(values)
-            for array in {id(array): array for array in (rest.owned_param, rest.master)}.values():
-                array.write(slot.piece.in_shard, values[slot.piece.start : slot.piece.stop])
-            if full is None:
-                point_at_nothing(slot)  # at once: no two units are whole at the same time, not even here
+            self._take_values(slot, rest, full)
         if full is not None:
             self.hold(full)
         return rest
+
+    @staticmethod
+    def _take_values(slot: Slot, rest: Rest, full: Tensor | None) -> None:
+        take_over(slot.parameter)
+        values = slot.parameter.detach().reshape(-1)
+        if full is not None:
+            slot.view(full).view(-1).copy_(values)
+        for array in {id(array): array for array in (rest.owned_param, rest.master)}.values():
+            array.write(slot.piece.in_shard, values[slot.piece.start : slot.piece.stop])
+        if full is None:
+            nbytes = values.nbytes
+            del values
+            point_at_nothing(slot)  # at once: no two parameters are whole at the same time, not even here
+            if nbytes > MUCH:
+                return_freed_memory()
 
     def _allocate(self, numel: int) -> Tensor:
         """For parameters that are there in full; zeros, since padding travels too."""
@@ -475,10 +486,8 @@ def point_at_nothing(slot: Slot) -> None:
     """The parameter keeps shape and dtype, and holds no memory. Its class keeps readers away (`views.parameter`); what
     goes past that finds NaN, and no memory of somebody else's."""
     dtype, device = slot.group.kind.resting, slot.group.setting.places.gathered.device
-    missing = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
     with no_interception(), torch.inference_mode(False):
-        nothing = torch.full((), missing, dtype=dtype, device=device).expand(slot.shape)
-        slot.parameter.data = nothing if slot.numel else torch.empty(slot.shape, dtype=dtype, device=device)
+        slot.parameter.data = nothing(slot.shape, dtype, device)
 
 
 def publish(groups: Iterable[ShardGroup]) -> None:

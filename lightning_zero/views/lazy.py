@@ -63,6 +63,10 @@ class Stored(Source):
     def read(self, extent: Extent, into: Tensor) -> None:
         """Reads one range of the values into a flat tensor of any dtype and device."""
 
+    def for_shard(self, extent: Extent, into: Tensor) -> None:
+        """As `read`, of what this rank keeps of a part of a model that every rank loads."""
+        self.read(extent, into)
+
     def for_loading(self, target: Tensor) -> Tensor:
         """All values, to be copied to `target`, a part of a model that every rank loads."""
         return self.whole()
