@@ -145,7 +145,8 @@ class Construction(Keeper):
         parameter = Parameter(nothing(meta.shape, meta.dtype, device), meta.requires_grad)
         parameter.__class__ = type(meta)
         vars(parameter).update(vars(meta))
-        self._note(parameter, "Parameter").make_row()
+        early = self._note(parameter, "Parameter")
+        early.rest_as(early.make_row())
         return parameter
 
     # -- and are used
@@ -160,7 +161,7 @@ class Construction(Keeper):
         early = early_of(parameter)
         assert early is not None
         nbytes = parameter.nbytes
-        if early.row is None:
+        if early.is_whole:
             self._whole[early] = self._whole.pop(early, nbytes)
             return early
         self._most = max(self._most, nbytes)
@@ -191,7 +192,8 @@ class Construction(Keeper):
     def load(self, parameter: Parameter, source: Stored) -> None:
         early = early_of(parameter)
         assert early is not None
-        if early.row is not None:
+        if not early.is_whole:
+            assert early.row is not None
             source.for_shard(early.extent(source.name), early.row)
             return
         with torch.no_grad(), no_interception():

@@ -56,6 +56,7 @@ class EarlyParameter:
         self.row: Tensor | None = None  # while the parameter has no values
         self.may_differ = True  # ranks may have different values since they had the same ones; rank 0's count
         self.pins = 0  # calls that work on the values now
+        self._nothing = 0  # where the parameter points meanwhile
         self._parameter = TensorWeakRef(parameter)
         self._mesh = mesh
         self._ledger = ledger
@@ -85,8 +86,9 @@ class EarlyParameter:
         parameter = self._alive()
         with torch.no_grad(), no_interception():
             self._agree(parameter)
-            self.make_row().copy_(parameter.detach().view(-1)[self._own(parameter)])
-            parameter.data = nothing(parameter.shape, parameter.dtype, parameter.device)
+            row = self.make_row()
+            row.copy_(parameter.detach().view(-1)[self._own(parameter)])
+            self.rest_as(row)
 
     def gather(self) -> None:
         """The reverse of `release`. A collective."""
@@ -104,11 +106,26 @@ class EarlyParameter:
         self.row = None
 
     def make_row(self) -> Tensor:
-        """Returns the row, to be filled."""
+        """Room for this rank's row, uninitialised."""
         parameter = self._alive()
         own, device = self._own(parameter), self._rests_on or parameter.device
-        self.row = self._ledger.allocate(Category.PARAMETER, own.stop - own.start, parameter.dtype, Place(device))
-        return self.row
+        return self._ledger.allocate(Category.PARAMETER, own.stop - own.start, parameter.dtype, Place(device))
+
+    def rest_as(self, row: Tensor) -> None:
+        """The parameter has no values from here on, and this rank's part of them is `row`."""
+        parameter = self._alive()
+        with torch.no_grad(), no_interception():
+            parameter.data = nothing(parameter.shape, parameter.dtype, parameter.device)
+            self._nothing = parameter.data_ptr()
+        self.row = row
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameter has its values. `Tensor.set_`, which nobody can intercept, may have given it some."""
+        with no_interception():
+            if self.row is not None and self._alive().data_ptr() != self._nothing:
+                self.row, self.may_differ = None, True
+        return self.row is None
 
     def extent(self, name: str) -> Extent:
         """What `row` is of a tensor called `name`."""
@@ -125,7 +142,7 @@ class EarlyParameter:
 
     def take_over(self) -> None:
         """As `leave`, with the values that all ranks have. A collective."""
-        if self.row is not None:
+        if not self.is_whole:
             self.gather()
         else:
             with torch.no_grad(), no_interception():

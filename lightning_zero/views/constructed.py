@@ -88,7 +88,7 @@ class ConstructedParameter(Parameter):
 
 def _is_elsewhere(parameter: Tensor) -> bool:
     early = early_of(parameter)
-    return early is not None and early.row is not None
+    return early is not None and not early.is_whole
 
 
 def _is_stored(value: Any) -> bool:

@@ -1,0 +1,623 @@
+"""Models that are built in shards, beside the same ones of one device; called on real ranks."""
+
+import contextlib
+import copy
+import ctypes
+import functools
+import gc
+import io
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import kind_jobs
+import real_jobs
+from jobs import Classifier, loader, state_of, trainer
+from lightning_zero.run import construction
+from lightning_zero.run.construction import constructing
+from lightning_zero.run.engine import Engine
+from lightning_zero.shards.early import early_of
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.native import make_comm
+from models import Assorted, assorted
+from random_models import Model, Spec
+
+WAIT = 5.0  # s
+
+Make = Callable[[], nn.Module]
+
+
+@functools.cache
+def comm() -> Comm:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    return make_comm(torch.device("cpu"), timedelta(seconds=WAIT))
+
+
+# -- what people do when they build a model
+
+
+class Layers(nn.Module):
+    """Enough of them that most rest as rows by the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(11, 11)
+        self.layers = nn.ModuleList([nn.Linear(11, 11) for _ in range(5)])
+        self.last = nn.Linear(11, 11)
+
+
+def edited(edit: Callable[[Layers], Any]) -> Make:
+    def make() -> nn.Module:
+        model = Layers()
+        edit(model)
+        return model
+
+    return make
+
+
+def _init_functions(model: Layers) -> None:
+    with torch.no_grad():
+        nn.init.orthogonal_(model.first.weight)
+        nn.init.trunc_normal_(model.layers[1].weight, std=0.3)
+        nn.init.eye_(model.layers[3].weight)
+        nn.init.sparse_(model.last.weight, 0.5)
+        nn.init.uniform_(model.first.bias)
+
+
+def _through_data(model: Layers) -> None:
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.5)
+    model.first.weight.data[3].zero_()
+    model.first.weight.data = torch.randn(11, 11)
+    model.layers[0].weight.data = model.layers[1].weight.data.clone()
+
+
+def _applied(model: Layers) -> None:
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.kaiming_normal_(module.weight)
+            module.bias.data.fill_(0.25)
+
+    model.apply(init)
+
+
+def _arithmetic(model: Layers) -> None:
+    with torch.no_grad():
+        for number, layer in enumerate(model.layers):
+            layer.weight.mul_(number + 1).add_(model.first.weight, alpha=0.5)
+            layer.weight /= layer.weight.norm()
+        model.last.weight.copy_(model.first.weight @ model.layers[0].weight)
+        model.last.bias[2:5] = model.first.bias[:3]
+        torch.nn.utils.vector_to_parameters(torch.randn(2 * 11 * 12), [*model.first.parameters(), model.last.weight])
+
+
+def _views_that_are_kept(model: Layers) -> None:
+    first, array = model.first.weight.data, model.layers[2].weight.detach().numpy()
+    rows = [row for row in model.last.weight.data]  # noqa: C416
+    nn.init.normal_(model.layers[4].weight)
+    first.fill_(3)
+    array[:] = 4
+    for number, row in enumerate(rows):
+        row.fill_(number)
+
+
+def _ties(model: Layers) -> None:
+    model.last.weight = model.first.weight
+    model.layers[4] = model.layers[0]
+    nn.init.normal_(model.last.weight)
+
+
+def _copies(model: Layers) -> None:
+    model.more = nn.ModuleList([copy.deepcopy(model.first) for _ in range(4)])
+    model.whole = copy.deepcopy(model.layers)
+    model.shallow = nn.Linear(11, 11)
+    model.shallow.weight = nn.Parameter(model.first.weight.clone())
+    nn.init.normal_(model.more[2].weight)
+
+
+def _replaced(model: Layers) -> None:
+    model.layers[0] = nn.Linear(7, 7)
+    del model.layers[3]
+    model.last.weight = nn.Parameter(torch.randn(11, 11), requires_grad=False)
+    model.last.bias = None
+    model.register_parameter("extra", nn.Parameter(torch.randn(3, 17)))
+
+
+def _states(model: Layers) -> None:
+    other = Layers()
+    model.load_state_dict(other.state_dict())
+    model.first.load_state_dict({"weight": torch.ones(11, 11), "bias": torch.ones(11)}, assign=True)
+
+
+def _pickled(model: Layers) -> None:
+    file = io.BytesIO()
+    torch.save(model.layers, file)
+    file.seek(0)
+    model.layers = torch.load(file, weights_only=False)
+    nn.init.normal_(model.layers[1].weight)
+
+
+def _other_dtypes(model: Layers) -> None:
+    model.first.double()
+    model.layers.to(torch.bfloat16)
+    model.last.half()
+    nn.init.normal_(model.layers[2].weight)
+    model.to("cpu")
+
+
+def _frozen(model: Layers) -> None:
+    model.layers.requires_grad_(False)
+    model.layers[1].weight.requires_grad = True
+
+
+def _buffers(model: Layers) -> None:
+    model.register_buffer("before", model.first.weight.detach().clone())
+    model.register_buffer("drawn", torch.randn(4))
+    model.register_buffer("unsaved", torch.randn(4), persistent=False)
+    model.norm = nn.BatchNorm1d(11)
+
+
+def _parametrised(model: Layers) -> None:
+    parametrizations.weight_norm(model.first)
+    parametrizations.orthogonal(model.layers[1])
+    parametrizations.spectral_norm(model.layers[2])
+    with warnings.catch_warnings(action="ignore"):
+        nn.utils.weight_norm(model.layers[3])
+    nn.init.normal_(model.first.parametrizations.weight.original1)
+
+
+def _assigned_storage(model: Layers) -> None:
+    with torch.no_grad():
+        model.first.weight.set_(torch.randn(11, 11))
+        model.last.weight.data = torch.randn(5, 11)
+        model.last.weight.set_(torch.zeros(2, 3).normal_())
+        model.layers[0].weight.data = model.layers[0].weight.data.t()
+        nn.init.normal_(model.layers[0].weight)  # not contiguous: drawn in another order
+
+
+def _data_dependent(model: Layers) -> None:
+    """Scales each layer by what it makes of a batch (LSUV), and takes a gradient step."""
+    batch = torch.randn(8, 11)
+    with torch.no_grad():
+        for layer in model.layers:
+            batch = layer(batch)
+            layer.weight.div_(batch.std())
+    model.last(model.first(torch.randn(2, 11))).square().mean().backward()
+    for parameter in (model.first.weight, model.last.weight):
+        with torch.no_grad():
+            parameter -= 0.1 * parameter.grad
+        parameter.grad = None
+    model.zero_grad()
+
+
+def _recurrent(model: Layers) -> None:
+    model.lstm = nn.LSTM(11, 5, num_layers=2, bidirectional=True)
+    model.attention = nn.MultiheadAttention(12, 3)
+    model.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 3, enable_nested_tensor=False)
+    model.embedding = nn.Embedding(9, 4, padding_idx=2)
+
+
+EDITS = {
+    name.removeprefix("_").replace("_", " "): edited(edit)
+    for name, edit in list(globals().items())
+    if name.startswith("_") and getattr(edit, "__module__", None) == __name__
+}
+ZOO: dict[str, Make] = {"assorted": Assorted, **EDITS, **real_jobs.MODELS, **kind_jobs.MODULES}
+
+
+# -- beside one device
+
+
+@contextlib.contextmanager
+def few_bytes() -> Iterator[None]:
+    """Small models, too, are cut while they are built."""
+    with patch.object(construction, "LEAST_BYTES", 600):
+        yield
+
+
+def facts_of(model: nn.Module) -> dict[str, Any]:
+    """What must be as on one device, besides values."""
+    ids = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        ids.setdefault(id(parameter), []).append(name)
+    return {
+        "ties": list(ids.values()),
+        "trains": [(name, parameter.requires_grad) for name, parameter in model.named_parameters()],
+        "shapes": [(name, tuple(parameter.shape), parameter.dtype) for name, parameter in model.named_parameters()],
+        "unsaved": {name: buffer.clone() for name, buffer in model.named_buffers()},
+    }
+
+
+def _same(mine: Any, theirs: Any) -> bool:
+    if isinstance(theirs, Tensor):
+        return bool(mine.equal(theirs))
+    if isinstance(theirs, dict):
+        return mine.keys() == theirs.keys() and all(_same(mine[key], theirs[key]) for key in theirs)
+    return bool(mine == theirs)
+
+
+def beside_one_device(make: Make, seed: Callable[[int], int] = lambda rank: 7) -> dict[str, Any]:
+    """What differs from rank 0's model of one device, and how much was cut while the model was built."""
+    ranks = comm()
+    torch.manual_seed(seed(0))
+    expected = make()
+    torch.manual_seed(seed(ranks.rank))
+    make()
+    state = torch.get_rng_state()
+    torch.manual_seed(seed(ranks.rank))
+    with few_bytes(), constructing(stage=3, comm=ranks) as made:
+        assert made is not None
+        model = make()
+        early = [early for early in map(early_of, model.parameters()) if early is not None]
+        cut = sum(each.row is not None for each in early)
+    draws_alike = bool(torch.get_rng_state().equal(state))
+    plain = [name for name, parameter in model.named_parameters() if early_of(parameter) is None]
+    with few_bytes():
+        engine = Engine(model, [], stage=3, comm=ranks)
+    engine.close()
+    facts = facts_of(model)
+    if seed(1) != seed(0):  # of buffers, as of parameters, rank 0's count
+        torch.testing.assert_close(facts["unsaved"], facts_of(expected)["unsaved"], rtol=0, atol=0)
+    return {
+        "differing": [
+            name
+            for name, value in expected.state_dict().items()
+            if not _same(model.state_dict()[name], value) or model.state_dict()[name].dtype != value.dtype
+        ],
+        "facts": [name for name, fact in facts_of(expected).items() if not _same(facts[name], fact)],
+        "draws alike": draws_alike,
+        "cut": cut,
+        "of": len(early),
+        "plain": plain,
+    }
+
+
+def built(name: str) -> dict[str, Any]:
+    return beside_one_device(ZOO[name])
+
+
+def built_at_random(spec: Spec) -> dict[str, Any]:
+    return beside_one_device(lambda: Model(spec))
+
+
+def built_with_other_seeds(name: str) -> dict[str, Any]:
+    return beside_one_device(ZOO[name], seed=lambda rank: 100 + rank)
+
+
+# -- memory
+
+WIDTH = 512
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+
+class Wide(nn.Module):
+    """67 MB in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4096, WIDTH)
+        self.blocks = nn.ModuleList(self.make_blocks())
+        self.head = nn.Linear(WIDTH, 4096, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def make_blocks(self) -> list[nn.Module]:
+        return [Block() for _ in range(6)]
+
+    @property
+    def units(self) -> list[nn.Module]:
+        return [self.embedding, *self.blocks]
+
+
+class Applied(Wide):
+    """As transformers do, once all is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.apply(self.init)
+
+    def init(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            module.weight.data.normal_(0, 0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+class Copied(Wide):
+    def make_blocks(self) -> list[nn.Module]:
+        block = Block()
+        return [copy.deepcopy(block) for _ in range(6)]
+
+
+WIDE = {"plain": Wide, "applied": Applied, "copied": Copied}
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])
+
+
+@dataclass
+class Peak:
+    before: int  # resident bytes
+    nbytes: int = 0  # more than before, at the peak
+
+
+M_MMAP_THRESHOLD = -3  # of malloc.h
+
+
+@contextlib.contextmanager
+def measuring_peak(since: int | None = None) -> Iterator[Peak]:
+    # glibc keeps freed blocks of tens of MB for later; with a fixed threshold what is resident is what is live
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1_000_000) == 1
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+    peak = Peak(_status("VmRSS") if since is None else since)
+    yield peak
+    peak.nbytes = _status("VmHWM") - peak.before
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 32 * 2**20) == 1  # as large as it gets by itself
+
+
+def resident_bytes(name: str) -> dict[str, int]:
+    """What is resident more than before, at the peak, while a model is built and while an engine takes it over."""
+    ranks = comm()
+    with constructing(stage=3, comm=ranks):
+        nn.Linear(600, 600)  # whatever is imported or made the first time
+    with measuring_peak() as built, constructing(stage=3, comm=ranks):
+        model = WIDE[name]()
+    with measuring_peak(since=built.before) as taken:
+        engine = Engine(model, [], stage=3, comm=ranks)
+    units = [sum(parameter.nbytes for parameter in unit.parameters()) for unit in model.units]
+    units += [units[-1]] * (name == "copied")  # the block that the others are copies of is there at the same time
+    found = {"built": built.nbytes, "taken over": taken.nbytes, "model": sum(units), "unit": max(units)}
+    engine.close(whole=False)
+    return found
+
+
+def booked_bytes(name: str) -> dict[str, int]:
+    """What the rows of a model take while it waits."""
+    with few_bytes(), constructing(stage=3, comm=comm()) as made:
+        model = ZOO[name]()
+    assert made is not None
+    whole = sum(parameter.nbytes for parameter in model.parameters() if early_of(parameter) is None)
+    live = {str(category): nbytes for category, nbytes in made.ledger.live.items()}
+    return {**live, "whole": whole, "model": sum(p.nbytes for p in model.parameters())}
+
+
+# -- what goes wrong
+
+
+def _timed(build: Callable[[int], Any]) -> tuple[str, float]:
+    start = time.monotonic()
+    try:
+        with few_bytes(), constructing(stage=3, comm=comm()):
+            build(comm().rank)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "", time.monotonic() - start
+
+
+def _fails_on_one(rank: int) -> None:
+    model = Layers()
+    if rank == 1:
+        raise ValueError("no such vocabulary")
+    nn.init.normal_(model.first.weight)
+    Layers()
+
+
+def _fails_at_the_end_on_one(rank: int) -> None:
+    Layers()
+    if rank == 1:
+        raise ValueError("no such vocabulary")
+
+
+def _builds_another(rank: int) -> None:
+    for _ in range(5):
+        nn.Linear(10, 10 + rank)
+
+
+def _builds_more(rank: int) -> None:
+    for _ in range(5 + 5 * rank):
+        nn.Linear(10, 10)
+
+
+def _reads_on_one(rank: int) -> None:
+    model = Layers()
+    if rank == 0:
+        print(model.first.weight)
+
+
+def _initialises_on_one(rank: int) -> None:
+    model = Layers()
+    if rank == 0:
+        nn.init.normal_(model.first.weight)
+    nn.init.normal_(model.layers[0].weight)
+
+
+WRONG = {
+    name.removeprefix("_").replace("_", " "): function
+    for name, function in list(globals().items())
+    if name.startswith(("_fails", "_builds", "_reads", "_initialises"))
+}
+
+
+def go_wrong(name: str) -> dict[str, Any]:
+    """How it ends on this rank, and that the next model is built."""
+    told, seconds = _timed(WRONG[name])
+    again, _ = _timed(lambda rank: Layers())
+    return {"told": told, "seconds": seconds, "again": again}
+
+
+def is_late_on_one() -> tuple[str, float]:
+    def build(rank: int) -> None:
+        Layers()
+        time.sleep(2 * WAIT * rank)
+        Layers()
+
+    return _timed(build)
+
+
+# -- where there is nothing to do
+
+
+def classes_at(stage: int) -> set[str]:
+    """Of parameters while their model is being built."""
+    with constructing(stage=stage, comm=comm()) as made:
+        assert made is None
+        return {type(parameter).__module__ for parameter in Layers().parameters()}
+
+
+def hooks_left() -> int:
+    """Global hooks of torch after a model was built, and after one failed."""
+    for build in (lambda rank: Layers(), _fails_on_one):
+        _timed(build)
+    return len(torch.nn.modules.module._global_parameter_registration_hooks)
+
+
+def left_on_meta() -> str:
+    with constructing(stage=3, comm=comm()), torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    try:
+        Engine(model, [], stage=3, comm=comm())
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def read_between() -> dict[str, Any]:
+    """Between the end of the context and the engine, all ranks may read and edit."""
+    torch.manual_seed(1)
+    expected = Layers()
+    torch.manual_seed(1)
+    with few_bytes(), constructing(stage=3, comm=comm()):
+        model = Layers()
+    for edited in (model, expected):
+        with torch.no_grad():
+            edited.first.weight.mul_(2)
+        edited.last.half()
+    norms = [float(parameter.float().norm()) for parameter in model.parameters()]
+    engine = Engine(model, [], stage=3, comm=comm())
+    state = engine.states.full_model(copy=True)
+    engine.close()
+    return {
+        "norms": norms == [float(parameter.float().norm()) for parameter in expected.parameters()],
+        "weights": [name for name, value in expected.state_dict().items() if not _same(state[name], value)],
+        "gone": all(early_of(parameter) is None for parameter in model.parameters()),
+    }
+
+
+def dropped_bytes() -> dict[str, int]:
+    """Bytes of rows while most of what was built is dropped again."""
+    with few_bytes(), constructing(stage=3, comm=comm()) as made:
+        assert made is not None
+        for _ in range(20):
+            model = Layers()
+    live = dict(made.ledger.live)
+    return {"rows": sum(live.values()), "model": sum(parameter.nbytes for parameter in model.parameters())}
+
+
+# -- under Trainer
+
+
+class Inside(Classifier):
+    """Makes in configure_model what `Classifier` makes in its constructor."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        L.LightningModule.__init__(self)
+        self.save_hyperparameters({"lr": 1e-2})
+        self.losses, self.norms = [], []
+        self.folder = folder
+        self.seen: dict[str, Any] = {}
+
+    def configure_model(self) -> None:
+        if hasattr(self, "net"):
+            return
+        made = Classifier()
+        for name, child in made.named_children():
+            self.add_module(name, child)
+        self.temperature = made.temperature
+        nn.init.normal_(self.net[0].weight)
+        self.seen["early"] = sum(early_of(parameter) is not None for parameter in self.parameters())
+
+
+class Outside(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.normal_(self.net[0].weight)
+
+
+def fit(kind: type[Classifier], strategy: Any, precision: str = "32-true", **kwargs: Any) -> dict[str, Any]:
+    """Ranks start from other seeds."""
+    with few_bytes():
+        L.seed_everything(1 + int(os.environ["RANK"]), verbose=False)
+        model = kind()
+        run = trainer(strategy, int(os.environ["WORLD_SIZE"]), precision=precision)
+        run.validate(model, loader(seed=1), verbose=False)
+        evaluated = float(run.callback_metrics["val_loss"])
+        run.fit(model, loader(), **kwargs)
+        run.strategy.barrier()
+    return {
+        "losses": model.losses,
+        "evaluated": evaluated,
+        "weights": state_of(model),
+        "random": torch.get_rng_state(),
+        "early": getattr(model, "seen", {}).get("early", 0),
+    }
+
+
+def fit_and_resume(kind: type[Classifier], strategy: Any, path: Path) -> dict[str, Any]:
+    """From the checkpoint of a run to another one, which is built in configure_model."""
+    with few_bytes():
+        L.seed_everything(1, verbose=False)
+        run = trainer(strategy, 2)
+        run.fit(Outside(), loader())
+        run.save_checkpoint(path)
+        run.strategy.barrier()
+        L.seed_everything(5, verbose=False)
+        model = kind()
+        again = trainer(strategy, 2, max_epochs=2)
+        again.fit(model, loader(), ckpt_path=path)
+    return {"losses": model.losses, "weights": state_of(model)}
+
+
+def fails_in_configure_model() -> tuple[str, float]:
+    class Fails(Inside):
+        def configure_model(self) -> None:
+            super().configure_model()
+            if self.global_rank == 1:
+                raise ValueError("no such vocabulary")
+
+    start = time.monotonic()
+    try:
+        with few_bytes():
+            trainer({"stage": 3}, 2).fit(Fails(), loader())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "", 0.0
+
+
+def state_in_shards() -> dict[str, Tensor]:
+    """What stands in a checkpoint of a model that was built in shards and never trained."""
+    with few_bytes(), constructing(stage=3, comm=comm()):
+        model = assorted()
+    return {name: value.clone() for name, value in model.state_dict().items()}
