@@ -378,11 +378,17 @@ def measuring_peak(since: int | None = None) -> Iterator[Peak]:
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 32 * 2**20) == 1  # as large as it gets by itself
 
 
+def warmed() -> Comm:
+    """All ranks, once whatever is imported or made the first time is there."""
+    with constructing(stage=3, comm=comm()):
+        small = nn.Linear(600, 600)
+    Engine(small, [], stage=3, comm=comm()).close()
+    return comm()
+
+
 def resident_bytes(name: str) -> dict[str, int]:
     """What is resident more than before, at the peak, while a model is built and while an engine takes it over."""
-    ranks = comm()
-    with constructing(stage=3, comm=ranks):
-        nn.Linear(600, 600)  # whatever is imported or made the first time
+    ranks = warmed()
     with measuring_peak() as built, constructing(stage=3, comm=ranks):
         model = WIDE[name]()
     with measuring_peak(since=built.before) as taken:

@@ -80,7 +80,7 @@ def load_pretrained(
             that cannot be cast (all of them are named), for files that are no safetensors, when one rank cannot read.
     """
     with ExitStack() as opened:
-        with failing_together(comm, f"loading {path}"):
+        with failing_together(comm, "loading weights"):
             match = _match(module, _Files(path, opened), rename or (lambda name: name), strict)
             for target, source in sorted(match.pairs, key=lambda pair: pair[1].place):
                 tensor = target.materialize(construction, device) if target.tensor.is_meta else target.tensor
@@ -146,7 +146,7 @@ class _Files:
 
     def __init__(self, path: str | os.PathLike[str], opened: ExitStack) -> None:
         self.tensors: dict[str, PretrainedTensor] = {}
-        place = Folder(path)
+        self.place = place = Folder(path)
         folder, names, listed = self._choose(place)
         for file in names:
             stream = opened.enter_context(self._open(folder, file))
@@ -300,7 +300,7 @@ def _match(module: Module, files: _Files, rename: Rename, strict: bool) -> _Matc
         wrong += [f"missing in the files: {missing}"] * bool(missing)
         wrong += [f"in the files, and not in the module: {surplus}"] * bool(surplus)
     if wrong:
-        raise CheckpointError(f"the module and the files do not fit: {'; '.join(wrong)}. {_advice(strict)}")
+        raise CheckpointError(f"the module and {files.place} do not fit: {'; '.join(wrong)}. {_advice(strict)}")
     return _Match(pairs, Left(missing, surplus))
 
 

@@ -1,0 +1,430 @@
+"""Weights of safetensors files: of every rank its part, in every layout of files, or one error that names all."""
+
+import json
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import jobs
+import pretrained_jobs
+from compare import assert_same_bits, differing
+from construction_jobs import Wide
+from lightning_zero import export_safetensors
+from lightning_zero.checkpoint import CheckpointError, load_pretrained
+from lightning_zero.checkpoint.pretrained import PretrainedTensor
+from lightning_zero.run.construction import constructing
+from lightning_zero.run.engine import Engine, Options
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.local import LocalComm
+from lightning_zero.wire.threads import ThreadWorld
+from models import Assorted, assorted, seeded
+from ranks import RankPool
+
+
+class Kinds(nn.Module):
+    """Buffers of either sort, several dtypes, a scalar, an empty and a tied parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Assorted()
+        self.norm = nn.BatchNorm1d(7)
+        self.narrow = nn.Linear(9, 5, dtype=torch.bfloat16)
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.register_buffer("unsaved", torch.ones(3), persistent=False)
+
+
+def kinds(seed: int) -> Kinds:
+    def make() -> Kinds:
+        model = Kinds()
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.data.normal_()
+        model.norm.num_batches_tracked.fill_(seed)
+        model.unsaved.fill_(1)
+        return model
+
+    return seeded(make, seed)
+
+
+def on_meta() -> Kinds:
+    """But for what no file has."""
+    with torch.device("meta"):
+        model = Kinds()
+    model.inner.frozen.requires_grad_(False)
+    model.unsaved = torch.ones(3)
+    return model
+
+
+def saved(model: nn.Module, path: Path, **changes: Tensor | None) -> Path:
+    """The state of a model in a file, a tied tensor once."""
+    state = {name: value.clone() for name, value in model.state_dict().items() if name != "inner.head.weight"}
+    state |= changes
+    save_file({name: value for name, value in state.items() if value is not None}, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def source() -> Kinds:
+    return kinds(seed=5)
+
+
+@pytest.fixture(scope="module")
+def file(source: Kinds, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(source, tmp_path_factory.mktemp("pretrained") / "model.safetensors")
+
+
+def on_ranks(world: int, rank_main: Callable[[Comm], Any]) -> list[Any]:
+    return [rank_main(LocalComm())] if world == 1 else ThreadWorld(world, 10).run(rank_main)
+
+
+def errors_on_ranks(world: int, act: Callable[[Comm], Any]) -> list[str]:
+    def rank_main(comm: Comm) -> str:
+        try:
+            act(comm)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    return on_ranks(world, rank_main)
+
+
+# -- values
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("when", ["on meta", "whole", "in the engine"])
+def test_a_model_takes_the_values_of_a_file(
+    when: str, world: int, stage: int, trains: bool, file: Path, source: Kinds
+) -> None:
+    def rank_main(comm: Comm) -> dict[str, Tensor]:
+        model = on_meta() if when == "on meta" else kinds(seed=comm.rank)
+        if when != "in the engine":
+            with constructing(stage=stage, comm=comm) as construction:
+                load_pretrained(model, file, comm=comm, construction=construction)
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizers = [torch.optim.SGD(trainable, lr=0.1)] if trains else []
+        engine = Engine(model, optimizers, stage=stage, comm=comm)
+        if when == "in the engine":
+            load_pretrained(model, file, comm=comm, engine=engine)
+        assert model.inner.head.weight is model.inner.embedding.weight
+        assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in source.parameters()]
+        engine.close()
+        return model.state_dict()
+
+    for found in on_ranks(world, rank_main):
+        assert_same_bits(found, source.state_dict())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_masters_of_two_byte_weights_take_all_bits(stage: int, file: Path, source: Kinds) -> None:
+    def rank_main(comm: Comm) -> dict[str, Tensor]:
+        model = kinds(seed=0)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        engine = Engine(model, [optimizer], stage=stage, comm=comm, options=Options(autocast_dtype=torch.bfloat16))
+        load_pretrained(model, file, comm=comm, engine=engine)
+        return engine.states.full_model(copy=True)
+
+    for found in on_ranks(2, rank_main):
+        assert differing(found, source.state_dict()) == []
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
+def test_values_are_cast_to_the_dtype_that_the_model_has(stored: torch.dtype, own: torch.dtype, tmp_path: Path) -> None:
+    state = {name: value.to(stored) for name, value in assorted(3).state_dict().items() if name != "head.weight"}
+    save_file(state, tmp_path / "model.safetensors")
+
+    def rank_main(comm: Comm) -> dict[str, Tensor]:
+        with constructing(stage=3, comm=comm) as construction:
+            with torch.device("meta"):
+                model = Assorted().to(own)
+            load_pretrained(model, tmp_path, comm=comm, construction=construction)
+        return Engine(model, [], stage=3, comm=comm).states.full_model(copy=True)
+
+    for found in on_ranks(2, rank_main):
+        found.pop("head.weight")
+        assert_same_bits(found, {name: value.to(own) for name, value in state.items()})
+
+
+def test_a_tied_weight_that_a_file_has_twice_is_the_last_as_for_load_state_dict(tmp_path: Path) -> None:
+    state = {name: value.clone() for name, value in assorted(3).state_dict().items()}
+    state["head.weight"] += 1
+    save_file(state, tmp_path / "model.safetensors")
+    found, expected = assorted(0), assorted(0)
+    load_pretrained(found, tmp_path, comm=LocalComm())
+    expected.load_state_dict(state)
+    assert_same_bits(found.state_dict(), expected.state_dict())
+
+
+def test_a_weight_in_another_memory_format_keeps_it(tmp_path: Path) -> None:
+    model = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    weight = torch.arange(48.0).view(4, 3, 2, 2)
+    save_file({"weight": weight, "bias": torch.ones(4)}, tmp_path / "model.safetensors")
+    load_pretrained(model, tmp_path, comm=LocalComm())
+    assert model.weight.equal(weight)
+    assert model.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+# -- files
+
+
+def save_gpt2(folder: Path, size: str) -> nn.Module:
+    model = seeded(lambda: transformers.GPT2LMHeadModel(GPT2))
+    model.save_pretrained(folder, max_shard_size=size)
+    return model
+
+
+GPT2 = transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=16)
+
+
+@pytest.mark.parametrize("layout", ["one file", "a folder", "an index", "several files"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_transformers_save_is_what_it_was(stage: int, layout: str, tmp_path: Path) -> None:
+    expected = save_gpt2(tmp_path, "1GB" if layout in ("one file", "a folder") else "5KB").state_dict()
+    index = tmp_path / "model.safetensors.index.json"
+    assert index.is_file() == (layout in ("an index", "several files"))
+    if layout == "several files":
+        index.unlink()
+
+    def rank_main(comm: Comm) -> dict[str, Tensor]:
+        with constructing(stage=stage, comm=comm) as construction:
+            with torch.device("meta"):
+                model = transformers.GPT2LMHeadModel(GPT2)
+            path = tmp_path / "model.safetensors" if layout == "one file" else tmp_path
+            load_pretrained(model, path, comm=comm, construction=construction)
+        return Engine(model, [], stage=stage, comm=comm).states.full_model(copy=True)
+
+    for found in on_ranks(2, rank_main):
+        assert_same_bits(found, expected)
+
+
+def test_a_base_model_is_loaded_into_the_module_that_holds_it(tmp_path: Path) -> None:
+    whole = save_gpt2(tmp_path, "1GB")
+    with torch.device("meta"):
+        model = nn.ModuleDict({"trunk": transformers.GPT2Model(GPT2)})
+    names = {"lm_head.weight": None}
+
+    def base_name(name: str) -> str | None:
+        return names.get(name, name.removeprefix("transformer."))
+
+    load_pretrained(model["trunk"], tmp_path, comm=LocalComm(), rename=base_name)
+    assert_same_bits(model["trunk"].state_dict(), whole.transformer.state_dict())
+    model["trunk"].wte.weight.data.zero_()
+    load_pretrained(model, tmp_path, comm=LocalComm(), rename=lambda name: f"trunk.{base_name(name)}")
+    assert_same_bits(model["trunk"].state_dict(), whole.transformer.state_dict())
+
+
+def test_an_export_of_a_checkpoint_goes_in_again(tmp_path: Path, two_ranks: RankPool) -> None:
+    two_ranks.run(pretrained_jobs.fit_and_save, tmp_path / "run.ckpt")
+    export_safetensors(tmp_path / "run.ckpt", tmp_path / "exported")
+    expected = jobs.Classifier.load_from_checkpoint(tmp_path / "run.ckpt")
+    found = jobs.Classifier()
+    load_pretrained(found, tmp_path / "exported", comm=LocalComm())
+    assert_same_bits(found.state_dict(), expected.state_dict())
+
+
+def test_r36_every_rank_reads_its_part_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = seeded(lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]))
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    read: dict[int, int] = {}
+    fill = PretrainedTensor._fill
+
+    def count(self: PretrainedTensor, flat: Tensor) -> Tensor:
+        read[threading.get_ident()] = read.get(threading.get_ident(), 0) + flat.nbytes
+        return fill(self, flat)
+
+    monkeypatch.setattr(PretrainedTensor, "_fill", count)
+
+    def build(comm: Comm) -> None:
+        with constructing(stage=3, comm=comm) as construction:
+            with torch.device("meta"):
+                model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+            load_pretrained(model, tmp_path, comm=comm, construction=construction)
+
+    on_ranks(4, build)
+    assert list(read.values()) == [nbytes // 4] * 4
+    read.clear()
+
+    def load(comm: Comm) -> None:
+        model = seeded(lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]))
+        engine = Engine(model, [], stage=3, comm=comm)
+        load_pretrained(model, tmp_path, comm=comm, engine=engine)
+
+    on_ranks(4, load)
+    assert sum(read.values()) == nbytes
+    assert max(read.values()) < 1.1 * nbytes / 4
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("world", [2, 4])
+def test_r36_a_rank_never_holds_more_than_its_share_and_the_largest_unit(
+    world: int, pool_of: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    save_file(
+        {name: value for name, value in seeded(Wide).state_dict().items() if name != "head.weight"},
+        tmp_path / "model.safetensors",
+    )
+    for rank in pool_of(world).run(pretrained_jobs.resident_bytes, tmp_path):
+        assert rank["peak"] <= 1.1 * (rank["model"] / world + rank["unit"])
+
+
+# -- what does not fit
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_all_that_does_not_fit_is_named_in_one_error_on_every_rank(world: int, source: Kinds, tmp_path: Path) -> None:
+    changes = {"norm.weight": torch.ones(8), "narrow.bias": None, "narrow.weight": None, "more": torch.ones(1)}
+    changes |= {"inner.scale": torch.tensor(1j)}
+    saved(source, tmp_path / "model.safetensors", **changes)
+    for told in errors_on_ranks(world, lambda comm: load_pretrained(kinds(0), tmp_path, comm=comm)):
+        assert "'norm.weight' is (8,) in the files and (7,) in the module" in told
+        assert "'inner.scale' is torch.complex64 in the files and torch.float32 in the module" in told
+        assert "missing in the files: ['narrow.weight', 'narrow.bias']" in told
+        assert "in the files, and not in the module: ['more']" in told
+        assert "rename=" in told
+        assert "strict=False" in told
+
+
+def test_nothing_is_loaded_where_not_all_fits(source: Kinds, tmp_path: Path) -> None:
+    saved(source, tmp_path / "model.safetensors", more=torch.ones(1))
+    model, before = kinds(0), kinds(0)
+    with suppress(RuntimeError):
+        load_pretrained(model, tmp_path, comm=LocalComm())
+    assert_same_bits(model.state_dict(), before.state_dict())
+
+
+def test_without_strict_the_rest_stays_as_it_is(source: Kinds, tmp_path: Path) -> None:
+    saved(source, tmp_path / "model.safetensors", **{"narrow.bias": None, "more": torch.ones(1)})
+    model, before = kinds(0), kinds(0)
+    left = load_pretrained(model, tmp_path, comm=LocalComm(), strict=False)
+    assert left == (["narrow.bias"], ["more"])
+    assert model.narrow.bias.equal(before.narrow.bias)
+    assert model.narrow.weight.equal(source.narrow.weight)
+    saved(source, tmp_path / "model.safetensors", **{"narrow.bias": torch.ones(2)})
+    with pytest.raises(RuntimeError, match=r"'narrow.bias' is \(2,\) in the files"):
+        load_pretrained(model, tmp_path, comm=LocalComm(), strict=False)
+
+
+def test_two_names_that_become_one_are_refused(file: Path) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"'norm\.running_mean' and 'norm\.running_var' would both be 'norm\.running'"
+    ):
+        load_pretrained(
+            kinds(0), file, comm=LocalComm(), rename=lambda name: name.replace("_mean", "").replace("_var", "")
+        )
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        load_pretrained(kinds(0), path, comm=LocalComm())
+    assert isinstance(caught.value.__cause__, CheckpointError)
+    return str(caught.value)
+
+
+def test_pickles_are_refused_with_what_to_write_instead(tmp_path: Path) -> None:
+    torch.save(kinds(0).state_dict(), tmp_path / "pytorch_model.bin")
+    for path in (tmp_path, tmp_path / "pytorch_model.bin"):
+        assert "['pytorch_model.bin']" in refusal(path)
+        assert "safetensors.torch.save_file(torch.load(FILE, weights_only=True)" in refusal(path)
+
+
+def test_a_place_without_safetensors_is_refused(tmp_path: Path) -> None:
+    assert "has no safetensors" in refusal(tmp_path)
+    assert "does not exist" in refusal(tmp_path / "gpt2")
+    assert "snapshot_download" in refusal(Path("gpt2"))
+
+
+def test_a_checkpoint_of_a_run_is_refused_with_what_to_write_instead(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(pretrained_jobs.fit_and_save, tmp_path / "run.ckpt")
+    assert "--safetensors" in refusal(tmp_path / "run.ckpt")
+
+
+def test_damaged_files_are_named(file: Path, tmp_path: Path) -> None:
+    whole, path = file.read_bytes(), tmp_path / "model.safetensors"
+    path.write_bytes(whole[:-4])
+    assert f"{path} is damaged, or was not written to its end" in refusal(path)
+    path.write_bytes(whole[:100])
+    assert f"{path} is not a safetensors file" in refusal(path)
+    path.write_bytes(b"")
+    assert f"{path} is not a safetensors file" in refusal(path)
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    header["norm.weight"]["dtype"] = "F4"
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
+    assert f"{path} is not a safetensors file: KeyError: 'F4'" in refusal(path)
+
+
+def test_an_index_that_promises_more_is_refused(tmp_path: Path) -> None:
+    save_gpt2(tmp_path, "5KB")
+    index = tmp_path / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())
+    first = sorted(tmp_path.glob("*.safetensors"))[0]
+    more = {**listed, "weight_map": {**listed["weight_map"], "lm_head.bias": first.name}}
+    index.write_text(json.dumps(more))
+    assert "['lm_head.bias'] are in the index, and not in the files" in refusal(tmp_path)
+    index.write_text(json.dumps(listed))
+    first.unlink()
+    assert f"{first}, which the index names, is missing" in refusal(tmp_path)
+    index.write_text("[]")
+    assert "is no index" in refusal(tmp_path)
+
+
+def test_a_tensor_in_two_files_is_refused(file: Path, tmp_path: Path) -> None:
+    for name in ("one.safetensors", "two.safetensors"):
+        (tmp_path / name).write_bytes(file.read_bytes())
+    assert "is in two files" in refusal(tmp_path)
+
+
+def test_what_one_rank_cannot_read_fails_on_all(file: Path, tmp_path: Path) -> None:
+    def load(comm: Comm) -> None:
+        with constructing(stage=3, comm=comm) as construction:
+            load_pretrained(on_meta(), file if comm.rank else tmp_path, comm=comm, construction=construction)
+
+    told = errors_on_ranks(3, load)
+    assert all("rank 0, loading weights: " in each and "has no safetensors" in each for each in told)
+
+
+# -- under Trainer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("classifier")
+    state = seeded(jobs.Classifier, 9).state_dict()
+    save_file(
+        {name: value.clone() for name, value in state.items() if name != "again.weight"}, folder / "model.safetensors"
+    )
+    return folder
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["OnMeta", "LoadedLater"])
+def test_training_goes_on_from_the_file(
+    kind: str, stage: int, precision: str, two_ranks: RankPool, folder: Path
+) -> None:
+    found = two_ranks.run(pretrained_jobs.fit, kind, {"stage": stage}, folder, precision)
+    expected = two_ranks.run(pretrained_jobs.fit, "LoadedBefore", {"stage": 1}, folder, precision)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine["losses"] == theirs["losses"]
+        assert_same_bits(mine["weights"], theirs["weights"])
+
+
+@pytest.mark.parametrize("kind", ["OnMeta", "LoadedLater"])
+def test_one_rank_trains_on_from_the_file(kind: str, pool_of: Callable[[int], RankPool], folder: Path) -> None:
+    (found,) = pool_of(1).run(pretrained_jobs.fit, kind, {"stage": 3}, folder)
+    (expected,) = pool_of(1).run(pretrained_jobs.fit, "LoadedBefore", "auto", folder)
+    assert found["losses"] == expected["losses"]
+    assert_same_bits(found["weights"], expected["weights"])
