@@ -150,6 +150,24 @@ def _pickled(model: Layers) -> None:
     nn.init.normal_(model.layers[1].weight)
 
 
+def _emptied_at_once(model: Layers) -> None:
+    with torch.device("meta"):
+        model.more = Layers()
+    model.more.to_empty(device="cpu")
+    for module in model.more.modules():
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+
+
+def _emptied_one_by_one(model: Layers) -> None:
+    with torch.device("meta"):
+        model.more = Layers()
+    for module in model.more.modules():
+        if isinstance(module, nn.Linear):
+            module.to_empty(device="cpu", recurse=False)
+            module.reset_parameters()
+
+
 def _other_dtypes(model: Layers) -> None:
     model.first.double()
     model.layers.to(torch.bfloat16)
@@ -210,6 +228,15 @@ def _recurrent(model: Layers) -> None:
     model.embedding = nn.Embedding(9, 4, padding_idx=2)
 
 
+MADE_BEFORE = nn.ModuleList([nn.Linear(11, 11) for _ in range(3)])
+
+
+def _made_before(model: Layers) -> None:
+    model.layers = copy.deepcopy(MADE_BEFORE)
+    for layer in model.layers:
+        layer.reset_parameters()
+
+
 EDITS = {
     name.removeprefix("_").replace("_", " "): edited(edit)
     for name, edit in list(globals().items())
@@ -258,7 +285,8 @@ def beside_one_device(make: Make, seed: Callable[[int], int] = lambda rank: 7) -
     make()
     state = torch.get_rng_state()
     torch.manual_seed(seed(ranks.rank))
-    with few_bytes(), constructing(stage=3, comm=ranks) as made:
+    # Lightning, too, says on which device configure_model makes things
+    with few_bytes(), torch.device("cpu"), constructing(stage=3, comm=ranks) as made:
         assert made is not None
         model = make()
         early = [early for early in map(early_of, model.parameters()) if early is not None]
@@ -589,6 +617,14 @@ def fit(kind: type[Classifier], strategy: Any, precision: str = "32-true", **kwa
         "random": torch.get_rng_state(),
         "early": getattr(model, "seen", {}).get("early", 0),
     }
+
+
+def what_fit_says(kind: type[Classifier], strategy: Any) -> str:
+    said: list[str] = []
+    listening = patch("lightning_zero.pl.strategy.rank_zero_info", said.append)
+    with few_bytes(), listening, patch("lightning_zero.pl.table.WORTH_TELLING", 2000):
+        trainer(strategy, 2, max_steps=1).fit(kind(), loader())
+    return "\n".join(said)
 
 
 def fit_and_resume(kind: type[Classifier], strategy: Any, path: Path) -> dict[str, Any]:

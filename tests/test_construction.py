@@ -168,6 +168,14 @@ def test_a_model_built_in_another_dtype_trains_as_at_stage_2(precision: str, two
     assert_trained_alike(*runs)
 
 
+def test_r36_fit_says_that_a_large_model_is_whole_first_where_it_need_not_be(two_ranks: RankPool) -> None:
+    told = "GB of the model are whole on every rank first: what configure_model() builds never is"
+    for kind, stage, says in ((jobs.Outside, 3, True), (jobs.Inside, 3, False), (jobs.Outside, 2, False)):
+        for said in two_ranks.run(jobs.what_fit_says, kind, {"stage": stage}):
+            assert f"ZeRO stage {stage} on 2 ranks" in said
+            assert (told in said) == says
+
+
 def test_one_rank_trains_as_ever(pool_of: Callable[[int], RankPool]) -> None:
     runs = [pool_of(1).run(jobs.fit, jobs.Inside, strategy) for strategy in ({"stage": 3}, "auto")]
     assert_trained_alike(*runs)

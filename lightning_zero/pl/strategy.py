@@ -28,7 +28,7 @@ from lightning_zero.pl.callbacks import First, Preemption
 from lightning_zero.pl.checkpointing import CheckpointingStrategy
 from lightning_zero.pl.elsewhere import answers
 from lightning_zero.pl.precision import adapt
-from lightning_zero.pl.table import table_of
+from lightning_zero.pl.table import table_of, told_of_whole
 from lightning_zero.run.construction import constructing
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.offload import Machine
@@ -248,6 +248,8 @@ class ZeroStrategy(CheckpointingStrategy):
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
             self._refuse_needed_gradients(trainer, module)
         optimizers, options = self.optimizers if fitting else [], self._engine_options()
+        if STAGES[self.stage].parameter and comm.size > 1 and (told := told_of_whole(module)):
+            rank_zero_info(told)
         engine = Engine(module, optimizers, stage=self.stage, comm=comm, device=self.root_device, options=options)
         self.engine = engine
         self._failed = False

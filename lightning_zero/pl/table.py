@@ -3,9 +3,13 @@
 from collections.abc import Iterable
 
 import torch
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_zero.run.engine import Engine
+from lightning_zero.shards.early import whole_bytes_of
+
+WORTH_TELLING = 2**30  # bytes that are whole on every rank, and need not be
 
 
 def table_of(engine: Engine, stage: int, optimizers: Iterable[Optimizer]) -> str:
@@ -52,3 +56,11 @@ def _offload_lines(engine: Engine, optimizers: Iterable[Optimizer]) -> list[str]
 def _is_stuck(beta: float, dtype: torch.dtype | None) -> bool:
     """Whether ``beta * average`` may be rounded up to the average again."""
     return dtype is not None and 1 - beta <= torch.finfo(dtype).eps / 2
+
+
+def told_of_whole(module: Module) -> str | None:
+    """What to say where parameters are to rest as shards, of a large model that every rank has built whole."""
+    nbytes = whole_bytes_of(module)
+    if nbytes <= WORTH_TELLING:
+        return None
+    return f"{nbytes / 1e9:.1f} GB of the model are whole on every rank first: what configure_model() builds never is"

@@ -14,15 +14,20 @@ models end in an error that says so at once, and all hear of an exception on one
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, final
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from lightning_zero.shards.assembly import Options, is_plain
 from lightning_zero.shards.early import EarlyParameter, early_of, nothing
@@ -89,6 +94,7 @@ class Construction(Keeper):
         self._whole: dict[EarlyParameter, int] = {}  # bytes of those that are whole, least recently used first
         self._most = LEAST_BYTES  # that may be whole
         self._freed = 0
+        self._replaced = _Replaced(self._register)
         self._failed: str | None = None  # why ranks do not go on together
 
     @classmethod
@@ -102,23 +108,40 @@ class Construction(Keeper):
         """Inside, looks after every parameter that a module registers in this thread. A collective at its end."""
         thread = threading.get_ident()
 
-        def look(module: Module, name: str, parameter: Parameter) -> None:
+        def look_at(module: Module, name: str, parameter: Parameter) -> None:
             if threading.get_ident() == thread:
                 self._register(module, name, parameter)
 
-        handle = register_module_parameter_registration_hook(look)
+        def look_inside(_: Module, __: str, module: Module | None) -> None:
+            """For what was not registered: in a module that was unpickled, or is a copy of one made before."""
+            if module is not None and threading.get_ident() == thread:
+                for inner in module.modules():
+                    for name, parameter in inner._parameters.items():
+                        if parameter is not None:
+                            self._register(inner, name, parameter)
+
+        handles = (
+            register_module_parameter_registration_hook(look_at),
+            register_module_module_registration_hook(look_inside),
+        )
         try:
-            yield
+            with self._replaced:
+                yield
+            self._replaced.look()
             self._end()
         except Exception as error:
             self._tell(error)
             raise
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
 
     # -- parameters come
 
     def _register(self, module: Module, name: str, parameter: Parameter) -> None:
+        if parameter.is_meta:
+            self._replaced.expect(module, name, parameter)
+            return
         own = {**module._parameters, name: parameter}.values()
         self._most = max(self._most, sum(each.nbytes for each in own if each is not None and _is_built(each)))
         self.watch(parameter, f"{type(module).__name__}.{name}")
@@ -288,6 +311,41 @@ class Construction(Keeper):
         if self._failed is None:
             with suppress(RuntimeError):
                 self._say(_Statement("failed", frozenset(), frozenset(), f"{type(error).__name__}: {error}"))
+
+
+@final
+class _Replaced(TorchFunctionMode):
+    """Sees how parameters on the meta device are replaced by ones with memory: `Module.to_empty` registers none."""
+
+    def __init__(self, register: Callable[[Module, str, Parameter], None]) -> None:
+        super().__init__()
+        self._register = register
+        self._places: dict[int, list[tuple[ref[Module], str]]] = {}  # id of one on the meta device -> where it stands
+        self._due: list[tuple[ref[Module], str]] = []  # where another one will stand
+
+    def expect(self, module: Module, name: str, parameter: Parameter) -> None:
+        self._places.setdefault(id(parameter), []).append((ref(module), name))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._due:
+            self.look()
+        made = func(*args, **(kwargs or {}))
+        if func is torch.empty_like and id(args[0]) in self._places and not made.is_meta:
+            self._due += self._places[id(args[0])]
+        return made
+
+    def look(self) -> None:
+        """Registers those that are there now."""
+        due, self._due = self._due, []
+        for place, name in due:
+            module = place()
+            parameter = None if module is None else module._parameters.get(name)
+            if module is None or parameter is None:
+                continue
+            if parameter.is_meta:
+                self._due.append((place, name))
+            else:
+                self._register(module, name, parameter)
 
 
 def _is_built(parameter: Parameter) -> bool:

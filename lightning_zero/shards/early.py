@@ -15,7 +15,7 @@ from typing import final
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_interception
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from lightning_zero.shards.extents import Extent
@@ -176,6 +176,11 @@ def take_over(parameter: Parameter) -> None:
     early = early_of(parameter)
     if early is not None:
         early.take_over()
+
+
+def whole_bytes_of(module: Module) -> int:
+    """Of parameters that are whole on this rank."""
+    return sum(parameter.nbytes for parameter in module.parameters() if early_of(parameter) is None)
 
 
 def nothing(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -66,8 +66,8 @@ class ConstructedParameter(Parameter):
         if func is Tensor.copy_ and _is_stored(args[1]) and args[0].shape == args[1].shape:
             cls.keeper.load(args[0], args[1].source)
             return args[0]
-        if func is Tensor.detach and sys._getframe(1).f_code is _MAKES_PARAMETER:
-            return cls.keeper.alias(args[0])  # `Parameter(p)` wants one of the class of `p`, and makes that a parameter
+        if func is Tensor.detach and _is_called_by_parameter():
+            return cls.keeper.alias(args[0])
         return call(func, args, kwargs)
 
     def borrow(self) -> Lent:
@@ -84,6 +84,14 @@ class ConstructedParameter(Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         with self.keeper.as_made(self):
             return self.__reduce_ex__(protocol)
+
+
+def _is_called_by_parameter() -> bool:
+    """Whether the call is of ``Parameter(p)``, which wants a tensor of the class of `p`, and makes that a parameter."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:  # of modes, such as a device's
+        frame = frame.f_back
+    return frame.f_code is _MAKES_PARAMETER
 
 
 def _is_elsewhere(parameter: Tensor) -> bool:
