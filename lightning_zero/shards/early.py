@@ -85,9 +85,12 @@ class EarlyParameter:
         """Cuts the values into rows, rank 0's where they may differ. A collective."""
         parameter = self._alive()
         with torch.no_grad(), no_interception():
-            self._agree(parameter)
+            flat = parameter.detach().view(-1)
+            if self.may_differ:
+                self._take_rows(flat)
             row = self.make_row()
-            row.copy_(parameter.detach().view(-1)[self._own(parameter)])
+            row.copy_(flat[self._own(parameter)])
+            del flat
             self.rest_as(row)
 
     def gather(self) -> None:
@@ -144,25 +147,33 @@ class EarlyParameter:
         """As `leave`, with the values that all ranks have. A collective."""
         if not self.is_whole:
             self.gather()
-        else:
+        elif self.may_differ:
             with torch.no_grad(), no_interception():
-                self._agree(self._alive())
+                parameter = self._alive()
+                values = parameter.detach().contiguous()
+                _comm_for(self._mesh.world, values.device).broadcast(values, f"early parameter {self.number}")
+                parameter.copy_(values)
         self.leave()
 
-    def _agree(self, parameter: Parameter) -> None:
-        if self.may_differ:
-            values = parameter.detach().contiguous()
-            _comm_for(self._mesh.world, values.device).broadcast(values, f"early parameter {self.number}")
-            if values.data_ptr() != parameter.data_ptr():
-                parameter.copy_(values)
+    def _take_rows(self, flat: Tensor) -> None:
+        """Every rank has rank 0's values where it keeps them, in place."""
+        comm, ranks = _comm_for(self._mesh.world, flat.device), range(self._mesh.world.size)
+        rows = [flat[self._part(flat, rank % self._mesh.shard.size)] for rank in ranks]
+        received = [rows[comm.rank] if source == 0 else flat[:0] for source in ranks]
+        sent = rows if comm.rank == 0 else [flat[:0] for _ in ranks]
+        comm.all_to_all(received, sent, f"early parameter {self.number}")
         self.may_differ = False
 
     def _width(self, parameter: Tensor) -> int:
         return -(-parameter.numel() // self._mesh.shard.size)
 
     def _own(self, parameter: Tensor) -> slice:
+        return self._part(parameter, self._mesh.shard.rank)
+
+    def _part(self, parameter: Tensor, rank: int) -> slice:
+        """Elements that a rank of a shard group keeps."""
         width = self._width(parameter)
-        start = min(self._mesh.shard.rank * width, parameter.numel())
+        start = min(rank * width, parameter.numel())
         return slice(start, min(start + width, parameter.numel()))
 
     def _alive(self) -> Parameter:
