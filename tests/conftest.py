@@ -19,6 +19,7 @@ FIRST = [
     "test_sweep.py",
     "test_packaging.py",
     "test_elastic.py",
+    "test_construction.py",
     "test_bytes.py",
     "test_user_code.py",
 ]

@@ -560,6 +560,24 @@ def read_between() -> dict[str, Any]:
     }
 
 
+def calls_of_optimizers() -> int:
+    """Collectives that it takes to make optimizers, and to ask for everything but values."""
+    with few_bytes(), constructing(stage=3, comm=comm()):
+        model = Layers()
+    before = sum(comm().calls.values())
+    torch.optim.AdamW(model.parameters(), fused=True)
+    torch.optim.SGD([{"params": [parameter]} for parameter in model.parameters()], momentum=0.9)
+    for parameter in model.parameters():
+        assert parameter.shape == torch.Size(parameter.size())
+        assert parameter.is_contiguous()
+        assert parameter.stride() == torch.empty(parameter.shape).stride()
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.dtype == torch.float32
+        assert parameter.nbytes == 4 * torch.numel(parameter)
+        parameter.requires_grad_(False)
+    return sum(comm().calls.values()) - before
+
+
 def dropped_bytes() -> dict[str, int]:
     """Bytes of rows while most of what was built is dropped again."""
     with few_bytes(), constructing(stage=3, comm=comm()) as made:

@@ -133,6 +133,10 @@ def test_before_there_is_an_engine_all_ranks_may_read_and_edit(two_ranks: RankPo
         assert found == {"norms": True, "weights": [], "gone": True}
 
 
+def test_optimizers_are_made_without_values(two_ranks: RankPool) -> None:
+    assert two_ranks.run(jobs.calls_of_optimizers) == [0, 0]
+
+
 def test_a_state_dict_has_whole_values(two_ranks: RankPool) -> None:
     expected = jobs.assorted().state_dict()
     for found in two_ranks.run(jobs.state_in_shards):

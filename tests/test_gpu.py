@@ -10,17 +10,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import save_file
 from torch import nn
 
 import jobs
-from lightning_zero.checkpoint import verify
+from lightning_zero.checkpoint import load_pretrained, verify
 from lightning_zero.config import Offload
+from lightning_zero.run.construction import constructing
 from lightning_zero.run.engine import Engine, Options
+from lightning_zero.shards.early import early_of
 from lightning_zero.tiers.ledger import Tier
+from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.gloo import GlooComm
 from lightning_zero.wire.local import LocalComm
 from lightning_zero.wire.native import NativeComm
-from models import adamw, assorted, clone
+from lightning_zero.wire.threads import ThreadWorld
+from models import Assorted, adamw, assorted, clone
 from ranks import free_port
 
 pytestmark = pytest.mark.gpu
@@ -233,3 +238,67 @@ def test_training_with_offload_under_trainer_ends_with_a_whole_model(tmp_path: P
         found = fit_on_gpu({"stage": 3, "offload": offload}, "bf16-mixed")
         assert all(bool(torch.isfinite(loss)) for loss in map(torch.tensor, found["losses"]))
         assert all(value.isfinite().all() for value in found["weights"].values() if value.is_floating_point())
+
+
+# -- models that are built in shards, by ranks that are threads on one device
+
+
+def layers() -> nn.Module:
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
+    for number, parameter in enumerate(model.parameters()):
+        nn.init.constant_(parameter, number)
+    return model
+
+
+@pytest.mark.parametrize("offload", [None, Offload(optimizer="cpu", parameters="cpu")])
+def test_a_model_built_in_shards_rests_where_its_parameters_do(offload: Offload | None) -> None:
+    device, options = torch.device("cuda"), Options(offload=offload)
+
+    def rank_main(comm: Comm) -> dict[str, torch.Tensor]:
+        with device, constructing(stage=3, comm=comm, options=options):
+            model = layers()
+        rows = [early.row for early in map(early_of, model.parameters()) if early is not None]
+        assert len(rows) == 16
+        assert {row.device.type for row in rows if row is not None} == {"cpu" if offload else "cuda"}
+        assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
+        engine = Engine(model, [], stage=3, comm=comm, device=device, options=options)
+        return {name: value.cpu() for name, value in engine.states.full_model(copy=True).items()}
+
+    for found in ThreadWorld(2, 20).run(rank_main):
+        assert all(found[name].equal(value) for name, value in layers().state_dict().items())
+
+
+def test_building_in_shards_takes_a_share_of_the_device_and_the_largest_module() -> None:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before, kept = torch.cuda.memory_allocated(), []
+
+    def rank_main(comm: Comm) -> None:
+        with torch.device("cuda"), constructing(stage=3, comm=comm):
+            kept.append(layers())
+
+    ThreadWorld(2, 20).run(rank_main)
+    nbytes = 8 * 4 * (512 * 512 + 512)
+    assert torch.cuda.memory_allocated() - before <= 1.1 * nbytes  # of both ranks
+    assert torch.cuda.max_memory_allocated() - before <= 1.1 * (nbytes + 2 * 2 * nbytes / 8)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_weights_of_a_file_go_to_the_device(stage: int, world: int, tmp_path: Path) -> None:
+    start, device = assorted(), torch.device("cuda")
+    state = {name: value.clone() for name, value in start.state_dict().items() if name != "head.weight"}
+    save_file(state, tmp_path / "model.safetensors")
+
+    def rank_main(comm: Comm) -> dict[str, torch.Tensor]:
+        with constructing(stage=stage, comm=comm) as construction:
+            with torch.device("meta"):
+                model = Assorted()
+            load_pretrained(model, tmp_path, comm=comm, construction=construction, device=device)
+        assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
+        engine = Engine(model, [], stage=stage, comm=comm, device=device)
+        load_pretrained(model, tmp_path, comm=comm, engine=engine)
+        return {name: value.cpu() for name, value in engine.states.full_model(copy=True).items()}
+
+    for found in [rank_main(LocalComm())] if world == 1 else ThreadWorld(world, 20).run(rank_main):
+        assert all(found[name].equal(value) for name, value in state.items())

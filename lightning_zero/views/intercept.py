@@ -28,6 +28,7 @@ METADATA = {
     *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES if hasattr(Tensor, name)),
     *(getattr(Tensor, name).__set__ for name in ("requires_grad", "grad", "_backward_hooks")),
     *(getattr(Tensor, name) for name in _METHODS),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
 }
 STRIDES = {Tensor.stride, Tensor.is_contiguous}  # values that are elsewhere are in C order
 
