@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import transformers
@@ -379,6 +380,22 @@ def test_an_index_that_promises_more_is_refused(tmp_path: Path) -> None:
     assert f"{first}, which the index names, is missing" in refusal(tmp_path)
     index.write_text("[]")
     assert "is no index" in refusal(tmp_path)
+
+
+def test_model_safetensors_is_all_of_a_model(file: Path, source: Kinds, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(file.read_bytes())
+    save_file({"layers.0.wq.weight": torch.ones(2)}, tmp_path / "consolidated.safetensors")
+    model = kinds(0)
+    load_pretrained(model, tmp_path, comm=LocalComm())
+    assert_same_bits(model.state_dict(), source.state_dict())
+
+
+def test_files_of_another_file_system_are_read(file: Path, source: Kinds) -> None:
+    fsspec.filesystem("memory").pipe("/pretrained/model.safetensors", file.read_bytes())
+    for path in ("memory://pretrained", "memory://pretrained/model.safetensors"):
+        model = kinds(0)
+        load_pretrained(model, path, comm=LocalComm())
+        assert_same_bits(model.state_dict(), source.state_dict())
 
 
 def test_a_tensor_in_two_files_is_refused(file: Path, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from lightning_zero.wire.comm import Comm
 HOST = torch.device("cpu")
 _DTYPES = {name: dtype for dtype, name in SAFE_NAMES.items()}
 _SUFFIX = ".safetensors"
+_ONLY = "model.safetensors"  # where it is there, others beside it hold the same once more, in another form
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _CHUNK_BYTES = 1 << 20  # that are converted at a time
 
@@ -63,8 +64,8 @@ def load_pretrained(
     Args:
         module: whose tensors the names in the files are, as in its `state_dict`. A tied parameter needs one of its
             names.
-        path: a ``.safetensors`` file, or a folder with one, with several, or with several and an index of Hugging
-            Face's; on any file system of fsspec.
+        path: a ``.safetensors`` file, or a folder: what its index lists (Hugging Face's ``*.index.json``), else its
+            ``model.safetensors``, else all such files in it. On any file system of fsspec.
         comm: all ranks.
         engine: that holds the parameters, if there is one.
         construction: that holds them until then; it also makes those that are on the meta device, in shards.
@@ -179,7 +180,7 @@ class _Files:
             return place, sorted(set(listed.values())), listed
         if place.is_checkpoint or not (files := [name for name in names if name.endswith(_SUFFIX)]):
             raise CheckpointError(_refusal(place, names))
-        return place, files, None
+        return place, [_ONLY] if _ONLY in files else files, None
 
     @staticmethod
     def _open(folder: Folder, file: str) -> IO[bytes]:
@@ -295,7 +296,8 @@ def _match(module: Module, files: _Files, rename: Rename, strict: bool) -> _Matc
             pairs.append((target, sources[here[-1]]))  # as `load_state_dict` copies a tied one
         else:
             missing.append(target.names[0])
-    surplus = [name for name in sources if not any(name in target.names for target in targets)]
+    known = {name for target in targets for name in target.names}
+    surplus = [name for name in sources if name not in known]
     if strict:
         wrong += [f"missing in the files: {missing}"] * bool(missing)
         wrong += [f"in the files, and not in the module: {surplus}"] * bool(surplus)

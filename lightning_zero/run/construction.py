@@ -117,7 +117,7 @@ class Construction(Keeper):
             if module is not None and threading.get_ident() == thread:
                 for inner in module.modules():
                     for name, parameter in inner._parameters.items():
-                        if parameter is not None:
+                        if parameter is not None and early_of(parameter) is None and not parameter.is_meta:
                             self._register(inner, name, parameter)
 
         handles = (
