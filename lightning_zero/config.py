@@ -7,15 +7,13 @@ dataclass: an unknown key or an impossible combination names what was found and 
 import difflib
 import importlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-
-from lightning_zero.stage import STAGES
 
 Tier = Literal["cpu", "nvme"]
 Policy = TypeVar("Policy")
@@ -192,12 +190,12 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r} is unknown. Write one of {list(allowed)}.")
 
 
-def stage_from(value: Any) -> int:
-    """0, 1, 2 or 3, which may be text; ValueError for anything else."""
+def stage_from(value: Any, stages: Collection[int]) -> int:
+    """One of `stages`, which may be given as text; ValueError for anything else."""
     is_number = isinstance(value, int) and not isinstance(value, bool)
     found = int(value) if is_number or (isinstance(value, str) and value.isdecimal()) else None
-    if found not in STAGES:
-        raise ValueError(f"stage={value!r} does not exist. Write one of {list(STAGES)}.")
+    if found not in stages:
+        raise ValueError(f"stage={value!r} does not exist. Write one of {list(stages)}.")
     return found
 
 

@@ -148,7 +148,7 @@ class ZeroStrategy(CheckpointingStrategy):
         config.at_least("replicate_size", replicate_size, 1)
         if stage == "auto":
             raise NotImplementedError("stage='auto' is not there yet. Write stage=1, 2 or 3.")
-        self.stage = config.stage_from(stage)
+        self.stage = config.stage_from(stage, STAGES)
         self.offload = config.policy_from(Offload, offload, "offload")
         if self.offload is not None and self.offload.parameters is not None and not STAGES[self.stage].parameter:
             raise ValueError(
