@@ -194,7 +194,7 @@ def stage_from(value: Any, stages: Collection[int]) -> int:
     """One of `stages`, which may be given as text; ValueError for anything else."""
     is_number = isinstance(value, int) and not isinstance(value, bool)
     found = int(value) if is_number or (isinstance(value, str) and value.isdecimal()) else None
-    if found not in stages:
+    if found is None or found not in stages:
         raise ValueError(f"stage={value!r} does not exist. Write one of {list(stages)}.")
     return found
 
