@@ -83,17 +83,41 @@ class Offload:
 class ActivationCheckpointing:
     """Which modules recompute their activations in backward, and where the checkpoints rest (ZeRO-R, section 6.1).
 
+    Where gradients are recorded, a block keeps its inputs alone, and is computed again in backward with the same random
+    numbers and buffers: no bit changes.
+
     Args:
-        modules: ``"auto"`` (the units), module classes, or their names or import paths.
-        partition: split each checkpoint over the tensor-parallel group (P_a).
-        offload: keep the checkpoints in host memory (P_a+cpu).
-        contiguous: keep the checkpoints in one preallocated array (MD).
+        modules: module classes, their names or import paths; ``"auto"`` takes the elements of module lists that are
+            made of several modules. Of modules inside one another the outermost.
+        partition: each rank of a tensor-parallel group keeps its part of each checkpoint, and they are gathered before
+            they are needed (P_a). Needs tensor parallelism.
+        offload: keep checkpoints in host memory (with `partition`: P_a+cpu).
+        contiguous: keep checkpoints in one array, allocated once (MD).
+
+    Raises:
+        TypeError: for `modules` that are no module classes, or a switch that is neither True nor False.
+        ValueError: for an import path that leads nowhere.
     """
 
     modules: Any = "auto"
     partition: bool = False
     offload: bool = False
     contiguous: bool = False
+
+    def __post_init__(self) -> None:
+        classes_from(self.modules, "ActivationCheckpointing: modules")
+        for name in ("partition", "offload", "contiguous"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"ActivationCheckpointing({name}={getattr(self, name)!r}) is neither True nor False.")
+
+    @property
+    def why_not_partitioned(self) -> str:
+        """What to tell who asks for `partition` without tensor parallelism."""
+        return (
+            f"{self} divides what the ranks of a tensor-parallel group have alike, and there is no such group: "
+            "data-parallel ranks have activations of their own samples. Write offload=True in place of partition=True, "
+            "which takes checkpoints off the device on any number of ranks, or set tensor_parallel_size."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -158,6 +158,8 @@ class ZeroStrategy(CheckpointingStrategy):
         self.activation_checkpointing = config.policy_from(
             ActivationCheckpointing, activation_checkpointing, "activation_checkpointing"
         )
+        if self.activation_checkpointing and self.activation_checkpointing.partition and tensor_parallel_size == 1:
+            raise ValueError(self.activation_checkpointing.why_not_partitioned)
         self.checkpoint = config.policy_from(Checkpoint, checkpoint, "checkpoint") or Checkpoint()
         self._may_choose_format = checkpoint is None
         self.checkpoint_io = checkpoint_io  # the property has its say
@@ -174,13 +176,13 @@ class ZeroStrategy(CheckpointingStrategy):
             reduce_dtype=config.dtype_from(reduce_dtype, "reduce_dtype"),
             broadcast_buffers=broadcast_buffers,
             offload=self.offload,
+            activation_checkpointing=self.activation_checkpointing,
             granularity=granularity,
             step_in_backward=step_in_backward,
         )
         self._wait_timeout = config.seconds_from(wait_timeout, "wait_timeout")
         self._sanitize = sanitize
         missing = {
-            "activation_checkpointing": self.activation_checkpointing is not None,
             "tensor_parallel_size": tensor_parallel_size > 1,
         }
         for argument in (name for name, is_asked in missing.items() if is_asked):
@@ -395,7 +397,7 @@ class ZeroStrategy(CheckpointingStrategy):
     def memory_report(self) -> dict[str, int]:
         """Bytes that rest on this rank's device, by category (parameter, gradient, master, optimizer state, bucket,
         gathered, activation checkpoint), and what is offloaded as ``"optimizer state (host)"`` or ``"... (disk)"``.
-        After fit: as they were when it ended."""
+        Of activation checkpoints the most that a step has kept. After fit: as they were when it ended."""
         return self._running_engine.bytes_by_category()
 
     def communication_report(self) -> dict[str, int]:

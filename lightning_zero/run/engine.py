@@ -14,6 +14,7 @@ from lightning_zero.run.averages import Averages
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.phase import Phase, Phases
+from lightning_zero.run.recompute import Recompute, store_for
 from lightning_zero.run.reductions import Reductions, Stage
 from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.run.replicated import broadcast_buffers, broadcast_states, move_replicated, refuse_strangers
@@ -33,6 +34,7 @@ from lightning_zero.views.parameter import Interception
 from lightning_zero.views.saved import SavedParameters
 from lightning_zero.views.state import RestingState
 from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.local import LocalComm
 from lightning_zero.wire.mesh import Mesh
 
 __all__ = ["Engine", "Options"]
@@ -80,7 +82,8 @@ class Engine:
 
     Raises:
         ValueError: for a `replicate_size` that does not divide the ranks, an optimizer over parameters that are not
-            the module's, a parameter without a shape yet, or a trainable one of a kind that cannot be sharded.
+            the module's, a parameter without a shape yet, a trainable one of a kind that cannot be sharded, or blocks
+            to recompute that are not there.
     """
 
     def __init__(
@@ -101,6 +104,11 @@ class Engine:
         is_replicated = self.options.replicate_size > 1 and comm.size == self.options.replicate_size
         self.partition: Partition = STAGES[0 if is_replicated else stage]
         self.ledger = Ledger()
+        self.recompute: Recompute | None = None
+        if (checkpointing := self.options.activation_checkpointing) is not None:
+            host = offloading.host_of(device, self.options.machine)
+            store = store_for(checkpointing, self.ledger, device, host, LocalComm())
+            self.recompute = Recompute(module, checkpointing.modules, store)
         managed = assembly.managed_parameters(module, optimizers)
         self.foreign_parameters = assembly.foreign_parameters(module)
         self._known = {id(parameter): parameter for parameter in module.parameters()}  # kept alive: ids stay theirs
@@ -148,6 +156,8 @@ class Engine:
         self._publishes_late = is_large and not made.units and not modules_in_compiled_regions(module)
         late, ends = module if is_lazy or self._publishes_late else None, (self._begin_backward, self._end_backward)
         self.schedule = Schedule(made, self.reductions, self.loans, *ends, late=late)
+        if self.recompute is not None:
+            self.recompute.begin()
         self._steppers = {optimizer: PieceStepper(optimizer, setting, RestingState) for optimizer in optimizers}
         for stepper in self._steppers.values():
             stepper.is_lazy = is_lazy
@@ -332,13 +342,17 @@ class Engine:
     # -- reports
 
     def bytes_by_category(self) -> dict[str, int]:
-        """Bytes that rest on this rank, by `Category`; after `close`, as they were before."""
+        """Bytes that rest on this rank, by `Category`; after `close`, as they were before. Of activation checkpoints,
+        which are there from forward to backward, the most there ever were."""
         if self._phases.now is Phase.CLOSED:
             return self._bytes_at_close
         live = {str(category): self.ledger.live_in[category, Tier.DEVICE] for category in Category}
         for (category, tier), nbytes in self.ledger.live_in.items():
             if tier is not Tier.DEVICE and nbytes:
                 live[f"{category} ({tier})"] = nbytes
+        for (category, tier), nbytes in self.ledger.peak_in.items():
+            if category is Category.ACTIVATION_CHECKPOINT:
+                live[str(category) if tier is Tier.DEVICE else f"{category} ({tier})"] = nbytes
         for parameter in self.module.parameters():
             slot = slot_of(parameter)
             if slot is None and parameter.layout == torch.strided:
@@ -390,6 +404,8 @@ class Engine:
         self.reductions.step = None
         for stepper in self._steppers.values():
             stepper.leave()
+        if self.recompute is not None:
+            self.recompute.leave()
         self.schedule.detach()
         self._phases.close()
         if not whole:

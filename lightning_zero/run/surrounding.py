@@ -41,3 +41,22 @@ class Surrounding:
 
     def remove(self) -> None:
         self._module._compiled_call_impl = self._previous
+
+
+@final
+class Around:
+    """Calls `around(inner, args, kwargs)` in place of each call of a module; `inner` is that call, its hooks and all.
+    As `Surrounding`, and for modules whose callers nobody compiles."""
+
+    def __init__(self, module: Module, around: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
+        self._module = module
+        self._previous = module._compiled_call_impl
+        inner = self._previous or module._call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return around(inner, args, kwargs)
+
+        module._compiled_call_impl = call
+
+    def remove(self) -> None:
+        self._module._compiled_call_impl = self._previous

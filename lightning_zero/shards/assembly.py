@@ -12,7 +12,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_zero.config import Offload
+from lightning_zero.config import ActivationCheckpointing, Offload
 from lightning_zero.shards import units
 from lightning_zero.shards.arena import Arena
 from lightning_zero.shards.early import class_of, early_of, take_over
@@ -46,6 +46,7 @@ class Options:
     granularity: Literal["auto", "element", "tensor"] = "auto"  # what optimizers step: what each needs, pieces, or all
     step_in_backward: bool = False  # step each group as soon as its gradients are averaged, and keep none
     machine: Machine = field(default_factory=Machine)  # what offload may count on
+    activation_checkpointing: ActivationCheckpointing | None = None  # see `ZeroStrategy`
     merges_units: bool = False  # if `unit_classes` is None: small neighbours are one unit, and what is tiny stays whole
 
 

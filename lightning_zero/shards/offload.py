@@ -35,14 +35,19 @@ def places_for(offload: Offload | None, device: torch.device, partition: Partiti
     if offload is None:
         return Places(here, here, here, here)
     pinned = offload.pin_memory and device.type == "cuda"
-    is_apart = device.type != "cpu" if machine.host_is_apart is None else machine.host_is_apart
-    tiers = {None: here, "cpu": Place(HOST, Tier.HOST, pinned) if is_apart else here}
+    tiers = {None: here, "cpu": host_of(device, machine, pins=offload.pin_memory)}
     if offload.path is not None:
         keep_no_freed_memory()  # who offloads to disk has little of it
         tiers["nvme"] = Place(HOST, Tier.DISK, pinned, Disk(offload.path))
     optimizer = tiers[offload.optimizer]
     gradient = optimizer if partition.gradient else here
     return Places(here, tiers[offload.parameters], gradient, optimizer, offload.state_torch_dtype)
+
+
+def host_of(device: torch.device, machine: Machine, *, pins: bool = True) -> Place:
+    """The host's memory; the device's place where that is the same."""
+    is_apart = device.type != "cpu" if machine.host_is_apart is None else machine.host_is_apart
+    return Place(HOST, Tier.HOST, pins and device.type == "cuda") if is_apart else Place(device)
 
 
 def choose_offloaded(offload: Offload | None, named: Mapping[str, Parameter], trainable: set[int]) -> set[int]:

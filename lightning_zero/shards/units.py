@@ -54,10 +54,7 @@ def find_units(model: Module, classes: tuple[type | str, ...] | None) -> list[Un
     `ModuleDict` and `Sequential` that are made of several modules. What is in no such module is a unit of the module
     that holds it directly. Raises ValueError for a class of which the model has no module.
     """
-    for wanted in classes or ():
-        if not any(_is_one_of(module, (wanted,)) for module in model.modules()):
-            present = sorted({type(module).__name__ for module in model.modules()})
-            raise ValueError(f"units={wanted!r}: the model has no such module. It has {present}.")
+    _refuse_absent(model, classes, "units")
     taken: set[int] = set()
     found: list[UnitSpec] = []
     for name, module, recurse in _walk("", model, None, classes):
@@ -75,6 +72,32 @@ def find_units(model: Module, classes: tuple[type | str, ...] | None) -> list[Un
         for spec in found
         for module in spec.modules
     ]
+
+
+def find_blocks(model: Module, classes: tuple[type | str, ...] | None, argument: str) -> dict[str, Module]:
+    """The modules inside `model` that are of one of `classes` (None: what `find_units` takes for a unit), each once, by
+    the name it has first; of those inside one another the outermost. Raises ValueError where there are none; `argument`
+    is what the user wrote the classes in."""
+    _refuse_absent(model, classes, argument)
+    found: dict[Module, str] = {}
+    for name, module, is_block in _walk("", model, None, classes):
+        if is_block:
+            found.setdefault(module, as_written(name))
+    if not found:
+        present = sorted({type(module).__name__ for module in model.modules()})
+        raise ValueError(
+            f"{argument}={'auto' if classes is None else classes!r} finds no block inside the model: an element of a "
+            "ModuleList, ModuleDict or Sequential that is made of several modules. Name the classes of its blocks; it "
+            f"has {present}."
+        )
+    return {name: module for module, name in found.items()}
+
+
+def _refuse_absent(model: Module, classes: tuple[type | str, ...] | None, argument: str) -> None:
+    for wanted in classes or ():
+        if not any(_is_one_of(module, (wanted,)) for module in model.modules()):
+            present = sorted({type(module).__name__ for module in model.modules()})
+            raise ValueError(f"{argument}={wanted!r}: the model has no such module. It has {present}.")
 
 
 def as_one(specs: Sequence[UnitSpec]) -> UnitSpec:

@@ -82,6 +82,7 @@ class Ledger:
         self.tiers: dict[Tier, int] = dict.fromkeys(Tier, 0)  # live, over all categories
         self.tier_peak: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self.live_in: Counter[tuple[Category, Tier]] = Counter()
+        self.peak_in: Counter[tuple[Category, Tier]] = Counter()
         self._booked: set[int] = set()  # storages
 
     def allocate(self, category: Category, numel: int, dtype: torch.dtype, place: Place) -> Tensor:
@@ -100,6 +101,10 @@ class Ledger:
             self.book(category, tier, storage.nbytes(), storage)
             weakref.finalize(storage, self._booked.discard, key)
 
+    def has_booked(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the books have this storage already."""
+        return storage._cdata in self._booked
+
     def book(self, category: Category, tier: Tier, nbytes: int, owner: object) -> None:
         """Books bytes that are there as long as `owner` is."""
         self._add(category, tier, nbytes)
@@ -111,3 +116,4 @@ class Ledger:
         self.live_in[category, tier] += nbytes
         self.peak[category] = max(self.peak[category], self.live[category])
         self.tier_peak[tier] = max(self.tier_peak[tier], self.tiers[tier])
+        self.peak_in[category, tier] = max(self.peak_in[category, tier], self.live_in[category, tier])

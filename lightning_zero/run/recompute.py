@@ -1,0 +1,282 @@
+"""Activation checkpointing: blocks whose activations are computed again in backward (Chen et al., arXiv 1604.06174).
+
+Torch's own non-reentrant checkpoint recomputes; it is given no inputs. A block's inputs are kept by a store, which may
+move and divide them (`tiers.activations`), and by nothing else: gradients flow through the graph of the first forward,
+and recomputation only fills in the values that autograd would have saved there, so other tensors of the same values,
+strides and `requires_grad` do.
+
+    forward     keep(arguments) -> call; of what autograd would save, nothing is
+    backward    autograd asks for the first of it -> bring(arguments) -> call again, with everything as it was: random
+                numbers and autocast (torch's checkpoint), buffers (`Buffers`)
+
+Calls are intercepted around everything that happens to parameters in them, so a recomputation gathers, casts and waits
+as a forward does.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.utils._pytree import tree_iter
+from torch.utils.checkpoint import checkpoint
+
+from lightning_zero.config import ActivationCheckpointing, classes_from
+from lightning_zero.run.surrounding import Around
+from lightning_zero.shards.group import no_interception
+from lightning_zero.shards.units import as_written, find_blocks, modules_in_compiled_regions
+from lightning_zero.tiers.activations import ActivationStore, version_of
+from lightning_zero.tiers.ledger import Ledger, Place
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.local import LocalComm
+
+ARGUMENT = "activation_checkpointing: modules"
+
+_hooks_are_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+
+
+def store_for(
+    policy: ActivationCheckpointing, ledger: Ledger, device: torch.device, host: Place, alike: Comm
+) -> ActivationStore:
+    """Where checkpoints rest. `host` is the host's memory, `alike` the ranks that have the same activations.
+
+    Raises:
+        ValueError: if they are to be partitioned, and no other rank has the same.
+    """
+    if policy.partition and alike.size == 1:
+        raise ValueError(policy.why_not_partitioned)
+    here = Place(device)
+    comm = alike if policy.partition else LocalComm()
+    return ActivationStore(ledger, here, host if policy.offload else here, comm, contiguous=policy.contiguous)
+
+
+@final
+class Recompute:
+    """The blocks of a model that recompute, from `begin` to `leave`.
+
+    A block is called as ever where no gradients are recorded, and where it is inside another one.
+
+    Args:
+        model: whose blocks.
+        modules: see `ActivationCheckpointing`.
+        store: keeps their inputs.
+
+    Raises:
+        ValueError: for modules that are not in the model, or that lie inside of what torch.compile traces.
+    """
+
+    def __init__(self, model: Module, modules: Any, store: ActivationStore) -> None:
+        self.store = store
+        self.chosen = _choose(model, modules)
+        self._undo: list[Callable[[], None]] = []
+        self._is_inside = False  # of a call that recomputes
+        device = store.here.device
+        with torch.inference_mode(False):  # torch keeps the random state of the devices of the arguments it is given
+            self._anchors = () if device.type == "cpu" else (torch.empty(0, device=device),)
+
+    def begin(self) -> None:
+        """From here on the blocks recompute."""
+        for module, name in self.chosen.called.items():
+            self._undo.append(Around(module, partial(self.call, name, module)).remove)
+        for module, name in self.chosen.asked.items():
+            self._ask(module, name)
+
+    def leave(self) -> None:
+        """Leaves the blocks as they were."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _ask(self, module: Module, name: str) -> None:
+        """Tells a module of transformers to checkpoint for itself, with a function of ours."""
+        ours = {"gradient_checkpointing": True, "_gradient_checkpointing_func": CheckpointFunction(self, name, module)}
+        before = {key: vars(module)[key] for key in ours if key in vars(module)}
+        vars(module).update(ours)
+
+        def undo() -> None:
+            for key in ours:
+                vars(module).pop(key, None)
+            vars(module).update(before)
+
+        self._undo.append(undo)
+
+    def call(self, name: str, module: Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls `function`, which is a call of the block or a part of one."""
+        if self._is_inside or not _records_gradients(module, args, kwargs):
+            return function(*args, **kwargs)
+        call = _Call(self, name, module, function, (args, kwargs))
+        return checkpoint(call, *self._anchors, use_reentrant=False)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Around what a call does: blocks inside do not recompute by themselves."""
+        before, self._is_inside = self._is_inside, True
+        try:
+            yield
+        finally:
+            self._is_inside = before
+
+
+@final
+class _Call:
+    """One call of a block: torch calls it in forward, and again whenever it recomputes."""
+
+    def __init__(self, recompute: Recompute, name: str, module: Module, function: Any, arguments: Any) -> None:
+        self._recompute = recompute
+        self._name = name
+        self._function = function
+        self._buffers = Buffers(module)
+        self._kept = recompute.store.keep(name, arguments)
+        self._first: Any = arguments  # until forward has them
+
+    def __call__(self, *_: Tensor) -> Any:
+        if self._first is None:
+            with self._recompute.inside(), self._buffers.as_before():
+                args, kwargs = self._kept.bring()
+                return self._function(*args, **kwargs)
+        (args, kwargs), self._first = self._first, None
+        versions = _versions_in(args, kwargs)
+        with self._recompute.inside():
+            output = self._function(*args, **kwargs)
+        self._recompute.store.settle()
+        self._buffers.forget_unchanged()
+        if _versions_in(args, kwargs) != versions:
+            raise RuntimeError(
+                f"{self._name!r} edits its input in place, and could not be computed again from it. Write x = x + y "
+                "there in place of x += y, or leave it out of ActivationCheckpointing(modules=...)."
+            )
+        return output
+
+
+@final
+class Buffers:
+    """The buffers of a module as they were before a call that has changed them (the statistics of BatchNorm).
+
+    Torch's checkpoint lets a recomputation begin with what the first call has made of them, and change them once more.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._before: list[_Before] = []
+        values: dict[int, Tensor] = {}  # a buffer may be in several modules
+        with torch.no_grad():
+            for holder in module.modules():
+                if buffers := dict(holder._buffers):
+                    for buffer in buffers.values():
+                        if buffer is not None and id(buffer) not in values:
+                            values[id(buffer)] = buffer.clone()
+                    versions = {name: version_of(buffer) for name, buffer in buffers.items() if buffer is not None}
+                    self._before.append(_Before(holder, buffers, versions, values))
+
+    def forget_unchanged(self) -> None:
+        """The call is over."""
+        changed = [before for before in self._before if before.is_changed]
+        wanted = {id(buffer) for before in changed for buffer in before.buffers.values()}
+        for before in self._before[:1]:
+            for key in before.values.keys() - wanted:
+                del before.values[key]
+        self._before = changed
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Inside, the module has other buffers, with the values of then."""
+        now = [before.holder._buffers for before in self._before]
+        with torch.no_grad():
+            copies = {key: value.clone() for before in self._before[:1] for key, value in before.values.items()}
+        for before in self._before:
+            shown = {name: copies.get(id(buffer), buffer) for name, buffer in before.buffers.items()}
+            vars(before.holder)["_buffers"] = shown
+        try:
+            yield
+        finally:
+            for before, buffers in zip(self._before, now, strict=True):
+                vars(before.holder)["_buffers"] = buffers
+
+
+class _Before(NamedTuple):
+    """The buffers of one module, then."""
+
+    holder: Module
+    buffers: dict[str, Tensor | None]
+    versions: dict[str, int]
+    values: dict[int, Tensor]  # copies, by the buffer's id; of all modules together
+
+    @property
+    def is_changed(self) -> bool:
+        now = self.holder._buffers
+        if now.keys() != self.buffers.keys() or any(now[name] is not self.buffers[name] for name in now):
+            return True
+        return any(version_of(self.buffers[name]) != version for name, version in self.versions.items())  # type: ignore[arg-type]
+
+
+@final
+class CheckpointFunction:
+    """What modules of transformers call in place of torch's checkpoint. A copy of the module gets torch's own."""
+
+    def __init__(self, recompute: Recompute, name: str, module: Module) -> None:
+        self._recompute = recompute
+        self._name = name
+        self._module = module
+
+    def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        while isinstance(function, partial):
+            function, args, kwargs = function.func, (*function.args, *args), {**function.keywords, **kwargs}
+        owner = getattr(function, "__self__", args[0] if args else None)
+        module = owner if isinstance(owner, Module) else self._module
+        return self._recompute.call(self._name, module, function, args, kwargs)
+
+    def __reduce__(self) -> Any:
+        return _torchs_own, ()
+
+
+def _torchs_own() -> Callable[..., Any]:
+    return partial(checkpoint, use_reentrant=False)
+
+
+class Chosen(NamedTuple):
+    """Modules that recompute, with their names."""
+
+    called: dict[Module, str]  # whose calls are intercepted
+    asked: dict[Module, str]  # which know how to checkpoint for themselves
+
+
+def _choose(model: Module, modules: Any) -> Chosen:
+    blocks = find_blocks(model, classes_from(modules, ARGUMENT), ARGUMENT)
+    shells = {shell._orig_mod: shell for shell in model.modules() if type(shell).__name__ == "OptimizedModule"}
+    called = {shells.get(module, module): name for name, module in blocks.items()}
+    compiled, traced = modules_in_compiled_regions(model), modules_in_compiled_regions(model, roots=False)
+    own = {module: as_written(name) for name, module in model.named_modules() if _checkpoints_for_itself(module)}
+    for module, name in (called | own).items():
+        if module in (compiled if module in own else traced):
+            raise ValueError(
+                f"{ARGUMENT}: {name!r} ({type(module).__name__}) lies inside of what torch.compile traces, where its "
+                "activations cannot be taken hold of. Compile the blocks themselves, each on its own "
+                "(block.compile()), without gradient checkpointing of their own; or leave activation_checkpointing out."
+            )
+    asked = own | {module: name for module, name in called.items() if _knows_how(module) and module not in compiled}
+    return Chosen({module: name for module, name in called.items() if module not in asked}, asked)
+
+
+def _knows_how(module: Module) -> bool:
+    """Whether it is a layer of transformers, which leaves caches of keys and values alone when it checkpoints."""
+    return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
+
+
+def _checkpoints_for_itself(module: Module) -> bool:
+    """In the manner of transformers."""
+    return bool(vars(module).get("gradient_checkpointing")) and "_gradient_checkpointing_func" in vars(module)
+
+
+def _records_gradients(module: Module, args: Any, kwargs: Any) -> bool:
+    """Whether a call makes a graph, whose values could be computed again."""
+    if not torch.is_grad_enabled() or not _hooks_are_allowed():
+        return False
+    with no_interception():
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_iter((args, kwargs))):
+            return True
+        return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _versions_in(args: Any, kwargs: Any) -> list[int]:
+    return [version_of(leaf) for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]

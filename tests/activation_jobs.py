@@ -1,0 +1,157 @@
+"""Models whose blocks are awkward to recompute, and what the tests of activation checkpointing call on real ranks."""
+
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+import jobs
+
+WIDTH = 8
+
+
+class Drifting(nn.Module):
+    """Buffers that every training forward changes and reads: one in place, one replaced, one made late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.register_buffer("late", None)
+        self.mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean(0).to(self.mean.dtype), 0.25)
+                self.scale = 0.9 * self.scale + 0.1
+                self.late = x.detach().mean(0) if self.late is None else self.late + 1
+        return (x - self.mean) * self.scale + 0.01 * (0 if self.late is None else self.late)
+
+
+class Layer(nn.Module):
+    """Takes a tensor and keyword arguments, returns a tuple and a dict."""
+
+    def __init__(self, dropout: float = 0.3, hidden: int = 16) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(WIDTH, hidden), nn.BatchNorm1d(hidden)
+        self.drop, self.drift, self.down = nn.Dropout(dropout), Drifting(), nn.Linear(hidden, WIDTH)
+
+    def forward(self, x: Tensor, *, mask: Tensor, extra: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        hidden = torch.tanh(self.norm(self.up(self.drift(x) * mask)))
+        x = x + self.down(self.drop(hidden)) * extra["scales"][0]
+        return x, {"auxiliary": hidden.square().mean(), "same": mask}
+
+
+class Awkward(nn.Module):
+    """One layer runs twice, two share a weight, one is frozen, the first input is no gradient's."""
+
+    def __init__(self, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(dropout) for _ in range(4)])
+        self.layers[2].up.weight = self.layers[0].up.weight
+        self.layers[1].requires_grad_(False)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.linspace(0.5, 1.5, x.numel()).view_as(x)
+        auxiliary = []
+        for at in (0, 1, 2, 2, 3):
+            scale = x.new_full((), 0.5) if at < 2 else x.detach().abs().mean()
+            x, more = self.layers[at](x, mask=mask, extra={"scales": [scale], "name": "x", "nothing": None})
+            auxiliary.append(more["auxiliary"])
+        return self.head(x) + torch.stack(auxiliary).sum()
+
+
+class Low(nn.Module):
+    """A frozen layer and its adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.down, self.up = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2), nn.Linear(2, WIDTH)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Block(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(WIDTH), inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(self.norm(x)))
+
+
+class Adapted(nn.Module):
+    """`kind`: "adapted", "tied" or "frozen", a frozen half under a trained one."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, WIDTH)
+        make = Low if kind == "adapted" else lambda: nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Block(make()) for _ in range(4)])
+        self.head = nn.Linear(WIDTH, WIDTH)
+        if kind == "tied":
+            self.blocks[3].inner.weight = self.blocks[0].inner.weight
+            self.head.weight = self.blocks[1].inner.weight
+        if kind != "tied":
+            self.into.requires_grad_(False)
+        if kind == "adapted":
+            for block in self.blocks:
+                block.norm.requires_grad_(False)
+        if kind == "frozen":
+            self.blocks[:2].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Lit(L.LightningModule):
+    """A model with blocks, dropout and BatchNorm under Trainer."""
+
+    def __init__(self, in_two_bytes: bool = False) -> None:
+        super().__init__()
+        self.into = nn.Linear(jobs.FEATURES, WIDTH)
+        self.layers = nn.ModuleList([Layer() for _ in range(3)])
+        self.head = nn.Linear(WIDTH, jobs.CLASSES)
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        mask = torch.ones_like(x)
+        for layer in self.layers:
+            x, _ = layer(x, mask=mask, extra={"scales": [mask[0, 0]]})
+        return self.head(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self(batch[0]).float(), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.cross_entropy(self(batch[0]).float(), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+def fit(strategy: Any, precision: str, **kwargs: Any) -> dict[str, Any]:
+    """All that training has come to."""
+    L.seed_everything(1, verbose=False)
+    model = Lit()
+    run = jobs.trainer(
+        strategy, 2, precision=precision, accumulate_grad_batches=2, gradient_clip_val=0.1, max_epochs=2, **kwargs
+    )
+    run.fit(model, jobs.loader(shuffle=True), jobs.loader(seed=1))
+    return {
+        "losses": model.losses,
+        "val_loss": float(run.callback_metrics["val_loss"]),
+        "state": jobs.state_of(model),
+        "drawn": float(torch.rand(1)),
+    }
