@@ -1,12 +1,22 @@
 """Models whose blocks are awkward to recompute, and what the tests of activation checkpointing call on real ranks."""
 
+import copy
+import datetime
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import jobs
+from lightning_zero.run.recompute import Recompute
+from lightning_zero.tiers.activations import ActivationStore
+from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
+from lightning_zero.wire.native import make_comm
+from models import seeded
+from unit_jobs import state_of
 
 WIDTH = 8
 
@@ -115,7 +125,7 @@ class Adapted(nn.Module):
 class Lit(L.LightningModule):
     """A model with blocks, dropout and BatchNorm under Trainer."""
 
-    def __init__(self, in_two_bytes: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.into = nn.Linear(jobs.FEATURES, WIDTH)
         self.layers = nn.ModuleList([Layer() for _ in range(3)])
@@ -139,6 +149,64 @@ class Lit(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+LAYERS, TOKENS, HIDDEN = 3, (4, 32), 32
+HIDDEN_BYTES = 4 * TOKENS[0] * TOKENS[1] * HIDDEN
+
+
+def gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    special = {"bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=50, n_positions=32, n_embd=HIDDEN, n_layer=LAYERS, n_head=2, **special)
+    )
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "intermediate_size": 64}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=50, num_attention_heads=2, num_key_value_heads=1, **sizes))
+
+
+TRANSFORMERS: dict[str, Callable[[], Any]] = {"gpt2": gpt2, "llama": llama}
+
+
+def train_on_tokens(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    tokens = torch.randint(0, 50, TOKENS, generator=torch.Generator().manual_seed(1))
+    padding = torch.ones_like(tokens)
+    padding[0, 20:] = 0
+    seen = {}
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = model(input_ids=tokens, attention_mask=padding, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        seen[f"loss {step}"] = loss.detach()
+    return seen | state_of(model, engine)
+
+
+def partitioned_with_dropout(offload: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    """Gradients with partitioned activations, gradients without, and the bytes that this rank has kept."""
+    here = Place(torch.device("cpu"))
+    rests = Place(torch.device("cpu"), Tier.HOST) if offload else here
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    store = ActivationStore(Ledger(), here, rests, make_comm(here.device, datetime.timedelta(seconds=20)))
+    x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(4))
+    plain = seeded(Awkward)
+    model = copy.deepcopy(plain)
+    recompute = Recompute(model, "auto", store)
+    recompute.begin()
+    found = []
+    for one in (model, plain):
+        torch.manual_seed(7)
+        one(x).square().sum().backward()
+        found.append({name: p.grad.clone() for name, p in one.named_parameters() if p.grad is not None})
+    return found[0], found[1], store.ledger.peak_in[Category.ACTIVATION_CHECKPOINT, rests.tier]
 
 
 def fit(strategy: Any, precision: str, **kwargs: Any) -> dict[str, Any]:

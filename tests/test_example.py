@@ -119,6 +119,25 @@ def test_r59_a_job_started_again_in_its_folder_continues_from_its_last_checkpoin
     assert trained == [4, 5]
 
 
+def test_a_sweep_over_activation_checkpointing_has_one_loss_and_tells_the_bytes(tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "examples/train.py", "-m", "experiment=smoke", "trainer.accelerator=cpu"]
+    command += [
+        "strategy=zero2,zero3",
+        "strategy/activation_checkpointing=none,recompute",
+        f"hydra.sweep.dir={tmp_path}",
+    ]
+    with warm.starts():
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with (tmp_path / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len({row["loss"] for row in rows}) == 1
+    inputs_of_blocks = 2 * 4 * 32 * 32 * 4  # depth, batch, context, width, bytes
+    kept = [int(row["memory_bytes.activation checkpoint"]) for row in rows]
+    assert kept == [0, inputs_of_blocks, 0, inputs_of_blocks]
+
+
 # --- the other experiments
 
 

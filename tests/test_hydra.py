@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.errors import ConfigCompositionException
+from hydra.errors import ConfigCompositionException, InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError
@@ -29,9 +29,10 @@ POLICIES = {"offload": Offload, "activation_checkpointing": ActivationCheckpoint
 OPTION_STATES: dict[tuple[str, str], dict] = {
     ("offload", "cpu"): {"optimizer": "cpu"},
     ("offload", "nvme"): {"optimizer": "nvme", "path": "${hydra:runtime.output_dir}"},
-    ("activation_checkpointing", "auto"): {},
+    ("activation_checkpointing", "recompute"): {},
     ("activation_checkpointing", "offload"): {"offload": True},
-    ("activation_checkpointing", "contiguous"): {"contiguous": True},
+    ("activation_checkpointing", "partitioned"): {"partition": True},
+    ("activation_checkpointing", "partitioned_offload"): {"partition": True, "offload": True},
     ("checkpoint", "sharded"): {},
     ("checkpoint", "background"): {"async_save": True},
     ("checkpoint", "full"): {"format": "full"},
@@ -106,6 +107,21 @@ def test_the_documented_command_lines_compose():
     assert cfg.trainer.strategy == cfg.strategy
     offloaded = composed("strategy=zero2", "strategy/offload=nvme", "strategy.offload.path=/fast/disk").strategy.offload
     assert Offload(**offloaded) == Offload(optimizer="nvme", path="/fast/disk")
+
+
+@pytest.mark.parametrize("option", ["recompute", "offload"])
+def test_activation_checkpointing_composes_with_stage_offload_and_bucket_size(option):
+    choices = ("strategy/offload=cpu", f"strategy/activation_checkpointing={option}", "strategy.bucket_size_mb=2")
+    strategy = instantiate(
+        composed("strategy=zero3", *choices, "strategy.activation_checkpointing.modules=[Block]").strategy
+    )
+    assert strategy.activation_checkpointing == ActivationCheckpointing(modules=["Block"], offload=option == "offload")
+    assert (strategy.stage, strategy.offload) == (3, Offload(optimizer="cpu"))
+
+
+def test_partitioned_activations_without_tensor_parallelism_are_refused_with_what_to_write():
+    with pytest.raises(InstantiationException, match="Write offload=True in place of partition=True"):
+        instantiate(composed("strategy=zero2", "strategy/activation_checkpointing=partitioned").strategy)
 
 
 def test_ddp_composes_without_the_keys_of_zero():

@@ -1,7 +1,9 @@
 """What a run tells of itself, and what tells jobs apart."""
 
 import pytest
+from matplotlib.figure import Figure
 
+from lightning_zero.sweeps import summary
 from lightning_zero.sweeps.summary import SUMMARY, collect, distinct_labels, read_summary, update_summary, write_summary
 
 
@@ -24,3 +26,22 @@ def test_other_programs_files_of_that_name_are_passed_over(content, tmp_path):
     (tmp_path / "0" / "wandb").mkdir()
     (tmp_path / "0" / "wandb" / SUMMARY).write_text(content)
     assert [job["folder"] for job in collect(tmp_path)] == ["0"]
+
+
+def test_the_picture_shows_activations_among_the_bytes_hatched_where_they_are_on_the_host():
+    jobs = [
+        {"parameter": 2.0, "activation checkpoint": 3.0},
+        {"parameter": 2.0, "activation checkpoint": 0.0, "activation checkpoint (host)": 3.0},
+    ]
+    panel = Figure().subplots()
+    summary._stack_bars(panel, jobs)
+    shown = {bars.get_label(): [bar.get_width() for bar in bars] for bars in panel.containers}
+    assert shown == {
+        "parameter": [2.0, 2.0],
+        "activation checkpoint": [3.0, 0.0],
+        "activation checkpoint (host)": [0.0, 3.0],
+    }
+    assert [text.get_text() for text in panel.get_legend().get_texts()] == list(shown)
+    device, host = (bars.patches[0] for bars in panel.containers[1:])
+    assert device.get_facecolor() == host.get_facecolor()
+    assert (device.get_hatch(), host.get_hatch()) == (None, "///")

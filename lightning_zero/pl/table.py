@@ -24,9 +24,8 @@ def table_of(engine: Engine, stage: int, optimizers: Iterable[Optimizer]) -> str
         lines.append(f"{engine.resident_numel:,} stay whole on every rank: gathering them costs more than it saves")
     if engine.imbalance is not None:
         lines.append(f"Optimizers step whole tensors; the rank with most has {engine.imbalance:.1%} more than the mean")
-    return "\n  ".join(
-        [f"ZeRO stage {stage} on {engine.mesh.world.size} ranks", *lines, *_offload_lines(engine, optimizers)]
-    )
+    lines += _offload_lines(engine, optimizers) + _recompute_lines(engine)
+    return "\n  ".join([f"ZeRO stage {stage} on {engine.mesh.world.size} ranks", *lines])
 
 
 def _offload_lines(engine: Engine, optimizers: Iterable[Optimizer]) -> list[str]:
@@ -64,3 +63,16 @@ def told_of_whole(module: Module) -> str | None:
     if nbytes <= WORTH_TELLING:
         return None
     return f"{nbytes / 1e9:.1f} GB of the model are whole on every rank first: what configure_model() builds never is"
+
+
+def _recompute_lines(engine: Engine) -> list[str]:
+    """Which blocks recompute, and where their inputs rest."""
+    policy = engine.options.activation_checkpointing
+    if policy is None or engine.recompute is None:
+        return []
+    rests = "in host memory" if policy.offload else "on the device"
+    how = (", each rank's part of it" if policy.partition else "") + (", in one array" if policy.contiguous else "")
+    blocks = engine.recompute.chosen.blocks
+    return [
+        f"{len(blocks)} blocks ({blocks[0]}, ...) compute activations again in backward; their input rests {rests}{how}"
+    ]

@@ -237,8 +237,9 @@ def _torchs_own() -> Callable[..., Any]:
 class Chosen(NamedTuple):
     """Modules that recompute, with their names."""
 
-    called: dict[Module, str]  # whose calls are intercepted
-    asked: dict[Module, str]  # which know how to checkpoint for themselves
+    blocks: list[str]  # all that were looked for
+    called: dict[Module, str]  # those whose calls are intercepted
+    asked: dict[Module, str]  # that know how to checkpoint for themselves, and the models around them
 
 
 def _choose(model: Module, modules: Any) -> Chosen:
@@ -254,17 +255,27 @@ def _choose(model: Module, modules: Any) -> Chosen:
                 "activations cannot be taken hold of. Compile the blocks themselves, each on its own "
                 "(block.compile()), without gradient checkpointing of their own; or leave activation_checkpointing out."
             )
-    asked = own | {module: name for module, name in called.items() if _knows_how(module) and module not in compiled}
-    return Chosen({module: name for module, name in called.items() if module not in asked}, asked)
+    layers = {module for module in called if _is_layer_of_transformers(module) and module not in compiled}
+    asked = {
+        module: as_written(name)
+        for name, module in model.named_modules()
+        if module in own or module in layers or (_can_be_asked(module) and not layers.isdisjoint(module.modules()))
+    }
+    return Chosen(list(blocks), {module: name for module, name in called.items() if module not in layers}, asked)
 
 
-def _knows_how(module: Module) -> bool:
-    """Whether it is a layer of transformers, which leaves caches of keys and values alone when it checkpoints."""
+def _is_layer_of_transformers(module: Module) -> bool:
+    """These, and the models around them, use no cache of keys and values where they are told to checkpoint: a
+    recomputation would add to it once more."""
     return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
 
 
+def _can_be_asked(module: Module) -> bool:
+    return "gradient_checkpointing" in vars(module)
+
+
 def _checkpoints_for_itself(module: Module) -> bool:
-    """In the manner of transformers."""
+    """In the manner of transformers, as its user has told it."""
     return bool(vars(module).get("gradient_checkpointing")) and "_gradient_checkpointing_func" in vars(module)
 
 

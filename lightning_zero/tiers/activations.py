@@ -67,7 +67,7 @@ class KeptArguments:
             before = None if self._before is None else self._before()
             if before is not None:
                 before.begin()
-            kept = {leaf for leaf in self._leaves if isinstance(leaf, Kept)}
+            kept = dict.fromkeys(leaf for leaf in self._leaves if isinstance(leaf, Kept))  # ranks gather in this order
             brought = {leaf: leaf.values() for leaf in kept}  # what was one tensor is one again
             leaves = [brought[leaf] if isinstance(leaf, Kept) else leaf for leaf in self._leaves]
         return tree_unflatten(leaves, self._spec)
@@ -130,7 +130,7 @@ class ActivationStore:
         is_parted = self.comm.size > 1 and self._all_have(name, at, memory)
         if self.comm.size > 1 and not is_parted and not self.is_away:
             return _Reference(name, tensor, tensor.detach(), self._hold(tensor))
-        return _Copy(self, geometry, memory, is_parted=is_parted)
+        return _Copy(self, f"{name}.{at}", geometry, memory, is_parted=is_parted)
 
     def _all_have(self, name: str, at: int, memory: Tensor) -> bool:
         """Whether all ranks have this argument alike, as they had the first time."""
@@ -247,8 +247,11 @@ class _Reference(Kept):
 class _Copy(Kept):
     """The bytes rest elsewhere, or this rank's part of them: ``(ceil(nbytes / M),)``."""
 
-    def __init__(self, store: ActivationStore, geometry: _Geometry, memory: Tensor, *, is_parted: bool) -> None:
+    def __init__(
+        self, store: ActivationStore, name: str, geometry: _Geometry, memory: Tensor, *, is_parted: bool
+    ) -> None:
         self._store = store
+        self._name = name
         self._geometry = geometry
         self._is_parted = is_parted
         columns = math.ceil(memory.numel() / store.comm.size) if is_parted else memory.numel()
@@ -285,7 +288,7 @@ class _Copy(Kept):
             return memory
         comm = self._store.comm
         full = self._store.room_here(comm.size * memory.numel())
-        comm.all_gather(full.view(comm.size, -1), memory, "gather activation checkpoint").wait()
+        comm.all_gather(full.view(comm.size, -1), memory, f"activation checkpoint {self._name}").wait()
         return full
 
 
