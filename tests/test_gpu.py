@@ -15,11 +15,13 @@ from torch import nn
 
 import jobs
 from lightning_zero.checkpoint import load_pretrained, verify
-from lightning_zero.config import Offload
+from lightning_zero.config import ActivationCheckpointing, Offload
 from lightning_zero.run.construction import constructing
 from lightning_zero.run.engine import Engine, Options
+from lightning_zero.run.recompute import store_for
 from lightning_zero.shards.early import early_of
-from lightning_zero.tiers.ledger import Tier
+from lightning_zero.shards.offload import Machine, host_of
+from lightning_zero.tiers.ledger import Ledger, Tier
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.gloo import GlooComm
 from lightning_zero.wire.local import LocalComm
@@ -302,3 +304,91 @@ def test_weights_of_a_file_go_to_the_device(stage: int, world: int, tmp_path: Pa
 
     for found in [rank_main(LocalComm())] if world == 1 else ThreadWorld(world, 20).run(rank_main):
         assert all(found[name].equal(value) for name, value in state.items())
+
+
+# --- activation checkpointing
+
+
+class Wide(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(width, 4 * width), nn.Dropout(0.1), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.drop(nn.functional.gelu(self.up(x))))
+
+
+def deep_on_gpu(checkpointing: ActivationCheckpointing | None, depth: int = 8) -> dict[str, Any]:
+    """A few steps of blocks with dropout: 8 MiB of input each, and some 80 MiB of all that backward needs."""
+    device, rows, width = torch.device("cuda"), 2048, 1024
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Wide(width) for _ in range(depth)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = Options(activation_checkpointing=checkpointing)
+    engine = Engine(model, [optimizer], stage=2, comm=LocalComm(), device=device, options=options)
+    batch, losses, after_forward = torch.randn(rows, width, device=device), [], 0
+    for _ in range(3):
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        loss = model(batch).square().mean()
+        after_forward = torch.cuda.memory_allocated() - before
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    drawn = float(torch.rand(1, device=device))
+    told = engine.bytes_by_category()
+    store = None if engine.recompute is None else engine.recompute.store
+    is_pinned = None if store is None else store.room.take(8).memory.is_pinned()
+    engine.close()
+    weights = [parameter.detach().cpu() for parameter in model.parameters()]
+    return {
+        "losses": losses,
+        "drawn": drawn,
+        "weights": weights,
+        "after forward": after_forward,
+        "peak": torch.cuda.max_memory_allocated() - before,
+        "told": told,
+        "is pinned": is_pinned,
+    }
+
+
+ACTIVATIONS = {
+    "recompute": {},
+    "offload": {"offload": True},
+    "contiguous": {"contiguous": True},
+    "offload contiguous": {"offload": True, "contiguous": True},
+}
+
+
+@pytest.mark.parametrize("policy", ACTIVATIONS)
+def test_recomputation_on_a_gpu_changes_no_bit(policy: str) -> None:
+    """Dropout masks come from the device's random numbers; copies to the host and back run beside its work."""
+    expected, found = deep_on_gpu(None), deep_on_gpu(ActivationCheckpointing(**ACTIVATIONS[policy]))
+    assert (found["losses"], found["drawn"]) == (expected["losses"], expected["drawn"])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found["weights"], expected["weights"], strict=True))
+
+
+def test_offloaded_checkpoints_leave_the_device_for_page_locked_memory() -> None:
+    depth, size = 8, 2048 * 1024 * 4
+    keeps_all, recomputes = deep_on_gpu(None, depth), deep_on_gpu(ActivationCheckpointing(), depth)
+    offloads = deep_on_gpu(ActivationCheckpointing(offload=True), depth)
+    assert recomputes["after forward"] < keeps_all["after forward"] / 4
+    assert recomputes["after forward"] - offloads["after forward"] == pytest.approx((depth - 1) * size, rel=0.05)
+    assert offloads["peak"] < recomputes["peak"] < keeps_all["peak"]
+    assert offloads["told"]["activation checkpoint (host)"] == depth * size
+    assert offloads["is pinned"] is True
+
+
+def test_an_input_that_is_edited_after_its_block_has_been_copied_before() -> None:
+    """The copy to the host is done when the block's forward is, as far as the device's work goes."""
+    device = torch.device("cuda")
+    store = store_for(ActivationCheckpointing(offload=True), Ledger(), device, host_of(device, Machine()), LocalComm())
+    for _ in range(20):
+        given = torch.randn(4096, 4096, device=device)
+        expected = given.clone()
+        kept = store.keep("block", ((given,), {}))
+        store.settle()
+        given.zero_()
+        (found,), _ = kept.bring()
+        assert torch.equal(found, expected)
