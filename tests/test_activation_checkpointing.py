@@ -304,6 +304,48 @@ def test_torchs_own_checkpoint_updates_batch_norm_twice() -> None:
     assert layer.num_batches_tracked == 2
 
 
+class Asked(nn.Module):
+    """Checkpoints for itself, in the manner of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradient_checkpointing = True
+        self._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._gradient_checkpointing_func(self.layer.__call__, x)
+
+
+def test_what_checkpoints_for_itself_uses_our_store_and_not_inside_of_a_block() -> None:
+    model = nn.ModuleDict({"block": nn.ModuleList([jobs.Block(Asked())]), "alone": Asked()})
+    recompute = attached(model)
+    given = batch().requires_grad_()
+    losses = [model["block"][0](given).sum(), model["alone"](given * 1).sum()]
+    kept = kept_in(recompute)
+    assert kept == 2 * given.nbytes
+    sum(losses).backward()
+    recompute.leave()
+    assert isinstance(model["alone"]._gradient_checkpointing_func, functools.partial)
+
+
+@each_policy
+def test_what_a_recomputation_was_given_may_be_held_on_to(policy: dict[str, Any]) -> None:
+    model = seeded(Nested)
+    given: list[Tensor] = []
+    for block in model.blocks:
+        block.norm.register_forward_pre_hook(lambda _, args: given.append(args[0].detach()))
+    attached(model, **policy)
+    values = []
+    for step in range(3):
+        loss = model(batch(step)).sum()
+        values += [tensor.clone() for tensor in given[len(values) :]]
+        loss.backward()
+        values += [tensor.clone() for tensor in given[len(values) :]]
+    assert len(given) == 3 * 2 * 3
+    assert [torch.equal(tensor, value) for tensor, value in zip(given, values, strict=True)] == [True] * len(given)
+
+
 class Edits(nn.Module):
     def __init__(self, inside: bool) -> None:
         super().__init__()
