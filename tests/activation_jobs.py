@@ -9,6 +9,8 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import jobs
 from lightning_zero.run.recompute import Recompute
@@ -207,6 +209,33 @@ def partitioned_with_dropout(offload: bool) -> tuple[dict[str, Tensor], dict[str
         one(x).square().sum().backward()
         found.append({name: p.grad.clone() for name, p in one.named_parameters() if p.grad is not None})
     return found[0], found[1], store.ledger.peak_in[Category.ACTIVATION_CHECKPOINT, rests.tier]
+
+
+def tensors_made_of_others(offload: bool) -> None:
+    """DTensors, and the result of a collective that may be under way, come back as they were."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    here = Place(torch.device("cpu"))
+    rests = Place(torch.device("cpu"), Tier.HOST) if offload else here
+    store = ActivationStore(Ledger(), here, rests, make_comm(here.device, datetime.timedelta(seconds=20)))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    values = torch.arange(256.0).view(16, 16)
+    replicated = DTensor.from_local(values.clone(), mesh, [Replicate()]).requires_grad_()
+    sharded = DTensor.from_local(values + dist.get_rank(), mesh, [Shard(1)], run_check=False)
+    local = DTensor.from_local(values + 0, mesh, [Partial()]).redistribute(mesh, [Replicate()], async_op=True)
+    arriving = local.to_local()  # waits when it is used
+    assert hasattr(arriving, "trigger_wait")
+    given = (replicated, sharded, arriving)
+    kept = store.keep("block", (given, {}))
+    own = values.nbytes // 2 + values.nbytes + values.nbytes // 2  # only what all have is divided
+    assert store.ledger.live_in[Category.ACTIVATION_CHECKPOINT, rests.tier] == own
+    found, _ = kept.bring()
+    assert (found[0].placements, found[1].placements) == (replicated.placements, sharded.placements)
+    assert [tensor.requires_grad for tensor in found] == [True, False, False]
+    assert found[1].shape == sharded.shape
+    for tensor, expected in zip(found, given, strict=True):
+        one, other = (item.to_local() if isinstance(item, DTensor) else item + 0 for item in (tensor, expected))
+        assert torch.equal(one, other)
 
 
 def fit(strategy: Any, precision: str, **kwargs: Any) -> dict[str, Any]:

@@ -453,6 +453,11 @@ def test_any_tensor_comes_back_as_it_was(name: str, policy: dict[str, Any], worl
         ThreadWorld(world, 10).run(rank_main)
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_tensor_made_of_others_comes_back_as_it_was(offload: bool, two_ranks: RankPool) -> None:
+    two_ranks.run(jobs.tensors_made_of_others, offload)
+
+
 def test_what_several_blocks_are_given_is_kept_once_and_brought_back_once() -> None:
     ledger = Ledger()
     store = ActivationStore(ledger, HERE, HOST, LocalComm())

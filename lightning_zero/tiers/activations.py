@@ -10,7 +10,7 @@ Where one rests, for a block's input of A bytes on each of the M ranks of a tens
 
 On the device and whole, a checkpoint is a reference, as autograd's own. Otherwise the bytes of its memory are copied; a
 tensor that several blocks are given (an attention mask) once. What stays a reference under any policy: parameters,
-tensors of other kinds and devices, tiny ones, and of P_a those which are not the same on all ranks (sequence
+tensors of other layouts and devices, tiny ones, and of P_a those which are not the same on all ranks (sequence
 parallelism divides them already).
 """
 
@@ -18,10 +18,13 @@ import hashlib
 import math
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -93,7 +96,7 @@ class ActivationStore:
         self.is_away = rests != here
         self._copies = contiguous or self.is_away or comm.size > 1
         self._known = WeakTensorKeyDictionary()  # tensor -> its state, and a reference to what is kept of it
-        self._is_alike: dict[tuple[str, int], bool] = {}  # of a call, argument -> whether all ranks have the same
+        self._is_alike: dict[str, bool] = {}  # argument of a block -> whether all ranks have the same
         self._holds: weakref.WeakValueDictionary[int, _Hold] = weakref.WeakValueDictionary()  # storage -> its booking
         self._last: weakref.ref[KeptArguments] | None = None
         self._aside = torch.cuda.Stream(here.device) if self.is_away and here.device.type == "cuda" else None
@@ -103,41 +106,52 @@ class ActivationStore:
         """Keeps the arguments of a call of the block `name`; `settle` must follow."""
         leaves, spec = tree_flatten(arguments)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            kept = [self._keep(name, at, leaf) if isinstance(leaf, Tensor) else leaf for at, leaf in enumerate(leaves)]
+            kept = [self._keep(f"{name}.{at}", leaf) for at, leaf in enumerate(leaves)]
         result = KeptArguments(kept, spec, self._last)
         self._last = weakref.ref(result)
         return result
 
-    def _keep(self, name: str, at: int, tensor: Tensor) -> Kept:
-        if not _is_plain(tensor):
-            return _Reference(name, tensor, tensor)
-        now = (version_of(tensor), tensor.data_ptr(), tensor.requires_grad)
-        then, kept = self._known.get(tensor, (None, lambda: None))
+    def _keep(self, name: str, leaf: Any) -> Any:
+        """What is kept of a leaf: of a tensor a `Kept`."""
+        is_made_of_others: bool = is_traceable_wrapper_subclass(leaf)
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if is_made_of_others and not isinstance(leaf, Parameter):
+            return self._keep_wrapper(name, leaf)
+        if not _is_plain(leaf):
+            return _Reference(name, leaf, leaf)
+        now = (version_of(leaf), leaf.data_ptr(), leaf.requires_grad)
+        then, kept = self._known.get(leaf, (None, lambda: None))
         shared = kept() if then == now else None
         if shared is not None:
             shared.is_shared = True
             return shared
-        made = self._make(name, at, tensor)
-        self._known[tensor] = now, weakref.ref(made)
+        made = self._make(name, leaf)
+        self._known[leaf] = now, weakref.ref(made)
         return made
 
-    def _make(self, name: str, at: int, tensor: Tensor) -> Kept:
+    def _keep_wrapper(self, name: str, tensor: Any) -> Kept:
+        _arrived(tensor)
+        names, context = tensor.__tensor_flatten__()
+        return _Wrapper(tensor, {key: self._keep(f"{name}.{key}", getattr(tensor, key)) for key in names}, context)
+
+    def _make(self, name: str, tensor: Tensor) -> Kept:
         is_copied = self._copies and tensor.nbytes > TINY and tensor.device.type == self.here.device.type
         if not is_copied:
             return _Reference(name, tensor, tensor.detach(), self._hold(tensor))
         geometry = _Geometry(tensor)
         memory = geometry.memory_of(tensor)
-        is_parted = self.comm.size > 1 and self._all_have(name, at, memory)
+        is_parted = self.comm.size > 1 and self._all_have(name, memory)
         if self.comm.size > 1 and not is_parted and not self.is_away:
             return _Reference(name, tensor, tensor.detach(), self._hold(tensor))
-        return _Copy(self, f"{name}.{at}", geometry, memory, is_parted=is_parted)
+        return _Copy(self, name, geometry, memory, is_parted=is_parted)
 
-    def _all_have(self, name: str, at: int, memory: Tensor) -> bool:
+    def _all_have(self, name: str, memory: Tensor) -> bool:
         """Whether all ranks have this argument alike, as they had the first time."""
-        if (name, at) not in self._is_alike:
+        if name not in self._is_alike:
             digest = hashlib.blake2b(memory.cpu().numpy().tobytes()).hexdigest()
-            self._is_alike[name, at] = len(set(self.comm.all_gather_object(digest, "same activations"))) == 1
-        return self._is_alike[name, at]
+            self._is_alike[name] = len(set(self.comm.all_gather_object(digest, "same activations"))) == 1
+        return self._is_alike[name]
 
     def _hold(self, tensor: Tensor) -> "_Hold | None":
         """Books what a reference keeps alive, a storage once."""
@@ -241,6 +255,33 @@ class _Reference(Kept):
                 f"computed again, is at version {version_of(self._tensor)}; expected version {self._version} instead."
             )
         return self._tensor if self._is_itself else self._tensor.detach().requires_grad_(self._requires_grad)
+
+
+@final
+class _Wrapper(Kept):
+    """A tensor that is made of others: a DTensor of its local one, or the result of a collective."""
+
+    def __init__(self, tensor: Tensor, inner: Mapping[str, Any], context: Any) -> None:
+        self._inner = inner
+        self._shape, self._stride = tensor.shape, tensor.stride()
+        self._requires_grad = tensor.requires_grad
+        self._kind: Any = type(tensor)
+        self._context = context
+
+    def begin(self) -> None:
+        for part in self._inner.values():
+            if isinstance(part, Kept):
+                part.begin()
+
+    def values(self) -> Tensor:
+        parts = {key: part.values() if isinstance(part, Kept) else part for key, part in self._inner.items()}
+        made = self._kind.__tensor_unflatten__(parts, self._context, self._shape, self._stride)
+        return _arrived(made).detach().requires_grad_(self._requires_grad)
+
+
+def _arrived(tensor: Tensor) -> Tensor:
+    """The plain tensor, if it is the result of one of torch's collectives that may be under way."""
+    return tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor
 
 
 @final
