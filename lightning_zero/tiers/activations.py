@@ -106,7 +106,7 @@ class ActivationStore:
         """Keeps the arguments of a call of the block `name`; `settle` must follow."""
         leaves, spec = tree_flatten(arguments)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            kept = [self._keep(f"{name}.{at}", leaf) for at, leaf in enumerate(leaves)]
+            kept = [self._keep(f"{name} (argument {at})", leaf) for at, leaf in enumerate(leaves)]
         result = KeptArguments(kept, spec, self._last)
         self._last = weakref.ref(result)
         return result
@@ -251,7 +251,7 @@ class _Reference(Kept):
         if version_of(self._tensor) != self._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: an "
-                f"input of {self._name!r}, of shape {tuple(self._tensor.shape)}, from which its activations were to be "
+                f"input of {self._name}, of shape {tuple(self._tensor.shape)}, from which its activations were to be "
                 f"computed again, is at version {version_of(self._tensor)}; expected version {self._version} instead."
             )
         return self._tensor if self._is_itself else self._tensor.detach().requires_grad_(self._requires_grad)
