@@ -14,7 +14,7 @@ from lightning_zero.run.averages import Averages
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.phase import Phase, Phases
-from lightning_zero.run.recompute import Recompute, store_for
+from lightning_zero.run.recompute import recompute_for
 from lightning_zero.run.reductions import Reductions, Stage
 from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.run.replicated import broadcast_buffers, broadcast_states, move_replicated, refuse_strangers
@@ -104,11 +104,7 @@ class Engine:
         is_replicated = self.options.replicate_size > 1 and comm.size == self.options.replicate_size
         self.partition: Partition = STAGES[0 if is_replicated else stage]
         self.ledger = Ledger()
-        self.recompute: Recompute | None = None
-        if (checkpointing := self.options.activation_checkpointing) is not None:
-            host = offloading.host_of(device, self.options.machine)
-            store = store_for(checkpointing, self.ledger, device, host, LocalComm())
-            self.recompute = Recompute(module, checkpointing.modules, store)
+        self.recompute = recompute_for(module, self.options, device, self.ledger, LocalComm())
         managed = assembly.managed_parameters(module, optimizers)
         self.foreign_parameters = assembly.foreign_parameters(module)
         self._known = {id(parameter): parameter for parameter in module.parameters()}  # kept alive: ids stay theirs

@@ -26,7 +26,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.config import ActivationCheckpointing, classes_from
 from lightning_zero.run.surrounding import Around
+from lightning_zero.shards.assembly import Options
 from lightning_zero.shards.group import no_interception
+from lightning_zero.shards.offload import host_of
 from lightning_zero.shards.units import as_written, find_blocks, modules_in_compiled_regions
 from lightning_zero.tiers.activations import ActivationStore, version_of
 from lightning_zero.tiers.ledger import Ledger, Place
@@ -36,6 +38,17 @@ from lightning_zero.wire.local import LocalComm
 ARGUMENT = "activation_checkpointing: modules"
 
 _hooks_are_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+
+
+def recompute_for(
+    model: Module, options: Options, device: torch.device, ledger: Ledger, alike: Comm
+) -> "Recompute | None":
+    """The blocks that `options` ask for, before anything else is done to the model; `alike`: see `store_for`."""
+    policy = options.activation_checkpointing
+    if policy is None:
+        return None
+    store = store_for(policy, ledger, device, host_of(device, options.machine), alike)
+    return Recompute(model, policy.modules, store)
 
 
 def store_for(
