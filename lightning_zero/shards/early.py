@@ -103,10 +103,11 @@ class EarlyParameter:
             flat = self._ledger.allocate(Category.GATHERED, ranks * width, row.dtype, Place(device))
             rows, own = flat.view(ranks, width), self._own(parameter)
             flat[own].copy_(row)
+            del row
+            self.row = None  # before the others' rows arrive, so that this one is not there twice
             mine = rows[self._mesh.shard.rank]
             _comm_for(self._mesh.shard, device).all_gather(rows, mine, f"early parameter {self.number}").wait()
             parameter.data = flat[: parameter.numel()].view(parameter.shape)
-        self.row = None
 
     def make_row(self) -> Tensor:
         """Room for this rank's row, uninitialised."""
