@@ -18,11 +18,13 @@ class Run:
     grad_norms: list[float] = field(default_factory=list)
 
 
-def clip_like_torch(model: nn.Module, clip: str | None) -> None:
+def clip_like_torch(model: nn.Module, clip: str | None) -> list[float]:
+    """Returns the norm, if it was asked for."""
     if clip == "norm":
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        return [torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()]
     if clip == "value":
         torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    return []
 
 
 def ddp(
@@ -44,7 +46,7 @@ def ddp(
         for index, parameter in enumerate(parameters):
             mine = [grads[index] for grads in gathered]
             parameter.grad = None if mine[0] is None else sum(mine[1:], start=mine[0].clone()) / world
-        clip_like_torch(model, clip)
+        run.grad_norms += clip_like_torch(model, clip)
         optimizer.step()
         if scheduler is not None:
             scheduler.step()

@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import jobs
+import tensor_training_jobs
+from compare import assert_same_bits
 from lightning_zero.checkpoint import load_pretrained, verify
 from lightning_zero.config import ActivationCheckpointing, Offload
 from lightning_zero.run.construction import constructing
@@ -392,3 +394,10 @@ def test_an_input_that_is_edited_after_its_block_has_been_copied_before() -> Non
         given.zero_()
         (found,), _ = kept.bring()
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_dtensors_on_one_gpu_train_as_plain_parameters(stage: int) -> None:
+    found, expected = (tensor_training_jobs.fit_alone(at, accelerator="gpu") for at in (stage, None))
+    assert found["losses"] == expected["losses"]
+    assert_same_bits(found["weights"], expected["weights"])

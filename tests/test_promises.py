@@ -175,7 +175,7 @@ def test_r60_registered_names_make_the_strategy() -> None:
         ({"checkpoint": {"async_save": 1}}, ValueError, r"async_save=1\) is neither True nor False"),
         ({"units": "torch.nn.Lineer"}, ValueError, "cannot be imported"),
         ({"units": 3}, TypeError, "units=3 must be 'auto'"),
-        ({"tensor_parallel_size": 2}, NotImplementedError, "tensor_parallel_size is not there yet"),
+        ({"tensor_parallel_size": 0}, ValueError, "tensor_parallel_size=0 must be an integer of at least 1"),
         ({"stage": "auto"}, NotImplementedError, "Write stage=1, 2 or 3"),
     ],
 )

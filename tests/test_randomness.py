@@ -40,9 +40,9 @@ def test_derived_states_differ_by_seed_step_and_rank_and_are_the_same_again() ->
 
 def test_as_many_ranks_go_on_with_their_own_numbers() -> None:
     said: list[str] = []
-    saved = ResumeEntry(1, 2, HOST, said.append).capture(5, [])
+    saved = ResumeEntry(1, 2, 1, HOST, said.append).capture(5, [])
     expected = draw()
-    ResumeEntry(1, 2, HOST, said.append).restore_random({**saved, "random": materialize(dict(saved["random"]))})
+    ResumeEntry(1, 2, 1, HOST, said.append).restore_random({**saved, "random": materialize(dict(saved["random"]))})
     assert draw() == expected
     assert said == []
 
@@ -50,11 +50,11 @@ def test_as_many_ranks_go_on_with_their_own_numbers() -> None:
 @pytest.mark.parametrize("world", [1, 3])
 def test_more_or_fewer_ranks_take_new_numbers_and_say_so(world: int) -> None:
     said: list[str] = []
-    saved = ResumeEntry(0, 2, HOST, said.append).capture(5, [])
+    saved = ResumeEntry(0, 2, 1, HOST, said.append).capture(5, [])
     before = draw()
     drawn = []
     for rank in range(world):
-        ResumeEntry(rank, world, HOST, said.append).restore_random(saved)
+        ResumeEntry(rank, world, 1, HOST, said.append).restore_random(saved)
         drawn.append(draw())
     assert before not in drawn
     assert len(set(drawn)) == world

@@ -37,7 +37,7 @@ class StoredTensor(Stored):
 
     def for_loading(self, target: Tensor) -> Tensor:
         together = self._checkpoint.together
-        return self.whole() if together is None else together.read(self, target)
+        return super().for_loading(target) if together is None else together.read(self, target)
 
     def for_shard(self, extent: Extent, into: Tensor) -> None:
         together = self._checkpoint.together

@@ -7,6 +7,8 @@ from typing import Any
 import numpy
 import torch
 
+from lightning_zero.wire.comm import Comm
+
 
 def capture(device: torch.device) -> dict[str, Any]:
     """The state of every generator of this process, as tensors and plain values."""
@@ -32,6 +34,14 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def share(comm: Comm, device: torch.device) -> None:
+    """Every rank takes the state of the first: those that share modules draw the same, for what each has whole."""
+    if comm.size > 1:
+        first, *_ = comm.all_gather_object(None if comm.rank else capture(device), "random state")
+        assert first is not None
+        restore(first, device)
 
 
 def derive(*key: int) -> None:

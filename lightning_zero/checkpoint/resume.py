@@ -7,11 +7,13 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_zero.checkpoint import randomness
+from lightning_zero.shards.local import Box, as_dtensor
 from lightning_zero.shards.units import as_written
-from lightning_zero.views.lazy import LazyTensor, OfOneRank, Partial, Source, materialize
+from lightning_zero.views.lazy import LazyTensor, OfOneRank, Partial, Source, Stored, materialize
 
 KEY = "lightning_zero"  # of the checkpoint's entry
 PARAMETERS = "optimizer_parameters"  # in it: of each optimizer, the names of the parameters that its state numbers
@@ -24,6 +26,7 @@ class ResumeEntry:
 
     rank: int
     world: int  # number of ranks
+    tensor: int  # how many of them, neighbours, share modules, and draw the same
     device: torch.device  # whose generator is saved too
     tell: Callable[[str], None]  # called with what the user should know
 
@@ -35,17 +38,29 @@ class ResumeEntry:
             for name, value in randomness.capture(self.device).items()
         }
         seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
-        entry = {"world": self.world, "step": step, "seed": seed, "random": Partial("random", {self.rank: mine})}
+        entry = {
+            "world": self.world,
+            "tensor_parallel_size": self.tensor,
+            "step": step,
+            "seed": seed,
+            "random": Partial("random", {self.rank: mine}),
+        }
         return {**entry, PARAMETERS: parameters, **counters}
 
     def restore_random(self, saved: Mapping[str, Any]) -> None:
-        """The random state that this rank had; where there are more or fewer ranks now, a new one for each."""
-        if saved["world"] == self.world:
+        """The random state that this rank had; where there are more or fewer ranks now, or others share modules, a new
+        one for each."""
+        then, now = (saved["world"], saved.get("tensor_parallel_size", 1)), (self.world, self.tensor)
+        if then == now:
             randomness.restore(materialize(saved["random"][self.rank]), self.device)
             return
-        randomness.derive(saved["seed"], saved["step"], self.rank)
-        told = f"The checkpoint is of {saved['world']} ranks, and there are {self.world}"
+        randomness.derive(saved["seed"], saved["step"], self.rank // self.tensor)
+        told = f"The checkpoint is of {_ranks(*then)}, and there are {_ranks(*now)}"
         self.tell(f"{told}: each takes a new random state, made of seed, step and rank.")
+
+
+def _ranks(number: int, tensor: int) -> str:
+    return f"{number} ranks" if tensor == 1 else f"{number} ranks (tensor_parallel_size={tensor})"
 
 
 class Incompatible(NamedTuple):
@@ -69,6 +84,7 @@ def load_state_dict(module: Module, state: Mapping[str, Any], *, strict: bool) -
     own = module.state_dict()
     names = {as_written(name): name for name in own}
     state = {names.get(as_written(name), name): value for name, value in state.items()}
+    state = {name: _placed(value, own.get(name)) for name, value in state.items()}
     reshaped = [] if strict else [name for name in state if _shape(own.get(name)) not in (None, _shape(state[name]))]
     filling = module.register_load_state_dict_post_hook(lambda loaded, _: _fill_assigned(loaded))
     try:
@@ -77,6 +93,17 @@ def load_state_dict(module: Module, state: Mapping[str, Any], *, strict: bool) -
         filling.remove()
     missing = [name for name in left.missing_keys if name not in reshaped]
     return Incompatible(missing, list(left.unexpected_keys), reshaped)
+
+
+def _placed(value: Any, own: Any) -> Any:
+    """Of a whole tensor what this rank has, where tensor-parallel ranks share the module's own."""
+    if not isinstance(own, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    if isinstance(value, LazyTensor):
+        if isinstance(value.source, Stored):
+            return value  # its part is read where it is needed
+        value = value.source.whole()
+    return value if value.shape != own.shape else as_dtensor(Box.of(own).part(value), own)
 
 
 def _fill_assigned(module: Module) -> None:

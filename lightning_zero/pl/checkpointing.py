@@ -33,6 +33,7 @@ from lightning_zero.config import Checkpoint
 from lightning_zero.run.construction import Construction
 from lightning_zero.run.engine import Engine
 from lightning_zero.run.notices import Notice, Notices
+from lightning_zero.shards.local import local_of, whole_of
 from lightning_zero.shards.units import as_written
 from lightning_zero.wire.comm import Comm
 
@@ -118,7 +119,7 @@ class CheckpointingStrategy(DDPStrategy):
         self.keeper.saver.muster()
         engine = self._live_engine
         if engine is None:
-            return {as_written(name): value for name, value in self.lightning_module.state_dict().items()}
+            return {as_written(name): whole_of(value) for name, value in self.lightning_module.state_dict().items()}
         engine.loans.settle()
         engine.rendezvous.expect_nothing()
         if self.checkpoint.format == "full":
@@ -142,6 +143,8 @@ class CheckpointingStrategy(DDPStrategy):
             CheckpointError: on every rank, when one cannot write; says what is there now.
         """
         self.end_rendezvous()  # ranks may have looked at lazy entries in hooks, alone
+        if self.engine is not None and self.engine.mesh.tensor.size > 1:
+            checkpoint = self.engine.states.spread_others(checkpoint, full=self.checkpoint.format == "full")
         if self.checkpoint.format == "full":
             # Two steps: where rank 0 found out only now that it must not write, others would wait for it in a gather.
             self.keeper.saver.together("look at the place", partial(self._refuse_place, filepath))
@@ -198,7 +201,8 @@ class CheckpointingStrategy(DDPStrategy):
 
     @property
     def _resume_entry(self) -> ResumeEntry:
-        return ResumeEntry(self.global_rank, self.world_size, self.root_device, rank_zero_info)
+        tensor = 1 if self.engine is None else self.engine.mesh.tensor.size
+        return ResumeEntry(self.global_rank, self.world_size, tensor, self.root_device, rank_zero_info)
 
     def is_saving(self, path: str) -> bool:
         """Whether `path` is the checkpoint saved last, which in the background may not be there yet."""
@@ -218,7 +222,8 @@ class CheckpointingStrategy(DDPStrategy):
         path = os.fspath(checkpoint_path)
         if self._has_plugin and not _is_folder_of_shards(path):
             return super().load_checkpoint(path, weights_only=weights_only)
-        lazy = ("state_dict", "optimizer_states", resume.KEY)  # everything else is small
+        # Everything else is small. The third is the model beside its average, of Lightning's WeightAveraging.
+        lazy = ("state_dict", "optimizer_states", "current_model_state", resume.KEY)
         checkpoint = self.keeper.open(path, lazy=lazy, objects=weights_only is False)
         if checkpoint is not None:
             self._resumed_state = checkpoint.get(resume.KEY)
@@ -284,6 +289,11 @@ class CheckpointingStrategy(DDPStrategy):
         """
         module = self.lightning_module if module is None else module
         assert module is not None
+        if any(local_of(parameter) is not parameter for parameter in module.parameters()):
+            raise RuntimeError(
+                "load_pretrained reads whole tensors, and tensor-parallel ranks have parts of these. Call it in "
+                "configure_model, before parallelize_module."
+            )
         left = load_pretrained(
             module,
             path,

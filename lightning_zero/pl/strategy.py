@@ -11,18 +11,23 @@ from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
+from torch.distributed import is_initialized
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import Module, Parameter
 from typing_extensions import override
 
 from lightning_zero import config
+from lightning_zero.checkpoint import randomness
 from lightning_zero.config import ActivationCheckpointing, Checkpoint, Offload
 from lightning_zero.pl.callbacks import First, Preemption
 from lightning_zero.pl.checkpointing import CheckpointingStrategy
@@ -31,10 +36,12 @@ from lightning_zero.pl.precision import adapt
 from lightning_zero.pl.table import table_of, told_of_whole
 from lightning_zero.run.construction import constructing
 from lightning_zero.run.engine import Engine, Options
+from lightning_zero.shards.local import local_of
 from lightning_zero.shards.offload import Machine
 from lightning_zero.stage import STAGES
 from lightning_zero.tiers.disk import DiskError
 from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.mesh import shape_of
 from lightning_zero.wire.native import make_comm
 
 DEFAULT_TIMEOUT = 1800.0  # s; torch's own for gloo
@@ -66,7 +73,10 @@ class ZeroStrategy(CheckpointingStrategy):
         overlap: reduce gradients while backward goes on.
         offload: see `Offload`; ``"cpu"`` is ``Offload(optimizer="cpu")``.
         activation_checkpointing: see `ActivationCheckpointing`; ``True`` is the one without arguments.
-        tensor_parallel_size: ranks that share each tensor-parallel module.
+        tensor_parallel_size: ranks, neighbours, that share each module which `configure_model` parallelizes with
+            ``self.device_mesh["tensor_parallel"]``; they see the same batches and random numbers. Such
+            parameters, their `.grad` and what ``module.state_dict()`` has of them are DTensors (``.full_tensor()`` is
+            the whole); checkpoints hold whole tensors. `communication_report` does not count what torch sends for them.
         replicate_size: groups of ranks that each hold all shards (hybrid sharding).
         param_dtype: None: under ``*-mixed`` the weights that autocast casts at each use rest in its dtype, which
             changes no bit; ``torch.float32``: none does; another dtype: all parameters rest and compute in it.
@@ -171,6 +181,7 @@ class ZeroStrategy(CheckpointingStrategy):
             prefetch=prefetch,
             overlap=overlap,
             accumulation=accumulation,
+            tensor_parallel_size=tensor_parallel_size,
             replicate_size=replicate_size,
             param_dtype=config.dtype_from(param_dtype, "param_dtype"),
             reduce_dtype=config.dtype_from(reduce_dtype, "reduce_dtype"),
@@ -182,11 +193,6 @@ class ZeroStrategy(CheckpointingStrategy):
         )
         self._wait_timeout = config.seconds_from(wait_timeout, "wait_timeout")
         self._sanitize = sanitize
-        missing = {
-            "tensor_parallel_size": tensor_parallel_size > 1,
-        }
-        for argument in (name for name, is_asked in missing.items() if is_asked):
-            raise NotImplementedError(f"{argument} is not there yet. Leave it out.")
         self._comm: Comm | None = None
         self._blocked = False  # Lightning accumulates: the next backward is not the last of its step
         self._undo = ExitStack()  # what `teardown` takes out of the module again
@@ -214,6 +220,29 @@ class ZeroStrategy(CheckpointingStrategy):
         """Around `configure_model`: where parameters rest as shards, they do so from the moment that they are made."""
         with constructing(stage=self.stage, comm=self._ensure_comm(), options=self._options) as self._construction:
             yield
+
+    @override
+    def setup_environment(self) -> None:
+        """`LightningModule.device_mesh` is there before `configure_model`, as under ModelParallelStrategy."""
+        super().setup_environment()
+        shape_of(self.world_size, self._options.replicate_size, self._options.tensor_parallel_size)
+        module = self.lightning_module
+        assert module is not None
+        if self._options.tensor_parallel_size > 1 or is_overridden("configure_model", module):
+            module._device_mesh = self.device_mesh
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Ranks that share tensor-parallel modules see the same batches."""
+        ranks = self._options.tensor_parallel_size
+        return {"num_replicas": self.world_size // ranks, "rank": self.global_rank // ranks}
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """The workers of ranks that share modules draw the same, too; Lightning would seed them by rank."""
+        _auto_add_worker_init_fn(dataloader, self.distributed_sampler_kwargs["rank"])
+        return super().process_dataloader(dataloader)
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -249,11 +278,19 @@ class ZeroStrategy(CheckpointingStrategy):
             # that has failed as long as `timeout`, and without a word.
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
             self._refuse_needed_gradients(trainer, module)
+            self._refuse_undivided_averages(trainer)
         optimizers, options = self.optimizers if fitting else [], self._engine_options()
         if STAGES[self.stage].parameter and comm.size > 1 and (told := told_of_whole(module)):
             rank_zero_info(told)
         engine = Engine(module, optimizers, stage=self.stage, comm=comm, device=self.root_device, options=options)
         self.engine = engine
+        randomness.share(engine.mesh.tensor, self.root_device)
+        if engine.mesh.tensor.size > 1 and all(local_of(parameter) is parameter for parameter in module.parameters()):
+            rank_zero_warn(
+                f"tensor_parallel_size={engine.mesh.tensor.size}, and no parameter is a DTensor: the ranks of a group "
+                "all do the same. Call parallelize_module(..., self.device_mesh['tensor_parallel'], plan) in "
+                "configure_model."
+            )
         self._failed = False
         self.setup_precision_plugin()
         if fitting:
@@ -303,6 +340,15 @@ class ZeroStrategy(CheckpointingStrategy):
             raise ValueError(
                 f"step_in_backward=True takes each gradient as it comes, and {what} needs them all after backward. "
                 "Leave one of the two out."
+            )
+
+    def _refuse_undivided_averages(self, trainer: "pl.Trainer") -> None:
+        """Raises ValueError for a callback whose copy of the model is older than `configure_model`."""
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if self._options.tensor_parallel_size > 1 and any(isinstance(c, StochasticWeightAveraging) for c in callbacks):
+            raise ValueError(
+                "StochasticWeightAveraging averages a copy of the model that it makes before configure_model divides "
+                "it among tensor-parallel ranks. Use Lightning's WeightAveraging or EMAWeightAveraging."
             )
 
     def _guard_schedulers(self, module: "pl.LightningModule") -> None:
@@ -362,10 +408,16 @@ class ZeroStrategy(CheckpointingStrategy):
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:
-        """The ranks as a torch mesh with the axes "replicate", "data_parallel" and "tensor_parallel". The first look
-        makes process groups: take it on every rank."""
-        mesh = self._running_engine.mesh
-        shape = (mesh.world.size // mesh.shard.size, mesh.shard.size, 1)
+        """The ranks as a torch mesh with the axes "replicate", "data_parallel" and "tensor_parallel", for
+        ``parallelize_module(self.model, self.device_mesh["tensor_parallel"], plan)`` in `configure_model`. The first
+        look makes process groups: take it on every rank.
+
+        Raises:
+            RuntimeError: before Lightning has connected the processes, which it does at the start of fit.
+        """
+        if not is_initialized():
+            raise RuntimeError("There is no mesh yet: use it in configure_model, or later.")
+        shape = shape_of(self.world_size, self._options.replicate_size, self._options.tensor_parallel_size)
         names = ("replicate", "data_parallel", "tensor_parallel")
         return init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
 
@@ -382,7 +434,7 @@ class ZeroStrategy(CheckpointingStrategy):
         return self._running_engine.full_parameters(module, write=write)
 
     def full_grad(self, parameter: Parameter) -> Tensor | None:
-        """The averaged gradient of a parameter in its shape, or None. Call it on every rank."""
+        """The averaged gradient of a parameter in its shape, or None; of a DTensor the whole. Call it on every rank."""
         return self._running_engine.averages.full(parameter)
 
     def grad_norms(self, norm_type: float = 2.0) -> dict[str, Tensor]:
@@ -420,9 +472,10 @@ class ZeroStrategy(CheckpointingStrategy):
         try:
             self._end_saves()
         finally:
-            if self._close_engine():
+            is_whole = self._close_engine()
+            if is_whole and self._options.tensor_parallel_size == 1:
                 super().teardown()
-            else:  # Lightning's would move the model to the CPU, and by that read parameters whose values are not here
+            else:  # Lightning's would move the model to the CPU: parameters whose values, or whose mesh, are elsewhere
                 for name in ("cluster_environment", "precision_plugin", "accelerator", "checkpoint_io"):
                     getattr(self, name).teardown()
 
@@ -444,12 +497,15 @@ class ZeroStrategy(CheckpointingStrategy):
         return True
 
     def _fits_whole(self, engine: Engine) -> bool:
-        """One decision for all ranks: every local rank holds a whole copy in host memory."""
+        """One decision for all ranks: every local rank holds a whole copy in host memory; with tensor parallelism, of
+        its part, on its device."""
         if not engine.partition.parameter:
             return True
-        available = _available_host_bytes()
-        sizes = [parameter.numel() * parameter.dtype.itemsize for parameter in engine.module.parameters()]
-        needed = sum(sizes) * self.num_processes
+        available, copies = _available_host_bytes(), self.num_processes
+        if engine.mesh.tensor.size > 1 and self.root_device.type == "cuda":
+            available, copies = torch.cuda.mem_get_info(self.root_device)[0], 1
+        sizes = [local_of(parameter).numel() * parameter.dtype.itemsize for parameter in engine.module.parameters()]
+        needed = sum(sizes) * copies
         fits = torch.tensor(available is None or needed < available, dtype=torch.uint8)
         engine.rendezvous.meet_before_collective()
         return bool(engine.mesh.world.all_reduce(fits, "fits in host memory", "min"))

@@ -68,7 +68,7 @@ class Averages:
         """Scales gradients so that their global norm is at most `max_norm`. A collective."""
         self.refuse_stepped("clipping")
         slots = self.of(parameters, meets=True)
-        return norm.clip_by_norm_(self._measure(slots), self._mesh.shard, max_norm)
+        return norm.clip_by_norm_(self._measure(slots), self._mesh, max_norm)
 
     def clip_by_value_(self, parameters: Iterable[Parameter] | Optimizer, clip_value: float) -> None:
         """Clamps every element to ``[-clip_value, clip_value]``."""
@@ -96,15 +96,16 @@ class Averages:
     def norms(self, norm_type: float = 2.0) -> dict[str, Tensor]:
         """Parameter name -> norm of its averaged gradient (0-d, fp32), for those that have one. A collective."""
         slots = self.of(self._module.parameters(), meets=True)
-        norms = self._measure(slots, norm_type).norms(self._mesh.shard)
+        norms = self._measure(slots, norm_type).norms(self._mesh)
         names = {parameter: name for name, parameter in self._module.named_parameters()}
         return {names[slot.parameter]: found for slot, found in zip(slots, norms.float().unbind(), strict=True)}
 
     def full(self, parameter: Parameter) -> Tensor | None:
-        """The averaged gradient of one parameter, in its shape; None where it has none. A collective."""
+        """The averaged gradient of one parameter, in its whole shape; None where it has none. A collective."""
         slots = self.of([parameter])
         if not slots:
             return parameter.grad
         (slot,) = slots
         gradient = norm.gradient_of(slot)
-        return (self._loans.lend_gradient(slot) if gradient.is_spread else gradient.piece(slot)).clone()
+        local = self._loans.lend_gradient(slot) if gradient.is_spread else gradient.piece(slot)
+        return slot.local.gathered(local.clone())

@@ -99,7 +99,9 @@ class Construction(Keeper):
 
     @classmethod
     def of(cls, stage: int, comm: Comm, options: Options) -> "Construction | None":
-        """None where every rank holds the model whole."""
+        """None where every rank holds the model whole; it does before torch divides it among tensor-parallel ranks."""
+        if options.tensor_parallel_size > 1:
+            return None
         mesh = Mesh.of(comm, options.replicate_size)
         return cls(mesh, options) if STAGES[stage].parameter and mesh.shard.size > 1 else None
 

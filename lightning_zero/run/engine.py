@@ -24,6 +24,7 @@ from lightning_zero.shards import assembly
 from lightning_zero.shards import offload as offloading
 from lightning_zero.shards.assembly import Options
 from lightning_zero.shards.group import Kind, Setting, ShardGroup, Slot, no_interception, publish, slot_of
+from lightning_zero.shards.local import local_of
 from lightning_zero.shards.optimizer import PieceStepper, groups_of
 from lightning_zero.shards.units import modules_in_compiled_regions
 from lightning_zero.shards.whole import deal
@@ -34,7 +35,6 @@ from lightning_zero.views.parameter import Interception
 from lightning_zero.views.saved import SavedParameters
 from lightning_zero.views.state import RestingState
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.local import LocalComm
 from lightning_zero.wire.mesh import Mesh
 
 __all__ = ["Engine", "Options"]
@@ -99,13 +99,13 @@ class Engine:
         self.module = module
         self.device = device
         self.options = options or Options()
-        self.mesh = Mesh.of(comm, self.options.replicate_size)
+        self.mesh = Mesh.of(comm, self.options.replicate_size, self.options.tensor_parallel_size)
         self.comm = self.mesh.shard  # who owns what; replicas have the same values, and decide alike
-        is_replicated = self.options.replicate_size > 1 and comm.size == self.options.replicate_size
+        is_replicated = self.options.replicate_size > 1 and self.mesh.replicate.size == 1
         self.partition: Partition = STAGES[0 if is_replicated else stage]
         self.ledger = Ledger()
-        self.recompute = recompute_for(module, self.options, device, self.ledger, LocalComm())
-        managed = assembly.managed_parameters(module, optimizers)
+        self.recompute = recompute_for(module, self.options, device, self.ledger, self.mesh.tensor)
+        managed = assembly.managed_parameters(module, optimizers, self.mesh.tensor_ranks)
         self.foreign_parameters = assembly.foreign_parameters(module)
         self._known = {id(parameter): parameter for parameter in module.parameters()}  # kept alive: ids stay theirs
         if self.options.step_in_backward and (len(optimizers) > 1 or not self.partition.gradient):
@@ -114,8 +114,9 @@ class Engine:
                 "rest as shards (stage=2 or 3). Leave step_in_backward out."
             )
         is_cut = self.partition.optimizer and self.comm.size > 1
-        whole = assembly.choose_whole(optimizers, self.options) if is_cut else []
-        broadcast_states(module, self.foreign_parameters, self.mesh.world)
+        is_divided = any(local_of(parameter) is not parameter for parameter in managed)
+        whole = assembly.choose_whole(optimizers, self.options, is_divided) if is_cut or is_divided else []
+        broadcast_states(module, self.foreign_parameters, self.mesh)
         offload = self.options.offload
         together = nullcontext if offload is None else partial(failing_together, self.mesh.world, "setting up")
         with together():
@@ -133,7 +134,7 @@ class Engine:
                 offloading.refuse_too_little_room(offload, made.shards, optimizers, setting, self.options.machine)
         trained = [slot.parameter for shard in made.shards for slot in shard.group.slots]
         self._trained = {id(parameter) for parameter in trained}
-        nbytes = sum(parameter.nbytes for parameter in trained)
+        nbytes = sum(local_of(parameter).nbytes for parameter in trained)
         self._leaves_much = device == HOST and self.partition.gradient and nbytes > MUCH
         self._arena = made.arena
         self.groups = made.groups
@@ -355,7 +356,9 @@ class Engine:
                 live[Category.PARAMETER] += parameter.nbytes
             with no_interception():
                 is_own = slot is not None and slot.gradient is not None and not slot.gradient.travels
-                live[Category.GRADIENT] += parameter.grad.nbytes if is_own and parameter.grad is not None else 0
+                live[Category.GRADIENT] += (
+                    local_of(parameter.grad).nbytes if is_own and parameter.grad is not None else 0
+                )
         return live
 
     def dtype_table(self) -> list[tuple[int, Kind, torch.dtype | None]]:
@@ -423,12 +426,13 @@ class Engine:
 
     def _restore(self, group: ShardGroup) -> None:
         """Leaves the parameters for good: plain again, whole, in their declared dtype, each in storage of its own. What
-        rests as shards goes to the host: a whole model may not fit on the device, and one group at a time does."""
+        rests as shards goes to the host: a whole model may not fit on the device, and one group at a time does. But for
+        what tensor-parallel ranks share: its mesh is of the device."""
         full = self.loans.declared(group)
-        device = self.device if group.stays_full else HOST
+        device = self.device if group.stays_full or self.mesh.tensor.size > 1 else HOST
         with torch.no_grad(), no_interception():
             self._interception.show(group)
             for slot in group.slots:
-                slot.parameter.grad = None
-                slot.parameter.data = slot.whole(slot.view(full), device)
+                slot.local.grad = None
+                slot.local.values = slot.whole(slot.view(full), device)
         group.free()

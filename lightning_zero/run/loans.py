@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.rendezvous import Rendezvous
-from lightning_zero.shards.extents import Extent
 from lightning_zero.shards.group import ShardGroup, Slot, no_interception, publish
 from lightning_zero.shards.unit import Unit
 from lightning_zero.tiers.array import Array
@@ -207,7 +206,7 @@ class Loans(Lender, GradientLender):
         noted, self._noted = self._noted, {}
         with torch.no_grad():
             for slot, source in noted.items():
-                extent = Extent.of_whole(source.name, source.shape, slot.piece.start, slot.piece.stop)
+                extent = slot.local.box.extent(source.name, slot.piece.start, slot.piece.stop)
                 with slot.group.master.edit(slot.piece.in_shard) as piece:
                     source.read(extent, piece)
             for group in {slot.group for slot in noted}:

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_zero.run.spread import WHOLE, SpreadState
-from lightning_zero.shards.extents import Extent
 from lightning_zero.shards.group import Slot
+from lightning_zero.shards.local import local_of
 from lightning_zero.shards.optimizer import PieceStepper
 from lightning_zero.shards.units import as_written
 from lightning_zero.views.lazy import LazyTensor, OfOneRank, Partial, Stored
@@ -86,7 +86,7 @@ class OptimizerState:
         slot = self._stepper.slot(parameter)
         group = slot.group
         if not group.is_cut:
-            return _on_host(mine[name])
+            return _on_host(slot.local.gathered(mine[name]))
         if slot.stepper is not None:
             whole = torch.empty(slot.shape, dtype=value.dtype, device=group.places.gathered.device)
             if slot.steps_any:
@@ -101,7 +101,8 @@ class OptimizerState:
             rows[self._comm.rank, at : at + slot.piece.numel] = mine[name]
         self._comm.all_gather(rows, rows[self._comm.rank], f"state {slot.name} {name}").wait()
         start = slot.offset - of.start
-        return rows.view(-1)[start : start + slot.numel].view(slot.shape).to("cpu", copy=True)
+        local = rows.view(-1)[start : start + slot.numel].view(slot.shape)
+        return slot.local.gathered(local).to("cpu", copy=True)
 
     def spread(self, name: str) -> dict[str, Any]:
         """`optimizer.state_dict()` to be written by all ranks together, under a name of this optimizer: each has the
@@ -173,19 +174,19 @@ class OptimizerState:
         if not isinstance(value, Tensor):
             return value
         stored, slot = value.source if isinstance(value, LazyTensor) else None, self._slot(parameter)
-        shape = tuple(parameter.shape) if slot is None else slot.shape  # a parameter may be its piece now
+        shape = tuple(parameter.shape) if slot is None else slot.local.box.whole  # a parameter may be its piece now
         is_whole = tuple(value.shape) != shape or name == "step"
         is_whole |= not shape and name in whole  # moments that look like a step count, and like other scalars
         is_whole |= stored is not None and stored.name.endswith(WHOLE)
         if slot is not None:
             self._stepper.cut[name] = self._stepper.cut.get(name, True) and not is_whole
-        if slot is None or is_whole or not slot.group.is_cut:
-            return value if stored is None else stored.whole()
-        piece, shape = slot.state_piece, slot.state_shape if slot.steps_any else (0,)
+        if slot is None or is_whole or not (slot.group.is_cut or slot.local.is_divided):
+            return local_of(value) if stored is None else stored.whole()
+        piece, shape, box = slot.state_piece, slot.state_shape if slot.steps_any else (0,), slot.local.box
         if not isinstance(stored, Stored):
-            return value.reshape(-1)[piece.start : piece.stop].clone().view(shape)
+            return box.part(value).reshape(-1)[piece.start : piece.stop].clone().view(shape)
         mine = torch.empty(piece.numel, dtype=stored.dtype, device=slot.group.places.optimizer.device)
-        stored.read(Extent.of_whole(stored.name, stored.shape, piece.start, piece.stop), mine)
+        stored.read(box.extent(stored.name, piece.start, piece.stop), mine)
         return mine.view(shape)
 
 

@@ -198,16 +198,16 @@ class Reductions:
         """`p.grad` is the averaged gradient."""
         assert slot.gradient is not None
         if slot.gradient.is_spread:
-            shown = slot.parameter.grad
+            shown = slot.local.grad
             if not (isinstance(shown, ShardedGradient) and shown.slot is slot):
-                slot.parameter.grad = ShardedGradient(slot, self._lender)
+                slot.local.grad = ShardedGradient(slot, self._lender)
         else:
             assert slot.gradient.full_grad is not None
-            slot.parameter.grad = slot.view(slot.gradient.full_grad)
+            slot.local.grad = slot.view(slot.gradient.full_grad)
 
     def adopt(self, slot: Slot) -> None:
         """Takes over a gradient that the user has put into `p.grad` in place of ours; the same one on every rank."""
-        shard, grad = slot.gradient, slot.parameter.grad
+        shard, grad = slot.gradient, slot.local.grad
         assert shard is not None
         if grad is not None and not shard.is_shown(slot, grad):
             shard.write(slot, grad.detach().to(shard.dtype))

@@ -243,7 +243,7 @@ class Rendezvous:
         collective; any other collective of ours but those above comes after one. A rank that is `early` may want more
         before the step, and will meet once more; returns whether any rank is."""
         if self._is_alone:
-            self._reductions.settle(self._reductions.statement())
+            self._settle(self._reductions.statement())
             return False
         if (plan := self._round.plan) is not None:
             self._diverge(plan, len(self._round.uses) - self._round.start)  # at its end there is nothing to mark
@@ -251,11 +251,15 @@ class Rendezvous:
             self._serve(heard.wants, None)
         self._learn(heard.agree)
         self._cache.discard_all()
-        statement = heard.statement
-        if self._mesh.replicate.size > 1:
-            statement = self._mesh.replicate.host.all_reduce(statement, "settle", "max")
-        self._reductions.settle(statement)
+        self._settle(heard.statement)
         return heard.early
+
+    def _settle(self, statement: Tensor) -> None:
+        """What the ranks that share shards have said, all ranks hear."""
+        for comm in (self._mesh.replicate, self._mesh.tensor):
+            if comm.size > 1:
+                statement = comm.host.all_reduce(statement, "settle", "max")
+        self._reductions.settle(statement)
 
     def settle_gradients(self) -> bool:
         """Makes ranks agree on which parameters have gradients, if they have not yet; whether they had to."""

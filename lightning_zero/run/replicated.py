@@ -5,34 +5,42 @@ from collections.abc import Container, Iterable
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_zero.shards.early import early_of
 from lightning_zero.shards.group import no_interception, slot_of
+from lightning_zero.shards.local import local_of
 from lightning_zero.shards.optimizer import PieceStepper
 from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.mesh import Mesh
 
 
-def broadcast_states(module: Module, foreign: Container[str], comm: Comm) -> None:
-    """Every rank takes rank 0's values, as under DDP: otherwise each would hold the shard of another model. Tensors of
-    their own kind, the `foreign` ones, stay as they are."""
-    if comm.size == 1:
+def broadcast_states(module: Module, foreign: Container[str], mesh: Mesh) -> None:
+    """Every rank takes rank 0's values, as under DDP: otherwise each would hold the shard of another model. Of what
+    tensor-parallel ranks share it takes those of the first rank with the same part. Tensors of their own kind, the
+    `foreign` ones, stay as they are."""
+    if mesh.world.size == 1:
         return
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         if early_of(tensor) is not None:  # ranks agree on those one by one
             continue
-        if (isinstance(tensor, Parameter) and name not in foreign) or type(tensor) is Tensor:
-            values = tensor.detach().contiguous()
-            comm.broadcast(values, f"initial {name}")
+        if (isinstance(tensor, Parameter) and name not in foreign) or type(tensor) in (Tensor, DTensor):
+            local = local_of(tensor).detach()
+            values = local.contiguous()
+            for comm in (mesh.world,) if type(tensor) is not DTensor else (mesh.replicate, mesh.shard):
+                if comm.size > 1:
+                    comm.broadcast(values, f"initial {name}")
             with torch.no_grad():
-                tensor.copy_(values)
+                local.copy_(values)
 
 
 def broadcast_buffers(module: Module, comm: Comm, keep: bool) -> None:
     """Sends rank 0's buffers, those of one dtype in one message, to every rank; one that is to `keep` them does so."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for buffer in module.buffers():
-        by_dtype.setdefault(buffer.dtype, []).append(buffer.detach())
+        if not isinstance(buffer, DTensor):  # tensor-parallel modules keep those equal, or each its part
+            by_dtype.setdefault(buffer.dtype, []).append(buffer.detach())
     for dtype, buffers in by_dtype.items():
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
         comm.broadcast(flat, f"buffers {dtype}")

@@ -5,15 +5,18 @@ from functools import partial
 from typing import final
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_zero.run.loans import Loans
 from lightning_zero.shards.extents import Extent
 from lightning_zero.shards.group import Slot
 from lightning_zero.shards.layout import Piece
+from lightning_zero.shards.local import Box
 from lightning_zero.shards.units import as_written
 from lightning_zero.shards.window import StateElsewhere
 from lightning_zero.tiers.array import Part, read_late
 from lightning_zero.views.lazy import Spread
+from lightning_zero.wire.mesh import Mesh
 
 WHOLE = " (whole)"  # ends the names of optimizer state that is not cut like its parameter
 
@@ -23,18 +26,19 @@ class SpreadParameter(Spread):
     """A parameter in its declared dtype. Reading it is a collective."""
 
     def __init__(self, slot: Slot, loans: Loans) -> None:
-        super().__init__(f"model:{as_written(slot.name)}", slot.shape, slot.group.kind.declared)
+        super().__init__(f"model:{as_written(slot.name)}", slot.local.box.whole, slot.group.kind.declared)
         self._slot = slot
         self._loans = loans
 
     def whole(self) -> Tensor:
         self._refuse_freed()
-        return self._slot.view(self._loans.declared(self._slot.group)).to("cpu", copy=True)
+        view = self._slot.view(self._loans.declared(self._slot.group))
+        return self._slot.local.gathered(view).to("cpu", copy=True)
 
     def pieces(self) -> list[tuple[Extent, Tensor | Part]]:
         self._refuse_freed()
         slot = self._slot
-        return _written(self, slot.share, slot.writes_once, partial(read_late, slot.group.master))
+        return _written(self, slot, slot.share, slot.writes_once, partial(read_late, slot.group.master))
 
     def _refuse_freed(self) -> None:
         if self._slot.group.is_freed:
@@ -45,11 +49,30 @@ class SpreadParameter(Spread):
 
 
 @final
+class SpreadPart(Spread):
+    """A DTensor that no group holds (frozen, a buffer, or put into a checkpoint by users). Reading it is a collective
+    of tensor-parallel ranks."""
+
+    def __init__(self, name: str, tensor: DTensor, mesh: Mesh) -> None:
+        super().__init__(name, tuple(tensor.shape), tensor.dtype)
+        self._tensor = tensor
+        self._mesh = mesh
+
+    def whole(self) -> Tensor:
+        return self._tensor.full_tensor().to("cpu", copy=True)
+
+    def pieces(self) -> list[tuple[Extent, Tensor | Part]]:
+        box, mesh = Box.of(self._tensor), self._mesh
+        is_first = mesh.shard.rank == mesh.replicate.rank == 0 and (box.shape != box.whole or mesh.tensor.rank == 0)
+        return [(box.extent(self.name), self._tensor._local_tensor.reshape(-1))] if is_first else []
+
+
+@final
 class SpreadState(Spread):
     """A tensor of an optimizer's state that is cut like its parameter: this rank has that of the piece it steps."""
 
     def __init__(self, name: str, slot: Slot, piece: Tensor) -> None:
-        super().__init__(name, slot.shape, piece.dtype)
+        super().__init__(name, slot.local.box.whole, piece.dtype)
         self._slot = slot
         self._piece = piece
 
@@ -60,7 +83,8 @@ class SpreadState(Spread):
         )
 
     def pieces(self) -> list[tuple[Extent, Tensor | Part]]:
-        return _written(self, self._slot.state_share, self._slot.writes_state_once, self._read)
+        slot = self._slot
+        return _written(self, slot, slot.state_share, slot.writes_state_once, self._read)
 
     def _read(self, part: slice) -> Tensor | Part:
         start = self._slot.state_piece.shard_start
@@ -72,10 +96,9 @@ class SpreadState(Spread):
 
 
 def _written(
-    source: Spread, share: Piece, writes_once: bool, read: Callable[[slice], Tensor | Part]
+    source: Spread, slot: Slot, share: Piece, writes_once: bool, read: Callable[[slice], Tensor | Part]
 ) -> list[tuple[Extent, Tensor | Part]]:
     """What this rank writes: its share among those that have the same."""
     if not (share.numel or writes_once):
         return []
-    extent = Extent.of_whole(source.name, source.shape, share.start, share.stop)
-    return [(extent, read(share.in_shard))]
+    return [(slot.local.box.extent(source.name, share.start, share.stop), read(share.in_shard))]

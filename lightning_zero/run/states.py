@@ -9,13 +9,16 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.optimizer_state import OptimizerState
-from lightning_zero.run.spread import SpreadParameter
+from lightning_zero.run.spread import SpreadParameter, SpreadPart
 from lightning_zero.shards.group import publish
+from lightning_zero.shards.local import whole_of
 from lightning_zero.shards.optimizer import PieceStepper
 from lightning_zero.shards.units import as_written
 from lightning_zero.views.lazy import LazyTensor
@@ -58,8 +61,12 @@ class States:
             device = group.setting.places.gathered.device if group.stays_full else HOST
             for slot in group.slots:
                 view = slot.view(full)
-                whole[id(slot.parameter)] = slot.whole(view, device) if copy or not group.stays_full else view
-        return self._model_with(whole, copy=copy)
+                if slot.local.is_divided:
+                    view = slot.local.gathered(view).to(device)
+                elif copy or not group.stays_full:
+                    view = slot.whole(view, device)
+                whole[id(slot.parameter)] = view
+        return {name: whole_of(value) for name, value in self._model_with(whole, copy=copy).items()}
 
     def spread_model(self) -> dict[str, Any]:
         """`module.state_dict()` to be written by all ranks together: a `LazyTensor` for every parameter of a group."""
@@ -68,7 +75,11 @@ class States:
             for group in self._groups
             for slot in group.slots
         }
-        return self._model_with(lazy, copy=False)
+        state = self._model_with(lazy, copy=False)
+        for name, value in state.items():
+            if isinstance(value, DTensor):
+                state[name] = LazyTensor(SpreadPart(f"model:{name}", value, self._mesh))
+        return state
 
     def _model_with(self, values: Mapping[int, Tensor], *, copy: bool) -> dict[str, Any]:
         """`module.state_dict()` with other values for parameters, by id."""
@@ -94,6 +105,20 @@ class States:
             verify()
         self._rendezvous.meet_before_collective()  # what is gathered is stale
         publish(self._groups)
+
+    def spread_others(self, checkpoint: dict[str, Any], *, full: bool) -> dict[str, Any]:
+        """A checkpoint with what users have put into it of tensors that tensor-parallel ranks share (a copy of the
+        model, averaged): to be written by all ranks together, or `full`."""
+        made: dict[int, Tensor] = {}  # by id: what stands in two places is one tensor
+
+        def spread(tensor: DTensor) -> Tensor:
+            if id(tensor) not in made:
+                source = SpreadPart(f"shared {len(made)}", tensor, self._mesh)
+                made[id(tensor)] = source.whole() if full else LazyTensor(source)
+            return made[id(tensor)]
+
+        spread_all: dict[str, Any] = tree_map_only(DTensor, spread, checkpoint)
+        return spread_all
 
     # -- of the optimizers; these work after the engine was closed, too
 

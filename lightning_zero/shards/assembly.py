@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -18,6 +19,7 @@ from lightning_zero.shards.arena import Arena
 from lightning_zero.shards.early import class_of, early_of, take_over
 from lightning_zero.shards.gradient import Bucket, BucketPool, GradientShard
 from lightning_zero.shards.group import Kind, Setting, ShardGroup, slot_of
+from lightning_zero.shards.local import local_of, refuse_other_meshes
 from lightning_zero.shards.offload import Machine, choose_offloaded
 from lightning_zero.shards.probe import BY_ALL, BY_TENSOR, why_not_in_pieces
 from lightning_zero.shards.unit import Unit
@@ -38,6 +40,7 @@ class Options:
     accumulation: Literal["sharded", "local"] = "sharded"  # reduce each backward, or keep full gradients till the last
     param_dtype: torch.dtype | None = None  # floating-point parameters rest and compute in it; None: `autocast_dtype`
     autocast_dtype: torch.dtype | None = None  # weights that autocast casts at each use rest in it already (`*-mixed`)
+    tensor_parallel_size: int = 1  # ranks, neighbours, that share each tensor-parallel module
     replicate_size: int = 1  # groups of ranks that each hold all shards
     reduce_dtype: torch.dtype | None = None  # of gradients; None: fp32, or the parameter's where that is wider
     broadcast_buffers: bool = True  # take rank 0's buffers before a training forward
@@ -68,7 +71,7 @@ class Assembly:
 
 def bucket_bytes_for(managed: Sequence[Parameter], options: Options) -> int:
     """Small models get small buckets: a bucket is memory that grows with nothing, and must not outgrow the model."""
-    return min(options.bucket_bytes, max(MIB, sum(parameter.nbytes for parameter in managed) // 16))
+    return min(options.bucket_bytes, max(MIB, sum(local_of(parameter).nbytes for parameter in managed) // 16))
 
 
 def assemble(
@@ -119,6 +122,13 @@ def _choose_resting(
 ) -> tuple[list[Module], dict[int, torch.dtype]]:
     """The modules that may see their weights as they rest, and id -> dtype of parameters that rest in another one."""
     if options.param_dtype is not None:
+        for name, parameter in module.named_parameters():
+            if local_of(parameter) is not parameter:
+                raise ValueError(
+                    f"param_dtype={options.param_dtype} has parameters rest in another dtype than they were made in, "
+                    f"and {name!r} is a DTensor, which shows one alone. Leave param_dtype out, or make the model in "
+                    "that dtype (precision='bf16-true')."
+                )
         return [], {id(p): options.param_dtype for p in managed if p.is_floating_point()}
     if options.autocast_dtype is None:
         return [], {}
@@ -183,8 +193,9 @@ def _make_pools(shards: list[GradientShard], setting: Setting, buckets: int) -> 
     return pools
 
 
-def choose_whole(optimizers: Sequence[Optimizer], options: Options) -> list[Optimizer]:
-    """Those that are to step whole tensors. Raises ValueError for those that cannot do with that."""
+def choose_whole(optimizers: Sequence[Optimizer], options: Options, is_divided: bool) -> list[Optimizer]:
+    """Those that are to step whole tensors; where these are divided among tensor-parallel ranks, none can. Raises
+    ValueError for those that cannot do with that."""
     chosen = []
     for optimizer in optimizers:
         reason, kind = why_not_in_pieces(optimizer), type(optimizer).__name__
@@ -197,6 +208,11 @@ def choose_whole(optimizers: Sequence[Optimizer], options: Options) -> list[Opti
                 f"{kind} {reason}, and each rank steps only a part of them: the result would be wrong. Use stage=0, or "
                 "another optimizer; or, if you know that it looks at one tensor at a time, granularity='tensor'."
             )
+    if chosen and is_divided:
+        raise ValueError(
+            f"{type(chosen[0]).__name__} steps whole tensors, which tensor-parallel ranks have parts of: not yet. Use "
+            "an element-wise optimizer (AdamW, SGD, RMSprop, ...), or no tensor parallelism."
+        )
     offload = options.offload
     if chosen and (options.step_in_backward or (offload is not None and (offload.path or offload.state_dtype))):
         raise ValueError(
@@ -215,8 +231,8 @@ def trainable_of(managed: Sequence[Parameter], optimizers: Sequence[Optimizer]) 
     return {id(parameter) for parameter in can_train if parameter.requires_grad or id(parameter) in stepped}
 
 
-def managed_parameters(module: Module, optimizers: Sequence[Optimizer]) -> list[Parameter]:
-    """The parameters that the engine takes over: torch's own kind, each once."""
+def managed_parameters(module: Module, optimizers: Sequence[Optimizer], tensor_ranks: Sequence[int]) -> list[Parameter]:
+    """The parameters that the engine takes over: torch's own kind, and DTensors over `tensor_ranks`; each once."""
     named = dict(module.named_parameters())
     for name, parameter in named.items():
         if is_lazy(parameter):
@@ -238,6 +254,7 @@ def managed_parameters(module: Module, optimizers: Sequence[Optimizer]) -> list[
                 f"Parameter {name!r} is in shards since an earlier run, which ended with an error; what other ranks "
                 "had of it is lost. Make the model anew, and go on from a checkpoint: fit(model, ckpt_path=...)."
             )
+        refuse_other_meshes(name, parameter, tensor_ranks)
         if not is_plain(parameter) and parameter.requires_grad:
             raise ValueError(
                 f"Parameter {name!r} is a {type(parameter).__name__}, a tensor of its own kind, and trains: it cannot "
@@ -265,7 +282,7 @@ def _refuse_shared_memory(named: Mapping[str, Parameter]) -> None:
     for name, parameter in named.items():
         if not parameter.numel() or early_of(parameter) is not None:  # those have memory of their own
             continue
-        other = owners.setdefault(parameter.data_ptr(), name)
+        other = owners.setdefault(local_of(parameter).data_ptr(), name)
         if other != name and (parameter.requires_grad or named[other].requires_grad):
             raise ValueError(
                 f"Parameters {other!r} and {name!r} are two that share their memory, and sharded they would part. Make "
@@ -279,8 +296,10 @@ def foreign_parameters(module: Module) -> dict[str, Parameter]:
 
 
 def is_plain(parameter: Parameter) -> bool:
-    """Whether it is an ordinary tensor, of torch's class or of one that only gives it a name."""
+    """Whether it is an ordinary tensor, of torch's class or of one that only gives it a name, or has one here."""
     kind = class_of(parameter)
+    if isinstance(parameter, DTensor):
+        return True
     return (
         kind.__torch_function__ is Parameter.__torch_function__
         and kind.__torch_dispatch__ is Tensor.__torch_dispatch__

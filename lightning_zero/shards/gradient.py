@@ -113,8 +113,8 @@ class GradientShard:
 
     @property
     def is_collected(self) -> bool:
-        """Whether gradients are wanted as they come."""
-        return self.travels or not self.group.setting.keeps_gradients
+        """Whether gradients are wanted as they come: also those that tensor-parallel ranks may have to sum."""
+        return self.travels or not self.group.setting.keeps_gradients or self.group.setting.mesh.tensor.size > 1
 
     @property
     def is_spread(self) -> bool:
@@ -151,22 +151,22 @@ class GradientShard:
     def kept_apart(self, slot: Slot) -> Iterator[None]:
         """While an earlier backward is settled, what this one has put into `p.grad` already is not to be lost."""
         with torch._C.DisableTorchFunctionSubclass():
-            parameter: Any = slot.parameter
-            fresh = parameter.grad
+            local: Any = slot.local
+            fresh = local.grad
             if isinstance(fresh, AveragedGradient):
                 yield
                 return
-            parameter.grad = None
+            local.grad = None
             yield
-            if isinstance(parameter.grad, AveragedGradient):
+            if isinstance(local.grad, AveragedGradient):
                 self.add(slot, fresh)
             else:
-                parameter.grad = fresh
+                local.grad = fresh
 
     def collect(self, slot: Slot, *, local: bool) -> None:
         """Takes the gradient that autograd has just put into `p.grad`; `local` if it will not be reduced in this
         backward, or others of its window were not."""
-        index, grad = slot.index, slot.parameter.grad
+        index, grad = slot.index, slot.local.grad
         assert grad is not None
         self.group.check_assigned(slot, slot.parameter, self.group.kind.resting)
         again = index in self.ready  # a weight of several reentrant checkpoints gets a gradient from each
@@ -178,14 +178,14 @@ class GradientShard:
         if grad.is_sparse:
             grad = grad.to_dense()
         if not self.travels:
-            slot.parameter.grad = grad
+            slot.local.grad = grad
         elif self.full_grad is None and not local:
             if again:
                 grad = self._held[index] + grad
             else:
                 (self._carries.add if carried else self._carries.discard)(index)
             self._held[index] = grad
-            slot.parameter.grad = None
+            slot.local.grad = None
         else:
             self._accumulate_locally(slot, grad, carried)
 
@@ -199,7 +199,7 @@ class GradientShard:
         else:
             (self._carries.add if carried else self._carries.discard)(slot.index)
             view.copy_(grad)
-        slot.parameter.grad = view
+        slot.local.grad = view
 
     def _keep_average(self, slot: Slot, view: Tensor) -> None:
         """Stage 1, a second reduction without `zero_grad` between: the averaged gradient lies in the owner's part of
@@ -241,7 +241,7 @@ class GradientShard:
         for slot in self.group.slots:
             if slot.index in self.used:
                 continue
-            grad = slot.parameter.grad
+            grad = slot.local.grad
             counts_on = isinstance(grad, AveragedGradient)
             if self._rests_cut:
                 (self._carries.add if counts_on else self._carries.discard)(slot.index)
@@ -326,7 +326,7 @@ class GradientShard:
             self.owned_grad = self._make_owned(0)
         for slot in self.group.slots:
             with torch._C.DisableTorchFunctionSubclass():
-                slot.parameter.grad = None
+                slot.local.grad = None
 
     def end_reduce(self) -> None:
         """All is stored: the next backward begins anew."""
@@ -350,7 +350,7 @@ class GradientShard:
         """Lets go of all gradients and of the buckets; after training."""
         for slot in self.group.slots:
             with torch._C.DisableTorchFunctionSubclass():
-                slot.parameter.grad = None
+                slot.local.grad = None
                 slot.parameter.grad_dtype = slot.parameter.dtype
         self.full_grad = None
         self.owned_grad = InMemory(torch.empty(0, dtype=self.dtype), self.group.places.gathered)
@@ -362,8 +362,8 @@ class GradientShard:
         """What this rank steps of an averaged gradient, in `Slot.stepped_shape`, not to be written to."""
         if self.travels:
             return slot.stepped(self.owned_grad)
-        assert slot.parameter.grad is not None
-        return slot.parameter.grad.detach()
+        assert slot.local.grad is not None
+        return slot.local.grad.detach()
 
     @contextmanager
     def edit_piece(self, slot: Slot) -> Iterator[Tensor]:

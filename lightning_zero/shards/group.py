@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.shards.early import class_of, nothing, take_over
 from lightning_zero.shards.layout import Layout, Piece, Slice
+from lightning_zero.shards.local import local_of, make_local
 from lightning_zero.stage import Partition
 from lightning_zero.tiers.array import ALL, Array, InMemory, zeros
 from lightning_zero.tiers.disk import Disk
@@ -106,6 +107,7 @@ class Slot:
         self.group = group
         self.index = index
         self.parameter = parameter
+        self.local = make_local(parameter, group.setting.mesh.tensor)  # what is packed, reduced and stepped of it
         self.name, self.shape, self.numel = span.name, span.shape, span.numel
         self.offset = span.offset  # in full arrays of the group
         # What this rank steps of it: its part, or all of it where the optimizer is not partitioned.
@@ -113,7 +115,7 @@ class Slot:
         self.plain_class = class_of(parameter)  # what the user made it an instance of
         self.gradient: GradientShard | None = None  # of the group; None where it does not train
         self.stepper: int | None = None  # the rank that steps all of it; None: every rank steps its piece
-        self._strides = parameter.stride()  # as the user made it: values rest in C order
+        self._strides = self.local.values.stride()  # as the user made it: values rest in C order
 
     def _owned_piece(self) -> Piece:
         return self.group.layout.piece(self.index, self.group.comm.rank)
@@ -138,17 +140,27 @@ class Slot:
     @property
     def share(self) -> Piece:
         """What this rank writes into checkpoints, in place in an owned array: of what it owns, its part among the
-        replicas that own the same."""
-        owned, replicate = self._owned_piece(), self.group.replicate
-        start, stop = (owned.start + owned.numel * at // replicate.size for at in (replicate.rank, replicate.rank + 1))
+        ranks that own the same."""
+        owned, (copy, copies) = self._owned_piece(), self._copy
+        start, stop = (owned.start + owned.numel * at // copies for at in (copy, copy + 1))
         return Piece(start=start, stop=stop, shard_start=self.piece.shard_start + start - self.piece.start)
+
+    @property
+    def _copy(self) -> tuple[int, int]:
+        """Which copy of its values this rank has, among how many: replicas', and those of tensor-parallel ranks."""
+        replicate, tensor = self.group.replicate, self.group.setting.mesh.tensor
+        if self.local.is_divided:
+            return replicate.rank, replicate.size
+        return replicate.rank * tensor.size + tensor.rank, replicate.size * tensor.size
 
     @property
     def writes_once(self) -> bool:
         """Whether this rank writes what checkpoints hold once of this parameter: the rank that writes its first
         element, or rank 0 where it has none."""
+        if self.local.is_divided and self.group.setting.mesh.tensor.rank:
+            return False
         if not self.numel:
-            return self.group.comm.rank == self.group.replicate.rank == 0
+            return self.group.comm.rank == self._copy[0] == 0
         return self.share.start == 0 and self.share.numel > 0
 
     @property
@@ -168,12 +180,12 @@ class Slot:
         """What this rank writes of such state into checkpoints; see `share`."""
         if self.stepper is None:
             return self.share
-        return replace(self.state_piece, stop=self.state_piece.stop if self.group.replicate.rank == 0 else 0)
+        return replace(self.state_piece, stop=self.state_piece.stop if self._copy[0] == 0 else 0)
 
     @property
     def writes_state_once(self) -> bool:
         """Whether this rank writes what checkpoints hold once of its state; see `writes_once`."""
-        is_stepper = self.stepper == self.group.comm.rank and self.group.replicate.rank == 0
+        is_stepper = self.stepper == self.group.comm.rank and self._copy[0] == 0
         return self.writes_once if self.stepper is None else is_stepper
 
     @property
@@ -219,7 +231,7 @@ class ShardGroup:
         self.is_lost = False  # a rank failed: the values are spread over ranks that no longer answer
         self._shown_versions: list[int] | None = None  # of the parameters, while they are shown plain
         self.layout = Layout.pack(
-            [(name, tuple(parameter.shape)) for name, parameter in parameters.items()],
+            [(name, tuple(local_of(parameter).shape)) for name, parameter in parameters.items()],
             ranks=self.comm.size,
             bucket_numel=setting.bucket_bytes // kind.declared.itemsize,
             # Every chunk is divided once more between replicas.
@@ -280,7 +292,7 @@ class ShardGroup:
     @staticmethod
     def _take_values(slot: Slot, rest: Rest, full: Tensor | None) -> None:
         take_over(slot.parameter)
-        values = slot.parameter.detach().reshape(-1)
+        values = slot.local.values.detach().reshape(-1)
         if full is not None:
             slot.view(full).view(-1).copy_(values)
         for array in {id(array): array for array in (rest.owned_param, rest.master)}.values():
@@ -326,7 +338,7 @@ class ShardGroup:
         self.full_param = full
         with no_interception(), torch.inference_mode(False):
             for slot in self.slots:
-                slot.parameter.data = slot.view(full)
+                slot.local.values = slot.view(full)
 
     def let_go(self) -> None:
         """The reverse of `hold`: full_param belongs to somebody else from here on."""
@@ -423,11 +435,11 @@ class ShardGroup:
         assert self.full_param is not None
         start, size, found = self.full_param.data_ptr(), self.full_param.itemsize, False
         for slot in self.slots:
-            if slot.parameter.data_ptr() != start + slot.offset * size and slot.numel:
+            if slot.local.values.data_ptr() != start + slot.offset * size and slot.numel:
                 self.check_assigned(slot, slot.parameter, self.full_param.dtype)
                 view = slot.view(self.full_param)
-                view.copy_(slot.parameter.detach().view_as(view))
-                slot.parameter.data = view
+                view.copy_(slot.local.values.detach().view_as(view))
+                slot.local.values = view
                 found = True
         return found
 
@@ -487,7 +499,7 @@ def point_at_nothing(slot: Slot) -> None:
     goes past that finds NaN, and no memory of somebody else's."""
     dtype, device = slot.group.kind.resting, slot.group.setting.places.gathered.device
     with no_interception(), torch.inference_mode(False):
-        slot.parameter.data = nothing(slot.shape, dtype, device)
+        slot.local.values = nothing(slot.shape, dtype, device)
 
 
 def publish(groups: Iterable[ShardGroup]) -> None:

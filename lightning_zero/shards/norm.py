@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.group import Slot
 from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.mesh import Mesh
 
 
 class GradNorm(NamedTuple):
@@ -73,16 +74,20 @@ class Measured:
             return False
         return self.versions == versions_of(slots)
 
-    def norms(self, comm: Comm) -> Tensor:
+    def norms(self, mesh: Mesh) -> Tensor:
         """The norm of every gradient by itself, float64 on the host. A collective where gradients are spread."""
-        is_cut = bool(self.slots) and self.slots[0].group.is_cut
-        if self.norm_type == float("inf"):
-            return comm.all_reduce(self.parts, "norm", "max") if is_cut else self.parts
-        return (comm.all_reduce(self.parts, "norm") if is_cut else self.parts).pow(1.0 / self.norm_type)
+        parts, is_largest = self.parts, self.norm_type == float("inf")
+        if self.slots and self.slots[0].group.is_cut:
+            parts = mesh.shard.all_reduce(parts, "norm", "max" if is_largest else "sum")
+        if mesh.tensor.size > 1:
+            if mesh.tensor.rank:  # what each of them has whole counts once
+                parts = parts * torch.tensor([slot.local.is_divided for slot in self.slots], dtype=parts.dtype)
+            parts = mesh.tensor.all_reduce(parts, "norm", "max" if is_largest else "sum")
+        return parts if is_largest else parts.pow(1.0 / self.norm_type)
 
-    def total_norm(self, comm: Comm) -> GradNorm:
+    def total_norm(self, mesh: Mesh) -> GradNorm:
         """The norm of all gradients as if they were one vector. A collective, as `norms`."""
-        norms = self.norms(comm)
+        norms = self.norms(mesh)
         if not norms.numel():
             return GradNorm(torch.tensor(0.0), finite=True)
         p = self.norm_type
@@ -115,9 +120,9 @@ def scale_(slots: Sequence[Slot], factor: Tensor) -> None:
         torch._foreach_mul_(pieces, factor.to(device, non_blocking=True))
 
 
-def clip_by_norm_(measured: Measured, comm: Comm, max_norm: float) -> GradNorm:
+def clip_by_norm_(measured: Measured, mesh: Mesh, max_norm: float) -> GradNorm:
     """Scales all gradients so that their global norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`."""
-    norm = measured.total_norm(comm)
+    norm = measured.total_norm(mesh)
     scale_(measured.slots, torch.clamp(max_norm / (norm.total + 1e-6), max=1.0))
     return norm
 

@@ -13,6 +13,7 @@ from torch.nn import Module, Parameter
 
 from lightning_zero.shards.group import Kind
 from lightning_zero.shards.layout import fill
+from lightning_zero.shards.local import local_of
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -39,7 +40,7 @@ class UnitSpec:
 
     @property
     def nbytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self.parameters.values())
+        return sum(local_of(parameter).nbytes for parameter in self.parameters.values())
 
 
 def whole_model(model: Module) -> list[UnitSpec]:
@@ -188,8 +189,8 @@ def modules_cast_by_autocast(model: Module) -> list[Module]:
         and module not in others
         and "forward" not in vars(module)
         and module._parameters.keys() <= {"weight", "bias"}  # what hooks compute weights from stays as declared
-        and all(
-            holders[id(parameter)] == 1 and parameter.dtype == torch.float32
+        and all(  # a DTensor cannot show another dtype than its own
+            holders[id(parameter)] == 1 and parameter.dtype == torch.float32 and local_of(parameter) is parameter
             for parameter in module.parameters(recurse=False)
         )
     ]
@@ -215,5 +216,5 @@ def fill_buckets(parameters: Mapping[str, Parameter], bucket_numel: int) -> list
     """Cuts parameters, last first (the order in which backward reaches them), into runs of at most one bucket; one that
     is larger makes a run of its own, which travels in slices."""
     items = list(parameters.items())[::-1]
-    sizes = [parameter.numel() for _, parameter in items]
+    sizes = [local_of(parameter).numel() for _, parameter in items]
     return [dict(items[run.start : run.stop]) for run in fill(sizes, bucket_numel)]

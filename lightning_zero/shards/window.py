@@ -94,6 +94,7 @@ class Window:
         self._writes: list[Future[None]] = []
         self._staged: dict[Slot, _Staged] = {}
         self._shown: dict[Slot, _Shown] = {}
+        self._stand_ins: dict[Parameter, Parameter] = {}  # of parameters that are no plain tensors
         self._options: list[dict[str, Any]] = []  # that are not the user's while this is stepped, as they were
 
     @property
@@ -147,7 +148,7 @@ class Window:
     def _gradient_of(self, slot: Slot) -> Array | None:
         """What is to be read of it; None where it is in memory, or there is none."""
         assert slot.gradient is not None
-        has_any = self._late or slot.parameter.grad is not None
+        has_any = self._late or slot.local.grad is not None
         return slot.gradient.owned_grad if has_any and slot.gradient.is_on_disk else None
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -197,19 +198,24 @@ class Window:
         for slot in self.slots:
             if not is_its_piece(slot):
                 self._show_piece(slot)
+        self._stand_ins = {s.parameter: s.local.stepped for s in self.slots if s.local.stepped is not s.parameter}
+        for parameter, stand_in in self._stand_ins.items():
+            _move_state(self._optimizer, parameter, stand_in)
         wanted = {slot.parameter for slot in self.slots}
         for group in self._optimizer.param_groups:
             own = {"params": group["params"]}
             mine = own["params"] if is_all else [parameter for parameter in own["params"] if parameter in wanted]
+            if self._stand_ins:
+                mine = [self._stand_ins.get(parameter, parameter) for parameter in mine]
             if may_fuse and self._may_fuse(group):
                 own["fused"], group["fused"] = group["fused"], True
             group["params"] = mine
             self._options.append(own)
 
     def _show_piece(self, slot: Slot) -> None:
-        parameter = slot.parameter
+        parameter = slot.local.stepped
         with no_interception():
-            shown = parameter.grad
+            shown = slot.local.grad
             self._shown[slot] = _Shown(shown, type(parameter))
             piece, grad = self._stepped(slot, shown)
             parameter.grad = None
@@ -242,6 +248,8 @@ class Window:
         for group, own in zip(self._optimizer.param_groups, self._options, strict=True):
             group.update(own)
         self._options.clear()
+        for parameter, stand_in in self._stand_ins.items():
+            _move_state(self._optimizer, stand_in, parameter)
         for slot, shown in self._shown.items():
             self._show_whole(slot, shown)
 
@@ -249,6 +257,9 @@ class Window:
         parameter, full, gradient = slot.parameter, slot.group.full_param, slot.gradient
         assert gradient is not None
         with no_interception():
+            if parameter in self._stand_ins:  # it has been as it is all the time
+                slot.local.stepped.grad = None
+                return
             parameter.grad = None
             if full is None:
                 point_at_nothing(slot)
@@ -320,11 +331,19 @@ def state_of(optimizer: Optimizer, parameter: Parameter) -> dict[str, Any]:
     return dict.get(optimizer.state, parameter, {})
 
 
+def _move_state(optimizer: Optimizer, one: Parameter, other: Parameter) -> None:
+    """What an optimizer keeps for one parameter, it keeps for another."""
+    state = dict.pop(optimizer.state, one, None)
+    if state is not None:
+        dict.__setitem__(optimizer.state, other, state)
+
+
 def is_its_piece(slot: Slot) -> bool:
     """Whether there is nothing to swap: all of it is stepped where it is, with the gradient as it is."""
     group, gradient = slot.group, slot.gradient
     assert gradient is not None
     is_apart = group.is_cut or gradient.is_spread or group.rest.master is not group.rest.owned_param
+    is_apart |= slot.local.stepped is not slot.parameter
     return group.is_plain and not is_apart and gradient.dtype == group.kind.declared
 
 

@@ -58,9 +58,11 @@ class ShardedGradient(AveragedGradient):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.untyped_storage:  # `torch.compile` looks at it of all it finds, gradients among them
+        # `torch.compile` looks at the storage of all it finds, gradients among them; and operators are called by a
+        # DTensor that this is the local part of, below autograd.
+        if func is Tensor.untyped_storage or isinstance(func, torch._ops.OpOverload):
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args)
+                return func(*args, **(kwargs or {}))
         return call(func, args, kwargs)
 
     @classmethod

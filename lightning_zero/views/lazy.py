@@ -12,9 +12,11 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero.shards.extents import Extent
+from lightning_zero.shards.local import Box, as_dtensor
 from lightning_zero.tiers.array import Part
 from lightning_zero.views.intercept import Lent, call
 
@@ -68,8 +70,14 @@ class Stored(Source):
         self.read(extent, into)
 
     def for_loading(self, target: Tensor) -> Tensor:
-        """All values, to be copied to `target`, a part of a model that every rank loads."""
-        return self.whole()
+        """The values that are to be copied to `target`, a part of a model that every rank loads: all, or of what
+        tensor-parallel ranks share, this rank's."""
+        if not isinstance(target, DTensor):
+            return self.whole()
+        box = Box.of(target)
+        part = torch.empty(box.shape, dtype=self.dtype)
+        self.read(box.extent(self.name), part.view(-1))
+        return as_dtensor(part, target)
 
 
 @final
@@ -128,7 +136,10 @@ class LazyTensor(Tensor):
             alias._held = args[0]._held
             return alias
         if func is Tensor.copy_ and isinstance(args[1], LazyTensor) and isinstance(args[1].source, Stored):
-            return args[0].copy_(args[1].source.for_loading(args[0]))
+            values = args[1].source.for_loading(args[0])
+            if isinstance(args[0], DTensor) and not isinstance(values, DTensor):
+                values = as_dtensor(Box.of(args[0]).part(values), args[0])
+            return args[0].copy_(values)
         return call(func, args, kwargs)
 
     @classmethod

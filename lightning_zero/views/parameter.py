@@ -12,10 +12,13 @@ one of them for its gradient makes them agree.
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from lightning_zero.shards.group import ShardGroup, Slot, no_interception, slot_of
@@ -24,6 +27,7 @@ from lightning_zero.views.lazy import LazyTensor, Stored
 
 _BY_IDENTITY = {torch.autograd.grad, torch.autograd.backward}  # parameters name nodes of the graph here
 _GRADIENT = {getattr(Tensor.grad, name) for name in ("__get__", "__set__")}
+_METHODS_OF_DTENSOR = ("to_local", "full_tensor", "redistribute", "__repr__")
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -82,6 +86,16 @@ class RestingParameter(Parameter):
         return _as_made(self).__reduce_ex__(protocol)
 
 
+def _borrowing(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that looks at values past `__torch_function__`, made to borrow them."""
+
+    @wraps(method)
+    def borrow_first(*args: Any, **kwargs: Any) -> Any:
+        return call(method, args, kwargs)
+
+    return borrow_first
+
+
 def _slot(parameter: Tensor) -> Slot:
     slot = slot_of(parameter)  # type: ignore[arg-type]
     assert slot is not None
@@ -119,7 +133,11 @@ class Interception:
         """What the user gave the class (methods, `isinstance`) stays."""
         if plain not in self._classes:
             bases = (RestingParameter,) if plain is Parameter else (RestingParameter, plain)
-            self._classes[plain] = type(plain.__name__, bases, {"lender": self._lender})
+            content: dict[str, Any] = {"lender": self._lender}
+            if issubclass(plain, DTensor):
+                content |= {name: _borrowing(getattr(DTensor, name)) for name in _METHODS_OF_DTENSOR}
+                content["__slots__"] = ()  # another layout could not take the place of torch's
+            self._classes[plain] = type(plain.__name__, bases, content)
         return self._classes[plain]
 
 

@@ -15,9 +15,12 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.nn import Parameter
 
 from lightning_zero.shards.group import ShardGroup, no_interception
+from lightning_zero.shards.local import local_of
 from lightning_zero.shards.unit import Unit
 from lightning_zero.tiers.array import Array
 
@@ -36,6 +39,13 @@ class _Place(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int  # elements of `dtype`, from the start of full_param
+
+
+class _PlaceOfLocal(NamedTuple):
+    """What tensor-parallel ranks share: this rank's part, and what it shows."""
+
+    place: _Place
+    spec: DTensorSpec
 
 
 class _Ours(partial[Any]):
@@ -89,7 +99,9 @@ class SavedParameters:
 
     def _pack(self, otherwise: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         with no_interception():
-            place = self._place_of(tensor)
+            place = self._place_of(local_of(tensor))
+            if isinstance(tensor, DTensor) and place is not None:
+                return _PlaceOfLocal(place, tensor._spec)
         return otherwise(tensor) if place is None else place
 
     def _place_of(self, tensor: Tensor) -> _Place | None:
@@ -106,6 +118,8 @@ class SavedParameters:
         return _Place(unit, group, parameter, version, shard, tensor.dtype, tensor.shape, stride, offset)
 
     def _unpack(self, otherwise: Callable[[Any], Tensor], saved: Any) -> Tensor:
+        if isinstance(saved, _PlaceOfLocal):
+            return DTensor(self._unpack(otherwise, saved.place), saved.spec, requires_grad=False)
         if not isinstance(saved, _Place):
             return otherwise(saved)
         with no_interception():

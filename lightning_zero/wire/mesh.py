@@ -1,13 +1,16 @@
 """`Mesh`: the ranks of an engine by their role.
 
-Hybrid sharding divides the model states inside groups of neighbours and replicates them across the groups, so that
-only 1/N of the gradient crosses between groups:
+Hybrid sharding divides the model states inside groups of ranks and replicates them across the groups, so that only 1/N
+of the gradient crosses between groups. Ranks that share tensor-parallel modules are neighbours; each is in a shard
+group with those that hold the same part of the modules:
 
-    ranks 0 1 2 3 | 4 5 6 7        replicate_size=2: two shard groups of N = 4
-          |-----|   |-----|        shard: gather and reduce inside
+    ranks 0 1 2 3 | 4 5 6 7        replicate_size=2: two groups, each with a copy of the model states
+          |---|                    tensor: 0 1, 2 3, ..   tensor_parallel_size=2: neighbours share the modules
+          0 <-> 2, 1 <-> 3, ..     shard: gather and reduce; N = 2
           0 <-----> 4, 1 <-> 5 ..  replicate: what each reduced is summed over the groups
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_zero.wire.comm import Comm
@@ -16,29 +19,77 @@ from lightning_zero.wire.local import LocalComm
 
 @dataclass(frozen=True)
 class Mesh:
-    """See the module's docstring; the axes "data_parallel" (shard) and "replicate" of `ZeroStrategy.device_mesh`."""
+    """See the module's docstring; the axes "data_parallel" (shard), "replicate" and "tensor_parallel" of
+    `ZeroStrategy.device_mesh`."""
 
     world: Comm  # all ranks
-    shard: Comm  # those that divide one copy of the model states among them, neighbours in `world`
-    replicate: Comm  # those that hold the same shard, one of each shard group
+    shard: Comm  # those that divide one copy of the model states, of their part of the modules, among them
+    replicate: Comm  # those that hold the same shard, one of each group of shards
+    tensor: Comm  # those that share tensor-parallel modules, neighbours in `world`
 
     @classmethod
-    def of(cls, world: Comm, replicate_size: int) -> "Mesh":
-        """Divides `world` into `replicate_size` shard groups, which must come out of one size."""
-        if world.size % replicate_size:
-            fitting = [size for size in range(1, world.size + 1) if world.size % size == 0]
-            raise ValueError(
-                f"replicate_size={replicate_size} does not divide the {world.size} ranks. Write one of {fitting}."
-            )
-        size = world.size // replicate_size
-        if replicate_size == 1 or size == 1:
-            return cls(world, world, LocalComm())
-        groups = [range(start, start + size) for start in range(0, world.size, size)]
-        peers = [range(place, world.size, size) for place in range(size)]
-        return cls(world, world.split(groups), world.split(peers))
+    def of(cls, world: Comm, replicate_size: int = 1, tensor_size: int = 1) -> "Mesh":
+        """Divides `world`.
+
+        Raises:
+            ValueError: when the ranks do not come out even.
+        """
+        shape = shape_of(world.size, replicate_size, tensor_size)
+        replicate, shard, tensor = (_along(world, shape, axis) for axis in range(3))
+        if shape[1] == 1:  # nothing is divided: those with the same values are one group, as under DDP
+            shard, replicate = replicate, LocalComm()
+        return cls(world, shard, replicate, tensor)
+
+    @property
+    def tensor_ranks(self) -> list[int]:
+        """Those of the tensor-parallel group, in `world`."""
+        start = self.world.rank - self.tensor.rank
+        return list(range(start, start + self.tensor.size))
 
     @property
     def bytes_sent(self) -> dict[str, int]:
-        """Bytes that left this rank, by operation; those between shard groups apart."""
+        """Bytes that left this rank, by operation; those between shard groups, and between tensor-parallel ranks (but
+        for what torch sends), apart."""
         within = self.world.bytes_sent if self.shard is self.world else self.world.bytes_sent + self.shard.bytes_sent
-        return dict(within) | {f"replicate {kind}": sent for kind, sent in self.replicate.bytes_sent.items()}
+        apart = {"replicate": self.replicate, "tensor_parallel": self.tensor}
+        return dict(within) | {
+            f"{axis} {kind}": sent
+            for axis, comm in apart.items()
+            for kind, sent in comm.bytes_sent.items()
+            if comm is not self.world
+        }
+
+
+def shape_of(ranks: int, replicate_size: int, tensor_size: int) -> tuple[int, int, int]:
+    """How many ranks there are along "replicate", "data_parallel" and "tensor_parallel".
+
+    Raises:
+        ValueError: when they do not come out even.
+    """
+    if ranks % tensor_size:
+        raise ValueError(
+            f"tensor_parallel_size={tensor_size} does not divide the {ranks} ranks. Write one of {_divisors(ranks)}."
+        )
+    left = ranks // tensor_size
+    if left % replicate_size:
+        among = f"{left} groups of tensor_parallel_size={tensor_size}" if tensor_size > 1 else f"{ranks} ranks"
+        raise ValueError(
+            f"replicate_size={replicate_size} does not divide the {among}. Write one of {_divisors(left)}."
+        )
+    return replicate_size, left // replicate_size, tensor_size
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _along(world: Comm, shape: Sequence[int], axis: int) -> Comm:
+    """Those that differ from this rank in their place along one axis alone."""
+    size = shape[axis]
+    if size in (1, world.size):
+        return world if size == world.size else LocalComm()
+    stride = 1
+    for inner in shape[axis + 1 :]:
+        stride *= inner
+    starts = [rank for rank in range(world.size) if rank // stride % size == 0]
+    return world.split([range(start, start + size * stride, stride) for start in starts])

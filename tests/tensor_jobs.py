@@ -1,0 +1,276 @@
+"""What tests/test_tensor_parallel.py runs on real ranks, because torch's DTensor needs process groups.
+
+Every job takes `tensor`, the number of neighbours that share modules; the other axis is data parallel.
+"""
+
+import sys
+import tempfile
+from contextlib import nullcontext
+from datetime import timedelta
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+from lightning_zero import Offload
+from lightning_zero.run.engine import Engine, Options
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.native import make_comm
+from models import Maker, batch, clone, seeded
+from reference import Run, ddp
+
+WORDS, WIDTH = 16, 12
+
+
+class Block(nn.Module):
+    """A residual layer that is wide inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Towers(nn.Module):
+    """What a transformer has, but for attention; and a parameter of its own, frozen ones, and ones that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.scale = nn.Parameter(torch.tensor(1.3))
+        self.frozen = nn.Linear(WIDTH, WIDTH)
+        self.frozen.requires_grad_(False)
+        self.unused = nn.Linear(4, 8)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden) * self.scale + self.frozen(self.norm(hidden)))
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
+    """Column, then row; vocabulary; with `sequence` the blocks' norms see each its part of the sequence, and have
+    gradients that are to be summed over ranks."""
+    layout = Shard(1) if sequence else Replicate()
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=layout),
+        "blocks.*.up": ColwiseParallel(input_layouts=layout),
+        "blocks.*.down": RowwiseParallel(output_layouts=layout),
+        "frozen": ColwiseParallel(output_layouts=Replicate()),
+        "unused": ColwiseParallel(),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    if sequence:
+        plan["blocks.*.norm"] = SequenceParallel()
+        plan["blocks.1"] = PrepareModuleOutput(output_layouts=(Shard(1),), desired_output_layouts=(Replicate(),))
+    parallelize_module(model, mesh, plan)
+
+
+def towers(seed: int = 0) -> Towers:
+    return seeded(Towers, seed)
+
+
+@cache
+def start() -> Comm:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    return make_comm(torch.device("cpu"), timedelta(seconds=30))
+
+
+@cache
+def mesh_of(tensor: int) -> DeviceMesh:
+    start()
+    shape = (dist.get_world_size() // tensor, tensor)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("data_parallel", "tensor_parallel"))
+
+
+def whole(values: Tensor) -> Tensor:
+    return values.full_tensor() if isinstance(values, DTensor) else values
+
+
+def loss_of(model: nn.Module, rank: int, step: int, micro: int = 0) -> Tensor:
+    tokens, targets = batch(rank, step, micro)
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def make_engine(
+    make: Maker, tensor: int, stage: int, *, sequence: bool = False, seed: int = 0, **options: Any
+) -> tuple[Any, Any, Engine]:
+    mesh, comm = mesh_of(tensor), start()
+    model = towers(seed + comm.rank // tensor)  # another initialisation along data parallel must not matter
+    parallelize(model, mesh["tensor_parallel"], sequence=sequence)
+    optimizer, _ = make(model)
+    if "offload" in options:
+        folder = tempfile.mkdtemp() if "nvme" in options["offload"].values() else None
+        options["offload"] = Offload(**options["offload"], path=folder)
+    if options.pop("recomputes", False):
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    made = Options(tensor_parallel_size=tensor, **options)
+    return model, optimizer, Engine(model, [optimizer], stage=stage, comm=comm, options=made)
+
+
+def train(
+    make: Maker, tensor: int, stage: int, *, accumulate: int = 1, clip: str | None = None, steps: int = 3, **how: Any
+) -> Run:
+    """As `models` and `reference.ddp`; whole weights and state of a run."""
+    model, optimizer, engine = make_engine(make, tensor, stage, **how)
+    rank, run = engine.mesh.world.rank // tensor, Run()
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro in range(accumulate):
+            with engine.accumulating() if micro < accumulate - 1 else nullcontext():
+                with engine.forward(reduces=micro == accumulate - 1):
+                    loss = loss_of(model, rank, step, micro) / accumulate
+                with engine.backward():
+                    loss.backward()
+        run.losses.append(loss.item())
+        if clip == "norm":
+            run.grad_norms.append(engine.averages.clip_by_norm_(optimizer, 0.5).total.item())
+        if clip == "value":
+            engine.averages.clip_by_value_(optimizer, 0.01)
+        optimizer.step()
+    run.optimizer = engine.states.full_optimizer(optimizer)
+    engine.close()
+    run.weights = {name: whole(value).clone() for name, value in model.state_dict().items()}
+    return run
+
+
+def reference(make: Maker, data: int, *, accumulate: int = 1, clip: str | None = None, steps: int = 3) -> Run:
+    """One process on the whole batch."""
+    return ddp(clone(towers()), make, world=data, accumulate=accumulate, clip=clip, steps=steps)
+
+
+def rests(tensor: int, stage: int) -> dict[str, int]:
+    """Bytes by category after a step with AdamW, of layers in which every parameter is divided."""
+    mesh, comm = mesh_of(tensor), start()
+    model = seeded(lambda: nn.Sequential(*(nn.ModuleList([nn.Linear(64, 64)])[0] for _ in range(8))))
+    plan = {f"{at}": ColwiseParallel() if at % 2 == 0 else RowwiseParallel() for at in range(8)}
+    parallelize_module(model, mesh["tensor_parallel"], plan)
+    for at in range(1, 8, 2):
+        model[at].bias = None  # every rank would have all of it
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = Options(tensor_parallel_size=tensor, unit_classes=("Linear",))
+    engine = Engine(model, [optimizer], stage=stage, comm=comm, options=options)
+    model(torch.ones(2, 64)).square().sum().backward()
+    optimizer.step()
+    return engine.bytes_by_category()
+
+
+def what_users_see(tensor: int, stage: int, *, sequence: bool) -> dict[str, Any]:
+    """Parameters and gradients between backward and step, as users read and edit them."""
+    model, optimizer, engine = make_engine(torch_sgd, tensor, stage, sequence=sequence, **UNITS)
+    rank = engine.mesh.world.rank // tensor
+    for _ in range(2):  # stage 3 plans the second
+        optimizer.zero_grad()
+        loss_of(model, rank, 0).backward()
+    named = dict(model.named_parameters())
+    seen: dict[str, Any] = {
+        "read": {name: whole(parameter.detach() + 1) for name, parameter in named.items()},
+        "full_tensor": {name: whole(parameter).detach().clone() for name, parameter in named.items()},
+        "kinds": {name: isinstance(parameter, DTensor) for name, parameter in named.items()},
+        "grads": {name: None if p.grad is None else whole(p.grad + 0) for name, p in named.items()},
+        "placements": all(
+            p.grad.placements == p.placements for p in named.values() if isinstance(p, DTensor) and p.grad is not None
+        ),
+        "full_grad": {name: engine.averages.full(parameter) for name, parameter in named.items()},
+        "norms": engine.averages.norms(),
+        "largest": engine.averages.norms(float("inf")),
+        "repr": repr(named["blocks.0.up.weight"]),
+    }
+    with torch.no_grad():
+        for parameter in named.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+        named["blocks.0.up.weight"].add_(1.0)
+    optimizer.step()
+    with engine.full_parameters():
+        seen["stepped"] = {name: whole(parameter).detach().clone() for name, parameter in named.items()}
+    seen["same objects"] = all(
+        parameter is own for parameter, own in zip(optimizer.param_groups[0]["params"], trainable(model), strict=True)
+    ) and set(optimizer.state) <= set(named.values())
+    engine.close()
+    return seen
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def torch_sgd(model: nn.Module) -> tuple[torch.optim.Optimizer, None]:
+    return torch.optim.SGD(trainable(model), lr=0.1, momentum=0.9), None
+
+
+UNITS = {"unit_classes": ("Block",)}
+
+
+def refused(kind: str, tensor: int) -> str:
+    """The message for bad input; every rank raises."""
+    world = start().size
+    model, options = towers(), Options(tensor_parallel_size=tensor)
+    if kind == "foreign mesh":
+        parallelize(model, init_device_mesh("cpu", (world,)), sequence=False)
+    if kind == "two axes":
+        mesh = mesh_of(tensor)
+        model.head.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Replicate(), Shard(0)]))
+    if kind == "uneven":
+        model.head = nn.Linear(WIDTH, 13)
+        parallelize_module(model, mesh_of(tensor)["tensor_parallel"], {"head": ColwiseParallel()})
+    if kind == "param_dtype":
+        parallelize(model, mesh_of(tensor)["tensor_parallel"], sequence=False)
+        options = Options(tensor_parallel_size=tensor, param_dtype=torch.bfloat16)
+    optimizer, stage = torch_sgd(model)[0], 2
+    if kind == "whole tensors":
+        parallelize(model, mesh_of(tensor)["tensor_parallel"], sequence=False)
+        optimizer, stage = torch.optim.Adafactor(trainable(model)), 0
+    try:
+        Engine(model, [optimizer], stage=stage, comm=start(), options=options)
+    except (ValueError, NotImplementedError) as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def example_gpt(tie_head: bool) -> Any:
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+    from gpt import GPT
+
+    return seeded(lambda: GPT(width=16, depth=2, heads=4, context=8, tie_head=tie_head))
+
+
+def loss_of_gpt(model: nn.Module, rank: int) -> Tensor:
+    tokens = torch.randint(0, 256, (4, 9), generator=torch.Generator().manual_seed(rank))
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def gradients_of_gpt(tensor: int, stage: int, *, sequence: bool, tie_head: bool) -> tuple[float, dict[str, Tensor]]:
+    """The example's loss on this rank's batch, and the averaged gradients."""
+    mesh, comm, model = mesh_of(tensor), start(), example_gpt(tie_head)
+    model.parallelize(mesh["tensor_parallel"], sequence=sequence)
+    options = Options(tensor_parallel_size=tensor, unit_classes=("Block",))
+    engine = Engine(model, [torch_sgd(model)[0]], stage=stage, comm=comm, options=options)
+    loss = loss_of_gpt(model, comm.rank // tensor)
+    loss.backward()
+    found = {name: engine.averages.full(parameter) for name, parameter in model.named_parameters()}
+    engine.close()
+    return loss.item(), {name: grad for name, grad in found.items() if grad is not None}

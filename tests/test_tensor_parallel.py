@@ -1,0 +1,191 @@
+"""Tensor parallelism composed with every stage, on real ranks: 1 x 2 and 2 x 2, against one process on the batch of all
+data-parallel ranks."""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tensor_jobs
+from models import Maker, sgd
+from ranks import RankPool
+from reference import Run
+
+STAGES = [0, 1, 2, 3]
+TENSOR = 2
+
+Pools = Callable[[int], RankPool]
+
+
+@functools.cache
+def expected(make: Maker, data: int, **how: Any) -> Run:
+    return tensor_jobs.reference(make, data, **how)
+
+
+def adam(model: torch.nn.Module) -> tuple[torch.optim.Optimizer, None]:
+    """A large epsilon: gradients that are rounding alone must not become steps."""
+    return torch.optim.AdamW(tensor_jobs.trainable(model), lr=1e-2, eps=1e-3), None
+
+
+def assert_alike(found: Run, wanted: Run) -> None:
+    for mine, theirs in zip(found.losses, wanted.losses, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-6)
+    assert found.weights.keys() == wanted.weights.keys()
+    for name, value in wanted.weights.items():
+        torch.testing.assert_close(found.weights[name], value, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    assert found.optimizer["state"].keys() == wanted.optimizer["state"].keys()
+    for index, state in wanted.optimizer["state"].items():
+        for name, value in state.items():
+            torch.testing.assert_close(found.optimizer["state"][index][name], value, rtol=1e-5, atol=1e-6)
+
+
+HOWS: list[dict[str, Any]] = [
+    {},
+    {"accumulate": 2},
+    {"clip": "norm"},
+    {"clip": "value", "accumulate": 2},
+]
+
+
+@pytest.mark.parametrize("how", HOWS, ids=str)
+@pytest.mark.parametrize("sequence", [False, True], ids=["replicated norms", "sequence-parallel norms"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world", [2, 4])
+def test_stages_equal_one_process_to_rounding(
+    world: int, stage: int, sequence: bool, how: dict[str, Any], pool_of: Pools
+) -> None:
+    runs = pool_of(world).run(tensor_jobs.train, sgd, TENSOR, stage, sequence=sequence, **tensor_jobs.UNITS, **how)
+    wanted = expected(sgd, world // TENSOR, **how)
+    assert_alike(runs[0], wanted)
+    assert runs[0].grad_norms == pytest.approx(wanted.grad_norms, rel=1e-6)
+    for run in runs[1:]:
+        assert run.grad_norms == runs[0].grad_norms
+        assert all(torch.equal(run.weights[name], value) for name, value in runs[0].weights.items())
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"replicate_size": 2},
+    {"accumulation": "local", "accumulate": 2},
+    {"overlap": False, "bucket_bytes": 256},
+    {"offload": {"optimizer": "cpu"}},
+    {"offload": {"optimizer": "nvme"}},
+    {"step_in_backward": True},
+    {"late_publish_bytes": 0},
+    {"recomputes": True},
+    {"unit_classes": None},
+    {"unit_classes": None, "merges_units": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_options_change_nothing(stage: int, options: dict[str, Any], pool_of: Pools) -> None:
+    run, *_ = pool_of(4).run(tensor_jobs.train, adam, TENSOR, stage, sequence=True, **{**tensor_jobs.UNITS, **options})
+    assert_alike(run, expected(adam, 2, accumulate=options.get("accumulate", 1)))
+
+
+@pytest.mark.parametrize("options", [{}, {"step_in_backward": True}, {"offload": {"optimizer": "cpu"}}], ids=str)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_options_change_nothing_where_no_data_is_parallel(
+    stage: int, options: dict[str, Any], two_ranks: RankPool
+) -> None:
+    run, *_ = two_ranks.run(tensor_jobs.train, adam, TENSOR, stage, sequence=True, **tensor_jobs.UNITS, **options)
+    assert_alike(run, expected(adam, 1))
+
+
+@pytest.mark.parametrize("kernel", ["foreach", "fused"])
+def test_kernels_of_optimizers_see_plain_pieces(kernel: str, two_ranks: RankPool) -> None:
+    run, *_ = two_ranks.run(tensor_jobs.train, functools.partial(with_kernel, kernel), TENSOR, 2)
+    assert_alike(run, expected(adam, 1))
+
+
+def with_kernel(kernel: str, model: torch.nn.Module) -> tuple[torch.optim.Optimizer, None]:
+    return torch.optim.AdamW(tensor_jobs.trainable(model), lr=1e-2, eps=1e-3, **{kernel: True}), None
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_state_is_divided_over_both_axes(stage: int, pool_of: Pools) -> None:
+    elements = 8 * 64 * 64 + 4 * 64
+    parameter, gradient, optimizer = (2 if stage >= least else 1 for least in (3, 2, 1))  # data-parallel ranks
+    for found in pool_of(4).run(tensor_jobs.rests, TENSOR, stage):
+        assert found["parameter"] == 4 * elements // TENSOR // parameter
+        assert found["gradient"] == 4 * elements // TENSOR // gradient
+        assert found["optimizer state"] == pytest.approx(8 * elements // TENSOR // optimizer, abs=100)  # step counts
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world", [2, 4])
+def test_users_read_and_edit_parameters_and_gradients_as_dtensors(world: int, stage: int, pool_of: Pools) -> None:
+    model = tensor_jobs.towers()
+    optimizer, _ = tensor_jobs.torch_sgd(model)
+    losses = [tensor_jobs.loss_of(model, rank, 0) for rank in range(world // TENSOR)]
+    (sum(losses) / len(losses)).backward()
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for grad in grads.values():
+            if grad is not None:
+                grad.mul_(0.5)
+        model.blocks[0].up.weight.add_(1.0)
+    optimizer.step()
+    for seen in pool_of(world).run(tensor_jobs.what_users_see, TENSOR, stage, sequence=True):
+        for name, value in weights.items():
+            assert torch.equal(seen["full_tensor"][name], value), name
+            assert torch.equal(seen["read"][name], value + 1), name
+            assert seen["kinds"][name] is not (name.startswith("norm") or name == "scale"), name
+        for name, grad in grads.items():
+            for kind in ("grads", "full_grad"):
+                found = seen[kind][name]
+                assert (found is None) is (grad is None), name
+                if grad is not None:
+                    torch.testing.assert_close(found, grad * 2, rtol=1e-5, atol=1e-7)
+        trained = {name: grad * 2 for name, grad in grads.items() if grad is not None}
+        assert seen["norms"].keys() == trained.keys()
+        for name, grad in trained.items():
+            torch.testing.assert_close(seen["norms"][name], grad.norm(), rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(seen["largest"][name], grad.abs().max(), rtol=1e-5, atol=1e-7)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(seen["stepped"][name], parameter.detach(), rtol=1e-6, atol=1e-6)
+        assert seen["placements"]
+        assert seen["same objects"]
+        assert "nan" not in seen["repr"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensor", "told"),
+    [
+        (
+            "foreign mesh",
+            2,
+            r"'embedding.weight' is a DTensor on .* of ranks \[0, 1, 2, 3\], and ranks \[\d, \d\] share",
+        ),
+        ("two axes", 2, r"'head.weight' is a DTensor on .* \(no fully_shard\)"),
+        ("uneven", 2, r"'head.weight' is a DTensor of shape \(13, 12\), whose dimension 0 cannot be divided evenly"),
+        ("param_dtype", 2, r"param_dtype=torch.bfloat16 .* 'embedding.weight'.* Leave param_dtype out"),
+        ("whole tensors", 2, r"Adafactor steps whole tensors, which tensor-parallel ranks have parts of"),
+        ("size", 3, r"tensor_parallel_size=3 does not divide the 4 ranks. Write one of \[1, 2, 4\]"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_on_every_rank(kind: str, tensor: int, told: str, pool_of: Pools) -> None:
+    for message in pool_of(4).run(tensor_jobs.refused, kind, tensor):
+        assert re.search(told, message)
+
+
+@pytest.mark.parametrize("tie_head", [False, True], ids=["own head", "tied head"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["replicated norms", "sequence-parallel norms"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_plan_of_the_examples_gpt_has_the_gradients_of_one_process(
+    stage: int, sequence: bool, tie_head: bool, pool_of: Pools
+) -> None:
+    model = tensor_jobs.example_gpt(tie_head)
+    losses = [tensor_jobs.loss_of_gpt(model, rank) for rank in range(2)]
+    (sum(losses) / 2).backward()
+    runs = pool_of(4).run(tensor_jobs.gradients_of_gpt, TENSOR, stage, sequence=sequence, tie_head=tie_head)
+    for rank, (loss, grads) in enumerate(runs):
+        assert loss == pytest.approx(losses[rank // TENSOR].item(), rel=1e-6)
+        assert grads.keys() == {name for name, _ in model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-5, atol=1e-6)

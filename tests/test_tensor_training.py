@@ -1,0 +1,242 @@
+"""Tensor parallelism under Trainer: Lightning's documented example, what each rank sees, precisions, and resuming at
+another degree."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import jobs
+import tensor_training_jobs
+from compare import assert_same_bits
+from lightning_zero import consolidate
+from lightning_zero.checkpoint import StoredCheckpoint
+from lightning_zero.checkpoint.load import verify
+from ranks import RankPool
+
+STAGES = [0, 1, 2, 3]
+TO_ROUNDING = {"rel": 1e-6}
+
+Pools = Callable[[int], RankPool]
+
+
+def mean_losses(runs: list[dict[str, Any]], tensor: int) -> list[float]:
+    """Over data-parallel ranks; those that share modules have the same."""
+    for at, run in enumerate(runs):
+        assert run["losses"] == runs[at // tensor * tensor]["losses"]
+    return torch.tensor([run["losses"] for run in runs[::tensor]], dtype=torch.float64).mean(0).tolist()
+
+
+def assert_same_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def data_parallel(two_ranks: RankPool) -> list[dict[str, Any]]:
+    """The same batches on two ranks that share nothing."""
+    return two_ranks.run(tensor_training_jobs.fit, 0, 2, 1, epochs=2)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_documented_example_of_model_parallel_strategy_runs_with_one_line_changed(
+    stage: int, two_ranks: RankPool
+) -> None:
+    lightnings = two_ranks.run(tensor_training_jobs.fit_documented, None)
+    for found, expected in zip(two_ranks.run(tensor_training_jobs.fit_documented, stage), lightnings, strict=True):
+        assert found["losses"] == pytest.approx(expected["losses"], **TO_ROUNDING)
+        assert_same_weights(found["weights"], expected["weights"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_documented_example_on_one_rank_has_the_bits_of_one_device(stage: int, pool_of: Pools) -> None:
+    (found,), (expected,) = (pool_of(1).run(tensor_training_jobs.fit_alone, at) for at in (stage, None))
+    assert found["losses"] == expected["losses"]
+    assert_same_bits(found["weights"], expected["weights"])
+
+
+@pytest.mark.parametrize(("world", "sequence"), [(2, True), (4, True), (4, False)])
+@pytest.mark.parametrize("stage", STAGES)
+def test_training_is_that_of_data_parallel_ranks_on_the_same_batches(
+    stage: int, world: int, sequence: bool, pool_of: Pools, data_parallel: list[dict[str, Any]]
+) -> None:
+    runs = pool_of(world).run(tensor_training_jobs.fit, stage, world, 2, epochs=2, model={"sequence": sequence})
+    assert mean_losses(runs, 2) == pytest.approx(mean_losses(data_parallel, 1), **TO_ROUNDING)
+    assert runs[0]["mesh"] == {"replicate": 1, "data_parallel": world // 2, "tensor_parallel": 2}
+    for run in runs:
+        assert_same_weights(run["weights"], data_parallel[0]["weights"])
+        assert run["val_loss"] == pytest.approx(data_parallel[0]["val_loss"], **TO_ROUNDING)
+
+
+def test_ranks_that_share_modules_see_the_same_batches_and_the_others_see_others(pool_of: Pools) -> None:
+    seen = [run["seen"] for run in pool_of(4).run(tensor_training_jobs.fit, 2, 4, 2, shuffle=True)]
+    assert torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[2], seen[3])
+    rows = {tuple(row) for row in torch.cat([seen[0], seen[2]]).tolist()}
+    assert len(rows) == tensor_training_jobs.SAMPLES
+
+
+def test_ranks_that_share_modules_draw_the_same_even_if_nobody_has_seeded_them(pool_of: Pools) -> None:
+    runs = pool_of(4).run(tensor_training_jobs.fit_unseeded, 2, 4, 2)
+    mean_losses(runs, 2)
+    assert runs[0]["losses"] != runs[2]["losses"]
+
+
+def test_workers_of_loaders_draw_the_same_for_ranks_that_share_modules(pool_of: Pools) -> None:
+    assert pool_of(4).run(tensor_training_jobs.seed_of_workers, 4, 2) == [0, 0, 1, 1]
+    assert pool_of(4).run(tensor_training_jobs.seed_of_workers, 4, 1) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_are_clipped_by_the_norm_of_all_ranks(stage: int, pool_of: Pools, two_ranks: RankPool) -> None:
+    expected = two_ranks.run(tensor_training_jobs.fit, 0, 2, 1, gradient_clip_val=0.1)
+    runs = pool_of(4).run(tensor_training_jobs.fit, stage, 4, 2, gradient_clip_val=0.1)
+    assert mean_losses(runs, 2) == pytest.approx(mean_losses(expected, 1), **TO_ROUNDING)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_precisions_train_to_their_rounding(
+    stage: int, precision: str, pool_of: Pools, data_parallel: list[dict[str, Any]]
+) -> None:
+    runs = pool_of(4).run(tensor_training_jobs.fit, stage, 4, 2, epochs=2, precision=precision)
+    # Two bytes keep 8 bits (bf16) of each activation.
+    assert mean_losses(runs, 2) == pytest.approx(mean_losses(data_parallel, 1), rel=2 * 2.0**-8)
+
+
+# -- checkpoints
+
+EPOCH = tensor_training_jobs.SAMPLES // 8  # steps
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1), (2, 1), (1, 2)], ids="{0[0]} x {0[1]}".format)
+@pytest.mark.parametrize(("stage", "kind"), [(1, "sharded"), (3, "sharded"), (2, "full")])
+def test_a_run_goes_on_at_any_other_degree_with_the_same_losses(
+    stage: int, kind: str, shape: tuple[int, int], pool_of: Pools, data_parallel: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    path, strategy = tmp_path / "at 2 x 2.ckpt", {"checkpoint": {"format": kind}}
+    pool_of(4).run(tensor_training_jobs.fit, stage, 4, 2, save=path, strategy=strategy)
+    data, tensor = shape
+    runs = pool_of(data * tensor).run(
+        tensor_training_jobs.fit, stage, data * tensor, tensor, epochs=2, resume=path, strategy=strategy
+    )
+    assert mean_losses(runs, tensor) == pytest.approx(mean_losses(data_parallel, 1)[EPOCH:], **TO_ROUNDING)
+    assert_same_weights(runs[0]["weights"], data_parallel[0]["weights"])
+
+
+@pytest.mark.parametrize("source", [{"stage": 2}, "ddp_find_unused_parameters_true"], ids=str)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_run_of_ranks_that_share_nothing_goes_on_with_tensor_parallelism(
+    stage: int, source: Any, pool_of: Pools, two_ranks: RankPool, data_parallel: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    path = tmp_path / "at 2 x 1.ckpt"
+    two_ranks.run(tensor_training_jobs.save_without, source, path)
+    runs = pool_of(4).run(tensor_training_jobs.fit, stage, 4, 2, epochs=2, resume=path)
+    assert mean_losses(runs, 2) == pytest.approx(mean_losses(data_parallel, 1)[EPOCH:], **TO_ROUNDING)
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_checkpoint_holds_the_whole_model_once(stage: int, sequence: bool, pool_of: Pools, tmp_path: Path) -> None:
+    path = tmp_path / "run.ckpt"
+    model = {"sequence": sequence}
+    run, *_ = pool_of(4).run(tensor_training_jobs.fit, stage, 4, 2, save=path, model=model)
+    assert verify(path) == []
+    plain = tensor_training_jobs.Language.load_from_checkpoint(path, map_location="cpu")
+    assert_same_weights(plain.state_dict(), run["weights"])
+    saved = StoredCheckpoint(path)
+    nbytes = sum(entry.nbytes for name, entry in saved.manifest.tensors.items() if not name.startswith("rank "))
+    weights = sum(value.nbytes for value in run["weights"].values())
+    trained = sum(parameter.nbytes for parameter in tensor_training_jobs.trainable(plain))
+    unused = sum(parameter.nbytes for parameter in plain.towers.unused.parameters())
+    assert nbytes == pytest.approx(weights + 2 * (trained - unused), rel=0.01, abs=200)  # and a count for each
+    consolidate(path, tmp_path / "file.ckpt")
+    state = torch.load(tmp_path / "file.ckpt", weights_only=False)["optimizer_states"][0]["state"]
+    shapes = [tuple(parameter.shape) for parameter in tensor_training_jobs.trainable(plain)]
+    assert {tuple(value["exp_avg"].shape) == shapes[index] for index, value in state.items()} == {True}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_read_their_boxes_into_a_model_that_is_in_shards(stage: int, pool_of: Pools, tmp_path: Path) -> None:
+    path = tmp_path / "at 2 x 1.ckpt"
+    pool_of(2).run(tensor_training_jobs.save_without, {"stage": 2}, path)
+    saved = jobs.read_checkpoint(path)
+    expected = saved["state_dict"] | {
+        f"{index} {name}": value
+        for index, state in saved["optimizer_states"][0]["state"].items()
+        for name, value in state.items()
+    }
+    for found in pool_of(4).run(tensor_training_jobs.load_into_engine, stage, path):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(torch.as_tensor(found[name]), torch.as_tensor(expected[name])) for name in expected)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_averages_of_weights_are_divided_saved_whole_and_go_on(
+    stage: int, kind: str, pool_of: Pools, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    path, strategy = tmp_path / "run.ckpt", {"checkpoint": {"format": kind}}
+    run, *_ = pool_of(4).run(tensor_training_jobs.fit_averaged, stage, 4, 2, save=path, strategy=strategy)
+    saved = jobs.read_checkpoint(path)
+    assert_same_weights(saved["state_dict"], run["weights"])  # after fit the model has the averages
+    for place in ("state_dict", "current_model_state"):
+        assert {type(value) for value in saved[place].values()} == {torch.Tensor}
+    if kind == "sharded":
+        again, *_ = pool_of(4).run(tensor_training_jobs.fit_averaged, stage, 4, 2, epochs=2, resume=path)
+        two_ranks.run(tensor_training_jobs.fit_averaged, 0, 2, 1, save=tmp_path / "other.ckpt")
+        other, _ = two_ranks.run(tensor_training_jobs.fit_averaged, 0, 2, 1, epochs=2, resume=tmp_path / "other.ckpt")
+        assert_same_weights(again["weights"], other["weights"])
+
+
+def test_a_callback_that_copies_the_model_before_it_is_divided_is_refused(two_ranks: RankPool) -> None:
+    _, errors = two_ranks.outcomes(tensor_training_jobs.fit_copied, 2)
+    for error in errors:
+        assert "StochasticWeightAveraging averages a copy" in error
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_models_are_used_after_fit_and_saved_again(stage: int, pool_of: Pools, tmp_path: Path) -> None:
+    first, *_ = pool_of(4).run(tensor_training_jobs.use_after_fit, stage, tmp_path)
+    assert first["validated"] == pytest.approx(first["val_loss"], **TO_ROUNDING)
+    assert first["from file"] == pytest.approx(first["val_loss"], **TO_ROUNDING)
+    saved = jobs.read_checkpoint(tmp_path / "after.ckpt")["state_dict"]
+    assert_same_weights(saved, first["weights"])
+
+
+def test_r36_r56_parameters_keep_the_values_that_configure_model_gave_them(pool_of: Pools) -> None:
+    """As far as tensor parallelism goes: initialisation after parallelize_module, on DTensors, is not lost."""
+    for found in pool_of(4).run(tensor_training_jobs.initialised, 3):
+        assert torch.equal(found["filled"], torch.full_like(found["filled"], 0.25))
+        assert torch.equal(found["scaled"], found["expected"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"tensor_parallel_size": 3}, r"tensor_parallel_size=3 does not divide the 4 ranks. Write one of \[1, 2, 4\]"),
+        (
+            {"tensor_parallel_size": 2, "replicate_size": 4},
+            r"replicate_size=4 does not divide the 2 groups of tensor_parallel_size=2. Write one of \[1, 2\]",
+        ),
+    ],
+)
+def test_sizes_that_do_not_divide_the_world_are_refused_before_anything_is_made(
+    arguments: dict[str, Any], told: str, pool_of: Pools
+) -> None:
+    _, errors = pool_of(4).outcomes(tensor_training_jobs.fit, 2, 4, 2, strategy=arguments)
+    for error in errors:
+        assert re.search(told, error)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_one_rank_is_told_all_hear(stage: int, world: int, pool_of: Pools, tmp_path: Path) -> None:
+    steps = pool_of(world).run(tensor_training_jobs.stopped, stage, world, tmp_path)
+    assert len(set(steps)) == 1
+    assert 0 < steps[0] < EPOCH
+    assert verify(tmp_path / "checkpoints" / "preempted.ckpt") == []
