@@ -207,6 +207,16 @@ def test_gradients_and_optimizer_state_take_memory_for_the_adapters_alone(adapte
 # --- the text
 
 
+def test_ranks_that_share_every_layer_learn_and_resume_as_one(tmp_path: Path) -> None:
+    """And their checkpoint is that of a model that nobody has divided."""
+    shared = ("strategy=zero3", "trainer.devices=2", "strategy.tensor_parallel_size=2", "model.sequence_parallel=true")
+    train(tmp_path, *shared)
+    summary = read_summary(tmp_path)
+    assert summary["loss"] < summary["untrained_loss"]
+    assert "continuing from" in train(tmp_path, "strategy=zero2", "trainer.max_steps=6", "trainer.val_check_interval=2")
+    assert read_summary(tmp_path)["steps"] == 6
+
+
 def test_the_default_text_is_the_standard_librarys_split_by_file():
     split = read_text(None, max_bytes=200_000)
     assert len(split.train) == 200_000
