@@ -154,7 +154,7 @@ def test_r60_registered_names_make_the_strategy() -> None:
     ("arguments", "error", "says"),
     [
         ({"stage": 4}, ValueError, r"stage=4 does not exist. Write one of \[0, 1, 2, 3\]"),
-        ({"stage": "2"}, ValueError, "stage='2' does not exist"),
+        ({"stage": "4"}, ValueError, "stage='4' does not exist"),
         ({"stage": True}, ValueError, "stage=True does not exist"),
         ({"stge": 2}, TypeError, "stge"),
         ({"find_unused_parameters": True}, TypeError, "find_unused_parameters"),
