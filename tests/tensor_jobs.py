@@ -25,11 +25,13 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero import Offload
+from lightning_zero import ActivationCheckpointing, Offload
 from lightning_zero.run.engine import Engine, Options
+from lightning_zero.shards.offload import Machine
+from lightning_zero.tiers.ledger import Category, Tier
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.native import make_comm
-from models import Maker, batch, clone, seeded
+from models import Maker, batch, clone, seeded, sgd
 from reference import Run, ddp
 
 WORDS, WIDTH = 16, 12
@@ -274,3 +276,26 @@ def gradients_of_gpt(tensor: int, stage: int, *, sequence: bool, tie_head: bool)
     found = {name: engine.averages.full(parameter) for name, parameter in model.named_parameters()}
     engine.close()
     return loss.item(), {name: grad for name, grad in found.items() if grad is not None}
+
+
+def recompute(tensor: int, stage: int, policy: dict[str, bool] | None, *, sequence: bool) -> dict[str, Any]:
+    """Three steps with, or for None without, activation checkpointing; and what is kept and sent for it in the last."""
+    how: dict[str, Any] = {"machine": Machine(host_is_apart=True)}
+    if policy is not None:
+        how["activation_checkpointing"] = ActivationCheckpointing(modules="Block", **policy)
+    model, optimizer, engine = make_engine(sgd, tensor, stage, sequence=sequence, **UNITS, **how)
+    shared, losses = engine.mesh.tensor, []
+    for step in range(3):
+        optimizer.zero_grad()
+        with engine.forward():
+            loss = loss_of(model, engine.mesh.world.rank // tensor, step)
+        kept = {tier: engine.ledger.live_in[Category.ACTIVATION_CHECKPOINT, tier] for tier in Tier}
+        sent, calls = shared.bytes_sent["all_gather"], shared.calls["all_gather"]
+        with engine.backward():
+            loss.backward()
+        sent, calls = shared.bytes_sent["all_gather"] - sent, shared.calls["all_gather"] - calls
+        losses.append(loss.item())
+        optimizer.step()
+    engine.close()
+    weights = {name: whole(value).clone() for name, value in model.state_dict().items()}
+    return {"losses": losses, "weights": weights, "kept": kept, "sent": sent, "gathers": calls}

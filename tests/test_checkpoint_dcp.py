@@ -59,7 +59,8 @@ class Net(L.LightningModule):
         fully_shard(self, mesh=mesh)
 
     def configure_model(self) -> None:
-        mesh = getattr(self, "_device_mesh", None)
+        is_ours = self._trainer is not None and not isinstance(self.trainer.strategy, ModelParallelStrategy)
+        mesh = None if is_ours else getattr(self, "_device_mesh", None)  # ours shards by itself
         if mesh is not None and not self.is_split:
             self.split(mesh["data_parallel"])
             self.is_split = True

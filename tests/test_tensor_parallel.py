@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import tensor_jobs
+from compare import assert_same_bits
+from lightning_zero.tiers.ledger import Tier
 from models import Maker, sgd
 from ranks import RankPool
 from reference import Run
@@ -189,3 +191,39 @@ def test_the_plan_of_the_examples_gpt_has_the_gradients_of_one_process(
         assert grads.keys() == {name for name, _ in model.named_parameters()}
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-5, atol=1e-6)
+
+
+POLICIES = [
+    {},
+    {"partition": True},
+    {"partition": True, "offload": True},
+    {"partition": True, "contiguous": True},
+]
+
+
+@pytest.mark.parametrize(("world", "stage"), [(2, 1), (2, 3), (4, 2), (4, 3)])
+@pytest.mark.parametrize("sequence", [False, True], ids=["replicated norms", "sequence-parallel norms"])
+def test_recomputation_from_divided_checkpoints_changes_no_bit(
+    sequence: bool, world: int, stage: int, pool_of: Pools
+) -> None:
+    pool = pool_of(world)
+    without = pool.run(tensor_jobs.recompute, TENSOR, stage, None, sequence=sequence)
+    for policy in POLICIES:
+        found = pool.run(tensor_jobs.recompute, TENSOR, stage, policy, sequence=sequence)
+        for mine, theirs in zip(found, without, strict=True):
+            assert mine["losses"] == theirs["losses"]
+            assert_same_bits(mine["weights"], theirs["weights"])
+
+
+def test_divided_checkpoints_are_a_share_each_and_cost_one_gather_each(pool_of: Pools) -> None:
+    """Section 8 of the paper: one all-gather of a block's input before it is computed again."""
+    whole, part, away = (
+        pool_of(2).run(tensor_jobs.recompute, TENSOR, 1, policy, sequence=False)[0] for policy in POLICIES[:3]
+    )
+    assert whole["kept"][Tier.DEVICE] > 0
+    assert part["kept"] == {**whole["kept"], Tier.DEVICE: whole["kept"][Tier.DEVICE] // TENSOR}
+    assert away["kept"] == {Tier.DEVICE: 0, Tier.HOST: whole["kept"][Tier.DEVICE] // TENSOR, Tier.DISK: 0}
+    blocks = 2
+    for run in (part, away):
+        assert run["gathers"] - whole["gathers"] == blocks
+        assert run["sent"] - whole["sent"] == whole["kept"][Tier.DEVICE] // TENSOR

@@ -1,0 +1,149 @@
+"""The ZeRO paper's configurations C1 to C5 (arXiv 1910.02054, table 3): the largest GPT of each under one limit.
+
+    python examples/paper.py --limit-mb 8
+
+Four ranks on this machine's CPU: two tensor-parallel, times two data-parallel. Counted is what the engine's ledger
+books on the device of the rank that has most there: model states, buckets and activation checkpoints, with host memory
+as a tier of its own, as beside a GPU. (Not what one block computes between its checkpoint and the next, which is the
+same for all five.) Each can be trained: python examples/train.py experiment=c1 and so on, up to c5.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+from gpt import GPT, VOCABULARY, Block
+from lightning_zero import ActivationCheckpointing
+from lightning_zero.run.engine import Engine, Options
+from lightning_zero.shards.offload import Machine
+from lightning_zero.tiers.ledger import Tier
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.native import make_comm
+
+TENSOR_RANKS, DATA_RANKS = 2, 2
+MIB = 2**20
+FOUND = "found.json"
+BUCKET_BYTES = MIB // 4  # constant buffers (CB), small beside a small limit
+
+
+@dataclass(frozen=True)
+class Configuration:
+    stage: int
+    partition: bool  # P_a
+    offload: bool  # P_a+cpu
+    billions: int  # the paper's largest model, figure 6: 400 GPUs of 32 GB, 16 of them tensor-parallel
+
+
+PAPER = {
+    "C1": Configuration(stage=1, partition=False, offload=False, billions=40),
+    "C2": Configuration(stage=1, partition=True, offload=False, billions=60),
+    "C3": Configuration(stage=2, partition=False, offload=False, billions=50),
+    "C4": Configuration(stage=2, partition=True, offload=False, billions=140),
+    "C5": Configuration(stage=2, partition=True, offload=True, billions=150),
+}
+
+
+def main() -> None:
+    options = parse()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(on_rank, (Path(folder), options), nprocs=TENSOR_RANKS * DATA_RANKS)
+        show(json.loads((Path(folder) / FOUND).read_text()), options.limit_mb)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit-mb", type=float, default=8.0, help="of memory on the device of each rank, MiB")
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--context", type=int, default=128, help="tokens of a sequence")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per rank")
+    return parser.parse_args()
+
+
+def show(found: dict[str, tuple[int, int, int]], limit: float) -> None:
+    print(f"The largest GPT with at most {limit:g} MiB on each of {TENSOR_RANKS * DATA_RANKS} ranks")
+    print(f"{'':4}{'stage':>6}{'P_a':>6}{'+cpu':>6}{'blocks':>8}{'parameters':>12}{'MiB':>8}{'x C1':>7}{'paper':>8}")
+    for name, (depth, numel, peak) in found.items():
+        how = PAPER[name]
+        marks = "".join(f"{'x' if is_on else '-':>6}" for is_on in (how.partition, how.offload))
+        ratios = f"{numel / max(1, found['C1'][1]):>7.2f}{how.billions / PAPER['C1'].billions:>8.2f}"
+        print(f"{name:4}{how.stage:>6}{marks}{depth:>8}{numel:>12,}{peak / MIB:>8.2f}{ratios}")
+
+
+# --- on each rank
+
+
+def on_rank(rank: int, folder: Path, options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    meeting = f"file://{folder / 'meeting'}"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=TENSOR_RANKS * DATA_RANKS)
+    comm, found = make_comm(torch.device("cpu"), timedelta(seconds=60)), {}
+    for name, how in PAPER.items():
+
+        def trial(depth: int, how: Configuration = how) -> tuple[int, int]:
+            return train(depth, how, comm, options)
+
+        found[name] = largest_within(trial, int(options.limit_mb * MIB))
+    if rank == 0:
+        (folder / FOUND).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def largest_within(trial: Callable[[int], tuple[int, int]], limit: int) -> tuple[int, int, int]:
+    """Blocks, parameters and peak of the deepest model that stays within the limit. Every block takes about as much as
+    another, so two models tell where to look."""
+    peaks = {depth: trial(depth) for depth in (2, 6)}
+    slope = max(1, (peaks[6][1] - peaks[2][1]) // 4)
+    depth = max(1, 2 + (limit - peaks[2][1]) // slope)
+    peaks[depth] = peaks.get(depth) or trial(depth)
+    while peaks[depth][1] <= limit:
+        depth += 1
+        peaks[depth] = peaks.get(depth) or trial(depth)
+    while peaks[depth][1] > limit and depth > 1:
+        depth -= 1
+        peaks[depth] = peaks.get(depth) or trial(depth)
+    return (depth, *peaks[depth]) if peaks[depth][1] <= limit else (0, 0, 0)
+
+
+def train(depth: int, how: Configuration, comm: Comm, options: argparse.Namespace) -> tuple[int, int]:
+    """Two steps; parameters, and bytes on the device of the rank that has most there."""
+    mesh = init_device_mesh("cpu", (DATA_RANKS, TENSOR_RANKS), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    torch.manual_seed(0)
+    model = GPT(width=options.width, depth=depth, heads=4, context=options.context)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    model.parallelize(mesh["tensor_parallel"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpointing = ActivationCheckpointing(
+        modules={Block}, partition=how.partition, offload=how.offload, contiguous=True
+    )
+    engine = Engine(
+        model, [optimizer], stage=how.stage, comm=comm,
+        options=Options(
+            tensor_parallel_size=TENSOR_RANKS, activation_checkpointing=checkpointing,
+            machine=Machine(host_is_apart=True), bucket_bytes=BUCKET_BYTES,
+        ),
+    )  # fmt: skip
+    tokens = torch.randint(VOCABULARY, (options.batch, options.context + 1))
+    for _ in range(2):
+        with engine.forward():
+            loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        with engine.backward():
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    peak = comm.all_reduce(torch.tensor(engine.ledger.tier_peak[Tier.DEVICE]), "peak", "max")
+    engine.close()
+    return numel, int(peak)
+
+
+if __name__ == "__main__":
+    main()
