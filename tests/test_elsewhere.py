@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStr
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_zero import ActivationCheckpointing, Checkpoint, Offload, ZeroStrategy
+from lightning_zero import Checkpoint, Offload, ZeroStrategy
 from lightning_zero.pl.elsewhere import ELSEWHERE
 
 OURS = signature(ZeroStrategy).parameters
@@ -63,11 +63,11 @@ def test_answers_name_arguments_that_are_there() -> None:
         ("find_unused_parameters", "always found"),
         ("reduce_bucket_size", "counts MiB"),
         ("bucket_size", "did you mean 'bucket_size_mb'"),
-        ("zzz", r"no argument 'zzz'\."),
+        ("zzz", r"\.$"),
     ],
 )
 def test_an_argument_of_another_strategy_is_answered_with_what_to_write(argument: str, answer: str) -> None:
-    with pytest.raises(TypeError, match=rf"ZeroStrategy has no argument '{argument}'.*{answer}|{answer}"):
+    with pytest.raises(TypeError, match=rf"^ZeroStrategy has no argument '{argument}'.*{answer}"):
         ZeroStrategy(**{argument: True})
 
 
@@ -101,4 +101,4 @@ def test_nonsense_is_refused_at_construction(arguments: dict[str, Any], told: st
 
 def test_the_signature_is_still_that_of_the_strategy() -> None:
     assert next(iter(OURS)) == "stage"
-    assert OURS["activation_checkpointing"].annotation != ActivationCheckpointing
+    assert "kwargs" not in OURS

@@ -29,6 +29,13 @@ def test_pieces_tile_every_parameter_exactly_once(layout: Layout) -> None:
 
 
 @given(layouts)
+def test_owners_are_the_ranks_that_have_a_piece(layout: Layout) -> None:
+    for index in range(len(layout.spans)):
+        have = [rank for rank in range(layout.ranks) if layout.piece(index, rank).numel]
+        assert list(layout.owners(index)) == have
+
+
+@given(layouts)
 def test_a_piece_lies_in_the_shard_where_the_parameter_lies_in_the_flat_array(layout: Layout) -> None:
     for index, span in enumerate(layout.spans):
         of = layout.slice_of(index)

@@ -387,10 +387,15 @@ class ShardGroup:
             self.rest.owned_param = self._make_array(Category.PARAMETER, self.kind.resting, self.places.parameter)
             self.owned_param.write(ALL, old.read())
 
-    def take_masters(self) -> None:
-        """`owned_param` has the values of the master."""
-        if self.master is not self.owned_param:
-            for part in [each.in_shard for each in self.layout.slices] if self.is_cut else [ALL]:
+    def take_masters(self, slots: Iterable[Slot] | None = None) -> None:
+        """`owned_param` has the values of the master: all, or what lies from the first to the last of `slots`."""
+        if self.master is self.owned_param:
+            return
+        pieces = [slot.piece.in_shard for slot in (self.slots if slots is None else slots) if slot.piece.numel]
+        start, stop = min((p.start for p in pieces), default=0), max((p.stop for p in pieces), default=0)
+        for each in [found.in_shard for found in self.layout.slices] if self.is_cut else [slice(0, self.layout.numel)]:
+            part = slice(max(start, each.start), min(stop, each.stop))
+            if part.start < part.stop:
                 self.owned_param.write(part, self.master.read(part), stays=True)
 
     def begin_publish(self) -> None:

@@ -157,6 +157,12 @@ class Layout:
     def _slices(self) -> list[Slice]:
         return [found for found in self.slices for _ in found.parameters]
 
+    def owners(self, index: int) -> range:
+        """The ranks that own any of parameter `index`: neighbours, however many ranks there are."""
+        span, of = self.spans[index], self._slices[index]
+        start = span.offset - of.start
+        return range(start // of.width, -(-(start + span.numel) // of.width)) if span.numel else range(0)
+
     def piece(self, index: int, rank: int) -> Piece:
         """What `rank` owns of parameter `index`."""
         span, of = self.spans[index], self._slices[index]

@@ -23,7 +23,7 @@ from lightning_zero.shards.group import Setting, ShardGroup, Slot, no_intercepti
 from lightning_zero.shards.layout import fill
 from lightning_zero.shards.probe import unhooked
 from lightning_zero.shards.whole import WholeWindow, rounds
-from lightning_zero.shards.window import Rest, Staging, StateElsewhere, Window, is_its_piece, state_of
+from lightning_zero.shards.window import MakeResting, Staging, StateElsewhere, Window, is_its_piece, state_of
 from lightning_zero.tiers.ledger import Category, Tier
 
 
@@ -32,7 +32,7 @@ class PieceStepper:
     """Swaps the parameters of one of the user's optimizers to pieces, and back. `rest` makes what stands for state that
     rests elsewhere."""
 
-    def __init__(self, optimizer: Optimizer, setting: Setting, rest: Rest) -> None:
+    def __init__(self, optimizer: Optimizer, setting: Setting, rest: MakeResting) -> None:
         self.optimizer = optimizer
         # Name of a state tensor -> whether it is cut as its parameter is; from the step on that made it.
         self.cut: dict[str, bool] = {}

@@ -6,6 +6,7 @@ one steps a few small tensors, whole and in pieces, and the two must come to the
 """
 
 import copy
+import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -93,7 +94,7 @@ def _updates(optimizer: Optimizer, ranks: int, part: Part) -> list[Tensor]:
     for rank in range(ranks):
 
         def cut(groups: Sequence[Sequence[Tensor]], rank: int = rank) -> list[list[Tensor | None]]:
-            number = iter(range(10**9))
+            number = itertools.count()
             return [[part(tensor, next(number), rank) for tensor in group] for group in groups]
 
         parts = cut(starts)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.shards.group import Setting, Slot
 from lightning_zero.shards.layout import fill
-from lightning_zero.shards.window import Rest, Staging, Window
+from lightning_zero.shards.window import MakeResting, Staging, Window, by_group
 from lightning_zero.tiers.ledger import Place
 
 
@@ -63,14 +63,14 @@ class WholeWindow(Window):
         if self._brought is not None:
             return
         self._brought = {}
-        arrived = _exchange(self.slots, [_value_and_gradient(slot) for slot in self.slots], to_stepper=True)
+        arrived = self._exchange(to_stepper=True)
         for slot in (slot for slot in self.slots if slot.steps_any):
             master, layout = slot.group.rest.master, slot.group.layout
             value, grad = (torch.empty(slot.numel, dtype=master.dtype, device=master.place.device) for _ in range(2))
-            for rank, theirs in enumerate(arrived):
+            for rank in layout.owners(slot.index):
                 piece = layout.piece(slot.index, rank)
                 for whole in (value, grad):
-                    whole[piece.start : piece.stop] = theirs.take(piece.numel)
+                    whole[piece.start : piece.stop] = arrived[rank].take(piece.numel)
             self._brought[slot] = (value.view(slot.shape), grad.view(slot.shape))
 
     def _stepped(self, slot: Slot, shown: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -80,20 +80,45 @@ class WholeWindow(Window):
         master = slot.group.rest.master
         return torch.empty(0, dtype=master.dtype, device=master.place.device), None
 
-    def put(self, rest: Rest, is_cut: Callable[[str], bool]) -> None:
+    def put(self, rest: MakeResting, is_cut: Callable[[str], bool]) -> None:
         """The new values go back to the ranks that own them."""
-        assert self._brought is not None
-        new = [[self._brought[slot][0].view(-1)] if slot.steps_any else [] for slot in self.slots]
-        arrived = _exchange(self.slots, new, to_stepper=False)
+        arrived = self._exchange(to_stepper=False)
         for slot in self.slots:
             assert slot.stepper is not None
             slot.group.rest.master.write(slot.piece.in_shard, arrived[slot.stepper].take(slot.piece.numel))
-        for group in dict.fromkeys(slot.group for slot in self.slots):
-            group.take_masters()
+        for group, slots in by_group(self.slots).items():
+            group.take_masters(slots)
 
     def forget(self) -> None:
         super().forget()
         self._brought = {}
+
+    def _exchange(self, *, to_stepper: bool) -> "list[_Arrived]":
+        """Sends this rank's pieces, value and gradient, to the ranks that step them; or what it has stepped to those
+        that own pieces of it. Returns what has come, by rank."""
+        assert self._brought is not None
+        group = self.slots[0].group
+        comm, device, dtype = group.comm, group.places.gathered.device, group.rest.master.dtype
+        nothing = torch.empty(0, dtype=dtype, device=device)
+        parts: list[list[Tensor]] = [[nothing] for _ in range(comm.size)]
+        expected = [0] * comm.size  # elements
+        for slot in self.slots:
+            assert slot.stepper is not None
+            owners, layout = slot.group.layout.owners(slot.index), slot.group.layout
+            theirs = {rank: layout.piece(slot.index, rank) for rank in owners} if slot.steps_any else {}
+            if to_stepper:
+                parts[slot.stepper] += _value_and_gradient(slot) if slot.piece.numel else []
+            else:
+                expected[slot.stepper] += slot.piece.numel
+            for rank, piece in theirs.items():
+                if to_stepper:
+                    expected[rank] += 2 * piece.numel
+                else:
+                    parts[rank].append(self._brought[slot][0].view(-1)[piece.start : piece.stop])
+        sent = [torch.cat([part.to(device) for part in some]) for some in parts]
+        received = [torch.empty(numel, dtype=dtype, device=device) for numel in expected]
+        comm.all_to_all(received, sent, f"whole tensors from {self.slots[0].name}")
+        return [_Arrived(tensor) for tensor in received]
 
 
 class _Arrived:
@@ -113,25 +138,3 @@ def _value_and_gradient(slot: Slot) -> list[Tensor]:
     assert slot.gradient is not None
     value = slot.group.rest.master.read(slot.piece.in_shard)
     return [value, slot.gradient.piece(slot).view(-1).to(value.device, value.dtype)]
-
-
-def _exchange(slots: Sequence[Slot], mine: Sequence[Sequence[Tensor]], *, to_stepper: bool) -> list[_Arrived]:
-    """Sends pieces to the rank that steps each of `slots`, or what it has stepped to those that own pieces; `mine` is
-    what this rank has of each: value and gradient, or the new value if it has stepped it."""
-    group = slots[0].group
-    comm, device, dtype = group.comm, group.places.gathered.device, group.rest.master.dtype
-    nothing = torch.empty(0, dtype=dtype, device=device)
-    sent: list[Tensor] = []
-    received: list[Tensor] = []
-    for rank in range(comm.size):
-        theirs = [slot.group.layout.piece(slot.index, rank) for slot in slots]
-        if to_stepper:
-            parts = [part for slot, own in zip(slots, mine, strict=True) if slot.stepper == rank for part in own]
-            numel = 2 * sum(piece.numel for slot, piece in zip(slots, theirs, strict=True) if slot.steps_any)
-        else:
-            parts = [own[0][piece.start : piece.stop] for own, piece in zip(mine, theirs, strict=True) if own]
-            numel = sum(slot.piece.numel for slot in slots if slot.stepper == rank)
-        sent.append(torch.cat([nothing, *(part.to(device) for part in parts)]))
-        received.append(torch.empty(numel, dtype=dtype, device=device))
-    comm.all_to_all(received, sent, f"whole tensors from {slots[0].name}")
-    return [_Arrived(tensor) for tensor in received]

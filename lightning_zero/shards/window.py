@@ -4,7 +4,7 @@ What rests in memory is stepped where it is. What rests on disk is read before, 
 are stepped; three windows are in memory at a time: one read, one stepped, one written.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
@@ -30,10 +30,10 @@ class StateElsewhere(Tensor):
     array: Array
 
     def settle(self) -> None:
-        """Edits that were made through views of the values are on disk from here on."""
+        """Edits that were made through views of the values are where they rest from here on."""
 
 
-Rest = Callable[[Array, tuple[int, ...], torch.dtype], StateElsewhere]  # what stands for an array, shape and dtype
+MakeResting = Callable[[Array, tuple[int, ...], torch.dtype], StateElsewhere]  # of an array, shape and dtype
 
 
 @dataclass
@@ -269,12 +269,12 @@ class Window:
             parameter.grad = shown.grad
             parameter.__class__ = shown.kind
 
-    def put(self, rest: Rest, is_cut: Callable[[str], bool]) -> None:
+    def put(self, rest: MakeResting, is_cut: Callable[[str], bool]) -> None:
         """What has been stepped goes where it rests: of the state, what `is_cut` as the parameter is, if that is no
         scalar. `rest` makes what stands for an array of it."""
         if not self.rests_on_disk:
-            for group in dict.fromkeys(slot.group for slot in self._shown):
-                group.take_masters()
+            for group, slots in by_group(self._shown).items():
+                group.take_masters(slots)
         for slot, staged in self._staged.items():
             group = slot.group
             if staged.master is not None:
@@ -324,6 +324,14 @@ def may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Whether the user has left the choice of the kernel to torch, and there is a fused one."""
     is_open = group.get("fused", True) is None and group.get("foreach") is None
     return type(optimizer) in FUSED and is_open and not group.get("differentiable")
+
+
+def by_group(slots: Iterable[Slot]) -> dict[ShardGroup, list[Slot]]:
+    """In their order."""
+    found: dict[ShardGroup, list[Slot]] = {}
+    for slot in slots:
+        found.setdefault(slot.group, []).append(slot)
+    return found
 
 
 def state_of(optimizer: Optimizer, parameter: Parameter) -> dict[str, Any]:
