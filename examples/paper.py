@@ -33,7 +33,7 @@ from lightning_zero.wire.native import make_comm
 TENSOR_RANKS, DATA_RANKS = 2, 2
 MIB = 2**20
 FOUND = "found.json"
-BUCKET_BYTES = MIB // 4  # constant buffers (CB), small beside a small limit
+BUCKET_BYTES = MIB // 16  # constant buffers (CB), small beside a small limit
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Whole Trainer runs of tensor-parallel models, for tests/test_tensor_training.py."""
 
 import os
+import signal
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from unittest.mock import patch
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.demos.boring_classes import RandomDataset
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
@@ -266,6 +267,20 @@ def stopped(stage: int, world: int, folder: Path) -> int:
     with suppress(SIGTERMException, SystemExit):
         run.fit(Language(), loader(world // 2))
     return run.global_step
+
+
+class KillsOne(L.Callback):
+    """At the start of the second epoch a rank ends as a machine does, without a word."""
+
+    def on_train_batch_start(self, run: L.Trainer, _: Any, __: Any, batch_idx: int) -> None:
+        if run.current_epoch == 1 and batch_idx == 0 and run.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fit_until_killed(stage: int, world: int, tensor: int, folder: Path) -> None:
+    """With a checkpoint after every step."""
+    keep = ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_last=True, save_top_k=0)
+    fit(stage, world, tensor, epochs=2, callbacks=[keep, KillsOne()], enable_checkpointing=True)
 
 
 def load_into_engine(stage: int, path: Path) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 another degree."""
 
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,23 @@ def test_a_run_goes_on_at_any_other_degree_with_the_same_losses(
     )
     assert mean_losses(runs, tensor) == pytest.approx(mean_losses(data_parallel, 1)[EPOCH:], **TO_ROUNDING)
     assert_same_weights(runs[0]["weights"], data_parallel[0]["weights"])
+
+
+def test_a_run_that_lost_a_machine_goes_on_at_other_degrees_with_the_same_losses(
+    pool_of: Pools, data_parallel: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    killed = RankPool(4)
+    killed.begin(tensor_training_jobs.fit_until_killed, 3, 4, 2, tmp_path)
+    killed.processes[1].join(60)
+    assert killed.processes[1].exitcode == -signal.SIGKILL
+    killed.kill()
+    last = tmp_path / "last.ckpt"
+    step = StoredCheckpoint(last).load()["global_step"]
+    assert step == EPOCH
+    for data, tensor in [(1, 4), (4, 1), (2, 1)]:
+        runs = pool_of(data * tensor).run(tensor_training_jobs.fit, 3, data * tensor, tensor, epochs=2, resume=last)
+        assert mean_losses(runs, tensor) == pytest.approx(mean_losses(data_parallel, 1)[step:], **TO_ROUNDING)
+        assert_same_weights(runs[0]["weights"], data_parallel[0]["weights"])
 
 
 @pytest.mark.parametrize("source", [{"stage": 2}, "ddp_find_unused_parameters_true"], ids=str)

@@ -1,0 +1,17 @@
+"""The paper's five configurations, small: the largest models under a limit are in the paper's order."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+PAPER = Path(__file__).parent.parent / "examples" / "paper.py"
+
+
+def test_the_largest_models_under_a_limit_of_memory_are_in_the_papers_order() -> None:
+    options = "--limit-mb 4 --batch 16 --context 64"
+    done = subprocess.run([sys.executable, PAPER, *options.split()], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line[:1] == "C"]
+    blocks = {row[0]: int(row[4]) for row in rows}
+    assert list(blocks) == ["C1", "C2", "C3", "C4", "C5"]
+    assert 0 < blocks["C1"] < blocks["C3"] < blocks["C2"] < blocks["C4"] < blocks["C5"]
