@@ -73,7 +73,8 @@ class Classifier(L.LightningModule):
         return self(batch[0])
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.norms.append(float(grad_norm(self, 2)["grad_2.0_norm_total"]))
+        if len(self.norms) < 2:  # each reads all gradients, one by one
+            self.norms.append(float(grad_norm(self, 2)["grad_2.0_norm_total"]))
 
     def configure_optimizers(self) -> Any:
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
