@@ -7,6 +7,7 @@ elastic_app.py FOLDER WHO     WHO kills itself at step 7 of the first attempt: "
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ def main(folder: Path, who: str) -> None:
     L.seed_everything(1, verbose=False)
     world = int(os.environ["WORLD_SIZE"])
     nodes = world // int(os.environ["LOCAL_WORLD_SIZE"])
+    while who == "machine" and nodes == 1 and not (folder / "killed").exists():
+        time.sleep(0.1)  # the other machine was late for the first call; torchrun starts both again when it comes
     keep = ModelCheckpoint(dirpath=folder / "kept", every_n_train_steps=5, save_last=True)
     run = trainer(
         {"stage": 2},

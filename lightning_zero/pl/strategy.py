@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.distributed import is_initialized
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
 from typing_extensions import override
 
@@ -41,7 +41,7 @@ from lightning_zero.shards.offload import Machine
 from lightning_zero.stage import STAGES
 from lightning_zero.tiers.disk import DiskError
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.mesh import shape_of
+from lightning_zero.wire.mesh import shape_of, torch_mesh
 from lightning_zero.wire.native import make_comm
 
 DEFAULT_TIMEOUT = 1800.0  # s; torch's own for gloo
@@ -418,8 +418,7 @@ class ZeroStrategy(CheckpointingStrategy):
         if not is_initialized():
             raise RuntimeError("There is no mesh yet: use it in configure_model, or later.")
         shape = shape_of(self.world_size, self._options.replicate_size, self._options.tensor_parallel_size)
-        names = ("replicate", "data_parallel", "tensor_parallel")
-        return init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+        return torch_mesh(self.root_device.type, shape)
 
     def full_parameters(self, module: Module | None = None, write: bool = False) -> AbstractContextManager[None]:
         """All parameters of `module` (default: the whole model) hold their values inside. Enter it on every rank.

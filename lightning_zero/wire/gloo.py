@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -212,17 +212,24 @@ def _hear(store: Any, rank: int) -> str:
     return store.get(f"lost/{rank}").decode()
 
 
-_OWN_GROUPS: dict[Any, tuple[Any, dist.ProcessGroup]] = {}  # backend and ranks -> the world it was made in, the group
+Made = TypeVar("Made")
+_OF_WORLD: dict[Any, tuple[Any, Any]] = {}  # what was asked for -> the world it was made in, and what was made
+
+
+def once_per_world(key: Any, make: Callable[[], Made]) -> Made:
+    """What `make` returned the first time in this world of ranks: groups hold sockets and threads while they live, and
+    torch keeps them all."""
+    world, made = _OF_WORLD.get(key, (None, None))
+    if made is None or world is not dist.group.WORLD:
+        made = make()
+        _OF_WORLD[key] = (dist.group.WORLD, made)
+    return made
 
 
 def own_group(backend: str, ranks: Sequence[int] | None = None, **kwargs: Any) -> dist.ProcessGroup:
-    """A group of `ranks` (None: all), made once per process and world: it holds sockets and threads while it lives."""
+    """A group of `ranks` (None: all), made once per process and world."""
     key = (backend, None if ranks is None else tuple(ranks))
-    world, group = _OWN_GROUPS.get(key, (None, None))
-    if group is None or world is not dist.group.WORLD:
-        group = dist.new_group(ranks, backend=backend, **kwargs)
-        _OWN_GROUPS[key] = (dist.group.WORLD, group)
-    return group
+    return once_per_world(key, lambda: dist.new_group(ranks, backend=backend, **kwargs))
 
 
 def own_subgroup(backend: str, rank: int, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:

@@ -13,7 +13,10 @@ group with those that hold the same part of the modules:
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
 from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.gloo import once_per_world
 from lightning_zero.wire.local import LocalComm
 
 
@@ -77,6 +80,12 @@ def shape_of(ranks: int, replicate_size: int, tensor_size: int) -> tuple[int, in
             f"replicate_size={replicate_size} does not divide the {among}. Write one of {_divisors(left)}."
         )
     return replicate_size, left // replicate_size, tensor_size
+
+
+def torch_mesh(device: str, shape: tuple[int, int, int]) -> DeviceMesh:
+    """The ranks as torch's mesh, of a `shape_of` them; the same one each time."""
+    names = ("replicate", "data_parallel", "tensor_parallel")
+    return once_per_world((device, shape), lambda: init_device_mesh(device, shape, mesh_dim_names=names))
 
 
 def _divisors(number: int) -> list[int]:
