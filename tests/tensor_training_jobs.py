@@ -25,7 +25,7 @@ from lightning_zero.run.notices import Notice
 from models import seeded
 from tensor_jobs import WORDS, Towers, mesh_of, parallelize, start, trainable, whole
 
-SAMPLES = 32
+SAMPLES = 24
 
 
 def loader(data: int, seed: int = 0, shuffle: bool = False) -> DataLoader:
@@ -82,7 +82,8 @@ def fit(
 ) -> dict[str, Any]:  # fmt: skip
     L.seed_everything(1, verbose=False)
     model = Language(**(model or {}))
-    run = jobs.trainer(strategy_of(stage, tensor, **(strategy or {})), world, max_epochs=epochs, **kwargs)
+    strategy = strategy_of(stage, tensor, **(strategy or {}))
+    run = jobs.trainer(strategy, world, max_epochs=epochs, num_sanity_val_steps=0, limit_val_batches=2, **kwargs)
     data = world // tensor
     run.fit(model, loader(data, shuffle=shuffle), loader(data, seed=1), ckpt_path=resume)
     if save is not None:

@@ -1,6 +1,7 @@
 """Tensor parallelism under Trainer: Lightning's documented example, what each rank sees, precisions, and resuming at
 another degree."""
 
+import functools
 import re
 import signal
 from collections.abc import Callable
@@ -113,18 +114,32 @@ def test_precisions_train_to_their_rounding(
 
 EPOCH = tensor_training_jobs.SAMPLES // 8  # steps
 
+Saved = Callable[..., tuple[Path, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def saved_at_2_x_2(pool_of: Pools, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A checkpoint after an epoch, and the run that wrote it; each made once."""
+
+    @functools.cache
+    def save(stage: int, kind: str = "sharded", sequence: bool = True) -> tuple[Path, dict[str, Any]]:
+        path = tmp_path_factory.mktemp("saved") / "at 2 x 2.ckpt"
+        how: dict[str, Any] = {"strategy": {"checkpoint": {"format": kind}}, "model": {"sequence": sequence}}
+        run, *_ = pool_of(4).run(tensor_training_jobs.fit, stage, 4, 2, save=path, **how)
+        return path, run
+
+    return save
+
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1), (2, 1), (1, 2)], ids="{0[0]} x {0[1]}".format)
 @pytest.mark.parametrize(("stage", "kind"), [(1, "sharded"), (3, "sharded"), (2, "full")])
 def test_a_run_goes_on_at_any_other_degree_with_the_same_losses(
-    stage: int, kind: str, shape: tuple[int, int], pool_of: Pools, data_parallel: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    path, strategy = tmp_path / "at 2 x 2.ckpt", {"checkpoint": {"format": kind}}
-    pool_of(4).run(tensor_training_jobs.fit, stage, 4, 2, save=path, strategy=strategy)
+    stage: int, kind: str, shape: tuple[int, int], pool_of: Pools, data_parallel: list[dict[str, Any]],
+    saved_at_2_x_2: Saved,
+) -> None:  # fmt: skip
+    path, _ = saved_at_2_x_2(stage, kind)
     data, tensor = shape
-    runs = pool_of(data * tensor).run(
-        tensor_training_jobs.fit, stage, data * tensor, tensor, epochs=2, resume=path, strategy=strategy
-    )
+    runs = pool_of(data * tensor).run(tensor_training_jobs.fit, stage, data * tensor, tensor, epochs=2, resume=path)
     assert mean_losses(runs, tensor) == pytest.approx(mean_losses(data_parallel, 1)[EPOCH:], **TO_ROUNDING)
     assert_same_weights(runs[0]["weights"], data_parallel[0]["weights"])
 
@@ -159,10 +174,10 @@ def test_a_run_of_ranks_that_share_nothing_goes_on_with_tensor_parallelism(
 
 @pytest.mark.parametrize("sequence", [True, False])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_checkpoint_holds_the_whole_model_once(stage: int, sequence: bool, pool_of: Pools, tmp_path: Path) -> None:
-    path = tmp_path / "run.ckpt"
-    model = {"sequence": sequence}
-    run, *_ = pool_of(4).run(tensor_training_jobs.fit, stage, 4, 2, save=path, model=model)
+def test_a_checkpoint_holds_the_whole_model_once(
+    stage: int, sequence: bool, saved_at_2_x_2: Saved, tmp_path: Path
+) -> None:
+    path, run = saved_at_2_x_2(stage, sequence=sequence)
     assert verify(path) == []
     plain = tensor_training_jobs.Language.load_from_checkpoint(path, map_location="cpu")
     assert_same_weights(plain.state_dict(), run["weights"])
