@@ -4,6 +4,7 @@ from lightning_zero.checkpoint import CheckpointError, verify
 from lightning_zero.checkpoint.export import consolidate, export_safetensors
 from lightning_zero.config import ActivationCheckpointing, Checkpoint, Offload
 from lightning_zero.pl import interop
+from lightning_zero.pl.other_name import serve_pytorch_lightning
 from lightning_zero.pl.strategy import ZeroStrategy
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "ZeroStrategy",
     "consolidate",
     "export_safetensors",
+    "serve_pytorch_lightning",
     "verify",
 ]
 

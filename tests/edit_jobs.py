@@ -480,7 +480,7 @@ def fit(strategy: Any, name: str, precision: str, path: Path) -> dict[str, Any]:
     outcome = {"error": None, "losses": model.losses, "seen": model.seen, "weights": {}, "saved": {}}
     run = trainer(strategy, 2, precision=precision, max_epochs=2, callbacks=callbacks, num_sanity_val_steps=0)
     try:
-        run.fit(model, loader(samples=32), loader(seed=1, samples=16))
+        run.fit(model, loader(samples=24), loader(seed=1, samples=8))
     except RuntimeError as error:
         if IN_THE_WAY not in str(error):
             raise

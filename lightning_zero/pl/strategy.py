@@ -29,6 +29,7 @@ from typing_extensions import override
 from lightning_zero import config
 from lightning_zero.checkpoint import randomness
 from lightning_zero.config import ActivationCheckpointing, Checkpoint, Offload
+from lightning_zero.pl import other_name
 from lightning_zero.pl.callbacks import First, Preemption
 from lightning_zero.pl.checkpointing import CheckpointingStrategy
 from lightning_zero.pl.elsewhere import answers
@@ -508,6 +509,9 @@ class ZeroStrategy(CheckpointingStrategy):
         fits = torch.tensor(available is None or needed < available, dtype=torch.uint8)
         engine.rendezvous.meet_before_collective()
         return bool(engine.mesh.world.all_reduce(fits, "fits in host memory", "min"))
+
+    def __repr__(self) -> str:
+        return f"<ZeroStrategy(stage={self.stage}){other_name.advice()}>"
 
     @classmethod
     @override

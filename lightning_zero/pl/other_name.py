@@ -1,0 +1,76 @@
+"""`pytorch_lightning` and `lightning_fabric` as other names of `lightning.pytorch` and `lightning.fabric`.
+
+The wheels of Lightning bring both as copies, of which no class is the other's: a `pytorch_lightning.Trainer` takes no
+strategy, callback or module made of `lightning.pytorch`. Packages that import the old names train with this strategy
+once there is one of each.
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import final
+
+OTHER_NAMES = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
+
+
+def serve_pytorch_lightning() -> None:
+    """From here on ``import pytorch_lightning`` gives `lightning.pytorch` itself, and all below it. Call it before
+    anything that imports the old name:
+
+        import lightning_zero
+
+        lightning_zero.serve_pytorch_lightning()
+        from neuralforecast import NeuralForecast
+
+    Raises:
+        RuntimeError: where somebody has imported a copy already.
+    """
+    copies = sorted(name for name, real in OTHER_NAMES.items() if _is_copy(name, real))
+    if copies:
+        raise RuntimeError(
+            f"serve_pytorch_lightning() comes too late: somebody has imported {' and '.join(copies)}, whose classes are "
+            f"not those of {' and '.join(OTHER_NAMES[name] for name in copies)}. Call it before what imports them."
+        )
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def advice() -> str:
+    """What to do where a copy is in use, for messages of it that print one of our objects; empty otherwise."""
+    if not _is_copy("pytorch_lightning", OTHER_NAMES["pytorch_lightning"]):
+        return ""
+    return (
+        " of lightning.pytorch; for pytorch_lightning call lightning_zero.serve_pytorch_lightning() before importing it"
+    )
+
+
+def _is_copy(name: str, real: str) -> bool:
+    return name in sys.modules and sys.modules[name] is not sys.modules.get(real)
+
+
+@final
+class _Finder(MetaPathFinder, Loader):
+    """Finds a module of an old name in that of the new one."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        head, dot, rest = fullname.partition(".")
+        if head not in OTHER_NAMES:
+            return None
+        real = importlib.util.find_spec(OTHER_NAMES[head] + dot + rest)
+        return None if real is None else ModuleSpec(fullname, self, loader_state=real.name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(spec.loader_state)
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has run, under its own name; it goes on as that."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
