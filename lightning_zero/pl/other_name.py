@@ -32,8 +32,8 @@ def serve_pytorch_lightning() -> None:
     copies = sorted(name for name, real in OTHER_NAMES.items() if _is_copy(name, real))
     if copies:
         raise RuntimeError(
-            f"serve_pytorch_lightning() comes too late: somebody has imported {' and '.join(copies)}, whose classes are "
-            f"not those of {' and '.join(OTHER_NAMES[name] for name in copies)}. Call it before what imports them."
+            f"serve_pytorch_lightning() comes too late: somebody has imported {' and '.join(copies)}, whose classes "
+            f"are not those of {' and '.join(OTHER_NAMES[name] for name in copies)}. Call it before what imports them."
         )
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
