@@ -1,5 +1,6 @@
 """Rows of the acceptance list that concern the core, each by its number."""
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -140,10 +141,12 @@ def test_r60_only_the_strategy_changes(arguments: dict[str, Any], two_ranks: Ran
 
 
 def test_r60_registered_names_make_the_strategy() -> None:
-    for stage in STAGES:
-        strategy = L.Trainer(accelerator="cpu", strategy=f"zero_stage_{stage}", logger=False).strategy
+    for stage, prefix in itertools.product(STAGES, ("", "ddp_")):  # some programs look for "ddp" in the name
+        strategy = L.Trainer(accelerator="cpu", strategy=f"{prefix}zero_stage_{stage}", logger=False).strategy
         assert isinstance(strategy, ZeroStrategy)
         assert strategy.stage == stage
+    full = L.Trainer(accelerator="cpu", strategy="zero_stage_3_full", logger=False).strategy
+    assert full.checkpoint.format == "full"
     offloading = L.Trainer(accelerator="cpu", strategy="zero_stage_2_offload", logger=False).strategy
     assert offloading.offload.optimizer == "cpu"
     ddp = L.Trainer(accelerator="cpu", strategy="ddp", logger=False).strategy

@@ -1,5 +1,6 @@
 """`ZeroStrategy`: the stages under `lightning.Trainer`."""
 
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -516,13 +517,16 @@ class ZeroStrategy(CheckpointingStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers the names that `Trainer(strategy=...)` understands; DDP's own registers "ddp" again."""
-        offloading = {"offload": Offload(optimizer="cpu")}
-        for stage, arguments in ((1, {}), (2, {}), (3, {}), (2, offloading), (3, offloading)):
-            name, told = f"zero_stage_{stage}", f"ZeRO stage {stage}"
-            if arguments:
-                name, told = f"{name}_offload", f"{told}, optimizer state in host memory"
-            strategy_registry.register(name, cls, told, override=True, stage=stage, **arguments)
+        """Registers the names that `Trainer(strategy=...)` understands, each also with "ddp_" before it, for programs
+        that look for "ddp" in it; DDP's own registers "ddp" again."""
+        kinds: list[tuple[str, str, dict[str, Any]]] = [
+            ("", "", {}),
+            ("_full", ", checkpoints in one file", {"checkpoint": "full"}),
+            ("_offload", ", optimizer state in host memory", {"offload": Offload(optimizer="cpu")}),
+        ]
+        for prefix, stage, (suffix, told, others) in itertools.product(("", "ddp_"), (1, 2, 3), kinds):
+            name = f"{prefix}zero_stage_{stage}{suffix}"
+            strategy_registry.register(name, cls, f"ZeRO stage {stage}{told}", override=True, stage=stage, **others)
 
 
 ZeroStrategy.register_strategies(StrategyRegistry)
