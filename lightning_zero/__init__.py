@@ -4,6 +4,7 @@ from lightning_zero.checkpoint import CheckpointError, verify
 from lightning_zero.checkpoint.export import consolidate, export_safetensors
 from lightning_zero.config import ActivationCheckpointing, Checkpoint, Offload
 from lightning_zero.pl import interop
+from lightning_zero.pl.ema import ZeroEMA
 from lightning_zero.pl.other_name import serve_pytorch_lightning
 from lightning_zero.pl.strategy import ZeroStrategy
 
@@ -12,6 +13,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "Offload",
+    "ZeroEMA",
     "ZeroStrategy",
     "consolidate",
     "export_safetensors",

@@ -124,6 +124,8 @@ def _inspect(options: argparse.Namespace) -> None:
 def _part_of(name: str) -> str:
     if name.startswith(("model:", "state_dict/")):
         return "model"
+    if name.startswith("average:"):
+        return "average"
     if name.startswith("optimizer "):
         return f"{name.partition(':')[0]}, {name.rpartition(':')[2].removesuffix(WHOLE)}"
     if name.startswith("optimizer_states/"):  # of a checkpoint that was imported

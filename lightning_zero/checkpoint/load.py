@@ -24,7 +24,7 @@ from lightning_zero.wire.comm import Comm
 _WORTH_SHARING = 1 << 16  # bytes; of a smaller part, the blocks that it shares with others would cost too much
 
 # Beginnings of the names of what ranks read by range, or not at all.
-RESUMED = ("model:", "state_dict/", "optimizer ", "optimizer_states/")
+RESUMED = ("model:", "average:", "state_dict/", "optimizer ", "optimizer_states/")
 
 
 @final

@@ -448,9 +448,10 @@ class ZeroStrategy(CheckpointingStrategy):
         return self._running_engine.averages.norms(norm_type)
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes that rest on this rank's device, by category (parameter, gradient, master, optimizer state, bucket,
-        gathered, activation checkpoint), and what is offloaded as ``"optimizer state (host)"`` or ``"... (disk)"``.
-        Of activation checkpoints the most that a step has kept. After fit: as they were when it ended."""
+        """Bytes that rest on this rank's device, by category (parameter, gradient, master, optimizer state, average,
+        bucket, gathered, activation checkpoint), and what is offloaded as ``"optimizer state (host)"`` or
+        ``"... (disk)"``. Of activation checkpoints the most that a step has kept. After fit: as they were when it
+        ended."""
         return self._running_engine.bytes_by_category()
 
     def communication_report(self) -> dict[str, int]:

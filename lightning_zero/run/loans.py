@@ -91,12 +91,13 @@ class Loans(Lender, GradientLender):
 
     def _serve(self, group: ShardGroup, keep: bool) -> None:
         if keep:
-            self._served = self._gather(group, group.master)
+            self._served = self.gather(group, group.master)
         else:
             group.pass_by(group.master, "gather master")
 
     @staticmethod
-    def _gather(group: ShardGroup, shard: Array, purpose: str = "gather master") -> Tensor:
+    def gather(group: ShardGroup, shard: Array, purpose: str = "gather master") -> Tensor:
+        """The full array ``(N * S,)`` of which ranks have a shard each. A collective."""
         setting = group.setting
         full = setting.ledger.allocate(Category.GATHERED, group.layout.numel, shard.dtype, group.places.gathered)
         for gather in group.all_gather(full, shard, purpose):
@@ -112,7 +113,7 @@ class Loans(Lender, GradientLender):
         if group.full_param is not None and group.stays_full and not group.kind.is_cast:
             return group.full_param
         if group not in self._numbers:  # nobody reads them but all ranks together
-            return self._gather(group, group.master)
+            return self.gather(group, group.master)
         self.rendezvous.call(self._numbers[group])
         full, self._served = self._served, None
         assert full is not None
@@ -120,7 +121,7 @@ class Loans(Lender, GradientLender):
 
     def gather_old(self, group: ShardGroup, shard: Array) -> Tensor:
         """The full array as it was when `shard` was owned_param. A collective."""
-        return self._gather(group, shard, "gather for backward")
+        return self.gather(group, shard, "gather for backward")
 
     # -- parameters
 

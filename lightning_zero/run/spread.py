@@ -1,44 +1,54 @@
 """What ranks own of parameters and optimizer state, as checkpoints hold it: each rank its ranges, nobody the whole."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import final
+from typing import NamedTuple, final
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_zero.run.loans import Loans
 from lightning_zero.shards.extents import Extent
-from lightning_zero.shards.group import Slot
+from lightning_zero.shards.group import ShardGroup, Slot
 from lightning_zero.shards.layout import Piece
 from lightning_zero.shards.local import Box
 from lightning_zero.shards.units import as_written
 from lightning_zero.shards.window import StateElsewhere
-from lightning_zero.tiers.array import Part, read_late
+from lightning_zero.tiers.array import Array, Part, read_late
 from lightning_zero.views.lazy import Spread
 from lightning_zero.wire.mesh import Mesh
 
 WHOLE = " (whole)"  # ends the names of optimizer state that is not cut like its parameter
 
 
+class ModelValues(NamedTuple):
+    """Values for all of a model: its own, or those of an average of it."""
+
+    name: str  # what the names of its tensors in a checkpoint begin with
+    groups: Collection[ShardGroup]  # that these are of; others have the model's own
+    full: Callable[[ShardGroup], Tensor]  # of a group, (N * S,), not to be written to. A collective
+    owned: Callable[[ShardGroup], Array]  # what this rank owns of them
+    buffers: Mapping[int, Tensor]  # id -> values, where those are not its own
+
+
 @final
 class SpreadParameter(Spread):
-    """A parameter in its declared dtype. Reading it is a collective."""
+    """A parameter, in the dtype in which its values are held. Reading it is a collective."""
 
-    def __init__(self, slot: Slot, loans: Loans) -> None:
-        super().__init__(f"model:{as_written(slot.name)}", slot.local.box.whole, slot.group.kind.declared)
+    def __init__(self, slot: Slot, values: ModelValues) -> None:
+        name = f"{values.name}:{as_written(slot.name)}"
+        super().__init__(name, slot.local.box.whole, values.owned(slot.group).dtype)
         self._slot = slot
-        self._loans = loans
+        self._values = values
 
     def whole(self) -> Tensor:
         self._refuse_freed()
-        view = self._slot.view(self._loans.declared(self._slot.group))
+        view = self._slot.view(self._values.full(self._slot.group))
         return self._slot.local.gathered(view).to("cpu", copy=True)
 
     def pieces(self) -> list[tuple[Extent, Tensor | Part]]:
         self._refuse_freed()
         slot = self._slot
-        return _written(self, slot, slot.share, slot.writes_once, partial(read_late, slot.group.master))
+        return _written(self, slot, slot.share, slot.writes_once, partial(read_late, self._values.owned(slot.group)))
 
     def _refuse_freed(self) -> None:
         if self._slot.group.is_freed:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.optimizer_state import OptimizerState
-from lightning_zero.run.spread import SpreadParameter, SpreadPart
+from lightning_zero.run.spread import ModelValues, SpreadParameter, SpreadPart
 from lightning_zero.shards.group import publish
 from lightning_zero.shards.local import whole_of
 from lightning_zero.shards.optimizer import PieceStepper
@@ -42,43 +42,49 @@ class States:
         self._mesh = mesh
         self._loans = loans
         self._rendezvous = loans.rendezvous
+        self._own = ModelValues("model", loans.groups, loans.declared, lambda group: group.master, {})
         for state in self._optimizers.values():
             state.cut_in_place()
 
     # -- of the model
 
-    def full_model(self, *, copy: bool) -> dict[str, Any]:
+    def full_model(self, *, copy: bool, of: ModelValues | None = None) -> dict[str, Any]:
         """`module.state_dict()` with whole values in their declared dtypes. A collective. What rests as shards is
         copied to the host: a whole model may not fit on the device, and one group at a time does.
 
         Args:
             copy: give every entry storage of its own; a view would drag its whole group into a file.
+            of: other values than the model's own; never there in full, these are copied to the host.
         """
         self._rendezvous.meet_before_collective()
-        whole: dict[int, Tensor] = {}
+        whole = dict((of or self._own).buffers)
         for group in self._groups:
-            full = self._loans.declared(group)
-            device = group.setting.places.gathered.device if group.stays_full else HOST
+            values = of if of is not None and group in of.groups else self._own
+            full = values.full(group)
+            stays_full = group.stays_full and values is self._own
+            device = group.setting.places.gathered.device if stays_full else HOST
             for slot in group.slots:
                 view = slot.view(full)
                 if slot.local.is_divided:
                     view = slot.local.gathered(view).to(device)
-                elif copy or not group.stays_full:
+                elif copy or not stays_full:
                     view = slot.whole(view, device)
                 whole[id(slot.parameter)] = view
         return {name: whole_of(value) for name, value in self._model_with(whole, copy=copy).items()}
 
-    def spread_model(self) -> dict[str, Any]:
-        """`module.state_dict()` to be written by all ranks together: a `LazyTensor` for every parameter of a group."""
-        lazy = {
-            id(slot.parameter): LazyTensor(SpreadParameter(slot, self._loans))
+    def spread_model(self, of: ModelValues | None = None) -> dict[str, Any]:
+        """`module.state_dict()` to be written by all ranks together: a `LazyTensor` for every parameter of a group.
+        For `of` see `full_model`."""
+        values = of or self._own
+        lazy: dict[int, Tensor] = {
+            id(slot.parameter): LazyTensor(SpreadParameter(slot, values if group in values.groups else self._own))
             for group in self._groups
             for slot in group.slots
         }
-        state = self._model_with(lazy, copy=False)
+        state = self._model_with({**values.buffers, **lazy}, copy=False)
         for name, value in state.items():
             if isinstance(value, DTensor):
-                state[name] = LazyTensor(SpreadPart(f"model:{name}", value, self._mesh))
+                state[name] = LazyTensor(SpreadPart(f"{values.name}:{name}", value, self._mesh))
         return state
 
     def _model_with(self, values: Mapping[int, Tensor], *, copy: bool) -> dict[str, Any]:

@@ -264,6 +264,11 @@ class ShardGroup:
         self._postponed.append(step)
         self.leave_behind()
 
+    @property
+    def has_postponed(self) -> bool:
+        """Whether steps are still to be taken on this rank."""
+        return bool(self._postponed)
+
     def catch_up(self) -> None:
         """Takes the steps that have been postponed, on this rank."""
         if self._postponed:

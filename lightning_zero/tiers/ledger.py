@@ -50,6 +50,7 @@ class Category(StrEnum):
     GRADIENT = "gradient"
     MASTER = "master"
     OPTIMIZER_STATE = "optimizer state"
+    AVERAGE = "average"
     BUCKET = "bucket"
     GATHERED = "gathered"
     ACTIVATION_CHECKPOINT = "activation checkpoint"

@@ -1,0 +1,219 @@
+"""`Average` on ranks as threads, beside `torch.optim.swa_utils.AveragedModel` on one device, to the bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
+
+from compare import assert_same_bits
+from lightning_zero.config import Offload
+from lightning_zero.run.average import Average
+from lightning_zero.tiers.ledger import Category, Tier
+from lightning_zero.views.lazy import LazyTensor
+from models import seeded
+from unit_jobs import WIDTH, on_engine, on_one_device, state_of, tower, x
+
+DECAY = 0.7
+STEPS = 4
+FROZEN = ("5.weight", "5.bias")
+
+
+def net() -> nn.Module:
+    """Nothing in it divides evenly; one layer is frozen, one weight is tied."""
+
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(WIDTH, 7), nn.BatchNorm1d(7), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, WIDTH))
+        model.append(nn.Linear(WIDTH, WIDTH).requires_grad_(False))
+        model.append(nn.Linear(7, WIDTH))
+        model[6] = nn.Sequential(nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH))
+        model[6][1].weight = model[4].weight
+        return model
+
+    return seeded(make)
+
+
+class Averaged:
+    """Either of the two, called alike."""
+
+    def __init__(self, model: Any, engine: Any, **arguments: Any) -> None:
+        self.model, self.engine = model, engine
+        use_buffers = arguments.get("use_buffers", True)
+        if engine is None:
+            self.one = AveragedModel(model, avg_fn=get_ema_avg_fn(DECAY), use_buffers=use_buffers)
+        else:
+            self.ours = Average(engine, get_ema_avg_fn(DECAY), **arguments)
+
+    def update(self) -> None:
+        if self.engine is None:
+            self.one.update_parameters(self.model)
+            self.one.module.load_state_dict({name: net().state_dict()[name] for name in FROZEN}, strict=False)
+        else:
+            self.ours.update_parameters()
+
+    def evaluated(self) -> Tensor:
+        """The averaged model's output."""
+        if self.engine is None:
+            self.one.eval()
+            with torch.no_grad():
+                return self.one(x())
+        self.ours.swap()
+        self.model.eval()
+        with torch.inference_mode(), self.engine.forward(reduces=False):
+            found = self.model(x())
+        self.model.train()
+        with torch.inference_mode():  # where Lightning calls it
+            self.ours.swap()
+        return found.clone()
+
+    def state(self) -> dict[str, Tensor]:
+        """What is frozen is left out: torch's average of it drifts by rounding, ours is what it is."""
+        state = self.one.module.state_dict() if self.engine is None else self.ours.full()
+        if self.engine is not None:
+            assert all(state[name].equal(value) for name, value in net().state_dict().items() if name in FROZEN)
+        return {name: value.detach().clone() for name, value in state.items() if name not in FROZEN}
+
+
+def train(model: Any, engine: Any, optimizer: Any, averaged: Averaged, steps: int = STEPS) -> list[Tensor]:
+    seen = []
+    for step in range(steps):
+        if engine is None:
+            model(x(1 + step)).square().mean().backward()
+        else:
+            with engine.forward():
+                loss = model(x(1 + step)).square().mean()
+            with engine.backward():
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        averaged.update()
+        if step % 2:
+            seen.append(averaged.evaluated())
+    return seen
+
+
+def act_with(**arguments: Any) -> Any:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        averaged = Averaged(model, engine, **arguments)
+        seen = {f"seen {number}": value for number, value in enumerate(train(model, engine, optimizer, averaged))}
+        own = {f"own {name}": value for name, value in state_of(model, engine).items()}
+        return {**seen, **own, **averaged.state()}
+
+    return act
+
+
+def adam(parameters: Any) -> Any:
+    return torch.optim.Adam(parameters, lr=0.01, fused=False)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])  # means of equal gradients are exact
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_it_is_torchs_average_to_the_bit(stage: int, world: int) -> None:
+    expected = on_one_device(net(), act_with(), adam)
+    for found in on_engine(net(), act_with(), stage, adam, world=world, unit_classes=None, bucket_bytes=64):
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_buffers_may_be_taken_as_they_are(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        averaged = Averaged(model, engine, use_buffers=False)
+        train(model, engine, optimizer, averaged, steps=2)
+        return averaged.state()
+
+    expected = on_one_device(net(), act, adam)
+    for found in on_engine(net(), act, stage, adam):
+        assert_same_bits(found, expected)
+
+
+OFFLOADED = [(2, "cpu", None), (3, "cpu", "cpu"), (1, "nvme", None), (3, "nvme", "nvme")]
+
+
+@pytest.mark.parametrize(("stage", "optimizer", "parameters"), OFFLOADED)
+def test_offloaded_it_rests_with_the_state_and_is_updated_with_the_step(
+    stage: int, optimizer: str, parameters: Any, tmp_path: Path
+) -> None:
+    expected = on_one_device(net(), act_with(), adam)
+    path = tmp_path if "nvme" in (optimizer, parameters) else None
+    offload = Offload(optimizer=optimizer, parameters=parameters, path=path)  # type: ignore[arg-type]
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> Any:
+        found = act_with()(model, engine, optimizer, comm)
+        tier = Tier.DISK if offload.optimizer == "nvme" else Tier.DEVICE  # a CPU's own memory
+        return found, engine.ledger.peak_in[Category.AVERAGE, tier]
+
+    for found, nbytes in on_engine(net(), act, stage, adam, offload=offload):
+        assert_same_bits(found, expected)
+        assert nbytes > 0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_rests_in_two_bytes_is_averaged_as_it_is_stepped(stage: int) -> None:
+    """The oracle is torch's average of the masters."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        ours, masters = Average(engine, get_ema_avg_fn(DECAY)), tower()
+        theirs = AveragedModel(masters, avg_fn=get_ema_avg_fn(DECAY))
+        for _ in range(STEPS):
+            model(x().bfloat16()).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ours.update_parameters()
+            masters.load_state_dict(state_of(model, engine))
+            theirs.update_parameters(masters)
+            ours.swap()
+            ours.swap()
+        assert_same_bits(state_of(model, engine), masters.state_dict())
+        return ours.full(), theirs.module.state_dict()
+
+    for found, expected in on_engine(tower(), act, stage, adam, param_dtype=torch.bfloat16):
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_rank_has_its_share_and_an_evaluation_takes_no_more(stage: int) -> None:
+    world, width = 2, 64
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> tuple[dict[str, int], int, int]:
+        averaged = Averaged(model, engine)
+        train(model, engine, optimizer, averaged, steps=1)
+        before, peaks = dict(engine.ledger.live), dict(engine.ledger.peak)
+        averaged.ours.swap()
+        swapped = dict(engine.ledger.live)
+        averaged.ours.swap()
+        assert swapped[Category.AVERAGE] == before[Category.AVERAGE]
+        assert sum(swapped.values()) <= sum(before.values())
+        assert dict(engine.ledger.peak) == peaks
+        return engine.bytes_by_category(), sum(group.layout.numel for group in engine.groups), len(engine.groups)
+
+    start = seeded(lambda: nn.Sequential(*[nn.Linear(WIDTH, width), nn.Linear(width, width), nn.Linear(width, WIDTH)]))
+    for report, numel, _ in on_engine(start, act, stage, world=world):
+        assert report["average"] == 4 * numel // (world if stage else 1)
+        assert (
+            report["average"] <= 4 * sum(p.numel() for p in start.parameters()) / (world if stage else 1) + 4 * 64 * 8
+        )
+
+
+def test_entries_of_a_checkpoint_are_read_in_part_or_whole() -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> tuple[dict[str, Tensor], ...]:
+        averaged = Averaged(model, engine)
+        train(model, engine, optimizer, averaged)
+        whole = averaged.state()
+        spread = averaged.ours.spread()
+        assert {type(value) for name, value in spread.items() if "weight" in name} == {LazyTensor}
+        assert spread["4.weight"].source.name == "average:4.weight"
+        read = {name: value.clone() for name, value in spread.items() if name not in FROZEN}  # gathers lazy values
+        other = Averaged(model, engine)
+        other.ours.load({**whole, "0.bias": torch.zeros(3)}, 4)
+        assert other.ours.updates == 4
+        other.update()
+        averaged.update()
+        return whole, read, averaged.state(), other.state()
+
+    for whole, read, expected, found in on_engine(net(), act, 3, adam):
+        assert_same_bits(read, whole)
+        for state in (expected, found):
+            state.pop("0.bias")  # of another shape in the checkpoint: as it was
+        assert_same_bits(found, expected)
