@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import parametrizations, prune
 
 from jobs import CLASSES, FEATURES, loader, read_checkpoint, state_of, trainer
+from wrappers import SAM, Lookahead, ScheduleFree
 
 WIDTH = 19  # divides evenly by nothing
 IN_THE_WAY = "modified by an inplace operation"  # torch's words, where backward needs what was there before
@@ -433,6 +434,61 @@ class EditedByNumpy(Trained):
                 self.net[0].weight.data.numpy()[1:3] = 0.25
 
 
+# -- optimizers that write besides their steps
+
+
+class WithState(Trained):
+    """Takes the optimizer's whole state at the end of training."""
+
+    def on_train_end(self) -> None:
+        optimizer, strategy = self.optimizers(), self.trainer.strategy
+        state = strategy.full_optimizer_state(optimizer) if hasattr(strategy, "engine") else optimizer.state_dict()
+        self.seen |= {f"state {name}": value.clone() for name, value in tensors_of(state)}
+
+
+class LooksAhead(WithState):
+    def configure_optimizers(self) -> Any:
+        return Lookahead(torch.optim.Adam(self.parameters(), lr=1e-2))
+
+
+class Climbs(WithState):
+    """Two closures in a step: Lightning's, with forward and backward in it."""
+
+    def configure_optimizers(self) -> Any:
+        return SAM(self.parameters(), lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9))
+
+
+class NeedsNoSchedule(WithState):
+    """Its weights are others in evaluation."""
+
+    def on_train_epoch_start(self) -> None:
+        self.optimizers().train()
+
+    on_validation_epoch_end = on_train_epoch_start
+
+    def on_validation_epoch_start(self) -> None:
+        self.optimizers().eval()
+
+    def on_train_end(self) -> None:
+        self.trainer.optimizers[0].eval()
+        super().on_train_end()
+
+    def configure_optimizers(self) -> Any:
+        return ScheduleFree(self.parameters())
+
+
+class AveragedByHand(TeacherAveraged):
+    """With torch's scheduler for it; BatchNorm of the average is estimated anew at the end."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.02, anneal_epochs=2)]
+
+    def on_train_end(self) -> None:
+        with self.writable():
+            torch.optim.swa_utils.update_bn(loader(seed=3, samples=16), self.teacher)
+
+
 # -- Lightning's own averages
 
 
@@ -466,6 +522,7 @@ MODULES = {
         ),
         *(EditedInTheWayOfBackward, EditedBetweenForwards, Pruned, PrunedByCallback, LotteryTicket),
         *(BoundedEmbedding, Spectral, RenormedInForward, EditedByAnother, EditedInHooks, EditedByNumpy),
+        *(LooksAhead, Climbs, NeedsNoSchedule, AveragedByHand),
         *(Averaged, AveragedExponentially, AveragedStochastically),
     )
 }

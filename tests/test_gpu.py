@@ -9,13 +9,14 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from safetensors.torch import save_file
 from torch import nn
 
 import jobs
 import tensor_training_jobs
 from compare import assert_same_bits
+from lightning_zero import ZeroEMA
 from lightning_zero.checkpoint import load_pretrained, verify
 from lightning_zero.config import ActivationCheckpointing, Offload
 from lightning_zero.run.construction import constructing
@@ -35,13 +36,13 @@ from ranks import free_port
 pytestmark = pytest.mark.gpu
 
 
-def fit_on_gpu(strategy: Any, precision: str) -> dict[str, Any]:
+def fit_on_gpu(strategy: Any, precision: str, **kwargs: Any) -> dict[str, Any]:
     L.seed_everything(1, verbose=False)
     model = jobs.Classifier(tied=precision != "bf16-true")
     run = L.Trainer(
         accelerator="gpu", devices=1, strategy=jobs.strategy_from(strategy), precision=precision, max_epochs=2,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        deterministic="warn",
+        deterministic="warn", **kwargs,
     )  # fmt: skip
     torch.cuda.reset_peak_memory_stats()
     run.fit(model, jobs.loader(shuffle=True), jobs.loader(seed=1))
@@ -54,6 +55,15 @@ def test_one_gpu_equals_the_plain_strategy_bit_for_bit(stage: int, precision: st
     found, expected = fit_on_gpu({"stage": stage}, precision), fit_on_gpu("auto", precision)
     assert found["losses"] == expected["losses"]
     assert all(torch.equal(found["weights"][name], value) for name, value in expected["weights"].items())
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_the_average_of_a_gpu_is_lightnings_and_may_rest_on_the_host(device: str | None, offload: str | None) -> None:
+    strategy = {"stage": 3, "offload": offload}
+    found = fit_on_gpu(strategy, "32-true", callbacks=[ZeroEMA(device, decay=0.8)])
+    expected = fit_on_gpu(strategy, "32-true", callbacks=[EMAWeightAveraging(device or "cuda", decay=0.8)])
+    assert_same_bits(found["weights"], expected["weights"])
 
 
 def fit_with_checkpoints(

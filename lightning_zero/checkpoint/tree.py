@@ -241,12 +241,17 @@ def merge(partials: Iterable[list[Any]]) -> Any:
     """The encoded items of a `Partial` from each rank, in rank order, as one encoded dictionary; what several have is
     taken from the first."""
     merged: dict[Any, dict[str, list[Any]]] = {}
+    others: dict[str, Any] = {}  # by keys that are no numbers, as some optimizers count
     for items in partials:
         for key, state in items:
+            if isinstance(key, str):
+                others.setdefault(key, state)
+                continue
             held = merged.setdefault(key, {})
             for name, leaf in _items_of(state):
                 held.setdefault(json.dumps(name), [name, leaf])
-    return {TAG: "dict", "items": [[key, _dict_of(list(merged[key].values()))] for key in sorted(merged)]}
+    entries = [[key, _dict_of(list(merged[key].values()))] for key in sorted(merged)]
+    return {TAG: "dict", "items": [*map(list, others.items()), *entries]}
 
 
 def _items_of(encoded: Mapping[str, Any]) -> list[Any]:

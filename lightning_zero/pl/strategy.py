@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import is_initialized
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero import config
@@ -38,6 +39,7 @@ from lightning_zero.pl.precision import adapt
 from lightning_zero.pl.table import table_of, told_of_whole
 from lightning_zero.run.construction import constructing
 from lightning_zero.run.engine import Engine, Options
+from lightning_zero.run.modes import NAMES as MODES
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.offload import Machine
 from lightning_zero.stage import STAGES
@@ -300,6 +302,9 @@ class ZeroStrategy(CheckpointingStrategy):
             if self.offload is None:
                 _optimizers_to_device(self.optimizers, self.root_device)
             self._guard_schedulers(module)
+            for lightnings in self._lightning_optimizers:  # they inherit from the optimizer's class, and not from it
+                methods = vars(lightnings.optimizer)
+                vars(lightnings).update({name: methods[name] for name in MODES if name in methods})
             self.warn_of_loggers(trainer.loggers)
             rank_zero_info(table_of(engine, self.stage, self.optimizers))
             if foreign := engine.foreign_parameters:
@@ -433,6 +438,32 @@ class ZeroStrategy(CheckpointingStrategy):
             write: keep edits made inside; make the same ones on every rank.
         """
         return self._running_engine.full_parameters(module, write=write)
+
+    def full_optimizer_state(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
+        """`optimizer.state_dict()` as one device would have it, on the host of every rank; in training and after fit.
+
+        The optimizer's own `state`, and its `state_dict()`, have what this rank steps: of each parameter a flat piece,
+        and of some nothing (``optimizer.state[p]`` is empty then). Call it on every rank.
+
+        Args:
+            optimizer: one of those of the latest fit; None where there is only one.
+
+        Raises:
+            RuntimeError: before the first fit.
+            ValueError: when None could be any of several, or the optimizer is of no fit.
+        """
+        if self._trained is None:
+            raise RuntimeError("No optimizer is set up yet: use this inside of trainer.fit, or after it.")
+        return self._trained.states.full_optimizer(self._one_of(optimizer))
+
+    def _one_of(self, optimizer: Any) -> Optimizer:
+        found = [
+            one for one in self.optimizers if optimizer is None or one is getattr(optimizer, "optimizer", optimizer)
+        ]
+        if len(found) != 1:
+            kinds = ", ".join(type(one).__name__ for one in self.optimizers)
+            raise ValueError(f"full_optimizer_state(optimizer={optimizer!r}) is to be one of this fit's: {kinds}.")
+        return found[0]
 
     def full_grad(self, parameter: Parameter) -> Tensor | None:
         """The averaged gradient of a parameter in its shape, or None; of a DTensor the whole. Call it on every rank."""

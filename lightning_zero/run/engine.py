@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_zero.run.averages import Averages
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.loans import Loans
+from lightning_zero.run.modes import Modes
 from lightning_zero.run.phase import Phase, Phases
 from lightning_zero.run.recompute import recompute_for
 from lightning_zero.run.reductions import Reductions, Stage
@@ -322,10 +323,25 @@ class Engine:
                 return (args[0], closure_on_full, *args[2:]), kwargs
             return args, {**kwargs, "closure": closure_on_full}
 
+        is_cut = any(slot.group.is_cut for slot in stepper.slots)
         return [
             optimizer.register_step_pre_hook(before),
             optimizer.register_step_post_hook(lambda *_: entered.close()),
+            Modes(optimizer, partial(self._changing, optimizer), is_cut=is_cut),
         ]
+
+    @contextmanager
+    def _changing(self, optimizer: Optimizer) -> Iterator[None]:
+        """Inside, each parameter of `optimizer` is the piece this rank owns, between two steps. A collective."""
+        self._recover()
+        self.catch_up()
+        self.loans.settle()
+        self.rendezvous.meet()
+        stepper = self._steppers[optimizer]
+        groups = groups_of(stepper.slots)
+        with self._phases.within(Phase.STEP), stepper.changing():
+            yield
+        self._publish(groups)
 
     # -- whole values
 

@@ -10,9 +10,9 @@ from torch.nn import Parameter
 from lightning_zero.run.spread import WHOLE, SpreadState
 from lightning_zero.shards.group import Slot
 from lightning_zero.shards.local import local_of
-from lightning_zero.shards.optimizer import PieceStepper
+from lightning_zero.shards.optimizer import PieceStepper, wrapped_in
 from lightning_zero.shards.units import as_written
-from lightning_zero.views.lazy import LazyTensor, OfOneRank, Partial, Stored
+from lightning_zero.views.lazy import LazyTensor, OfOneRank, Partial, Stored, materialize
 from lightning_zero.wire.comm import Comm
 
 
@@ -42,28 +42,55 @@ class OptimizerState:
         """Whether each rank has its part of this entry."""
         return isinstance(value, Tensor) and self._stepper.holds(parameter) and self._stepper.cut.get(name, False)
 
-    def _agree_on_cuts(self) -> None:
-        """A rank that owns little may take a tensor that is whole for one that is cut: any other rank knows better."""
-        for theirs in self._comm.all_gather_object(dict(self._stepper.cut), "cuts of optimizer state"):
+    def _taken(self) -> tuple[dict[str, Any], dict[Any, Any]]:
+        """`optimizer.state_dict()`, and of its state what is not of a parameter, which rank 0 has for all. A
+        collective.
+
+        Raises:
+            RuntimeError: on every rank, when it has tensors outside of what it keeps for each parameter: these may be
+                whole or made of pieces, and nobody can tell.
+        """
+        local = self._stepper.optimizer.state_dict()
+        state = local.get("state", {})
+        others = {key: value for key, value in state.items() if not _is_index(key)}
+        more = {key: value for key, value in local.items() if key not in ("state", "param_groups")}
+        self._agree_on_cuts([*_large_in(more), *_large_in(others), *_strange_among(others)])
+        return local, others
+
+    def _agree_on_cuts(self, unclear: list[str]) -> None:
+        """A rank that owns little may take a tensor that is whole for one that is cut: any other rank knows better.
+        What is `unclear` on one is refused by all."""
+        mine = (dict(self._stepper.cut), unclear)
+        for theirs, unclear_there in self._comm.all_gather_object(mine, "cuts of optimizer state"):
             for name, is_cut in theirs.items():
                 self._stepper.cut[name] = self._stepper.cut.get(name, True) and is_cut
+            if unclear_there and self._is_any_cut:
+                raise RuntimeError(
+                    f"{type(self._stepper.optimizer).__name__}.state_dict() has {', '.join(sorted(unclear_there))}, "
+                    "which is no state of one parameter: whether ranks have parts of it cannot be told, and it cannot "
+                    "be saved. Keep tensors in state[p][name], and have state_dict() return 'state' and 'param_groups'."
+                )
+
+    @property
+    def _is_any_cut(self) -> bool:
+        return any(slot.group.is_cut or slot.local.is_divided for slot in self._stepper.slots)
 
     # -- taken
 
     def full(self) -> dict[str, Any]:
         """`optimizer.state_dict()` as one device would have it. A collective; every rank gets all of it."""
-        local = self._stepper.optimizer.state_dict()
-        if not local:  # Lightning's stand-in where there is no optimizer
-            return local
-        self._agree_on_cuts()
+        if not self._stepper.optimizer.state_dict():  # Lightning's stand-in where there is no optimizer
+            return {}
+        local, others = self._taken()
         parameters = self._stepper.parameters
         described = {
             index: {
                 name: _Cut(value.dtype) if self._is_cut(parameters[index], name, value) else _on_host(value)
                 for name, value in state.items()
             }
-            for index, state in local["state"].items()
-            if self._steps_any(parameters[index])  # what was made at construction is there for all, and not stepped
+            for index, state in local.get("state", {}).items()
+            # What was made at construction is there for all, and not stepped.
+            if index not in others and self._steps_any(parameters[index])
         }
         merged: dict[int, dict[str, Any]] = {}
         for theirs in self._comm.all_gather_object(described, "optimizer state"):
@@ -77,7 +104,7 @@ class OptimizerState:
             }
             for index in sorted(merged)
         }
-        return {**local, "state": full}
+        return {**local, "state": {**others, **full}} if "state" in local else local
 
     def _whole(self, parameter: Parameter, name: str, value: Any, mine: Mapping[str, Any]) -> Any:
         """An entry on every rank, put together slice by slice of what ranks own."""
@@ -107,15 +134,18 @@ class OptimizerState:
     def spread(self, name: str) -> dict[str, Any]:
         """`optimizer.state_dict()` to be written by all ranks together, under a name of this optimizer: each has the
         parameters that it owns any of, with a `LazyTensor` for each tensor. A collective of a few bytes."""
-        local = self._stepper.optimizer.state_dict()
-        if not local:
+        if not self._stepper.optimizer.state_dict():
+            return {}
+        local, others = self._taken()
+        if "state" not in local:
             return local
-        self._agree_on_cuts()
-        mine: dict[int, dict[str, Any]] = {}
+        mine: dict[Any, Any] = {} if self._comm.rank else dict(others)
         for index, state in local["state"].items():
+            if index in others:
+                continue
             parameter = self._stepper.parameters[index]
             slot = self._slot(parameter)
-            if slot is None:
+            if slot is None or not (state or slot.steps_any):  # looking at `state[p]` has made an empty entry
                 continue
             mine[index] = {}
             for key, value in state.items():
@@ -141,10 +171,10 @@ class OptimizerState:
 
     def cut_in_place(self) -> None:
         """Cuts state that exists already (some optimizers make it at construction) to this rank's pieces."""
-        states = self._stepper.optimizer.state
+        made = self._stepper.optimizer.state
+        states = {key: state for key, state in made.items() if isinstance(key, Parameter)}
         whole = _names_of_other_shapes(states.items())
         for parameter, state in states.items():
-            assert isinstance(parameter, Parameter)
             for name, value in state.items():
                 cut, slot = self._cut(parameter, name, value, whole), self._slot(parameter)
                 is_piece = slot is not None and isinstance(cut, Tensor) and cut.dim()
@@ -153,10 +183,12 @@ class OptimizerState:
     def load(self, state_dict: Mapping[str, Any]) -> None:
         """The optimizer goes on from any strategy's `optimizer.state_dict()`. Of stored tensors only that is read which
         this rank steps, and of what rests on disk a window at a time."""
-        parameters, saved, optimizer = self._stepper.parameters, state_dict.get("state", {}), self._stepper.optimizer
+        parameters, optimizer = self._stepper.parameters, self._stepper.optimizer
+        saved = {index: state for index, state in state_dict.get("state", {}).items() if _is_index(index)}
+        others = {key: materialize(value) for key, value in state_dict.get("state", {}).items() if key not in saved}
         whole = _names_of_other_shapes((parameters[index], state) for index, state in saved.items())
         left = {index for index in saved if self._steps_any(parameters[index])}
-        loaded: Mapping[Any, Any] = {}
+        loaded: list[Mapping[Any, Any]] = []  # by the optimizer, and those that it wraps
         for slots in self._stepper.loading():  # so that torch casts the state to the dtype of the master
             mine = {slot.parameter for slot in slots}
             now = {index for index in left if parameters[index] in mine or not self._stepper.holds(parameters[index])}
@@ -165,9 +197,11 @@ class OptimizerState:
                 index: {name: self._cut(parameters[index], name, value, whole) for name, value in saved[index].items()}
                 for index in sorted(now)
             }
-            optimizer.load_state_dict({**state_dict, "state": cut})
-            optimizer.state.update(loaded)
-            loaded = optimizer.state
+            state = {"state": {**others, **cut}} if "state" in state_dict else {}
+            optimizer.load_state_dict({**state_dict, **state})
+            for one, before in zip(wrapped_in(optimizer), loaded, strict=False):
+                one.state.update(before)
+            loaded = [one.state for one in wrapped_in(optimizer)]
 
     def _cut(self, parameter: Parameter, name: str, value: Any, whole: Container[str]) -> Any:
         """This rank's part of an entry. The checkpoint says whether it is cut; of others' the shape has to tell."""
@@ -198,6 +232,25 @@ def _names_of_other_shapes(states: Iterable[tuple[Any, Mapping[str, Any]]]) -> s
         for name, value in state.items()
         if isinstance(value, Tensor) and value.shape != parameter.shape
     }
+
+
+def _is_index(key: Any) -> bool:
+    """Of a parameter, as `state_dict` numbers them."""
+    return isinstance(key, int) and not isinstance(key, bool)
+
+
+def _large_in(tree: Any, place: str = "") -> list[str]:
+    """Where tensors with dimensions are."""
+    if isinstance(tree, Tensor):
+        return [repr(place)] if tree.dim() else []
+    if isinstance(tree, Mapping | list | tuple):
+        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+        return [found for key, value in items for found in _large_in(value, f"{place}.{key}".lstrip("."))]
+    return []
+
+
+def _strange_among(keys: Iterable[Any]) -> list[str]:
+    return [f"a key of the type {type(key).__name__}" for key in keys if not isinstance(key, str)]
 
 
 class _Cut(NamedTuple):

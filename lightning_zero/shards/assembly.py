@@ -240,6 +240,11 @@ def managed_parameters(module: Module, optimizers: Sequence[Optimizer], tensor_r
     refuse_meta(module)
     known = {id(parameter) for parameter in named.values()}
     for number, optimizer in enumerate(optimizers):
+        if "_optimizer_step_pre_hooks" not in vars(optimizer):
+            raise ValueError(
+                f"Optimizer {number} ({type(optimizer).__name__}) has none of torch's hooks, in which its parameters "
+                "become what this rank owns. Have its __init__ call super().__init__(params, defaults) first."
+            )
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in known:

@@ -6,6 +6,8 @@ parameters. Where what is stepped does not all rest in one tier, the user's call
 and the same `step` is called for the others.
 """
 
+import copy
+import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -84,6 +86,8 @@ class PieceStepper:
         with no_interception():
             stepped = [slot for slot in slots if slot.parameter.grad is not None]
         first, others = self._divide(slots, stepped)
+        if others:
+            self._refuse_groups_apart()
         then = _Moment.of(self.optimizer) if others else None
         self._is_partial = bool(others)
         with self._stepping(first, is_all=not others):
@@ -104,8 +108,35 @@ class PieceStepper:
         if not self._ahead:
             self.finish()
 
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Around what changes parameters and state between steps: inside, all parameters are their pieces."""
+        slots = self.slots
+        first, others = self._divide(slots, slots)
+        if others:
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}.train() and .eval() change weights by its state, some of which is "
+                "elsewhere: whole tensors on one rank, or what offload= has moved. Leave offload out, or use stage=0."
+            )
+        with self._stepping(first, is_all=True):
+            yield
+        increment_version([slot.parameter for slot in slots if not is_its_piece(slot)])
+
+    def _refuse_groups_apart(self) -> None:
+        """Raises RuntimeError where some parameters are stepped after the others, and a wrapped optimizer would step
+        all of them each time."""
+        shared = {id(group) for group in self.optimizer.param_groups}
+        for inner in wrapped_in(self.optimizer):
+            if any(id(group) not in shared for group in inner.param_groups):
+                raise RuntimeError(
+                    f"{type(self.optimizer).__name__} wraps a {type(inner).__name__} with param_groups of its own, and "
+                    "steps some parameters after the others: whole tensors, or what offload= or step_in_backward "
+                    "has moved. Let the two share them (self.param_groups = inner.param_groups)."
+                )
+
     def step_now(self, slots: Sequence[Slot]) -> None:
         """Steps some parameters in the middle of a backward, all with averaged gradients."""
+        self._refuse_groups_apart()
         then = _Moment.of(self.optimizer)
         for run in self._runs(slots):
             self._step_late(self._window(run, late=True), then)
@@ -210,7 +241,8 @@ class PieceStepper:
         names = set(self.cut)
         stepped: dict[Parameter, Slot | None] = {slot.parameter: slot for slot in slots}
         for parameter, slot in {**dict.fromkeys(self._left_alone), **stepped}.items():
-            for name, value in state_of(self.optimizer, parameter).items():
+            kept = [state_of(one, parameter).items() for one in wrapped_in(self.optimizer)]
+            for name, value in itertools.chain(*kept):
                 if not isinstance(value, Tensor) or isinstance(value, StateElsewhere):
                     continue
                 tier = Tier.DEVICE if slot is None else slot.group.rest.master.place.tier
@@ -221,6 +253,15 @@ class PieceStepper:
                     self.cut[name] = self.cut.get(name, True) and value.shape == slot.state_shape
 
 
+def wrapped_in(optimizer: Optimizer) -> list[Optimizer]:
+    """An optimizer, and those that it wraps, as Lookahead and SAM do."""
+    found = [optimizer]
+    for one in found:
+        inner = [value for value in vars(one).values() if isinstance(value, Optimizer)]
+        found += [other for other in inner if not any(other is known for known in found)]
+    return found
+
+
 def groups_of(slots: Sequence[Slot]) -> list[ShardGroup]:
     """The groups whose values a step of these may have changed elsewhere than in the parameters themselves."""
     return list(dict.fromkeys(slot.group for slot in slots if not is_its_piece(slot)))
@@ -228,10 +269,12 @@ def groups_of(slots: Sequence[Slot]) -> list[ShardGroup]:
 
 @dataclass(frozen=True)
 class _Moment:
-    """An optimizer's options, and what it counts by itself, as they were when the user's call of `step` began."""
+    """An optimizer's options, and what it and those that it wraps count by themselves, as they were when the user's
+    call of `step` began."""
 
     options: list[dict[str, Any]]  # of each group
-    numbers: dict[str, Any]
+    numbers: list[dict[str, Any]]  # of each optimizer
+    counts: list[dict[Any, Any]]  # in its state, under other keys than parameters
     default_dtype: torch.dtype  # of the scalars that it makes; 64-true changes it during forward
 
     @classmethod
@@ -239,8 +282,10 @@ class _Moment:
         options = [
             {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
         ]
-        numbers = {name: value for name, value in vars(optimizer).items() if _is_number(name, value)}
-        return cls(options, numbers, torch.get_default_dtype())
+        all_of_them = wrapped_in(optimizer)
+        numbers = [{n: value for n, value in vars(one).items() if _is_number(n, value)} for one in all_of_them]
+        counts = [copy.deepcopy(_counts_of(one)) for one in all_of_them]
+        return cls(options, numbers, counts, torch.get_default_dtype())
 
     @contextmanager
     def back(self, optimizer: Optimizer) -> Iterator[None]:
@@ -258,11 +303,21 @@ class _Moment:
             parameters = group["params"]
             group.clear()
             group.update(params=parameters, **options)
-        own = vars(optimizer)
-        for name in [name for name, value in own.items() if _is_number(name, value)]:
-            del own[name]
-        own.update(self.numbers)
+        for one, numbers, counts in zip(wrapped_in(optimizer), self.numbers, self.counts, strict=True):
+            own = vars(one)
+            for name in [name for name, value in own.items() if _is_number(name, value)]:
+                del own[name]
+            own.update(numbers)
+            for key in _counts_of(one):
+                dict.pop(one.state, key)
+            dict.update(one.state, copy.deepcopy(counts))
         torch.set_default_dtype(self.default_dtype)
+
+
+def _counts_of(optimizer: Optimizer) -> dict[Any, Any]:
+    """What is in its state under other keys than parameters, whether or not a step is still to be taken."""
+    state: dict[Any, Any] = optimizer.state
+    return {key: value for key, value in dict.items(state) if not isinstance(key, Tensor)}
 
 
 def _is_number(name: str, value: Any) -> bool:

@@ -130,13 +130,18 @@ def _are_alike(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
 
 
 def _step(trial: Optimizer) -> None:
+    given = [(p, p.grad, p.clone()) for group in trial.param_groups for p in group["params"] if p.grad is not None]
+
     def closure() -> Tensor:
-        return torch.zeros(())  # gradients are there already
+        """Gradients are there already; elsewhere there are others, as SAM asks for."""
+        for parameter, grad, start in given:
+            parameter.grad = grad + (parameter.detach() - start)
+        return torch.zeros(())
 
     step = unhooked(type(trial).step)
     try:
         step(trial)
-    except TypeError:  # it does not do without
+    except (TypeError, AssertionError):  # it does not do without
         step(trial, closure)
 
 
@@ -147,7 +152,10 @@ def _trial_of(optimizer: Optimizer, groups: Groups) -> Optimizer:
         memo[id(group["params"])] = others  # whoever else holds this list
         for parameter in group["params"]:
             memo[id(parameter)] = others[0] if others else parameter
-    return _copied(optimizer, memo)
+    trial = _copied(optimizer, memo)
+    if callable(train := getattr(type(trial), "train", None)):  # schedule-free ones step in no other mode
+        train(trial)
+    return trial
 
 
 def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
@@ -156,9 +164,12 @@ def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     memo[id(optimizer)] = trial
     own = vars(trial)
     own.update({name: OrderedDict() for name in HOOKS})
-    own["state"] = memo.setdefault(id(optimizer.state), defaultdict(dict))
+    state: dict[Any, Any] = optimizer.state
+    counts = {key: copy.deepcopy(value) for key, value in state.items() if isinstance(key, str)}
+    own["state"] = memo.setdefault(id(optimizer.state), defaultdict(dict, counts))
     for name, value in vars(optimizer).items():
-        if name in own or name == "step":  # a scheduler's wrapper around the step of the optimizer itself
+        # A scheduler's wrapper around the step of the optimizer itself; and an engine's around the others.
+        if name in own or name in ("step", "train", "eval"):
             continue
         own[name] = _copied(value, memo) if isinstance(value, Optimizer) else copy.deepcopy(value, memo)
     for group in trial.param_groups:
