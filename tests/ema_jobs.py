@@ -1,11 +1,12 @@
 """Whole runs with an exponential moving average: Lightning's under ddp, `ZeroEMA` under our strategy."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, OnExceptionCheckpoint
 from torch import Tensor
 
 from edit_jobs import Trained, tensors_of
@@ -30,12 +31,12 @@ class Model(Trained):
 class Midway(L.Callback):
     """Saves in the middle of training, and says how much the average takes then."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, step: int = 5) -> None:
+        self.path, self.step = path, step
         self.nbytes = 0
 
     def on_train_batch_end(self, run: L.Trainer, *_: Any) -> None:
-        if run.global_step == 5:
+        if run.global_step == self.step:
             run.save_checkpoint(self.path)
             if hasattr(run.strategy, "memory_report"):
                 self.nbytes = sum(n for name, n in run.strategy.memory_report().items() if name.startswith("average"))
@@ -110,6 +111,42 @@ def without(strategy: Any, path: Path, **kwargs: Any) -> None:
     run = trainer(strategy, 2)
     run.fit(Model(), loader(samples=16))
     run.save_checkpoint(path)
+
+
+def twice(strategy: Any) -> dict[str, Any]:
+    """Another fit of the same model with the same callback begins another average."""
+    L.seed_everything(1, verbose=False)
+    model, average = Model(), average_for(strategy)
+    for _ in range(2):
+        run = trainer(strategy, 2, max_epochs=1, callbacks=[average])
+        run.fit(model, loader(samples=32), loader(seed=1, samples=16))
+    return {"losses": model.losses, "weights": state_of(model)}
+
+
+class Fails(Model):
+    """In the middle of a validation."""
+
+    def on_validation_start(self) -> None:
+        if self.current_epoch == 1:
+            (average,) = [callback for callback in self.trainer.callbacks if isinstance(callback, ZeroEMA)]
+            self.own = {name: value.detach().clone() for name, value in self.state_dict().items()}
+            self.averaged = average.averaged_state_dict()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        if self.current_epoch == 1:
+            raise ValueError("so much for that")
+
+
+def fail(strategy: Any, folder: Path) -> dict[str, Any]:
+    """What is saved when a validation fails, beside what was there before it."""
+    L.seed_everything(1, verbose=False)
+    model, callbacks = Fails(), [average_for(strategy), OnExceptionCheckpoint(folder)]
+    run = trainer(strategy, 2, max_epochs=2, callbacks=callbacks, enable_checkpointing=True)
+    with suppress(ValueError):
+        run.fit(model, loader(samples=32), loader(seed=1, samples=16))
+    saved = read_checkpoint(folder / "on_exception.ckpt")
+    return {"own": model.own, "averaged": model.averaged, "saved": saved}
 
 
 def error_of(strategy: Any, **arguments: Any) -> str:

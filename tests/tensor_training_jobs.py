@@ -18,6 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, TensorDataset
 
 import jobs
+from ema_jobs import Midway
+from lightning_zero import ZeroEMA
 from lightning_zero.checkpoint import StoredCheckpoint
 from lightning_zero.checkpoint.resume import load_state_dict
 from lightning_zero.run.engine import Engine, Options
@@ -230,6 +232,10 @@ def initialised(stage: int) -> dict[str, Any]:
 
 def fit_averaged(*args: Any, **kwargs: Any) -> dict[str, Any]:
     return fit(*args, callbacks=[EMAWeightAveraging(decay=0.5)], **kwargs)
+
+
+def fit_averaged_in_shards(*args: Any, midway: Path, **kwargs: Any) -> dict[str, Any]:
+    return fit(*args, callbacks=[ZeroEMA(decay=0.5), Midway(midway, step=2)], **kwargs)
 
 
 def fit_copied(stage: int) -> None:

@@ -117,6 +117,13 @@ def test_it_is_torchs_average_to_the_bit(stage: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+def test_replicas_each_have_it(stage: int) -> None:
+    expected = on_one_device(net(), act_with(), adam)
+    for found in on_engine(net(), act_with(), stage, adam, world=4, replicate_size=2):
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
 def test_buffers_may_be_taken_as_they_are(stage: int) -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
         averaged = Averaged(model, engine, use_buffers=False)

@@ -143,6 +143,24 @@ def test_a_checkpoint_without_an_average_begins_one(two_ranks: RankPool, tmp_pat
         assert differing(began["averaged"], saved) == []
 
 
+def test_another_fit_begins_another_average(two_ranks: RankPool) -> None:
+    expected = two_ranks.run(jobs.twice, DDP)
+    for mine, theirs in zip(two_ranks.run(jobs.twice, {"stage": 3}), expected, strict=True):
+        assert mine["losses"] == theirs["losses"]
+        assert differing(mine["weights"], theirs["weights"]) == []
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_a_failed_validation_leaves_is_saved_with_each_in_its_place(
+    stage: int, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    for found in two_ranks.run(jobs.fail, {"stage": stage}, tmp_path):
+        saved = found["saved"]
+        weights = [name for name in saved["state_dict"] if "running" not in name and "tracked" not in name]
+        for mine, place in (("own", "current_model_state"), ("averaged", "state_dict")):
+            assert all(found[mine][name].equal(saved[place][name]) for name in weights)
+
+
 def test_another_device_is_refused_on_every_rank(two_ranks: RankPool) -> None:
     for error in two_ranks.run(jobs.error_of, {"stage": 1}, device="cuda:1"):
         assert "write device='cpu'" in error

@@ -226,6 +226,23 @@ def test_averages_of_weights_are_divided_saved_whole_and_go_on(
         assert_same_weights(again["weights"], other["weights"])
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_r21_a_sharded_average_is_of_this_ranks_part_and_goes_on_at_another_degree(
+    stage: int, pool_of: Pools, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    divided, plain, again = (tmp_path / f"{name}.ckpt" for name in ("divided", "plain", "again"))
+    average = tensor_training_jobs.fit_averaged_in_shards
+    found, *_ = pool_of(4).run(average, stage, 4, 2, midway=divided)
+    expected, _ = two_ranks.run(average, 2, 2, 1, midway=plain)
+    assert_same_weights(found["weights"], expected["weights"])
+    lightnings, _ = two_ranks.run(tensor_training_jobs.fit_averaged, 0, 2, 1)
+    assert_same_weights(expected["weights"], lightnings["weights"])
+    went_on, expected_then = (
+        two_ranks.run(average, 2, 2, 1, midway=again, resume=path)[0] for path in (divided, plain)
+    )
+    assert_same_weights(went_on["weights"], expected_then["weights"])
+
+
 def test_a_callback_that_copies_the_model_before_it_is_divided_is_refused(two_ranks: RankPool) -> None:
     _, errors = two_ranks.outcomes(tensor_training_jobs.fit_copied, 2)
     for error in errors:
