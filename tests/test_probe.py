@@ -13,87 +13,9 @@ from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.probe import state_tensors_of, why_not_in_pieces
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.threads import ThreadWorld
+from zoo import OF_ALL, PIECES, WHOLE, ByFormula, Trusting, decays_matrices, made
 
 BY_TENSOR, BY_ALL = "looks at whole tensors", "looks at all parameters together"
-
-
-class ByFormula(Optimizer):
-    """Steps each tensor by `change(p, state)`; keeps its momentum."""
-
-    change: Callable[["ByFormula", Tensor, dict[str, Any]], Tensor]
-
-    def __init__(self, parameters: Iterable[Any], lr: float = 0.1, **options: Any) -> None:
-        super().__init__(parameters, {"lr": lr, **options})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(group["lr"] * self.change(p, self.state[p]))
-
-
-def made(name: str, change: Any) -> type[ByFormula]:
-    return type(name, (ByFormula,), {"change": lambda self, p, state: change(p, state)})
-
-
-def momentum(p: Tensor, state: dict[str, Any], beta: float = 0.9) -> Tensor:
-    state["m"] = beta * state.get("m", torch.zeros_like(p)) + (1 - beta) * p.grad
-    return state["m"]
-
-
-def orthogonal(p: Tensor, state: dict[str, Any]) -> Tensor:
-    """Newton-Schulz, as Muon does with matrices."""
-    m = momentum(p, state)
-    if m.dim() < 2:
-        return m.sign()
-    x = m.flatten(1) / m.norm()
-    for _ in range(5):
-        x = 1.5 * x - 0.5 * x @ x.t() @ x
-    return x.view_as(m)
-
-
-def factored(p: Tensor, state: dict[str, Any]) -> Tensor:
-    if p.dim() < 2:
-        return momentum(p, state)
-    square = p.grad**2
-    rows, columns = square.mean(-1, keepdim=True), square.mean(-2, keepdim=True)
-    return p.grad / (rows * columns / rows.mean()).sqrt()
-
-
-def decays_matrices(p: Tensor, state: dict[str, Any]) -> Tensor:
-    return momentum(p, state) + (0.1 * p if p.dim() > 1 else 0.0)
-
-
-def in_blocks(p: Tensor, state: dict[str, Any]) -> Tensor:
-    """Momentum of large tensors in 8 bits, with one scale for each block of 256."""
-    m = momentum(p, state)
-    if m.numel() < 4096:
-        return m
-    blocks = m.reshape(-1, 256)
-    scales = blocks.abs().amax(1, keepdim=True) / 127
-    state["m"] = ((blocks / scales).round() * scales).view_as(m)
-    return state["m"]
-
-
-WHOLE = {
-    "LARS": lambda p, state: p.grad * p.norm() / p.grad.norm(),
-    "LAMB": lambda p, state: momentum(p, state) * p.norm() / (momentum(p, state).norm() + 1e-6),
-    "Centralised": lambda p, state: p.grad - p.grad.mean(),
-    "Muon": orthogonal,
-    "Factored": factored,
-    "PerRow": lambda p, state: p.grad / (p.grad.norm(dim=-1, keepdim=True) if p.dim() > 1 else 1.0),
-    "ClipsEachTensor": lambda p, state: p.grad / max(1.0, float(p.grad.norm())),
-    "DecaysMatrices": decays_matrices,
-    "EightBits": in_blocks,
-    "Noisy": lambda p, state: p.grad + torch.randn_like(p),
-}
-PIECES = {
-    "Lion": lambda p, state: (0.5 * state.get("m", 0.0) + momentum(p, state)).sign(),
-    "SignSGD": lambda p, state: p.grad.sign(),
-    "Cautious": lambda p, state: momentum(p, state) * (state["m"] * p.grad > 0),
-    "Tanh": lambda p, state: torch.tanh(momentum(p, state)),
-}
 
 
 def parameters(*shapes: tuple[int, ...]) -> list[Parameter]:
@@ -102,7 +24,12 @@ def parameters(*shapes: tuple[int, ...]) -> list[Parameter]:
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_looks_at_whole_tensors_is_found_whatever_its_name(name: str) -> None:
-    assert why_not_in_pieces(made("Plain", WHOLE[name])(parameters())) in (BY_TENSOR, BY_ALL)
+    assert why_not_in_pieces(made("Plain", WHOLE[name])(parameters())) == BY_TENSOR
+
+
+def test_what_is_another_on_every_rank_is_not_trusted() -> None:
+    noisy = made("Plain", lambda p, state: p.grad + torch.randn_like(p))
+    assert why_not_in_pieces(noisy(parameters())) == BY_ALL
 
 
 def test_matrices_alone_are_tried_where_an_optimizer_has_matrices_alone() -> None:
@@ -116,16 +43,16 @@ def test_what_goes_by_element_is_found_to_do_so(name: str) -> None:
     assert why_not_in_pieces(made("Plain", PIECES[name])(parameters())) is None
 
 
-class ClipsInside(torch.optim.AdamW):
-    """A subclass of an element-wise optimizer, which is not."""
-
-    def step(self, closure: Any = None) -> Any:
-        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
-        return super().step(closure)
+def test_a_subclass_of_an_element_wise_optimizer_is_not_taken_for_one() -> None:
+    assert why_not_in_pieces(Trusting(parameters())) == BY_TENSOR
 
 
-def test_a_norm_over_all_parameters_inside_the_step_is_told_from_one_of_each_tensor() -> None:
-    assert why_not_in_pieces(ClipsInside(parameters(), weight_decay=0.0, eps=1.0)) == BY_ALL
+@pytest.mark.parametrize("make", OF_ALL.values(), ids=OF_ALL)
+def test_a_sum_over_all_parameters_is_told_from_one_of_each_tensor(make: Callable[[Any], Optimizer]) -> None:
+    assert why_not_in_pieces(make(parameters())) == BY_ALL
+
+
+def test_lbfgs_is_known_to_look_at_more_than_elements() -> None:
     assert why_not_in_pieces(torch.optim.LBFGS(parameters())) in (BY_ALL, BY_TENSOR)
 
 

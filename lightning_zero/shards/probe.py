@@ -2,15 +2,16 @@
 of trains wrongly in silence.
 
 A step on pieces is right where each element goes by itself. Of torch's own optimizers it is known which do; any other
-one steps a few small tensors, whole and in pieces, and the two must come to the same.
+one steps a few small tensors, whole and in pieces, and the two must come to the same: in its first steps, with small
+and with large gradients, and in much later ones, which are reached by moving on whatever counts the steps. What goes by
+something else than gradients, values, shapes, options and a count (the time of day, say) cannot be found so.
 """
 
 import copy
 import itertools
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -19,17 +20,21 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 
 ELEMENT_WISE = {SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Adagrad, Adadelta, Rprop, ASGD}  # not their subclasses
 SHAPES = ((), (7,), (4, 6), (2, 3, 4), (2, 3, 2, 2))  # by number of dimensions
-# Seventeen blocks of 256, cut in the middle of one: 8-bit state is kept in blocks, and of nothing smaller than 4096.
-LARGE = ((), (4352,), (64, 68), (16, 16, 17), (16, 16, 17, 1))
-STEPS = 4
+# 21 or 67 blocks of 256, cut in the middle of one: 8-bit state is kept in blocks, and often of nothing smaller than
+# 4096, which one piece is. Google's Adafactor factors no side shorter than 128.
+LARGE = ((), (5376,), (128, 134), (16, 16, 21), (16, 16, 21, 1))
+SCALES = (1e-3, 1e3, 1.0, 1.0)  # of the gradients of the first steps: some clip what is large
+LATER = (10, 100, 5_544_000)  # steps: thresholds, and multiples of nearly everything up to 100
+MOMENTS = (*range(1, len(SCALES) + 1), *LATER)
 RANKS = 2
+SHARE = 5  # a piece is a fifth, the other one the rest
 TOLERANCE = 1e-6  # of the largest update: kernels may round the elements of a piece in another way
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 BY_TENSOR = "looks at whole tensors"
 BY_ALL = "looks at all parameters together"
 
-Groups = list[list[Parameter]]
+Groups = Sequence[Sequence[Tensor]]  # as an optimizer has them
 
 
 def why_not_in_pieces(optimizer: Optimizer) -> str | None:
@@ -38,14 +43,13 @@ def why_not_in_pieces(optimizer: Optimizer) -> str | None:
         return None
     try:
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
-            whole = _updates(optimizer, 1, _all_of_it)
-            with suppress(Exception):  # of matrices alone, say
-                if _are_alike(_updates(optimizer, RANKS, _a_run_of_it), whole):
-                    return None
-            is_by_tensor = _are_alike(_updates(optimizer, RANKS, _every_other), whole)
+            steps = [_step_of(optimizer, number) for number in range(len(MOMENTS))]
+            whole = list(_updates(optimizer, steps, 1, _all_of_it))
+            if _comes_to(whole, optimizer, steps, _a_run_of_it):
+                return None
+            return BY_TENSOR if _comes_to(whole, optimizer, steps, _every_other) else BY_ALL
     except Exception as error:  # an optimizer may ask for anything
         return f"could not be tried on small tensors ({type(error).__name__}: {error})"
-    return BY_TENSOR if is_by_tensor else BY_ALL
 
 
 def state_tensors_of(optimizer: Optimizer) -> int:
@@ -76,9 +80,9 @@ def _all_of_it(tensor: Tensor, index: int, rank: int) -> Tensor | None:
 
 
 def _a_run_of_it(tensor: Tensor, index: int, rank: int) -> Tensor | None:
-    """As if a group were cut in the middle: in the middle of most tensors."""
-    flat, half = tensor.reshape(-1), -(-tensor.numel() // RANKS)
-    part = flat[rank * half : (rank + 1) * half]
+    """As if a group were cut there: in most tensors."""
+    flat, cut = tensor.reshape(-1), -(-tensor.numel() // SHARE)
+    part = flat[cut:] if rank else flat[:cut]
     return part if part.numel() else None
 
 
@@ -86,33 +90,93 @@ def _every_other(tensor: Tensor, index: int, rank: int) -> Tensor | None:
     return tensor if index % RANKS == rank else None
 
 
-def _updates(optimizer: Optimizer, ranks: int, part: Part) -> list[Tensor]:
-    """What some steps change in small tensors of every group, when each rank steps its parts of them."""
-    starts = [_values(group["params"], seed=0) for group in optimizer.param_groups]
-    gradients = [[_values(group["params"], seed=1 + step) for group in optimizer.param_groups] for step in range(STEPS)]
-    ends = [[torch.zeros_like(tensor) for tensor in group] for group in starts]
-    for rank in range(ranks):
+def _comes_to(whole: Groups, optimizer: Optimizer, steps: Sequence[Groups], part: Part) -> bool:
+    """Whether two ranks that step their parts of them change tensors as one that steps them whole."""
+    try:
+        found = _updates(optimizer, steps, RANKS, part)
+        return all(_are_alike(next(found), expected) for expected in whole)
+    except Exception:  # of matrices alone, say; or it goes no further than that
+        return False
 
-        def cut(groups: Sequence[Sequence[Tensor]], rank: int = rank) -> list[list[Tensor | None]]:
-            number = itertools.count()
-            return [[part(tensor, next(number), rank) for tensor in group] for group in groups]
 
-        parts = cut(starts)
-        stepped: Groups = [
+def _updates(optimizer: Optimizer, steps: Sequence[Groups], ranks: int, part: Part) -> Iterator[list[Tensor]]:
+    """What each of some steps (the gradients of one) changes in small tensors of every group."""
+    values = [_values(group["params"], seed=0) for group in optimizer.param_groups]
+    trials = [_Trial(optimizer, values, part, rank) for rank in range(ranks)]
+    for number, gradients in enumerate(steps):
+        is_late = number >= len(SCALES)
+        before = [tensor.clone() for group in values for tensor in group]
+        try:
+            for trial in trials:
+                if is_late:
+                    trial.move_on(MOMENTS[number] - MOMENTS[number - 1] - 1)
+                trial.step(gradients)
+        except Exception:  # a step that never was
+            if is_late:
+                return
+            raise
+        updates = [now - then for now, then in zip(itertools.chain(*values), before, strict=True)]
+        if is_late and not all(update.isfinite().all() for update in updates):
+            return
+        yield updates
+
+
+@final
+class _Trial:
+    """A copy of an optimizer that steps what one rank has of some tensors, group by group."""
+
+    def __init__(self, optimizer: Optimizer, values: Groups, part: Part, rank: int) -> None:
+        self._part, self._rank = part, rank
+        self._values = self._cut(values)
+        self._stepped = [
             [Parameter(torch.empty(0, dtype=torch.float64) if one is None else one.clone()) for one in group]
-            for group in parts
+            for group in self._values
         ]
-        trial = _trial_of(optimizer, stepped)
-        for of_step in gradients:
-            for group, grads in zip(stepped, cut(of_step), strict=True):
-                for parameter, grad in zip(group, grads, strict=True):
-                    parameter.grad = None if grad is None else grad.clone()
-            _step(trial)
-        for group, there, begun in zip(stepped, cut(ends), parts, strict=True):
-            for parameter, end, start in zip(group, there, begun, strict=True):
-                if end is not None and start is not None:
-                    end.copy_(parameter - start)
-    return [tensor for group in ends for tensor in group]
+        self._optimizer = _trial_of(optimizer, self._stepped)
+        self._counts: dict[tuple[int, Any], float] = {}  # before the latest step, by the dictionary that has it
+
+    def _cut(self, groups: Groups) -> list[list[Tensor | None]]:
+        number = itertools.count()
+        return [[self._part(tensor, next(number), self._rank) for tensor in group] for group in groups]
+
+    def step(self, gradients: Groups) -> None:
+        """One step, of which `values` have the results."""
+        for group, grads in zip(self._stepped, self._cut(gradients), strict=True):
+            for parameter, grad in zip(group, grads, strict=True):
+                parameter.grad = None if grad is None else grad.clone()
+        self._counts = {(id(holder), name): float(holder[name]) for holder, name in _numbers(self._optimizer)}
+        _step(self._optimizer)
+        for group, there in zip(self._stepped, self._values, strict=True):
+            for parameter, value in zip(group, there, strict=True):
+                if value is not None:
+                    value.copy_(parameter)
+
+    def move_on(self, steps: int) -> None:
+        """Whatever has counted the latest step has counted so many more."""
+        for holder, name in _numbers(self._optimizer):
+            before, now = self._counts.get((id(holder), name)), holder[name]
+            if before is not None and now == before + 1:
+                holder[name] = now + steps
+
+
+def _numbers(optimizer: Optimizer) -> list[tuple[dict[Any, Any], Any]]:
+    """Where an optimizer, and one that it wraps, keeps single numbers: the dictionary and the name in it."""
+    holders: list[dict[Any, Any]] = [vars(optimizer), *optimizer.param_groups, *optimizer.state.values()]
+    wrapped = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+    own = [(holder, name) for holder in holders for name, value in holder.items() if _is_single(value)]
+    return own + [found for one in wrapped for found in _numbers(one)]
+
+
+def _is_single(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _step_of(optimizer: Optimizer, number: int) -> Groups:
+    """Gradients for a step."""
+    scale = SCALES[number] if number < len(SCALES) else 1.0
+    return [[scale * grad for grad in _values(group["params"], 1 + number)] for group in optimizer.param_groups]
 
 
 def _values(parameters: Sequence[Parameter], seed: int) -> list[Tensor]:
