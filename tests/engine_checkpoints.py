@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint import Saver, StoredCheckpoint
+from lightning_zero.config import Offload
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.group import slot_of
 from lightning_zero.wire.comm import Comm
@@ -31,10 +32,11 @@ class Place:
     world: int
     autocast: bool = False
     replicate_size: int = 1
+    offload: Offload | None = None
 
     def options(self) -> Options:
         dtype = torch.bfloat16 if self.autocast else None
-        return Options(autocast_dtype=dtype, replicate_size=self.replicate_size)
+        return Options(autocast_dtype=dtype, replicate_size=self.replicate_size, offload=self.offload)
 
     def run(self, function: Callable[[Comm], T]) -> list[T]:
         """The results of all ranks."""

@@ -14,7 +14,7 @@ from engine_checkpoints import Everything, Place, differences, resume, states_of
 from lightning_zero.checkpoint import StoredCheckpoint
 from lightning_zero.config import Offload
 from lightning_zero.run.engine import Engine, Options
-from lightning_zero.tiers.ledger import Category
+from lightning_zero.tiers.ledger import Category, Tier
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.threads import ThreadWorld
 from models import seeded
@@ -158,20 +158,29 @@ def test_what_travels_is_three_nths_of_the_parameters_more(stage: int) -> None:
     assert sent > 3 * 4 * numel * (world - 2) / world  # a piece of a tensor may be with its stepper already
 
 
-def test_state_rests_whole_where_it_is_stepped_and_nowhere_else() -> None:
-    def run(comm: Comm) -> tuple[int, int]:
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST, Tier.DISK])
+def test_state_rests_whole_where_it_is_stepped_and_nowhere_else(tier: Tier, tmp_path: Path) -> None:
+    offload = {
+        Tier.DEVICE: None,
+        Tier.HOST: Offload(optimizer="cpu"),
+        Tier.DISK: Offload(optimizer="nvme", path=tmp_path),
+    }[tier]
+
+    def run(comm: Comm) -> tuple[int, dict[Tier, int]]:
         model = seeded(lambda: nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(8)]))
         optimizer = made("Unheard", WHOLE["Muon"])(model.parameters())
-        engine = Engine(model, [optimizer], stage=1, comm=comm)
+        options = Options(machine=APART, offload=offload)
+        engine = Engine(model, [optimizer], stage=1, comm=comm, options=options)
         model(torch.ones(2, 16)).sum().backward()
         optimizer.step()
         shapes = {tuple(state["m"].shape) for state in optimizer.state.values()}
         assert shapes == {(16, 16)}
-        told = len(optimizer.state), engine.ledger.live[Category.OPTIMIZER_STATE]
+        nbytes = {where: engine.ledger.live_in[Category.OPTIMIZER_STATE, where] for where in Tier}
+        told = len(optimizer.state), {where: each for where, each in nbytes.items() if each}
         engine.close()
         return told
 
-    assert ThreadWorld(4, 20).run(run) == [(2, 2 * 4 * 256)] * 4
+    assert ThreadWorld(4, 20).run(run) == [(2, {tier: 2 * 4 * 256})] * 4
 
 
 def test_a_parameter_without_a_gradient_is_left_alone() -> None:
@@ -238,15 +247,78 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(stage: int, tmp_path: 
         assert differences(found, straight) == []
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"step_in_backward": True}, {"offload": Offload(optimizer="cpu", state_dtype="bf16")}],
-    ids=["in backward", "two bytes"],
-)
-def test_what_whole_tensors_cannot_do_yet_is_refused_on_every_rank(options: dict[str, Any]) -> None:
+def test_a_step_in_the_middle_of_a_backward_is_refused_on_every_rank() -> None:
     def run(comm: Comm) -> str:
-        with pytest.raises(ValueError, match="Unheard steps whole tensors, which") as caught:
-            train_tower(comm, 2, Counts(), **options)
-        return str(caught.value)
+        with pytest.raises(
+            ValueError, match=r"Unheard steps whole tensors, which travel .* Leave step_in_backward"
+        ) as told:
+            train_tower(comm, 2, Counts(), step_in_backward=True)
+        return str(told.value)
 
     assert len(set(ThreadWorld(2, 20).run(run))) == 1
+
+
+OF_WHOLE = ("LAMB", "Adafactor")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_whole_tensors_whose_state_rests_on_disk_change_no_bit(stage: int, tmp_path: Path) -> None:
+    parameters: dict[str, Any] = {"parameters": "nvme"} if stage == 3 else {}
+    for name in OF_WHOLE:
+        for way in ("clipped", "two bytes"):
+            expected, _ = on_ranks(2, 0, MAKERS[name], **HOW[way])
+            for fraction in (1.0, 0.5):
+                offload = Offload(optimizer="nvme", path=tmp_path, fraction=fraction, **parameters)
+                found, _ = on_ranks(2, stage, MAKERS[name], offload=offload, **HOW[way])
+                assert_same_run(found, expected)
+
+
+def rounding(make: Maker) -> Maker:
+    """Rounds the state after each step: what is as large as its parameter, unless that is a scalar."""
+
+    def made(model: nn.Module) -> tuple[Optimizer, Any]:
+        optimizer, scheduler = make(model)
+
+        def round_state(optimizer: Optimizer, *_: Any) -> None:
+            for parameter, state in optimizer.state.items():
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
+                        state[name] = value.bfloat16().to(value.dtype)
+
+        optimizer.register_step_post_hook(round_state)
+        return optimizer, scheduler
+
+    return made
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_whole_state_in_two_bytes_is_the_state_rounded_after_each_step(stage: int, tmp_path: Path) -> None:
+    for name in OF_WHOLE:
+        expected, _ = on_ranks(2, 0, rounding(MAKERS[name]), **HOW["clipped"])
+        assert_differs(expected, on_ranks(2, 0, MAKERS[name], **HOW["clipped"])[0])
+        for where in ({"optimizer": "cpu"}, {"optimizer": "nvme", "path": tmp_path}):
+            offload = Offload(state_dtype="bf16", **where)  # type: ignore[arg-type]
+            found, _ = on_ranks(2, stage, MAKERS[name], offload=offload, **HOW["clipped"])
+            assert_same_run(found, expected)
+
+
+@pytest.mark.parametrize("narrow", [None, "bf16"], ids=["as it is", "rounded"])
+def test_whole_state_on_disk_is_resumed_with_and_without(narrow: Any, tmp_path: Path) -> None:
+    start, offload = seeded(Everything), Offload(optimizer="nvme", path=tmp_path, state_dtype=narrow)
+
+    def make(model: nn.Module) -> list[Optimizer]:
+        return [MAKERS["Muon"](model)[0]]
+
+    saved = train_and_save(start, make, Place(2, 2, offload=offload), tmp_path / "ckpt")
+    if narrow is None:
+        without = train_and_save(start, make, Place(2, 2), tmp_path / "without")
+        assert differences(saved, without) == []
+
+    def resumed(comm: Comm, place: Place) -> dict[str, Any]:
+        model = strange(start, comm.rank)
+        optimizers = make(model)
+        return states_of(resume(comm, model, optimizers, place, StoredCheckpoint(tmp_path / "ckpt")), optimizers)
+
+    for place in (Place(0, 2), Place(3, 2), Place(1, 3, offload=offload), Place(3, 2, offload=offload)):
+        for found in place.run(lambda comm, place=place: resumed(comm, place)):
+            assert differences(found, saved) == []

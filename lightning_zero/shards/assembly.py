@@ -213,11 +213,10 @@ def choose_whole(optimizers: Sequence[Optimizer], options: Options, is_divided: 
             f"{type(chosen[0]).__name__} steps whole tensors, which tensor-parallel ranks have parts of: not yet. Use "
             "an element-wise optimizer (AdamW, SGD, RMSprop, ...), or no tensor parallelism."
         )
-    offload = options.offload
-    if chosen and (options.step_in_backward or (offload is not None and (offload.path or offload.state_dtype))):
+    if chosen and options.step_in_backward:
         raise ValueError(
-            f"{type(chosen[0]).__name__} steps whole tensors, which step_in_backward=True, Offload(path=) and "
-            "Offload(state_dtype=) cannot do yet. Leave them out."
+            f"{type(chosen[0]).__name__} steps whole tensors, which travel to the rank that steps them: not in the "
+            "middle of a backward, where ranks wait for each other's gradients. Leave step_in_backward=True out."
         )
     return chosen
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.shards.group import Setting, Slot
 from lightning_zero.shards.layout import fill
-from lightning_zero.shards.window import MakeResting, Staging, Window, by_group
+from lightning_zero.shards.window import MakeResting, Staging, Window
 from lightning_zero.tiers.ledger import Place
 
 
@@ -46,23 +46,26 @@ def deal(slots: Iterable[Slot], setting: Setting) -> float:
 
 @final
 class WholeWindow(Window):
-    """Parameters of one round, each stepped whole by its `Slot.stepper`; all ranks step at the same time."""
+    """Parameters of one round, each stepped whole by its `Slot.stepper`; all ranks step at the same time.
+
+    That is at once, in the user's call of `step`, also where the state rests in another tier: it could be postponed to
+    when the values are wanted only if all ranks wanted them at the same time, and one may look at `optimizer.state` for
+    itself. In the middle of a backward ranks wait for each other's gradients and values, in orders of their own.
+    """
 
     may_be_late = False
 
     def __init__(self, optimizer: Optimizer, slots: Sequence[Slot], staging: Staging) -> None:
         super().__init__(optimizer, slots, staging)
-        self._brought: dict[Slot, tuple[Tensor, Tensor]] | None = None  # value and gradient of what is stepped here
+        self._brought: dict[Slot, tuple[Tensor, Tensor]] = {}  # value and gradient of what is stepped here
 
-    @property
-    def is_begun(self) -> bool:
-        return self._brought is not None
+    def enter(self, *, is_all: bool, may_fuse: bool) -> None:
+        self._await_reads()
+        self._gather()
+        super().enter(is_all=is_all, may_fuse=may_fuse)
 
-    def begin(self) -> None:
+    def _gather(self) -> None:
         """Brings gradients and values to where they are stepped."""
-        if self._brought is not None:
-            return
-        self._brought = {}
         arrived = self._exchange(to_stepper=True)
         for slot in (slot for slot in self.slots if slot.steps_any):
             master, layout = slot.group.rest.master, slot.group.layout
@@ -74,20 +77,22 @@ class WholeWindow(Window):
             self._brought[slot] = (value.view(slot.shape), grad.view(slot.shape))
 
     def _stepped(self, slot: Slot, shown: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        assert self._brought is not None
         if slot in self._brought:
             return self._brought[slot]
         master = slot.group.rest.master
         return torch.empty(0, dtype=master.dtype, device=master.place.device), None
 
     def put(self, rest: MakeResting, is_cut: Callable[[str], bool]) -> None:
-        """The new values go back to the ranks that own them."""
+        """The new values go back to the ranks that own them, and then where they rest."""
         arrived = self._exchange(to_stepper=False)
         for slot in self.slots:
             assert slot.stepper is not None
-            slot.group.rest.master.write(slot.piece.in_shard, arrived[slot.stepper].take(slot.piece.numel))
-        for group, slots in by_group(self.slots).items():
-            group.take_masters(slots)
+            values, staged = arrived[slot.stepper].take(slot.piece.numel), self._staged.get(slot)
+            if staged is None or staged.master is None:
+                slot.group.rest.master.write(slot.piece.in_shard, values)
+            else:
+                staged.master.copy_(values)
+        super().put(rest, is_cut)
 
     def forget(self) -> None:
         super().forget()
@@ -96,7 +101,6 @@ class WholeWindow(Window):
     def _exchange(self, *, to_stepper: bool) -> "list[_Arrived]":
         """Sends this rank's pieces, value and gradient, to the ranks that step them; or what it has stepped to those
         that own pieces of it. Returns what has come, by rank."""
-        assert self._brought is not None
         group = self.slots[0].group
         comm, device, dtype = group.comm, group.places.gathered.device, group.rest.master.dtype
         nothing = torch.empty(0, dtype=dtype, device=device)
@@ -107,7 +111,7 @@ class WholeWindow(Window):
             owners, layout = slot.group.layout.owners(slot.index), slot.group.layout
             theirs = {rank: layout.piece(slot.index, rank) for rank in owners} if slot.steps_any else {}
             if to_stepper:
-                parts[slot.stepper] += _value_and_gradient(slot) if slot.piece.numel else []
+                parts[slot.stepper] += self._value_and_gradient(slot) if slot.piece.numel else []
             else:
                 expected[slot.stepper] += slot.piece.numel
             for rank, piece in theirs.items():
@@ -120,6 +124,17 @@ class WholeWindow(Window):
         comm.all_to_all(received, sent, f"whole tensors from {self.slots[0].name}")
         return [_Arrived(tensor) for tensor in received]
 
+    def _value_and_gradient(self, slot: Slot) -> list[Tensor]:
+        """What this rank owns of them."""
+        assert slot.gradient is not None
+        staged = self._staged.get(slot)
+        value = grad = None
+        if staged is not None:
+            value, grad = staged.master, staged.grad
+        value = slot.group.rest.master.read(slot.piece.in_shard) if value is None else value
+        grad = slot.gradient.piece(slot) if grad is None else grad
+        return [value, grad.view(-1).to(value.device, value.dtype)]
+
 
 class _Arrived:
     """What has come from a rank, taken piece by piece."""
@@ -131,10 +146,3 @@ class _Arrived:
     def take(self, numel: int) -> Tensor:
         self._taken += numel
         return self._values[self._taken - numel : self._taken]
-
-
-def _value_and_gradient(slot: Slot) -> list[Tensor]:
-    """What this rank owns of them."""
-    assert slot.gradient is not None
-    value = slot.group.rest.master.read(slot.piece.in_shard)
-    return [value, slot.gradient.piece(slot).view(-1).to(value.device, value.dtype)]

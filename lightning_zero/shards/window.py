@@ -138,12 +138,14 @@ class Window:
         return found
 
     def _bytes_of(self, slot: Slot, resting: dict[str, StateElsewhere]) -> int:
-        dtypes = [one.dtype for one in resting.values()]
+        of_state, of_piece = [one.dtype for one in resting.values()], []
         if self.rests_on_disk:
             gradient = self._gradient_of(slot)
-            dtypes += [slot.group.rest.master.dtype] + ([] if gradient is None else [gradient.dtype])
-            dtypes += [one.array.dtype for one in resting.values() if one.array.dtype != one.dtype]
-        return sum(round_up(slot.piece.numel * dtype.itemsize, ALIGNMENT) for dtype in dtypes)
+            of_piece = [slot.group.rest.master.dtype] + ([] if gradient is None else [gradient.dtype])
+            of_state += [one.array.dtype for one in resting.values() if one.array.dtype != one.dtype]
+        sizes = [slot.state_piece.numel * dtype.itemsize for dtype in of_state]
+        sizes += [slot.piece.numel * dtype.itemsize for dtype in of_piece]
+        return sum(round_up(size, ALIGNMENT) for size in sizes)
 
     def _gradient_of(self, slot: Slot) -> Array | None:
         """What is to be read of it; None where it is in memory, or there is none."""
@@ -187,14 +189,12 @@ class Window:
 
     def enter(self, *, is_all: bool, may_fuse: bool) -> None:
         """From here to `exit` every parameter is its piece; and unless this `is_all`, the optimizer's only ones."""
-        for read in self._reads:
-            read.result()
-        self._reads.clear()
+        self._await_reads()
         for slot, staged in self._staged.items():
             for name, values in staged.state.items():
                 if staged.narrow[name] is not values:
                     values.copy_(staged.narrow[name])
-                state_of(self._optimizer, slot.parameter)[name] = values.view(slot.stepped_shape)
+                state_of(self._optimizer, slot.parameter)[name] = values.view(slot.state_shape)
         for slot in self.slots:
             if not is_its_piece(slot):
                 self._show_piece(slot)
@@ -211,6 +211,11 @@ class Window:
                 own["fused"], group["fused"] = group["fused"], True
             group["params"] = mine
             self._options.append(own)
+
+    def _await_reads(self) -> None:
+        for read in self._reads:
+            read.result()
+        self._reads.clear()
 
     def _show_piece(self, slot: Slot) -> None:
         parameter = slot.local.stepped
@@ -270,8 +275,8 @@ class Window:
             parameter.__class__ = shown.kind
 
     def put(self, rest: MakeResting, is_cut: Callable[[str], bool]) -> None:
-        """What has been stepped goes where it rests: of the state, what `is_cut` as the parameter is, if that is no
-        scalar. `rest` makes what stands for an array of it."""
+        """What has been stepped goes where it rests: of the state, what `is_cut` as the parameter is (see `_may_rest`).
+        `rest` makes what stands for an array of it."""
         if not self.rests_on_disk:
             for group, slots in by_group(self._shown).items():
                 group.take_masters(slots)
@@ -283,7 +288,7 @@ class Window:
                     group.rest.owned_param.write(slot.piece.in_shard, staged.master)
             state = state_of(self._optimizer, slot.parameter)
             for name, values in state.items():
-                if isinstance(values, Tensor) and slot.shape and is_cut(name) and values.numel() == slot.piece.numel:
+                if isinstance(values, Tensor) and _may_rest(slot, values, is_cut(name)):
                     resting = staged.resting.get(name)
                     if resting is None or resting.dtype != values.dtype:
                         resting = rest(self._room_for(group, values), tuple(values.shape), values.dtype)
@@ -318,6 +323,14 @@ class Window:
             state_of(self._optimizer, slot.parameter).update(staged.resting)
         self._staged.clear()
         self._shown.clear()
+
+
+def _may_rest(slot: Slot, values: Tensor, is_cut: bool) -> bool:
+    """Whether state rests where, and in the dtype that, it was asked to: what is as large as the parameter, if that is
+    no scalar. Of whole tensors this rank may see too few to tell by the name, and what is rounded must not depend on
+    how many there are: the shape decides for each."""
+    is_as_large = values.numel() == slot.piece.numel if slot.stepper is None else values.shape == slot.shape
+    return bool(slot.shape) and is_as_large and (is_cut or slot.stepper is not None)
 
 
 def may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
