@@ -88,8 +88,10 @@ class ZeroStrategy(CheckpointingStrategy):
         accumulation: ``"sharded"`` reduces every micro-batch into the shard (stages 2 and 3); ``"local"`` keeps full
             gradients and reduces once per step.
         granularity: what of a parameter an optimizer steps on a rank: ``"element"``, the piece that the rank owns;
-            ``"tensor"``, all of some parameters, which travel there for the step; ``"auto"``, pieces with torch's own
-            element-wise optimizers, and with any other one what it needs when tried on small tensors.
+            ``"block"``, the same, with blocks of 256 elements never parted (8-bit state); ``"tensor"``, all of some
+            parameters, which travel there for the step; ``"auto"``, pieces with torch's own element-wise optimizers,
+            and with any other one what it needs when tried on small tensors. Neither torchao's nor bitsandbytes' 8-bit
+            optimizers are part of the tests; those that keep small tensors in 32 bits are stepped whole.
         broadcast_buffers: take rank 0's buffers before a training forward, as DDP.
         checkpoint: see `Checkpoint`; ``"full"`` is ``Checkpoint(format="full")``. None: sharded, and full beside a
             `CheckpointIO` of somebody else's, which writes files.
@@ -124,7 +126,7 @@ class ZeroStrategy(CheckpointingStrategy):
         param_dtype: torch.dtype | str | None = None,
         reduce_dtype: torch.dtype | str | None = None,
         accumulation: Literal["sharded", "local"] = "sharded",
-        granularity: Literal["auto", "element", "tensor"] = "auto",
+        granularity: Literal["auto", "element", "block", "tensor"] = "auto",
         broadcast_buffers: bool = True,
         checkpoint: Checkpoint | Mapping[str, Any] | None = None,
         step_in_backward: bool = False,
@@ -155,7 +157,7 @@ class ZeroStrategy(CheckpointingStrategy):
             config.is_switch(name, value)
         config.one_of("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
         config.one_of("accumulation", accumulation, ("sharded", "local"))
-        config.one_of("granularity", granularity, ("auto", "element", "tensor"))
+        config.one_of("granularity", granularity, ("auto", "element", "block", "tensor"))
         config.at_least("prefetch", prefetch, 0)
         config.at_least("max_skipped_steps", max_skipped_steps, 1)
         config.at_least("tensor_parallel_size", tensor_parallel_size, 1)

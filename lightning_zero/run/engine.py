@@ -116,7 +116,7 @@ class Engine:
             )
         is_cut = self.partition.optimizer and self.comm.size > 1
         is_divided = any(local_of(parameter) is not parameter for parameter in managed)
-        whole = assembly.choose_whole(optimizers, self.options, is_divided) if is_cut or is_divided else []
+        stepped = assembly.choose_stepped(optimizers if is_cut or is_divided else [], self.options, is_divided)
         broadcast_states(module, self.foreign_parameters, self.mesh)
         offload = self.options.offload
         together = nullcontext if offload is None else partial(failing_together, self.mesh.world, "setting up")
@@ -126,7 +126,9 @@ class Engine:
         bucket_bytes, as_declared = assembly.bucket_bytes_for(managed, self.options), self.options.param_dtype is None
         keeps = not self.options.step_in_backward
         aside = torch.cuda.Stream(device) if device.type == "cuda" else None
-        setting = Setting(self.partition, self.mesh, self.ledger, places, bucket_bytes, as_declared, aside, keeps)
+        setting = Setting(
+            self.partition, self.mesh, self.ledger, places, bucket_bytes, as_declared, aside, stepped.block, keeps
+        )
         trainable = assembly.trainable_of(managed, optimizers)
         with together():
             made = assembly.assemble(module, managed, trainable, setting, self.options)
@@ -159,7 +161,8 @@ class Engine:
         self._steppers = {optimizer: PieceStepper(optimizer, setting, RestingState) for optimizer in optimizers}
         for stepper in self._steppers.values():
             stepper.is_lazy = is_lazy
-        self.imbalance = deal([slot for one in whole for slot in self._steppers[one].slots], setting) if whole else None
+        whole = [slot for one in stepped.whole for slot in self._steppers[one].slots]
+        self.imbalance = deal(whole, setting) if whole else None
         self._stepped: dict[ShardGroup, None] = {}  # in a backward, and not published yet
         if self.options.step_in_backward:
             self.reductions.step = self._step_in_backward

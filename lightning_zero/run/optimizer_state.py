@@ -1,5 +1,6 @@
 """An optimizer's state as checkpoints hold it, taken from the pieces that ranks step and given back to them."""
 
+import copy
 from collections.abc import Container, Iterable, Mapping
 from typing import Any, NamedTuple, final
 
@@ -7,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_zero.run.spread import WHOLE, SpreadState
+from lightning_zero.run.spread import WHOLE, SpreadBlocks, SpreadState
+from lightning_zero.shards.extents import Extent
 from lightning_zero.shards.group import Slot
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.optimizer import PieceStepper, wrapped_in
@@ -42,6 +44,11 @@ class OptimizerState:
         """Whether each rank has its part of this entry."""
         return isinstance(value, Tensor) and self._stepper.holds(parameter) and self._stepper.cut.get(name, False)
 
+    def _is_by_block(self, parameter: Parameter, name: str, value: Any) -> bool:
+        """Whether each rank has the entries of its blocks; of what is one block the whole is cut already."""
+        is_held = isinstance(value, Tensor) and self._stepper.holds(parameter)
+        return is_held and self._stepper.slot(parameter).has_blocks and self._stepper.by_block.get(name, False)
+
     def _taken(self) -> tuple[dict[str, Any], dict[Any, Any]]:
         """`optimizer.state_dict()`, and of its state what is not of a parameter, which rank 0 has for all. A
         collective.
@@ -60,10 +67,11 @@ class OptimizerState:
     def _agree_on_cuts(self, unclear: list[str]) -> None:
         """A rank that owns little may take a tensor that is whole for one that is cut: any other rank knows better.
         What is `unclear` on one is refused by all."""
-        mine = (dict(self._stepper.cut), unclear)
-        for theirs, unclear_there in self._comm.all_gather_object(mine, "cuts of optimizer state"):
-            for name, is_cut in theirs.items():
-                self._stepper.cut[name] = self._stepper.cut.get(name, True) and is_cut
+        known = (self._stepper.cut, self._stepper.by_block)
+        told = (copy.deepcopy(known), unclear)
+        for theirs, unclear_there in self._comm.all_gather_object(told, "cuts of optimizer state"):
+            for mine, of_rank in zip(known, theirs, strict=True):
+                mine.update({name: mine.get(name, True) and fits for name, fits in of_rank.items()})
             if unclear_there and self._is_any_cut:
                 raise RuntimeError(
                     f"{type(self._stepper.optimizer).__name__}.state_dict() has {', '.join(sorted(unclear_there))}, "
@@ -84,10 +92,7 @@ class OptimizerState:
         local, others = self._taken()
         parameters = self._stepper.parameters
         described = {
-            index: {
-                name: _Cut(value.dtype) if self._is_cut(parameters[index], name, value) else _on_host(value)
-                for name, value in state.items()
-            }
+            index: {name: self._described(parameters[index], name, value) for name, value in state.items()}
             for index, state in local.get("state", {}).items()
             # What was made at construction is there for all, and not stepped.
             if index not in others and self._steps_any(parameters[index])
@@ -106,6 +111,13 @@ class OptimizerState:
         }
         return {**local, "state": {**others, **full}} if "state" in local else local
 
+    def _described(self, parameter: Parameter, name: str, value: Any) -> Any:
+        if self._is_cut(parameter, name, value):
+            return _Cut(value.dtype)
+        if self._is_by_block(parameter, name, value):
+            return _Cut(value.dtype, per=self._stepper.slot(parameter).group.setting.block)
+        return _on_host(value)
+
     def _whole(self, parameter: Parameter, name: str, value: Any, mine: Mapping[str, Any]) -> Any:
         """An entry on every rank, put together slice by slice of what ranks own."""
         if not isinstance(value, _Cut):
@@ -122,12 +134,14 @@ class OptimizerState:
             return _on_host(whole)
         of = group.layout.slice_of(slot.index)
         device = group.places.gathered.device
-        rows = torch.zeros(group.layout.ranks, of.width, dtype=value.dtype, device=device)
+        rows = torch.zeros(group.layout.ranks, of.width // value.per, dtype=value.dtype, device=device)
         if slot.piece.numel:
-            at = slot.piece.shard_start - of.shard_start
-            rows[self._comm.rank, at : at + slot.piece.numel] = mine[name]
+            at = (slot.piece.shard_start - of.shard_start) // value.per
+            rows[self._comm.rank, at : at - (-slot.piece.numel // value.per)] = mine[name]
         self._comm.all_gather(rows, rows[self._comm.rank], f"state {slot.name} {name}").wait()
-        start = slot.offset - of.start
+        start = (slot.offset - of.start) // value.per
+        if value.per > 1:
+            return rows.view(-1)[start : start + slot.blocks].to("cpu", copy=True)
         local = rows.view(-1)[start : start + slot.numel].view(slot.shape)
         return slot.local.gathered(local).to("cpu", copy=True)
 
@@ -152,6 +166,9 @@ class OptimizerState:
                 is_cut, full_name = self._is_cut(parameter, key, value), f"{name}:{as_written(slot.name)}:{key}"
                 if is_cut and (slot.writes_state_once or slot.state_share.numel):
                     mine[index][key] = LazyTensor(SpreadState(full_name, slot, value))
+                elif self._is_by_block(parameter, key, value):
+                    if slot.is_first_copy and slot.piece.numel:
+                        mine[index][key] = LazyTensor(SpreadBlocks(full_name, slot, value))
                 elif slot.writes_state_once:
                     is_tensor = isinstance(value, Tensor)
                     mine[index][key] = LazyTensor(OfOneRank(full_name + WHOLE, value)) if is_tensor else value
@@ -174,6 +191,7 @@ class OptimizerState:
         made = self._stepper.optimizer.state
         states = {key: state for key, state in made.items() if isinstance(key, Parameter)}
         whole = _names_of_other_shapes(states.items())
+        self._note_blocks(states.items())
         for parameter, state in states.items():
             for name, value in state.items():
                 cut, slot = self._cut(parameter, name, value, whole), self._slot(parameter)
@@ -187,6 +205,7 @@ class OptimizerState:
         saved = {index: state for index, state in state_dict.get("state", {}).items() if _is_index(index)}
         others = {key: materialize(value) for key, value in state_dict.get("state", {}).items() if key not in saved}
         whole = _names_of_other_shapes((parameters[index], state) for index, state in saved.items())
+        self._note_blocks((parameters[index], state) for index, state in saved.items())
         left = {index for index in saved if self._steps_any(parameters[index])}
         loaded: list[Mapping[Any, Any]] = []  # by the optimizer, and those that it wraps
         for slots in self._stepper.loading():  # so that torch casts the state to the dtype of the master
@@ -203,6 +222,15 @@ class OptimizerState:
                 one.state.update(before)
             loaded = [one.state for one in wrapped_in(optimizer)]
 
+    def _note_blocks(self, states: Iterable[tuple[Any, Mapping[str, Any]]]) -> None:
+        """Notes which state tensors have, of every parameter, one entry for each block."""
+        by_block = self._stepper.by_block
+        for parameter, state in states:
+            slot = self._slot(parameter)
+            for name, value in state.items() if slot is not None and slot.has_blocks else ():
+                fits = isinstance(value, Tensor) and tuple(value.shape) == (slot.blocks,)  # type: ignore[union-attr]
+                by_block[name] = by_block.get(name, True) and fits
+
     def _cut(self, parameter: Parameter, name: str, value: Any, whole: Container[str]) -> Any:
         """This rank's part of an entry. The checkpoint says whether it is cut; of others' the shape has to tell."""
         if not isinstance(value, Tensor):
@@ -214,6 +242,8 @@ class OptimizerState:
         is_whole |= stored is not None and stored.name.endswith(WHOLE)
         if slot is not None:
             self._stepper.cut[name] = self._stepper.cut.get(name, True) and not is_whole
+        if slot is not None and is_whole and self._is_by_block(parameter, name, value):
+            return self._own_blocks(slot, value, stored)
         if slot is None or is_whole or not (slot.group.is_cut or slot.local.is_divided):
             return local_of(value) if stored is None else stored.whole()
         piece, shape, box = slot.state_piece, slot.state_shape if slot.steps_any else (0,), slot.local.box
@@ -222,6 +252,16 @@ class OptimizerState:
         mine = torch.empty(piece.numel, dtype=stored.dtype, device=slot.group.places.optimizer.device)
         stored.read(box.extent(stored.name, piece.start, piece.stop), mine)
         return mine.view(shape)
+
+    @staticmethod
+    def _own_blocks(slot: Slot, value: Tensor, stored: Any) -> Tensor:
+        """Of what has one entry for each block, those of this rank's piece."""
+        own = slot.own_blocks
+        if not isinstance(stored, Stored):
+            return value[own].clone()
+        mine = torch.empty(own.stop - own.start, dtype=stored.dtype, device=slot.group.places.optimizer.device)
+        stored.read(Extent.of_whole(stored.name, (slot.blocks,), own.start, own.stop), mine)
+        return mine
 
 
 def _names_of_other_shapes(states: Iterable[tuple[Any, Mapping[str, Any]]]) -> set[str]:
@@ -254,9 +294,10 @@ def _strange_among(keys: Iterable[Any]) -> list[str]:
 
 
 class _Cut(NamedTuple):
-    """Stands for a state tensor of which each rank has its piece."""
+    """Stands for a state tensor of which each rank has its piece, one entry `per` so many elements of the parameter."""
 
     dtype: torch.dtype
+    per: int = 1
 
 
 def _on_host(value: Any) -> Any:

@@ -105,6 +105,25 @@ class SpreadState(Spread):
         return self._piece.detach().reshape(-1)[part]
 
 
+@final
+class SpreadBlocks(Spread):
+    """A tensor of an optimizer's state with one entry for each block of its parameter, of which this rank has those of
+    its piece. Whoever steps no blocks reads it as what is not cut like its parameter."""
+
+    def __init__(self, name: str, slot: Slot, entries: Tensor) -> None:
+        super().__init__(name + WHOLE, (slot.blocks,), entries.dtype)
+        self._slot = slot
+        self._entries = entries
+
+    def whole(self) -> Tensor:
+        raise RuntimeError(f"{self.name!r} is spread over the ranks: look at it in the checkpoint once it is written.")
+
+    def pieces(self) -> list[tuple[Extent, Tensor | Part]]:
+        own = self._slot.own_blocks
+        is_written = self._slot.is_first_copy and self._slot.piece.numel
+        return [(Extent.of_whole(self.name, self.shape, own.start, own.stop), self._entries)] if is_written else []
+
+
 def _written(
     source: Spread, slot: Slot, share: Piece, writes_once: bool, read: Callable[[slice], Tensor | Part]
 ) -> list[tuple[Extent, Tensor | Part]]:

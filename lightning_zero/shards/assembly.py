@@ -4,7 +4,7 @@ import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from lightning_zero.shards.gradient import Bucket, BucketPool, GradientShard
 from lightning_zero.shards.group import Kind, Setting, ShardGroup, slot_of
 from lightning_zero.shards.local import local_of, refuse_other_meshes
 from lightning_zero.shards.offload import Machine, choose_offloaded
-from lightning_zero.shards.probe import BY_ALL, BY_TENSOR, why_not_in_pieces
+from lightning_zero.shards.probe import BLOCK, BY_ALL, BY_BLOCK, BY_TENSOR, why_not_in_pieces
 from lightning_zero.shards.unit import Unit
 from lightning_zero.shards.units import UnitSpec
 from lightning_zero.shards.window import set_grad_dtype
@@ -46,7 +46,8 @@ class Options:
     broadcast_buffers: bool = True  # take rank 0's buffers before a training forward
     offload: Offload | None = None  # see `ZeroStrategy`
     late_publish_bytes: int = 32 * MIB  # models of at least so many wait for new weights when they want them
-    granularity: Literal["auto", "element", "tensor"] = "auto"  # what optimizers step: what each needs, pieces, or all
+    # What optimizers step: what each needs, pieces, pieces of whole blocks, or whole tensors.
+    granularity: Literal["auto", "element", "block", "tensor"] = "auto"
     step_in_backward: bool = False  # step each group as soon as its gradients are averaged, and keep none
     machine: Machine = field(default_factory=Machine)  # what offload may count on
     activation_checkpointing: ActivationCheckpointing | None = None  # see `ZeroStrategy`
@@ -193,32 +194,42 @@ def _make_pools(shards: list[GradientShard], setting: Setting, buckets: int) -> 
     return pools
 
 
-def choose_whole(optimizers: Sequence[Optimizer], options: Options, is_divided: bool) -> list[Optimizer]:
-    """Those that are to step whole tensors; where these are divided among tensor-parallel ranks, none can. Raises
-    ValueError for those that cannot do with that."""
-    chosen = []
+class Stepped(NamedTuple):
+    """What of parameters is never parted for the optimizers' steps."""
+
+    whole: list[Optimizer]  # that step whole tensors
+    block: int  # elements that pieces never part, whoever steps them
+
+
+def choose_stepped(optimizers: Sequence[Optimizer], options: Options, is_divided: bool) -> Stepped:
+    """What optimizers step; where tensors are divided among tensor-parallel ranks, only element-wise ones can. Raises
+    ValueError for those that cannot do with that, and warns of those that the user knows better."""
+    whole, blocked, asked = [], [], options.granularity
     for optimizer in optimizers:
         reason, kind = why_not_in_pieces(optimizer), type(optimizer).__name__
-        if options.granularity == "tensor" or (options.granularity == "auto" and reason == BY_TENSOR):
-            chosen.append(optimizer)
-        if reason is not None and options.granularity == "element":
-            warnings.warn(f"{kind} {reason}, and steps pieces: not DDP's (granularity='element').", stacklevel=2)
-        elif reason not in (None, BY_TENSOR) and not (options.granularity == "tensor" and reason != BY_ALL):
+        if asked == "tensor" or (asked == "auto" and reason == BY_TENSOR):
+            whole.append(optimizer)
+        elif asked == "block" or (asked == "auto" and reason == BY_BLOCK):
+            blocked.append(optimizer)
+        if reason is not None and (asked == "element" or (asked == "block" and reason != BY_BLOCK)):
+            warnings.warn(f"{kind} {reason}, and steps pieces: not DDP's (granularity={asked!r}).", stacklevel=2)
+        elif reason not in (None, BY_TENSOR, BY_BLOCK) and not (asked == "tensor" and reason != BY_ALL):
             raise ValueError(
                 f"{kind} {reason}, and each rank steps only a part of them: the result would be wrong. Use stage=0, or "
                 "another optimizer; or, if you know that it looks at one tensor at a time, granularity='tensor'."
             )
-    if chosen and is_divided:
+    if is_divided and (whole or blocked):
         raise ValueError(
-            f"{type(chosen[0]).__name__} steps whole tensors, which tensor-parallel ranks have parts of: not yet. Use "
-            "an element-wise optimizer (AdamW, SGD, RMSprop, ...), or no tensor parallelism."
+            f"{type((whole + blocked)[0]).__name__} steps whole {'tensors' if whole else 'blocks'}, which "
+            "tensor-parallel ranks have parts of: not yet. Use an element-wise optimizer (AdamW, SGD, RMSprop, ...), "
+            "or no tensor parallelism."
         )
-    if chosen and options.step_in_backward:
+    if whole and options.step_in_backward:
         raise ValueError(
-            f"{type(chosen[0]).__name__} steps whole tensors, which travel to the rank that steps them: not in the "
+            f"{type(whole[0]).__name__} steps whole tensors, which travel to the rank that steps them: not in the "
             "middle of a backward, where ranks wait for each other's gradients. Leave step_in_backward=True out."
         )
-    return chosen
+    return Stepped(whole, BLOCK if blocked else 1)
 
 
 def trainable_of(managed: Sequence[Parameter], optimizers: Sequence[Optimizer]) -> set[int]:

@@ -87,6 +87,7 @@ class Setting:
     bucket_bytes: int  # largest reduction
     as_declared: bool  # users read parameters in their declared dtype where they rest in another one
     aside: torch.cuda.Stream | None = None  # where a device copies and adds up beside its work; None on the host
+    block: int = 1  # elements of a parameter that pieces never part
     keeps_gradients: bool = True  # averaged ones, from backward to the step; else they are stepped as they come
 
 
@@ -146,6 +147,11 @@ class Slot:
         return Piece(start=start, stop=stop, shard_start=self.piece.shard_start + start - self.piece.start)
 
     @property
+    def is_first_copy(self) -> bool:
+        """Whether what this rank has is written by it, where ranks that have the same do not divide it."""
+        return self._copy[0] == 0
+
+    @property
     def _copy(self) -> tuple[int, int]:
         """Which copy of its values this rank has, among how many: replicas', and those of tensor-parallel ranks."""
         replicate, tensor = self.group.replicate, self.group.setting.mesh.tensor
@@ -181,6 +187,22 @@ class Slot:
         if self.stepper is None:
             return self.share
         return replace(self.state_piece, stop=self.state_piece.stop if self._copy[0] == 0 else 0)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether it is stepped in pieces of whole blocks."""
+        return self.group.is_cut and self.group.setting.block > 1 and self.stepper is None
+
+    @property
+    def blocks(self) -> int:
+        """How many there are of the whole parameter."""
+        return -(-self.numel // self.group.setting.block)
+
+    @property
+    def own_blocks(self) -> slice:
+        """Those of this rank's piece, which begins with one."""
+        size, piece = self.group.setting.block, self.piece
+        return slice(piece.start // size, -(-piece.stop // size)) if piece.numel else slice(0, 0)
 
     @property
     def writes_state_once(self) -> bool:
@@ -235,7 +257,7 @@ class ShardGroup:
             ranks=self.comm.size,
             bucket_numel=setting.bucket_bytes // kind.declared.itemsize,
             # Every chunk is divided once more between replicas.
-            alignment=math.lcm(ALIGNMENT_BYTES // kind.resting.itemsize, self.replicate.size),
+            alignment=math.lcm(ALIGNMENT_BYTES // kind.resting.itemsize, self.replicate.size, setting.block),
             in_one=stays_full,
         )
         self.slots = [Slot(self, index, parameter) for index, parameter in enumerate(parameters.values())]

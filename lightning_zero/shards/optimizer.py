@@ -38,6 +38,7 @@ class PieceStepper:
         self.optimizer = optimizer
         # Name of a state tensor -> whether it is cut as its parameter is; from the step on that made it.
         self.cut: dict[str, bool] = {}
+        self.by_block: dict[str, bool] = {}  # the same: whether it has one entry for each block of its parameter
         self._setting = setting
         self._rest = rest
         self._staging = Staging(setting.ledger, setting.places.optimizer.pinned)
@@ -251,6 +252,8 @@ class PieceStepper:
                 self._setting.ledger.adopt(Category.OPTIMIZER_STATE, value, tier)
                 if name not in names and slot is not None and slot.steps_any:
                     self.cut[name] = self.cut.get(name, True) and value.shape == slot.state_shape
+                    blocks = range(slot.blocks)[slot.own_blocks] if slot.has_blocks else ()
+                    self.by_block[name] = self.by_block.get(name, True) and value.shape == (len(blocks),)
 
 
 def wrapped_in(optimizer: Optimizer) -> list[Optimizer]:

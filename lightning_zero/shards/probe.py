@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
+from lightning_zero.shards.layout import round_up
+
 ELEMENT_WISE = {SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Adagrad, Adadelta, Rprop, ASGD}  # not their subclasses
 SHAPES = ((), (7,), (4, 6), (2, 3, 4), (2, 3, 2, 2))  # by number of dimensions
 # 21 or 67 blocks of 256, cut in the middle of one: 8-bit state is kept in blocks, and often of nothing smaller than
@@ -31,6 +33,8 @@ SHARE = 5  # a piece is a fifth, the other one the rest
 TOLERANCE = 1e-6  # of the largest update: kernels may round the elements of a piece in another way
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
+BLOCK = 256  # elements that 8-bit state is kept of under one scale (Dettmers et al., arXiv 2110.02861)
+BY_BLOCK = f"looks at blocks of {BLOCK} elements"
 BY_TENSOR = "looks at whole tensors"
 BY_ALL = "looks at all parameters together"
 
@@ -47,6 +51,8 @@ def why_not_in_pieces(optimizer: Optimizer) -> str | None:
             whole = list(_updates(optimizer, steps, 1, _all_of_it))
             if _comes_to(whole, optimizer, steps, _a_run_of_it):
                 return None
+            if _comes_to(whole, optimizer, steps, _some_blocks_of_it):
+                return BY_BLOCK
             return BY_TENSOR if _comes_to(whole, optimizer, steps, _every_other) else BY_ALL
     except Exception as error:  # an optimizer may ask for anything
         return f"could not be tried on small tensors ({type(error).__name__}: {error})"
@@ -81,8 +87,15 @@ def _all_of_it(tensor: Tensor, index: int, rank: int) -> Tensor | None:
 
 def _a_run_of_it(tensor: Tensor, index: int, rank: int) -> Tensor | None:
     """As if a group were cut there: in most tensors."""
-    flat, cut = tensor.reshape(-1), -(-tensor.numel() // SHARE)
-    part = flat[cut:] if rank else flat[:cut]
+    return _run(tensor, -(-tensor.numel() // SHARE), rank)
+
+
+def _some_blocks_of_it(tensor: Tensor, index: int, rank: int) -> Tensor | None:
+    return _run(tensor, round_up(-(-tensor.numel() // SHARE), BLOCK), rank)
+
+
+def _run(tensor: Tensor, cut: int, rank: int) -> Tensor | None:
+    part = tensor.reshape(-1)[cut:] if rank else tensor.reshape(-1)[:cut]
     return part if part.numel() else None
 
 
