@@ -1,5 +1,6 @@
 """Optimizers that look at whole tensors train as under DDP: each tensor is stepped once, by one rank."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from engine_checkpoints import Everything, Place, differences, resume, states_of
 from lightning_zero.checkpoint import StoredCheckpoint
 from lightning_zero.config import Offload
 from lightning_zero.run.engine import Engine, Options
+from lightning_zero.shards.whole import Imbalance
 from lightning_zero.tiers.ledger import Category, Tier
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.threads import ThreadWorld
@@ -133,7 +135,7 @@ def train_tower(comm: Comm, stage: int, counts: Counts, **options: Any) -> tuple
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world", [2, 4])
 def test_each_tensor_is_stepped_once_in_the_world_and_evenly(world: int, stage: int) -> None:
-    def run(comm: Comm) -> tuple[list[tuple[int, ...]], float | None]:
+    def run(comm: Comm) -> tuple[list[tuple[int, ...]], Imbalance | None]:
         counts = Counts()
         engine, _ = train_tower(comm, stage, counts)
         engine.close()
@@ -142,7 +144,54 @@ def test_each_tensor_is_stepped_once_in_the_world_and_evenly(world: int, stage: 
     ranks = ThreadWorld(world, 20).run(run)
     stepped = [shape for shapes, _ in ranks for shape in shapes]
     assert sorted(stepped) == [(16,)] * 8 + [(16, 16)] * 8
-    assert {imbalance for _, imbalance in ranks} == {0.0}
+    assert {imbalance for _, imbalance in ranks} == {Imbalance(0.0, 0.0)}
+
+
+def example_gpt(**sizes: int) -> nn.Module:
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+    from gpt import GPT  # with Lightning
+
+    return GPT(**sizes)
+
+
+@pytest.mark.parametrize("bucket_bytes", [2**25, 2**20])
+def test_bytes_and_work_of_the_examples_gpt_are_dealt_to_within_a_tenth(bucket_bytes: int) -> None:
+    def run(comm: Comm) -> Imbalance | None:
+        model = seeded(lambda: example_gpt(width=128, depth=4, heads=4, context=256))
+        optimizer = torch.optim.AdamW(model.parameters())
+        options = Options(granularity="tensor", bucket_bytes=bucket_bytes)
+        engine = Engine(model, [optimizer], stage=1, comm=comm, options=options)
+        engine.close()
+        return engine.imbalance
+
+    (found,) = set(ThreadWorld(4, 20).run(run))
+    assert found is not None
+    assert found.nbytes <= 0.1
+    assert found.work <= 0.1
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_memory_by_category_is_that_of_pieces_to_within_the_largest_tensor(stage: int) -> None:
+    def run(comm: Comm, granularity: Any) -> dict[str, int]:
+        model = seeded(lambda: example_gpt(width=32, depth=2, heads=4, context=16))
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine = Engine(model, [optimizer], stage=stage, comm=comm, options=Options(granularity=granularity))
+        tokens = torch.zeros(1, 16, dtype=torch.int64)
+        with engine.forward():
+            loss = model(tokens).square().sum()
+        with engine.backward():
+            loss.backward()
+        optimizer.step()
+        found = engine.bytes_by_category()
+        engine.close()
+        return found
+
+    largest = 2 * 4 * 256 * 32  # the token embedding's two averages
+    pieces = ThreadWorld(4, 20).run(lambda comm: run(comm, "element"))
+    for rank, whole in enumerate(ThreadWorld(4, 20).run(lambda comm: run(comm, "tensor"))):
+        state = whole.pop(Category.OPTIMIZER_STATE)
+        assert state <= pieces[rank].pop(Category.OPTIMIZER_STATE) + largest
+        assert whole == pieces[rank]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

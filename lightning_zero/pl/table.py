@@ -23,7 +23,11 @@ def table_of(engine: Engine, stage: int, optimizers: Iterable[Optimizer]) -> str
     if engine.resident_numel:
         lines.append(f"{engine.resident_numel:,} stay whole on every rank: gathering them costs more than it saves")
     if engine.imbalance is not None:
-        lines.append(f"Optimizers step whole tensors; the rank with most has {engine.imbalance:.1%} more than the mean")
+        nbytes, work = engine.imbalance
+        lines.append("Optimizers step whole tensors, in each call of step; the rank with most has, beyond the mean,")
+        lines.append(
+            f"{nbytes:.1%} of their bytes and {work:.1%} of the work, if a matrix costs what products of it cost"
+        )
     lines += _offload_lines(engine, optimizers) + _recompute_lines(engine)
     return "\n  ".join([f"ZeRO stage {stage} on {engine.mesh.world.size} ranks", *lines])
 

@@ -161,7 +161,7 @@ class Engine:
         self._steppers = {optimizer: PieceStepper(optimizer, setting, RestingState) for optimizer in optimizers}
         for stepper in self._steppers.values():
             stepper.is_lazy = is_lazy
-        whole = [slot for one in stepped.whole for slot in self._steppers[one].slots]
+        whole = [self._steppers[one].slots for one in stepped.whole]
         self.imbalance = deal(whole, setting) if whole else None
         self._stepped: dict[ShardGroup, None] = {}  # in a backward, and not published yet
         if self.options.step_in_backward:

@@ -5,10 +5,9 @@ of gradient and value, it steps, and sends the new values back, so that the arit
 world. Its state rests whole on that rank. What travels is 3/N of the parameters per rank, beside the 2 or 3 of a step.
 """
 
-import heapq
-from collections import defaultdict
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -20,28 +19,61 @@ from lightning_zero.shards.window import MakeResting, Staging, Window
 from lightning_zero.tiers.ledger import Place
 
 
+class Imbalance(NamedTuple):
+    """How much more than the mean of all ranks the one with most has."""
+
+    nbytes: float  # of values and state
+    work: float  # where ranks wait for each other after each round
+
+
+def deal(optimizers: Iterable[Sequence[Slot]], setting: Setting) -> Imbalance:
+    """Chooses the rank that steps each tensor of each optimizer: the largest first, to whom has least so far, in bytes
+    of all optimizers or in work of this one, whichever is more."""
+    optimizers, ranks = list(optimizers), range(setting.mesh.shard.size)
+    nbytes, waited, worked = [0] * len(ranks), 0, 0
+    most_bytes = max(1, sum(_nbytes_of(slot) for slots in optimizers for slot in slots))
+    for slots in optimizers:
+        work, most_work = [0] * len(ranks), max(1, sum(map(_work_of, slots)))
+        for slot in sorted(slots, key=lambda slot: -max(_nbytes_of(slot) / most_bytes, _work_of(slot) / most_work)):
+
+            def filled(rank: int, slot: Slot = slot, work: list[int] = work, most: int = most_work) -> Any:
+                shares = (nbytes[rank] + _nbytes_of(slot)) / most_bytes, (work[rank] + _work_of(slot)) / most
+                return max(shares), sum(shares)
+
+            slot.stepper = min(ranks, key=filled)
+            nbytes[slot.stepper] += _nbytes_of(slot)
+            work[slot.stepper] += _work_of(slot)
+        worked += sum(work)
+        for run in rounds(slots, setting):
+            waited += max(sum(_work_of(slot) for slot in run if slot.stepper == rank) for rank in ranks)
+    return Imbalance(max(nbytes) * len(ranks) / most_bytes - 1, waited * len(ranks) / max(1, worked) - 1)
+
+
 def rounds(slots: Iterable[Slot], setting: Setting) -> list[Sequence[Slot]]:
-    """Tensors that are stepped at a time, of one dtype and tier: about a bucket on each rank."""
-    alike: dict[tuple[torch.dtype, Place], list[Slot]] = defaultdict(list)
+    """Tensors that are stepped at a time, of one dtype and tier: of each rank about a bucket of what it steps."""
+    alike: dict[tuple[torch.dtype, Place], dict[int | None, list[Slot]]] = {}
     for slot in slots:
-        alike[slot.group.kind.declared, slot.group.places.optimizer].append(slot)
+        of_ranks = alike.setdefault((slot.group.kind.declared, slot.group.places.optimizer), {})
+        of_ranks.setdefault(slot.stepper, []).append(slot)
     found: list[Sequence[Slot]] = []
-    for (dtype, _), some in alike.items():
-        runs = fill([slot.numel * dtype.itemsize for slot in some], setting.bucket_bytes * setting.mesh.shard.size)
-        found += [some[run.start : run.stop] for run in runs]
+    for of_ranks in alike.values():
+        filled = [
+            [some[run.start : run.stop] for run in fill([_nbytes_of(slot) for slot in some], setting.bucket_bytes)]
+            for some in of_ranks.values()
+        ]
+        found += [[*itertools.chain(*runs)] for runs in itertools.zip_longest(*filled, fillvalue=[])]
     return found
 
 
-def deal(slots: Iterable[Slot], setting: Setting) -> float:
-    """Chooses the rank that steps each tensor: in every round the largest first, to whom has least so far. Returns how
-    much more than the mean the rank with most has, of all elements."""
-    loads = [(0, rank) for rank in range(setting.mesh.shard.size)]
-    for run in rounds(slots, setting):
-        for slot in sorted(run, key=lambda slot: -slot.numel):
-            load, slot.stepper = heapq.heappop(loads)
-            heapq.heappush(loads, (load + slot.numel, slot.stepper))
-    total = sum(load for load, _ in loads)
-    return max(loads)[0] * len(loads) / total - 1 if total else 0.0
+def _nbytes_of(slot: Slot) -> int:
+    return slot.numel * slot.group.kind.declared.itemsize
+
+
+def _work_of(slot: Slot) -> int:
+    """What a step costs more or less, whatever optimizer it is of: that of a product of a matrix with its smaller side
+    (Newton-Schulz, a preconditioner), or of elements one by one."""
+    rows = slot.shape[0] if len(slot.shape) > 1 else 1
+    return slot.numel * min(rows, slot.numel // max(1, rows)) if rows > 1 else slot.numel
 
 
 @final
