@@ -4,7 +4,9 @@
 
 Every configuration is a process tree of its own under `lightning.Trainer`, and the configurations take turns,
 round after round, so that whatever else the machine does meets all of them. Ratios hold better than seconds.
-The peer "ddp" is Lightning's `ddp`, and on one device the plain single-device strategy ("auto").
+The peer "ddp" is Lightning's `ddp`, and on one device the plain single-device strategy ("auto"). A stage with ":tensor"
+steps whole tensors (`granularity="tensor"`) with the same arithmetic, so that its ratio to the stage alone is what an
+optimizer that looks at whole tensors costs beside its own arithmetic: --stages 2,2:tensor --devices 4.
 fp32, AdamW. On a GPU, steps are timed by CUDA events and memory is the CUDA allocator's.
 """
 
@@ -32,6 +34,7 @@ from torch.utils.data import DataLoader, Dataset
 from gpt import SIZES, Size, model_of
 
 WARM_UP = 3  # steps before anything is measured
+WHOLE = ":tensor"
 
 
 def main() -> int:
@@ -47,7 +50,7 @@ def main() -> int:
             failed |= measured is None
             if measured is not None:
                 rows[stage].append({"round": number, **measured})
-                print(f"round {number + 1}/{options.rounds}  {stage:>4}  {measured['seconds']:.3f} s/step", flush=True)
+                print(f"round {number + 1}/{options.rounds}  {stage:>8}  {measured['seconds']:.3f} s/step", flush=True)
     table = summarize({stage: found for stage, found in rows.items() if found})
     show(table, options)
     options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -70,8 +73,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--child", type=Path, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.json = options.json or Path("outputs") / f"step_time-{options.size}.json"
-    if unknown := set(options.stages) - {"ddp", "0", "1", "2", "3"}:
-        parser.error(f"--stages has {sorted(unknown)}; write some of ddp,0,1,2,3")
+    if unknown := set(options.stages) - {"ddp", *"0123", *(f"{stage}{WHOLE}" for stage in "123")}:
+        parser.error(f"--stages has {sorted(unknown)}; write some of ddp,0,1,2,3,1{WHOLE},2{WHOLE},3{WHOLE}")
     return options
 
 
@@ -114,7 +117,8 @@ def end_group(process: subprocess.Popen[str]) -> None:
 
 
 def summarize(rows: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Medians over the rounds; `x_ddp` is the median of the ratios within each round."""
+    """Medians over the rounds; `x_ddp` is the median of the ratios within each round, `x_pieces` that of a stage that
+    steps whole tensors to the stage alone."""
     table = {}
     peer = {row["round"]: row["seconds"] for row in rows.get("ddp", [])}
     for stage, found in rows.items():
@@ -122,6 +126,10 @@ def summarize(rows: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, floa
         ratios = [row["seconds"] / peer[row["round"]] for row in found if row["round"] in peer]
         if ratios:
             table[stage] |= {"x_ddp": statistics.median(ratios), "x_ddp_min": min(ratios), "x_ddp_max": max(ratios)}
+        pieces = {row["round"]: row["seconds"] for row in rows.get(stage.removesuffix(WHOLE), [])}
+        if stage.endswith(WHOLE) and pieces:
+            ratios = [row["seconds"] / pieces[row["round"]] for row in found if row["round"] in pieces]
+            table[stage]["x_pieces"] = statistics.median(ratios)
     return table
 
 
@@ -143,15 +151,16 @@ def setting(options: argparse.Namespace) -> dict[str, Any]:
 
 def show(table: dict[str, dict[str, float]], options: argparse.Namespace) -> None:
     print(f"\n{setting(options)}\n")
-    print(
-        f"{'stage':<6}{'s/step':>9}{'x ddp':>8}{'(min - max)':>16}{'rest MB':>10}{'peak MB':>10}{'wire':>8}{'loss':>10}"
-    )
+    ddp = f"{'x ddp':>8}{'(min - max)':>16}"
+    print(f"{'stage':<10}{'s/step':>9}{ddp}{'rest MB':>10}{'peak MB':>10}{'wire':>8}{'loss':>10}")
     for stage, row in table.items():
         ratio = f"{row['x_ddp']:>8.2f}{row['x_ddp_min']:>9.2f} - {row['x_ddp_max']:.2f}" if "x_ddp" in row else " " * 24
         print(
-            f"{stage:<6}{row['seconds']:>9.3f}{ratio}{row['rest_mb']:>10.0f}{row['peak_mb']:>10.0f}"
+            f"{stage:<10}{row['seconds']:>9.3f}{ratio}{row['rest_mb']:>10.0f}{row['peak_mb']:>10.0f}"
             f"{row['wire']:>8.2f}{row['loss']:>10.4f}"
         )
+        if "x_pieces" in row:
+            print(f"{'':<10}{row['x_pieces']:.2f} x the same stage that steps pieces")
     print("rest, peak: MB of the largest rank; wire: bytes over loopback per step / bytes of the parameters, all ranks")
 
 
@@ -181,7 +190,8 @@ def strategy_for(stage: str, devices: int) -> Any:
         return "ddp" if devices > 1 else "auto"
     from lightning_zero import ZeroStrategy  # here, so that the peer's memory holds nothing of ours
 
-    return ZeroStrategy(stage=int(stage))
+    granularity = "tensor" if stage.endswith(WHOLE) else "auto"
+    return ZeroStrategy(stage=int(stage.removesuffix(WHOLE)), granularity=granularity)
 
 
 class RandomTokens(Dataset[Tensor]):

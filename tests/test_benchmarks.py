@@ -34,15 +34,17 @@ def test_gpt_has_the_number_of_parameters_its_size_states(size: str, millions: f
 
 
 def test_step_time_compares_a_stage_with_ddp_in_one_run(tmp_path: Path) -> None:
-    options = "--size tiny --stages ddp,2 --rounds 1 --steps 4 --devices 2 --accelerator cpu"
+    options = "--size tiny --stages ddp,2,2:tensor --rounds 1 --steps 4 --devices 2 --accelerator cpu"
     command = [sys.executable, BENCHMARKS / "step_time.py", *options.split(), "--json", tmp_path / "found.json"]
     with warm.starts():
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     table = json.loads((tmp_path / "found.json").read_text())["table"]
-    assert table.keys() == {"ddp", "2"}
+    assert table.keys() == {"ddp", "2", "2:tensor"}
     assert table["ddp"]["x_ddp"] == 1.0
     assert table["2"]["loss"] == pytest.approx(table["ddp"]["loss"], rel=1e-6)
+    assert table["2:tensor"]["loss"] == table["2"]["loss"]
+    assert table["2:tensor"]["x_pieces"] > 0
     for row in table.values():
         assert 0 < row["seconds"] < 10
         assert 100 < row["rest_mb"] <= row["peak_mb"]
