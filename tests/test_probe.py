@@ -107,6 +107,16 @@ class Unheard(Optimizer):
         raise RuntimeError("needs a certain device")
 
 
+def test_pieces_that_are_asked_for_and_right_are_nothing_to_warn_of(recwarn: pytest.WarningsRecorder) -> None:
+    def set_up(comm: Comm) -> None:
+        model = nn.Linear(4, 4)
+        optimizer = Slower(model.parameters())
+        Engine(model, [optimizer], stage=2, comm=comm, options=Options(granularity="element")).close()
+
+    ThreadWorld(2, 10).run(set_up)
+    assert not recwarn.list
+
+
 def test_what_cannot_be_tried_is_not_trusted() -> None:
     told = why_not_in_pieces(Unheard(parameters()))
     assert told == "could not be tried on small tensors (RuntimeError: needs a certain device)"

@@ -28,6 +28,8 @@ def table_of(engine: Engine, stage: int, optimizers: Iterable[Optimizer]) -> str
         lines.append(
             f"{nbytes:.1%} of their bytes and {work:.1%} of the work, if a matrix costs what products of it cost"
         )
+    if any(group.setting.block > 1 for group in engine.groups):
+        lines.append("Pieces that optimizers step part no block of 256 elements")
     lines += _offload_lines(engine, optimizers) + _recompute_lines(engine)
     return "\n  ".join([f"ZeRO stage {stage} on {engine.mesh.world.size} ranks", *lines])
 

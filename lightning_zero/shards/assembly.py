@@ -212,7 +212,8 @@ def choose_stepped(optimizers: Sequence[Optimizer], options: Options, is_divided
         elif asked == "block" or (asked == "auto" and reason == BY_BLOCK):
             blocked.append(optimizer)
         if reason is not None and (asked == "element" or (asked == "block" and reason != BY_BLOCK)):
-            warnings.warn(f"{kind} {reason}, and steps pieces: not DDP's (granularity={asked!r}).", stacklevel=2)
+            told = f"{kind} {reason}, and steps pieces: not DDP's numbers. granularity='auto' gives it what it needs"
+            warnings.warn(f"{told}; granularity={asked!r} was asked for.", stacklevel=2)
         elif reason not in (None, BY_TENSOR, BY_BLOCK) and not (asked == "tensor" and reason != BY_ALL):
             raise ValueError(
                 f"{kind} {reason}, and each rank steps only a part of them: the result would be wrong. Use stage=0, or "
