@@ -5,6 +5,7 @@ from lightning_zero.checkpoint.export import consolidate, export_safetensors
 from lightning_zero.config import ActivationCheckpointing, Checkpoint, Offload
 from lightning_zero.pl import interop
 from lightning_zero.pl.ema import ZeroEMA
+from lightning_zero.pl.monitor import ZeroMonitor
 from lightning_zero.pl.other_name import serve_pytorch_lightning
 from lightning_zero.pl.strategy import ZeroStrategy
 
@@ -14,6 +15,7 @@ __all__ = [
     "CheckpointError",
     "Offload",
     "ZeroEMA",
+    "ZeroMonitor",
     "ZeroStrategy",
     "consolidate",
     "export_safetensors",

@@ -64,6 +64,7 @@ class ShardedGradients(Precision):
     max_skipped_steps = 20
     skipped_steps = 0  # since training began, in whatever run
     skipped_last = False  # the latest step, so that its scheduler does not move either
+    grad_norm: Tensor | None = None  # of the latest step, where it was clipped by it; 0-d, on the host
     _in_a_row: Sequence[SkippedStep] = ()  # up to now
     _warned_of_nan = False
 
@@ -77,7 +78,7 @@ class ShardedGradients(Precision):
     def begin(self, engine: Engine, max_skipped_steps: int) -> None:
         """A run starts."""
         self.engine, self.max_skipped_steps = engine, max_skipped_steps
-        self.skipped_steps, self.skipped_last, self._in_a_row = 0, False, ()
+        self.skipped_steps, self.skipped_last, self.grad_norm, self._in_a_row = 0, False, None, ()
 
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: "pl.LightningModule", optimizer: Any, *args: Any, **kwargs: Any
@@ -88,6 +89,7 @@ class ShardedGradients(Precision):
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         assert self.engine is not None
         norm = self.engine.averages.clip_by_norm_(optimizer, float(clip_val))
+        self.grad_norm = norm.total
         if not norm.finite and not self._warned_of_nan and self.scaler is None:
             self._warned_of_nan = True
             rank_zero_warn(

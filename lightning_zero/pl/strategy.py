@@ -35,8 +35,9 @@ from lightning_zero.pl import other_name
 from lightning_zero.pl.callbacks import First, Preemption
 from lightning_zero.pl.checkpointing import CheckpointingStrategy
 from lightning_zero.pl.elsewhere import answers
+from lightning_zero.pl.monitor import monitor_of
 from lightning_zero.pl.precision import adapt
-from lightning_zero.pl.table import table_of, told_of_whole
+from lightning_zero.pl.table import MemoryReport, table_of, told_of_whole
 from lightning_zero.run.construction import constructing
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.run.modes import NAMES as MODES
@@ -260,6 +261,7 @@ class ZeroStrategy(CheckpointingStrategy):
             trainer._accelerator_connector.use_distributed_sampler = False
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, First) for callback in callbacks):
+            monitor_of(trainer)
             callbacks[:] = [First(self), *callbacks, Preemption(self)]
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self._close_engine() or self.engine is None or self.engine.module is not module:
@@ -480,12 +482,12 @@ class ZeroStrategy(CheckpointingStrategy):
         """
         return self._running_engine.averages.norms(norm_type)
 
-    def memory_report(self) -> dict[str, int]:
+    def memory_report(self) -> MemoryReport:
         """Bytes that rest on this rank's device, by category (parameter, gradient, master, optimizer state, average,
         bucket, gathered, activation checkpoint), and what is offloaded as ``"optimizer state (host)"`` or
-        ``"... (disk)"``. Of activation checkpoints the most that a step has kept. After fit: as they were when it
-        ended."""
-        return self._running_engine.bytes_by_category()
+        ``"... (disk)"``: a dictionary that prints as a table. Of activation checkpoints the most that a step has kept.
+        After fit: as they were when it ended."""
+        return MemoryReport(self._running_engine.bytes_by_category())
 
     def communication_report(self) -> dict[str, int]:
         """Bytes this rank has sent, by operation, and by what they cross: ``replicate ...`` between shard groups."""

@@ -1,37 +1,154 @@
-"""What the start of fit says: what is stored, computed, reduced and stepped in which dtype, and what rests where."""
+"""What a run says of itself in plain text: bytes by category beside DDP's, dtypes, what rests where, what is in vain.
 
-from collections.abc import Iterable
+Made for 60 columns and no colour: it ends up in logs.
+"""
+
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_zero.run.engine import Engine
+from lightning_zero.run.forecast import STATES, Forecast, forecast, states_in
 from lightning_zero.shards.early import whole_bytes_of
 
 WORTH_TELLING = 2**30  # bytes that are whole on every rank, and need not be
 
 
+WIDTH = 60  # columns that every terminal has
+SHOWN = 4  # sorts of modules that rest in fp32
+
+
+class MemoryReport(dict[str, int]):
+    """Bytes by category; printed, a table of what there is."""
+
+    def __str__(self) -> str:
+        rows = [[category, sized(nbytes)] for category, nbytes in self.items() if nbytes]
+        return "\n".join(aligned([*rows, ["all", sized(sum(self.values()))]]))
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
+
+def sized(nbytes: float) -> str:
+    """Bytes in a unit that leaves three digits or so: ``"1.23 GB"``."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= 0.9995 * size:
+            return f"{nbytes / size:.3g} {unit}" if nbytes < 999.5 * size else f"{nbytes / size:,.0f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of columns: the first to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        for row in rows
+    ]
+    return ["  ".join(line).rstrip() for line in lines]
+
+
+def wrapped(text: str) -> list[str]:
+    """One sentence, in lines that fit."""
+    return textwrap.wrap(text, WIDTH - 2, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+
+
 def table_of(engine: Engine, stage: int, optimizers: Iterable[Optimizer]) -> str:
-    """The dtypes of every sort of parameter, for the start of fit."""
+    """What the start of fit says: who shares what, the bytes per rank beside DDP's, and the dtypes."""
+    optimizers = list(optimizers)
+    expected = forecast(engine, optimizers)
+    told = [*_warnings(engine, expected), *_uncast_lines(engine)]
+    if engine.resident_numel:
+        told.append(f"{engine.resident_numel:,} stay whole on every rank: gathering them costs more than it saves")
+    if engine.imbalance is not None:
+        nbytes, work = engine.imbalance
+        told.append(
+            "Optimizers step whole tensors, in each call of step; the rank with most has, beyond the mean, "
+            f"{nbytes:.1%} of their bytes and {work:.1%} of the work, if a matrix costs what products of it cost"
+        )
+    if any(group.setting.block > 1 for group in engine.groups):
+        told.append("Pieces that optimizers step part no block of 256 elements")
+    told += _offload_lines(engine, optimizers) + _recompute_lines(engine)
+    lines = [
+        *_mesh_lines(engine, expected),
+        *bytes_table(expected.numel, ddp=expected.ddp, here=expected.here),
+        *_dtype_lines(engine),
+        *(line for sentence in told for line in wrapped(sentence)),
+    ]
+    return "\n  ".join([f"ZeRO stage {stage} on {engine.mesh.world.size} ranks", *lines])
+
+
+def _mesh_lines(engine: Engine, expected: Forecast) -> list[str]:
+    mesh, units = engine.mesh, len(engine.cache.units)
+    axes = {"replicas": mesh.replicate.size, "shards": mesh.shard.size, "tensor-parallel": mesh.tensor.size}
+    shape = " x ".join(f"{size} {axis}" for axis, size in axes.items() if size > 1) or "1 rank"
+    gathered = f", gathered in {units} units" if units else ""
+    return wrapped(f"{shape}; {expected.numel:,} parameters, groups: {len(engine.groups)}{gathered}")
+
+
+def bytes_table(numel: int, **reports: Mapping[str, int]) -> list[str]:
+    """Bytes of one rank by category, a column for each report; what each of `numel` parameters takes of the model
+    states on the device."""
+    named = list(reports.values())
+    categories = [category for category in {**named[-1], **named[0]} if any(report.get(category) for report in named)]
+
+    def row(category: str) -> list[str]:
+        return [category, *(sized(report[category]) if report.get(category) else "-" for report in named)]
+
+    rows = [["bytes per rank", *reports], *(row(category) for category in categories if category in STATES)]
+    rows.append(["model states", *(sized(states_in(report)) for report in named)])
+    rows += [row(category) for category in categories if category not in STATES]
+    per = " -> ".join(f"{states_in(report) / max(numel, 1):.1f}" for report in named)
+    return [*aligned(rows), f"{per} bytes per parameter"]
+
+
+def _dtype_lines(engine: Engine) -> list[str]:
     rows = [["elements", "storage", "compute", "reduce", "master"]]
     for numel, kind, reduce in engine.dtype_table():
         cells = (f"{numel:,}", kind.resting, kind.resting, reduce or "-", kind.declared if reduce else "-")
         rows.append([str(cell).removeprefix("torch.") for cell in cells])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    if engine.resident_numel:
-        lines.append(f"{engine.resident_numel:,} stay whole on every rank: gathering them costs more than it saves")
-    if engine.imbalance is not None:
-        nbytes, work = engine.imbalance
-        lines.append("Optimizers step whole tensors, in each call of step; the rank with most has, beyond the mean,")
-        lines.append(
-            f"{nbytes:.1%} of their bytes and {work:.1%} of the work, if a matrix costs what products of it cost"
+    return aligned(rows)
+
+
+def _uncast_lines(engine: Engine) -> list[str]:
+    """What rests in fp32 although autocast's dtype was asked for, and why."""
+    asked = str(engine.options.autocast_dtype).removeprefix("torch.")
+    lines = [
+        f"{uncast.numel:,} rest in float32, not {asked}: {uncast.kind} ({uncast.why})"
+        for uncast in engine.uncast[:SHOWN]
+    ]
+    if left := sum(uncast.numel for uncast in engine.uncast[SHOWN:]):
+        lines.append(f"{left:,} more do, in other modules")
+    return lines
+
+
+def _warnings(engine: Engine, expected: Forecast) -> list[str]:
+    """Settings that bring nothing, each in a sentence."""
+    options, mesh, told = engine.options, engine.mesh, []
+    here, ddp = (
+        sum(nbytes for category, nbytes in report.items() if "(" not in category)
+        for report in (expected.here, expected.ddp)
+    )
+    data_ranks = mesh.world.size // mesh.tensor.size
+    if data_ranks == 1:
+        told.append("One rank divides nothing: every stage is the same here. Trainer(devices=2) or more divides")
+    elif options.replicate_size == data_ranks:
+        told.append(
+            f"replicate_size={options.replicate_size} is all ranks: nothing is divided. Leave it out, or lower it"
         )
-    if any(group.setting.block > 1 for group in engine.groups):
-        lines.append("Pieces that optimizers step part no block of 256 elements")
-    lines += _offload_lines(engine, optimizers) + _recompute_lines(engine)
-    return "\n  ".join([f"ZeRO stage {stage} on {engine.mesh.world.size} ranks", *lines])
+    elif engine.partition.optimizer and here >= ddp:
+        told.append(
+            f"The model is so small that buckets outweigh what is saved: ddp takes {sized(ddp)}, this {sized(here)}"
+        )
+    offload = options.offload
+    moved = any(tier in category for category in expected.here for tier in ("(host)", "(disk)"))
+    if offload is not None and not moved:
+        on = "the model is in host memory already" if engine.device.type == "cpu" else "nothing that it names is here"
+        told.append(f"Offload moves nothing: {on}")
+    return told
 
 
 def _offload_lines(engine: Engine, optimizers: Iterable[Optimizer]) -> list[str]:

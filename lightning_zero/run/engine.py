@@ -141,7 +141,7 @@ class Engine:
         self._leaves_much = device == HOST and self.partition.gradient and nbytes > MUCH
         self._arena = made.arena
         self.groups = made.groups
-        self.resident_numel = made.resident
+        self.resident_numel, self.uncast = made.resident, made.uncast
         self.loans = Loans(self.groups)
         self._interception = Interception(self.loans)
         saved = SavedParameters(lambda unit: self.schedule.bring(unit), self.loans.gather_old)

@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -54,6 +55,22 @@ class Options:
     merges_units: bool = False  # if `unit_classes` is None: small neighbours are one unit, and what is tiny stays whole
 
 
+class Uncast(NamedTuple):
+    """Parameters that rest in fp32 although autocast computes in another dtype."""
+
+    kind: str  # class of the modules that hold them
+    why: str
+    numel: int
+
+
+class Resting(NamedTuple):
+    """In which dtypes parameters rest."""
+
+    cast_modules: list[Module]  # that see their weights as they rest
+    dtypes: dict[int, torch.dtype]  # by id of the parameter, where it is not the declared one
+    uncast: list[Uncast]
+
+
 @dataclass(frozen=True)
 class Assembly:
     """What `assemble` makes of a module."""
@@ -64,6 +81,7 @@ class Assembly:
         tuple[Module, Unit]
     ]  # modules that look at the weights of a unit before they call it, and that unit
     cast_modules: list[Module]  # whose weights rest in autocast's dtype, and enter forward so
+    uncast: list[Uncast]  # what rests in fp32 although autocast was asked for
     groups: list[ShardGroup]  # of all parameters, in the order of forward where units are gathered
     shards: list[GradientShard]  # gradients of the trainable groups, in the order in which backward should reach them
     pools: list[BucketPool]  # the buckets that gradients travel in
@@ -79,7 +97,7 @@ def assemble(
     module: Module, managed: Sequence[Parameter], trainable: set[int], setting: Setting, options: Options
 ) -> Assembly:
     """Takes over the values of `managed` (ids of those that train: `trainable`) and points the parameters at them."""
-    cast_modules, resting = _choose_resting(module, managed, trainable, options)
+    resting = _choose_resting(module, managed, trainable, options)
     known = {id(parameter) for parameter in managed}
     # On one rank all is there always, unless it is offloaded.
     is_elsewhere = setting.mesh.shard.size > 1 or setting.places.parameter != setting.places.gathered
@@ -90,7 +108,7 @@ def assemble(
     made, groups = [], []
     for spec in [*specs, *resident]:
         mine = {name: parameter for name, parameter in spec.parameters.items() if id(parameter) in known}
-        kinds = units.split_by_kind(mine, trainable, resting, offloaded)
+        kinds = units.split_by_kind(mine, trainable, resting.dtypes, offloaded)
         groups += (own := _make_groups(spec.name, kinds, setting, stays_full=spec in resident))
         if own and spec not in resident:
             inside = traced.intersection(spec.modules)
@@ -110,7 +128,8 @@ def assemble(
         units=made,
         resident=sum(slot.numel for group in groups if is_sharded and group.stays_full for slot in group.slots),
         entrances=entrances,
-        cast_modules=cast_modules,
+        cast_modules=resting.cast_modules,
+        uncast=resting.uncast,
         groups=groups,
         shards=shards,
         pools=_make_pools(shards, setting, 2 if options.overlap else 1),
@@ -118,10 +137,8 @@ def assemble(
     )
 
 
-def _choose_resting(
-    module: Module, managed: Sequence[Parameter], trainable: set[int], options: Options
-) -> tuple[list[Module], dict[int, torch.dtype]]:
-    """The modules that may see their weights as they rest, and id -> dtype of parameters that rest in another one."""
+def _choose_resting(module: Module, managed: Sequence[Parameter], trainable: set[int], options: Options) -> Resting:
+    """What rests in another dtype than it was made in."""
     if options.param_dtype is not None:
         for name, parameter in module.named_parameters():
             if local_of(parameter) is not parameter:
@@ -130,15 +147,28 @@ def _choose_resting(
                     f"and {name!r} is a DTensor, which shows one alone. Leave param_dtype out, or make the model in "
                     "that dtype (precision='bf16-true')."
                 )
-        return [], {id(p): options.param_dtype for p in managed if p.is_floating_point()}
+        return Resting([], {id(p): options.param_dtype for p in managed if p.is_floating_point()}, [])
     if options.autocast_dtype is None:
-        return [], {}
-    modules = [
-        candidate
-        for candidate in units.modules_cast_by_autocast(module)
-        if all(id(parameter) in trainable for parameter in candidate.parameters(recurse=False))
-    ]
-    return modules, {id(p): options.autocast_dtype for m in modules for p in m.parameters(recurse=False)}
+        return Resting([], {}, [])
+    reasons = units.why_not_cast(module)
+    for candidate, why in reasons.items():
+        if why is None and not all(id(parameter) in trainable for parameter in candidate.parameters(recurse=False)):
+            reasons[candidate] = "it does not train"
+    modules = [candidate for candidate, why in reasons.items() if why is None]
+    resting = {id(p): options.autocast_dtype for m in modules for p in m.parameters(recurse=False)}
+    return Resting(modules, resting, _tell_uncast(reasons))
+
+
+def _tell_uncast(reasons: Mapping[Module, str | None]) -> list[Uncast]:
+    """What modules hold in fp32, by their class and the reason, largest first; what they share counts once."""
+    counted: set[int] = set()
+    numels: Counter[tuple[str, str]] = Counter()
+    for module, why in reasons.items():
+        for parameter in module.parameters(recurse=False) if why is not None else ():
+            if parameter.dtype == torch.float32 and id(parameter) not in counted:
+                counted.add(id(parameter))
+                numels[type(module).__name__, why or ""] += local_of(parameter).numel()
+    return [Uncast(kind, why, numel) for (kind, why), numel in numels.most_common()]
 
 
 def _choose_units(module: Module, setting: Setting, options: Options) -> tuple[list[UnitSpec], list[UnitSpec]]:

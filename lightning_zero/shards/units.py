@@ -174,26 +174,35 @@ def modules_in_compiled_regions(model: Module, *, roots: bool = True) -> set[Mod
 
 
 def modules_cast_by_autocast(model: Module) -> list[Module]:
-    """Modules whose weights may rest in autocast's dtype: `forward` is torch's own, no other module holds a weight.
+    """Modules whose weights may rest in autocast's dtype: `forward` is torch's own, no other module holds a weight."""
+    return [module for module, why in why_not_cast(model).items() if why is None]
+
+
+def why_not_cast(model: Module) -> dict[Module, str | None]:
+    """Of every module, why its weights may not rest in autocast's dtype; None: they may.
 
     Not in compiled regions: a graph casts by itself, and ours would break it. Not in torch's transformer layers: their
     fused path hands the weights to one kernel, and is taken for plain parameters only.
     """
     fused = {inner for module in model.modules() if isinstance(module, FUSED) for inner in module.modules()}
-    others = modules_in_compiled_regions(model) | fused
+    compiled = modules_in_compiled_regions(model)
     holders = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
-    return [
-        module
-        for module in model.modules()
-        if type(module) in CAST_BY_AUTOCAST
-        and module not in others
-        and "forward" not in vars(module)
-        and module._parameters.keys() <= {"weight", "bias"}  # what hooks compute weights from stays as declared
-        and all(  # a DTensor cannot show another dtype than its own
-            holders[id(parameter)] == 1 and parameter.dtype == torch.float32 and local_of(parameter) is parameter
-            for parameter in module.parameters(recurse=False)
-        )
-    ]
+
+    def why(module: Module) -> str | None:
+        own = list(module.parameters(recurse=False))
+        reasons = {
+            "autocast does not cast its weights": not isinstance(module, CAST_BY_AUTOCAST),
+            "its forward is not torch's own": type(module) not in CAST_BY_AUTOCAST or "forward" in vars(module),
+            "torch.compile traces it": module in compiled,
+            "torch's fused layers take plain weights": module in fused,
+            "hooks compute its weights": not module._parameters.keys() <= {"weight", "bias"},
+            "modules share its weights": any(holders[id(parameter)] > 1 for parameter in own),
+            "it is made in another dtype": any(parameter.dtype != torch.float32 for parameter in own),
+            "a DTensor shows one dtype": any(local_of(parameter) is not parameter for parameter in own),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
+
+    return {module: why(module) for module in model.modules()}
 
 
 def split_by_kind(

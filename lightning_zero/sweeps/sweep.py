@@ -3,7 +3,8 @@
 An app needs one line in its config, `override hydra/callbacks: lightning_zero`, and gets:
 
 - A `summary.json` in each run's folder: its overrides, whether it finished, the value its main function returned, how
-  it failed, and what the app itself adds with `update_summary`.
+  it failed, what `ZeroMonitor` has counted (every Trainer of the app has one), and what the app itself adds with
+  `update_summary`.
 - Sweeps (`-m`) in which each job is a process of its own.
 - At the end of a sweep a table (`sweep.csv`, and printed) and a picture (`sweep.png`) of all jobs in its folder.
 
@@ -22,7 +23,8 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,7 @@ class SweepCallback(Callback):
     """
 
     replaced: type[Plugin] | None = None  # Hydra's basic launcher, while ours has its place
+    unwatch: Callable[[], None] = staticmethod(lambda: None)  # during a job: ends the monitoring of its trainers
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         rank = _rank()
@@ -96,11 +99,16 @@ class SweepCallback(Callback):
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         _require_the_config_of_rank_zero(config)
+        folder = Path(config.hydra.runtime.output_dir)
         if _rank() == 0:
             number = OmegaConf.select(config, "hydra.job.num", default=None)
-            open_summary(Path(config.hydra.runtime.output_dir), number, _as_written(config.hydra.overrides.task))
+            open_summary(folder, number, _as_written(config.hydra.overrides.task))
+        from lightning_zero.pl.monitor import watch_trainers  # Lightning takes seconds, and the sweep itself needs none
+
+        self.unwatch = watch_trainers(partial(update_summary, folder))
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
+        self.unwatch()
         os.environ.pop(CONFIG_DIGEST, None)
         error = job_return._return_value if job_return.status == JobStatus.FAILED else None
         if error is not None:

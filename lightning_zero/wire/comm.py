@@ -12,13 +12,15 @@ that issue different operations wait for each other and say so, instead of silen
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_zero.wire.board import Board
+from lightning_zero.wire.clock import Clock
 
 T = TypeVar("T")
 Reduction = Literal["sum", "max", "min"]
@@ -40,11 +42,12 @@ class Work:
     """An operation under way, and what is left to do with its results, which may be read only after `wait`."""
 
     _finish: Callable[[], None] | None = None
+    clock: Clock | None = field(default=None, kw_only=True)  # of whoever issued it: counts what is waited here
 
     def wait(self) -> None:
         finish, self._finish = self._finish, None  # it finishes once
         if finish is not None:
-            finish()
+            finish() if self.clock is None else self.clock.time(finish)
 
 
 @dataclass(eq=False)
@@ -71,6 +74,7 @@ class Comm(ABC):
         self.sanitize = sanitize
         self.bytes_sent: Counter[str] = Counter()  # kind of operation -> bytes that left this rank
         self.calls: Counter[str] = Counter()  # kind of operation -> how many were issued
+        self.clock = Clock()  # what this rank has waited for collectives: communication that no work has hidden
         self._issued: Counter[str] = Counter()  # operation name -> how many were issued
 
     def all_gather(self, full: Tensor, shard: Tensor, name: str, *, diverges: bool | None = None) -> Gather:
@@ -80,13 +84,17 @@ class Comm(ABC):
         rank, sends nothing of the kind.
         """
         key = self._begin("all_gather", name, shard, (self.size - 1) * shard.nbytes)
-        return self._all_gather(full, shard, key, diverges)
+        gather = self._all_gather(full, shard, key, diverges)
+        gather.clock = self.clock
+        return gather
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, name: str) -> Work:
         """Sums over ranks row j of their `full` ``(N, columns)``, which must stay untouched until done, into rank j's
         `shard` ``(columns,)``. `scratch` is ``(scratch_rows, columns)``."""
         key = self._begin("reduce_scatter", name, full, full.nbytes - full[0].nbytes)
-        return self._reduce_scatter(shard, full, scratch, key)
+        work = self._reduce_scatter(shard, full, scratch, key)
+        work.clock = self.clock
+        return work
 
     def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], name: str) -> None:
         """Fills `received[j]` with what rank j has sent to this one, `sent[this rank]` there: contiguous tensors of any
@@ -94,26 +102,28 @@ class Comm(ABC):
         nbytes = sum(tensor.nbytes for peer, tensor in enumerate(sent) if peer != self.rank)
         key = self._begin("all_to_all", name, None, nbytes)
         received[self.rank].copy_(sent[self.rank])
-        self._all_to_all(received, sent, key)
+        self.clock.time(partial(self._all_to_all, received, sent, key))
 
     def broadcast(self, tensor: Tensor, name: str, source: int = 0) -> None:
         """Copies rank `source`'s contiguous `tensor` to all ranks."""
         sent = (self.size - 1) * tensor.nbytes if self.rank == source else 0
         key = self._begin("broadcast", name, tensor, sent)
         if tensor.numel():
-            self._broadcast(tensor, source, key)
+            self.clock.time(partial(self._broadcast, tensor, source, key))
 
     def all_reduce(self, tensor: Tensor, name: str, reduction: Reduction = "sum") -> Tensor:
         """Returns the reduction of a small host tensor over ranks, with the same bits on every rank, for O(log N)
         messages of each."""
         value = tensor.detach().contiguous()
         key = self._begin("all_reduce", name, value, (self.size - 1).bit_length() * value.nbytes)
-        return self._all_reduce(value, COMBINE[reduction], key) if value.numel() else value.clone()
+        if not value.numel():
+            return value.clone()
+        return self.clock.time(partial(self._all_reduce, value, COMBINE[reduction], key))
 
     def all_gather_object(self, value: T, name: str) -> list[T]:
         """Returns every rank's `value`, in rank order; for small plain objects. Costs this rank O(log N) messages."""
         key = self._begin("object", name, None, 0)
-        merged = self._merge({self.rank: value}, key)
+        merged = self.clock.time(partial(self._merge, {self.rank: value}, key))
         return [merged[rank] for rank in range(self.size)]
 
     @property

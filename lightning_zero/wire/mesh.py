@@ -62,6 +62,13 @@ class Mesh:
             if comm is not self.world
         }
 
+    @property
+    def seconds_waited(self) -> float:
+        """What this rank has waited for others: communication that no work has hidden. On GPUs what their streams
+        have; on the host, where ranks sum what arrives, with the sums."""
+        clocks = {id(comm.clock): comm.clock for comm in (self.world, self.shard, self.replicate, self.tensor)}
+        return sum(clock.seconds for clock in clocks.values())
+
 
 def shape_of(ranks: int, replicate_size: int, tensor_size: int) -> tuple[int, int, int]:
     """How many ranks there are along "replicate", "data_parallel" and "tensor_parallel".

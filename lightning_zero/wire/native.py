@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.wire.board import Board
+from lightning_zero.wire.clock import Clock
 from lightning_zero.wire.comm import Combine, Comm, Gather, Work
 from lightning_zero.wire.gloo import GlooComm, own_group, own_subgroup
 from lightning_zero.wire.local import LocalComm
@@ -36,6 +37,7 @@ class NativeComm(Comm):
         self._control = control
         self._on_device = dist.get_backend(group) == "nccl"
         self.bytes_sent, self.calls = control.bytes_sent, control.calls  # of both together
+        self.clock = Clock(torch.device("cuda", torch.cuda.current_device())) if self._on_device else control.clock
 
     @property
     def host(self) -> Comm:

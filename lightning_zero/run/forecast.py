@@ -1,0 +1,89 @@
+"""What will rest on a rank once training is under way, by category, and what would under DDP."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from lightning_zero.run.engine import Engine
+from lightning_zero.shards.group import slot_of
+from lightning_zero.shards.local import local_of
+from lightning_zero.shards.optimizer import training_slot
+from lightning_zero.shards.probe import state_tensors_of
+from lightning_zero.tiers.ledger import Category, Tier
+
+STATES = (Category.PARAMETER, Category.GRADIENT, Category.MASTER, Category.OPTIMIZER_STATE)
+
+
+def states_in(report: Mapping[str, int]) -> int:
+    """The model states of a memory report that are on the device: what ZeRO divides."""
+    return sum(report.get(category, 0) for category in STATES)
+
+
+def category_in(category: Category, tier: Tier) -> str:
+    """As memory reports name it."""
+    return str(category) if tier is Tier.DEVICE else f"{category} ({tier})"
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Bytes on a rank by category, of an engine and of Lightning's DDP for the same."""
+
+    numel: int  # elements of the model's parameters; with tensor parallelism, of this rank's part of them
+    here: Mapping[str, int]
+    ddp: Mapping[str, int]
+
+
+def forecast(engine: Engine, optimizers: Iterable[Optimizer]) -> Forecast:
+    """Of training that is about to begin: what is there already, gradients that autograd will leave, and the state that
+    each optimizer makes when it is tried."""
+    optimizers = list(optimizers)
+    here = Counter(engine.bytes_by_category())
+    for shard in engine.reductions.shards:
+        if not shard.travels and not engine.options.step_in_backward:
+            here[Category.GRADIENT] += sum(slot.numel for slot in shard.group.slots) * shard.dtype.itemsize
+    for optimizer in optimizers:
+        tensors = state_tensors_of(optimizer)
+        for parameter in _stepped(optimizer):
+            slot = training_slot(parameter)
+            if slot is None:
+                here[Category.OPTIMIZER_STATE] += tensors * parameter.nbytes
+                continue
+            places = slot.group.places
+            itemsize = (places.state_dtype or slot.group.kind.declared).itemsize
+            here[category_in(Category.OPTIMIZER_STATE, places.optimizer.tier)] += (
+                tensors * slot.state_piece.numel * itemsize
+            )
+    numel = sum(_numel_of(parameter) for parameter in engine.module.parameters())
+    return Forecast(numel, here, bytes_under_ddp(engine.module, optimizers))
+
+
+def bytes_under_ddp(module: Module, optimizers: Iterable[Optimizer], *, buckets: bool = True) -> dict[str, int]:
+    """What rests on each rank under Lightning's DDP, whose `buckets` are a second copy of all gradients."""
+    parameters = list(module.parameters())
+    gradients = sum(_nbytes_of(parameter) for parameter in parameters if parameter.requires_grad)
+    return {
+        Category.PARAMETER: sum(map(_nbytes_of, parameters)),
+        Category.GRADIENT: gradients,
+        Category.OPTIMIZER_STATE: sum(
+            state_tensors_of(optimizer) * sum(map(_nbytes_of, _stepped(optimizer))) for optimizer in optimizers
+        ),
+        Category.BUCKET: gradients if buckets else 0,
+    }
+
+
+def _stepped(optimizer: Optimizer) -> list[Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _numel_of(parameter: Parameter) -> int:
+    slot = slot_of(parameter)
+    return local_of(parameter).numel() if slot is None else slot.numel
+
+
+def _nbytes_of(parameter: Parameter) -> int:
+    """In the dtype that the user made it in."""
+    slot = slot_of(parameter)
+    return local_of(parameter).nbytes if slot is None else slot.numel * slot.group.kind.declared.itemsize

@@ -1,0 +1,103 @@
+"""Runs whose monitor tests/test_monitor.py looks at, on real ranks."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers import Logger
+from torch import Tensor
+
+from jobs import Classifier, loader, trainer
+from lightning_zero import ZeroMonitor
+
+STEPS = 3
+
+
+class Recorder(Logger):
+    """A logger that keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int] = []
+        self.logged: list[dict[str, float]] = []
+
+    name = version = "recorder"
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if "zero/peak_bytes" in metrics:
+            self.steps.append(step or 0)
+            self.logged.append(dict(metrics))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+class WithoutMetrics(Recorder):
+    """A logger that takes no metrics."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if "zero/peak_bytes" in metrics:
+            raise NotImplementedError
+
+
+class Greedy(Classifier):
+    """Asks for more memory than there is address space, in the forward of its second step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            torch.empty(10**15, dtype=torch.uint8)
+        return super().training_step(batch, batch_idx)
+
+
+@contextmanager
+def listening(*names: str) -> Iterator[list[str]]:
+    """What the loggers of that name say meanwhile."""
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    listener = Listener()
+    for name in names:
+        logging.getLogger(name).addHandler(listener)
+    try:
+        yield said
+    finally:
+        for name in names:
+            logging.getLogger(name).removeHandler(listener)
+
+
+def watch(strategy: Any, *, own: bool = False, **kwargs: Any) -> dict[str, Any]:
+    """A short fit: what its monitor has said, logged and counted."""
+    L.seed_everything(1, verbose=False)
+    recorder, told = Recorder(), []
+    monitor = ZeroMonitor()
+    monitor.listeners.append(lambda **costs: told.append(costs))
+    settings = {"logger": [recorder, WithoutMetrics()], "log_every_n_steps": 1, "max_steps": STEPS, **kwargs}
+    run = trainer(strategy, 2, callbacks=[monitor] if own else [], **settings)
+    with listening("lightning.pytorch") as said:
+        run.fit(Classifier(), loader())
+    report = run.strategy.memory_report() if hasattr(run.strategy, "memory_report") else {}
+    return {
+        "monitors": sum(isinstance(callback, ZeroMonitor) for callback in run.callbacks),  # type: ignore[attr-defined]
+        "said": said,
+        "logged": recorder.logged,
+        "steps": recorder.steps,
+        "metrics": {name: float(value) for name, value in run.callback_metrics.items()},
+        "costs": told,
+        "report": dict(report),
+        "printed": str(report),
+    }
+
+
+def run_out(strategy: Any) -> dict[str, Any]:
+    """A fit that runs out of memory."""
+    with listening("lightning_zero.pl.monitor") as said:
+        try:
+            trainer(strategy, 2, callbacks=[ZeroMonitor()]).fit(Greedy(), loader())
+        except RuntimeError as error:
+            return {"said": said, "error": str(error)}
+    return {"said": said, "error": None}

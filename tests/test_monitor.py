@@ -1,0 +1,280 @@
+"""`ZeroMonitor`: the table at the start, what loggers get, the summary, and what is said when memory runs out."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import monitor_jobs as jobs
+from lightning_zero.pl.advice import BESIDE, Held, Option, advice_for, is_out_of_memory, options_of
+from lightning_zero.pl.table import WIDTH, MemoryReport, sized, table_of
+from lightning_zero.run.engine import Engine, Options
+from lightning_zero.run.forecast import Forecast, forecast
+from lightning_zero.tiers.ledger import Category
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.threads import ThreadWorld
+from models import seeded
+from ranks import RankPool
+
+BF16 = torch.bfloat16
+
+
+def model(width: int = 64) -> nn.Module:
+    return seeded(
+        lambda: nn.Sequential(nn.Embedding(10, width), nn.Linear(width, 10 * width), nn.LayerNorm(10 * width))
+    )
+
+
+def begin(comm: Comm, stage: int, width: int = 64, **options: Any) -> tuple[Engine, torch.optim.Optimizer]:
+    module = model(width)
+    optimizer = torch.optim.AdamW(module.parameters())
+    return Engine(module, [optimizer], stage=stage, comm=comm, options=Options(**options)), optimizer
+
+
+def table_on(ranks: int, stage: int, width: int = 64, **options: Any) -> list[str]:
+    """The table of rank 0."""
+
+    def job(comm: Comm) -> str:
+        engine, optimizer = begin(comm, stage, width, **options)
+        return table_of(engine, stage, [optimizer])
+
+    return ThreadWorld(ranks, 20).run(job)[0].splitlines()
+
+
+# --- bytes
+
+
+@pytest.mark.parametrize("autocast", [None, BF16])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_told_at_the_start_is_what_rests_after_a_step(stage: int, autocast: torch.dtype | None) -> None:
+    def job(comm: Comm) -> tuple[Forecast, dict[str, int]]:
+        engine, optimizer = begin(comm, stage, autocast_dtype=autocast)
+        expected = forecast(engine, [optimizer])
+        with torch.autocast("cpu", dtype=BF16, enabled=autocast is not None):
+            loss = engine.module(torch.arange(10)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return expected, engine.bytes_by_category()
+
+    for expected, found in ThreadWorld(2, 20).run(job):
+        counts = 4 * 5  # AdamW counts the steps of each of the five parameters
+        assert 0 <= found.pop("optimizer state") - expected.here["optimizer state"] <= counts
+        assert all(expected.here[category] == nbytes for category, nbytes in found.items())
+        psi = expected.numel
+        assert psi == 10 * 64 + 64 * 640 + 640 + 2 * 640
+        assert dict(expected.ddp) == {
+            "parameter": 4 * psi,
+            "gradient": 4 * psi,
+            "optimizer state": 8 * psi,
+            "bucket": 4 * psi,
+        }
+
+
+def test_the_table_sets_bytes_beside_ddps_and_fits_into_60_columns() -> None:
+    lines = table_on(2, 3, autocast_dtype=BF16)
+    assert lines[0] == "ZeRO stage 3 on 2 ranks"
+    assert max(map(len, lines)) <= WIDTH
+    text = " ".join(" ".join(lines).split())
+    assert "2 shards; 43,520 parameters, groups: 3, gathered in 3 units" in text
+    rows = {line.strip()[:15].strip(): line.split()[-4:] for line in lines}
+    assert rows["optimizer state"] == ["348", "kB", "174", "kB"]
+    assert rows["model states"][:2] == ["696", "kB"]
+    assert "16.0 -> 9.0 bytes per parameter" in text
+    assert "1,280 rest in float32, not bfloat16: LayerNorm (autocast does not cast its weights)" in text
+    assert "640 rest in float32, not bfloat16: Embedding (autocast does not cast its weights)" in text
+
+
+class Own(nn.Linear):
+    """With a forward of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1
+
+
+def test_each_reason_for_fp32_is_told() -> None:
+    def job(comm: Comm) -> list[tuple[str, str, int]]:
+        kinds = {"own": Own(3, 3), "one": nn.Linear(4, 4), "frozen": nn.Linear(5, 5), "plain": nn.Linear(6, 6)}
+        with pytest.warns(FutureWarning):
+            module = nn.ModuleDict(kinds | {"parametrized": nn.utils.weight_norm(nn.Linear(7, 7))})
+        module["two"] = copy.deepcopy(kinds["one"])
+        module["two"].weight = kinds["one"].weight
+        module["frozen"].requires_grad_(False)
+        optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], 0.1)
+        engine = Engine(module, [optimizer], stage=2, comm=comm, options=Options(autocast_dtype=BF16))
+        return [tuple(uncast) for uncast in engine.uncast]
+
+    assert ThreadWorld(1, 20).run(job)[0] == [
+        ("Linear", "hooks compute its weights", 49 + 7 + 7),
+        ("Linear", "it does not train", 25 + 5),
+        ("Linear", "modules share its weights", 16 + 4 + 4),
+        ("Own", "its forward is not torch's own", 9 + 3),
+    ]
+
+
+# --- settings that bring nothing
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "told"),
+    [
+        (1, {}, "One rank divides nothing: every stage is the same here. Trainer(devices=2) or more divides"),
+        (2, {"replicate_size": 2}, "replicate_size=2 is all ranks: nothing is divided. Leave it out, or lower it"),
+        (2, {"offload": {"optimizer": "cpu"}}, "Offload moves nothing: the model is in host memory already"),
+        (2, {"width": 2}, "The model is so small that buckets outweigh what is saved: ddp takes"),
+        (2, {"width": 256}, None),
+    ],
+)
+def test_a_setting_that_brings_nothing_is_told_in_a_sentence(ranks: int, options: dict, told: str | None) -> None:
+    from lightning_zero import Offload
+
+    if "offload" in options:
+        options = {"offload": Offload(**options["offload"])}
+    text = " ".join(" ".join(table_on(ranks, 2, **options)).split())
+    every = ("divides nothing", "nothing is divided", "moves nothing", "outweigh")
+    assert sum(sign in text for sign in every) == (told is not None), text
+    assert told is None or told in text
+
+
+# --- the report
+
+
+def test_a_memory_report_is_a_dictionary_that_prints_as_a_table() -> None:
+    report = MemoryReport({"parameter": 1_234_000, "gradient": 0, "optimizer state (host)": 5})
+    assert report == {"parameter": 1_234_000, "gradient": 0, "optimizer state (host)": 5}
+    assert str(report).splitlines() == [
+        "parameter               1.23 MB",
+        "optimizer state (host)      5 B",
+        "all                     1.23 MB",
+    ]
+    assert pickle.loads(pickle.dumps(report)) == report
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "told"), [(0, "0 B"), (999, "999 B"), (999_600, "1 MB"), (2.5e9, "2.5 GB"), (1.234e12, "1,234 GB")]
+)
+def test_bytes_are_told_in_three_digits(nbytes: float, told: str) -> None:
+    assert sized(nbytes) == told
+
+
+# --- whole runs
+
+
+@pytest.fixture(scope="module")
+def zero(two_ranks: RankPool) -> list[dict[str, Any]]:
+    return two_ranks.run(jobs.watch, {"stage": 2}, gradient_clip_val=1.0)
+
+
+@pytest.fixture(scope="module")
+def ddp(two_ranks: RankPool) -> list[dict[str, Any]]:
+    return two_ranks.run(jobs.watch, "ddp_find_unused_parameters_true", own=True)
+
+
+def test_every_run_has_one_monitor_and_one_table(zero: Any, ddp: Any) -> None:
+    for run in (zero[0], ddp[0]):
+        assert run["monitors"] == 1
+        assert sum("bytes per rank" in said for said in run["said"]) == 1
+        assert sum(said.startswith("Trained 3 steps.") for said in run["said"]) == 1
+    assert not any("bytes per rank" in said or "Trained" in said for said in zero[1]["said"])
+    (summary,) = [said for said in zero[0]["said"] if said.startswith("Trained")]
+    assert "s per step" in summary
+    assert "sent per step" in summary
+    assert max(map(len, summary.splitlines())) <= WIDTH
+
+
+def test_loggers_get_bytes_seconds_and_norms_of_each_step(zero: Any) -> None:
+    run = zero[0]
+    assert run["steps"] == [0, 1, 2]  # the rows of what Lightning logs of each step
+    last = run["logged"][-1]
+    assert last.keys() == {
+        *(f"zero/bytes/{category.replace(' ', '_')}" for category in run["report"]),
+        "zero/peak_bytes",
+        "zero/wire_bytes",
+        "zero/wait_seconds",
+        "zero/step_seconds",
+        "zero/grad_norm",
+    }
+    assert last["zero/bytes/optimizer_state"] == run["report"]["optimizer state"]
+    assert last["zero/wire_bytes"] > 0
+    assert 0 < last["zero/wait_seconds"] < last["zero/step_seconds"]
+    assert last["zero/peak_bytes"] > 1e8
+    assert last["zero/grad_norm"] > 0
+    assert run["metrics"]["zero/wire_bytes"] == last["zero/wire_bytes"]
+
+
+def test_a_rank_sends_what_the_formula_says_under_ddp_and_no_more_here(
+    zero: Any, two_ranks: RankPool, ddp: Any
+) -> None:
+    (told,) = ddp[0]["costs"]
+    trainable = 12 * 19 + 19 + 2 * 19 + 19 * 19 + 19 + 2 * 19 + 19 * 5 + 5 + 19 + 1 + 4 * 3 + 3
+    assert told["wire_bytes_per_step"] == 2 * 4 * trainable // 2
+    assert told["memory_bytes"]["gradient"] == told["memory_bytes"]["bucket"] == 4 * trainable
+    assert told["memory_bytes"]["optimizer state"] >= 8 * (trainable - 15)  # one layer is never used
+    assert told["seconds_per_step"] > 0
+    assert told["stage"] is None
+    assert ddp[1]["costs"] == []
+
+
+def test_a_run_without_loggers_says_the_same(two_ranks: RankPool) -> None:
+    run = two_ranks.run(jobs.watch, {"stage": 3}, logger=False, precision="16-mixed")[0]
+    assert run["metrics"]["zero/skipped_steps"] == 0
+    assert sum("bytes per rank" in said for said in run["said"]) == 1
+    assert "model states" not in run["printed"]
+    assert run["printed"].splitlines()[-1].startswith("all ")
+
+
+# --- out of memory
+
+
+@pytest.mark.parametrize("strategy", [{"stage": 1}, "ddp_find_unused_parameters_true"])
+def test_five_lines_say_what_has_grown_and_what_frees_most(strategy: Any, two_ranks: RankPool) -> None:
+    for rank, run in enumerate(two_ranks.run(jobs.run_out, strategy)):
+        assert "can't allocate memory" in run["error"]
+        (said,) = run["said"]
+        lines = said.splitlines()
+        assert len(lines) <= 5
+        assert lines[0] == f"Out of memory on rank {rank}, in step 1: 1,000,000 GB more were asked for"
+        assert lines[1].startswith(f"  grew most: {BESIDE}, by 1,000,000 GB")
+        assert lines[2].startswith("  here: parameter ")
+        assert lines[3].startswith("  frees most: ")
+
+
+def test_what_frees_most_comes_from_what_rests_here() -> None:
+    def job(comm: Comm) -> list[Option]:
+        engine, optimizer = begin(comm, 1)
+        return options_of(engine, 1, forecast(engine, [optimizer]), beside=7)
+
+    psi = 43_520
+    two, three, offloaded, again = ThreadWorld(2, 20).run(job)[0]
+    assert (two.write, three.write) == ("stage=2", "stage=3")
+    assert two.nbytes == pytest.approx(4 * psi / 2, rel=0.01)
+    assert three.nbytes == pytest.approx(8 * psi / 2, rel=0.01)
+    assert offloaded.write == "offload=Offload(optimizer='nvme', path=...)"
+    assert offloaded.nbytes == pytest.approx(8 * psi / 2, rel=0.01)
+    assert again == Option("activation_checkpointing=True or a smaller batch", 7)
+
+
+def test_an_optimizers_own_request_counts_as_its_state() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([parameter], foreach=False)
+    parameter.grad = torch.ones(2)
+
+    def zeros_like(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes.")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "zeros_like", zeros_like)
+        with pytest.raises(RuntimeError) as caught:
+            optimizer.step()
+    assert is_out_of_memory(caught.value)
+    told = advice_for(caught.value, "here", Held({}, 0), Held({Category.PARAMETER: 8}, 0), [])
+    assert "grew most: optimizer state, by 4.1 kB" in told
+    assert told.endswith("frees most: a smaller batch")
+
+
+def test_other_errors_are_no_business_of_it() -> None:
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
+    assert not is_out_of_memory(ValueError("out of memory"))
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
