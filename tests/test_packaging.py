@@ -29,8 +29,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, folder)
-    for name in ("lightning_zero", "conf"):
-        shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    without = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(REPOSITORY / "lightning_zero", folder / "lightning_zero", ignore=without)
     return folder
 
 
@@ -88,10 +88,8 @@ def run(*command: object, cwd: Path, stdin: str | None = None, **environment: st
 
 
 def test_wheel_holds_every_module_and_every_config(wheel: Path) -> None:
-    expected = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "lightning_zero").rglob("*.py")}
-    expected |= {
-        f"lightning_zero/{path.relative_to(REPOSITORY)}" for path in (REPOSITORY / "conf").rglob("*") if path.suffix
-    }
+    files = (path for kind in ("*.py", "*.yaml") for path in (REPOSITORY / "lightning_zero").rglob(kind))
+    expected = {str(path.relative_to(REPOSITORY)) for path in files}
     expected = {name for name in expected if "__pycache__" not in name}
     assert "lightning_zero/conf/strategy/zero2.yaml" in expected
     assert expected <= set(zipfile.ZipFile(wheel).namelist())
@@ -174,7 +172,7 @@ def test_wheel_install_stands_alone(wheel_python: Path, made_with_wheel: Found) 
 
 
 def test_editable_install_is_the_source_itself(editable_python: Path, source: Path, tmp_path: Path) -> None:
-    expected = [source / "lightning_zero" / "__init__.py", source / "conf"]
+    expected = [source / "lightning_zero" / "__init__.py", source / "lightning_zero" / "conf"]
     assert made_with(editable_python, tmp_path).places == expected
 
 

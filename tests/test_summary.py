@@ -1,6 +1,9 @@
 """What a run tells of itself, and what tells jobs apart."""
 
+import sys
+
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lightning_zero.sweeps import summary
@@ -45,3 +48,106 @@ def test_the_picture_shows_activations_among_the_bytes_hatched_where_they_are_on
     device, host = (bars.patches[0] for bars in panel.containers[1:])
     assert device.get_facecolor() == host.get_facecolor()
     assert (device.get_hatch(), host.get_hatch()) == (None, "///")
+
+
+# --- what is shown
+
+
+def job(number, strategy, **values):
+    own = {"job": number, "status": "finished", "overrides": [f"strategy={strategy}"], "seconds": 7.0}
+    kind = {"strategy_class": "DDPStrategy" if strategy == "ddp" else "ZeroStrategy"}
+    return own | kind | values
+
+
+FULL = {
+    "loss": 2.5,
+    "seconds_per_step": 0.5,
+    "memory_bytes": {"parameter": 4e6, "gradient": 0, "optimizer state": 8e6},
+    "peak_resident_bytes": 5e8,
+    "wire_bytes_per_step": 4e6,
+    "parameters": 1_000_000,
+    "world_size": 2,
+}
+
+
+def titles(jobs, tmp_path, monkeypatch):
+    """Of the panels of the picture, and all that is written in it."""
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    summary.draw(jobs, distinct_labels([job["overrides"] for job in jobs]), tmp_path / "sweep.png")
+    (figure,) = drawn
+    texts = [text.get_text() for panel in figure.axes for text in panel.texts]
+    return figure.get_suptitle(), [panel.get_title() for panel in figure.axes if isinstance(panel, Axes)], texts
+
+
+def test_the_picture_has_a_title_ratios_to_ddp_and_time_against_memory(tmp_path, monkeypatch):
+    zero = {**FULL, "seconds_per_step": 0.55, "memory_bytes": {"parameter": 4e6, "optimizer state": 2e6}}
+    title, panels, texts = titles([job(0, "ddp", **FULL), job(1, "zero2", **zero)], tmp_path, monkeypatch)
+    assert title == "1,000,000 parameters on 2 ranks"
+    assert panels == [
+        "validation loss",
+        "seconds per step",
+        "at rest on rank 0, MB",
+        "sent per step by rank 0, MB",
+        "time against memory",
+    ]
+    assert {"0.55  (1.10 x ddp)", "6  (0.50 x ddp)", "4  (1.00 x ddp)"} <= set(texts)
+    assert texts.count("#1") == 1
+
+
+def test_jobs_are_compared_with_the_ddp_job_of_the_same_other_overrides():
+    jobs = [job(n, strategy) for n, strategy in enumerate(("zero2", "ddp", "zero2", "ddp"))]
+    for number, one in enumerate(jobs):
+        one["overrides"] = [*one["overrides"], f"data.batch_size={8 if number < 2 else 16}", "+strategy.stage=1"]
+    assert summary.baselines_of(jobs) == [1, 1, 3, 3]
+    jobs[1]["status"] = "failed"
+    assert summary.baselines_of(jobs) == [None, None, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("values", "panels", "columns"),
+    [
+        ({"return_value": 0.25}, ["value that the job returned", "seconds of the whole job"], ["returned", "seconds"]),
+        ({"return_value": None}, ["seconds of the whole job"], ["seconds"]),
+        (
+            {"return_value": [1, 2], "metrics": {"val_loss": 3.0}},
+            ["val_loss", "seconds of the whole job"],
+            ["val_loss"],
+        ),
+    ],
+)
+def test_what_nothing_reports_is_not_shown(values, panels, columns, tmp_path, monkeypatch, capsys):
+    jobs = [job(0, "ddp", **values), job(1, "zero2", **values)]
+    assert titles(jobs, tmp_path, monkeypatch)[1] == panels
+    monkeypatch.setenv("COLUMNS", "120")
+    summary.print_table(jobs, ["a", "b"])
+    printed = capsys.readouterr().out
+    assert all(column in printed for column in columns)
+    assert "sent" not in printed
+    assert "at rest" not in printed
+
+
+def test_jobs_without_a_number_make_a_table_and_no_picture(tmp_path, capsys):
+    jobs = [job(0, "ddp", status="failed", seconds=None), job(1, "zero2", status="failed", seconds=None)]
+    summary.report(jobs, tmp_path)
+    assert capsys.readouterr().out.count("failed") == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.csv"]
+
+
+def test_60_columns_without_colour_are_enough(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("NO_COLOR", "1")
+    summary.print_table([job(0, "ddp", **FULL), job(1, "zero2", **FULL)], ["strategy=ddp", "strategy=zero2"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 60
+    assert lines[0] == "#0 strategy=ddp: finished"
+    assert lines[1].startswith("    loss 2.5, s/step 0.5, at rest MB 12,")
+    assert "\x1b" not in "".join(lines)
+
+
+def test_without_matplotlib_there_is_a_table_and_what_to_install(tmp_path, monkeypatch, caplog, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    summary.report([job(0, "ddp", **FULL)], tmp_path)
+    assert "No picture: matplotlib.figure is not installed (pip install 'lightning-zero[hydra]')" in caplog.text
+    assert "finished" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.csv"]

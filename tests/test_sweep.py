@@ -104,10 +104,52 @@ def test_a_sweep_ends_with_a_table_and_a_picture_of_all_jobs(two_jobs):
     assert [row["job"] for row in rows] == ["0", "1"]
     assert all(float(row["loss"]) > 0 and row["status"] == "finished" for row in rows)
     assert (sweep_dir / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    table = done.output[done.output.rindex("sent MB") :]
+    table = done.output[done.output.rindex("5 parameters on 2 ranks") :]
     assert "strategy=ddp" in table
     assert "strategy=zero2" in table
     assert table.count("finished") == 2
+
+
+def test_a_job_is_told_beside_ddp_without_a_word_of_its_own(two_jobs):
+    """The app reports its loss alone; its trainer has a monitor all the same."""
+    sweep_dir, _ = two_jobs
+    ddp, zero = (read_summary(folder) for folder in job_folders(sweep_dir))
+    assert (ddp["strategy_class"], zero["strategy_class"]) == ("DDPStrategy", "ZeroStrategy")
+    assert (ddp["stage"], zero["stage"]) == (None, 2)
+    assert ddp["wire_bytes_per_step"] == 2 * 5 * 4 // 2
+    for summary in (ddp, zero):
+        assert (summary["parameters"], summary["world_size"], summary["steps"]) == (5, 2, 4)
+        assert summary["seconds_per_step"] > 0
+        assert summary["peak_resident_bytes"] > 1e8
+        assert summary["memory_bytes"]["parameter"] > 0
+
+
+# --- a foreign app, which has the recipe of the README and nothing else
+
+
+def test_a_foreign_apps_sweep_ends_with_a_full_table_and_picture_and_has_a_log_per_rank(tmp_path):
+    app = [sys.executable, str(ROOT / "tests" / "foreign_app.py"), "-m", "strategy=ddp,zero2", "fits=true"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with warm.starts():
+        done = subprocess.run(
+            [*app, "trainer.devices=2", f"hydra.sweep.dir={tmp_path}"],
+            env=environment, cwd=tmp_path, text=True, timeout=200, capture_output=True,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    with (tmp_path / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        assert row["return_value"] == "0.5"
+        assert float(row["seconds_per_step"]) > 0
+        assert int(row["wire_bytes_per_step"]) > 0
+        assert int(row["memory_bytes.optimizer state"]) > 0
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    head, *_ = done.stdout[done.stdout.rindex("70,002 parameters on 2 ranks") :].splitlines()[2:]
+    assert [word for word in head.replace("┃", " ").split() if word not in ("MB", "kB")] == (
+        ["#", "job", "status", "returned", "s/step", "at", "rest", "peak", "sent"]
+    )
+    for folder in job_folders(tmp_path):
+        assert sorted(path.name for path in folder.glob("*.log")) == ["rank_0.log", "rank_1.log"]
 
 
 # --- failing jobs

@@ -4,27 +4,51 @@ import csv
 import json
 import logging
 import math
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from textwrap import fill
+from typing import Any, NamedTuple
 
 log = logging.getLogger(__name__)
 
 SUMMARY = "summary.json"
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
-# What is shown of each job: key in its summary, unit; in the table: title, digits; in the picture: title, or None.
-MEASURES = (
-    ("loss", 1.0, "loss", 4, "validation loss"),
-    ("seconds_per_step", 1.0, "s/step", 4, "seconds per step"),
-    ("memory_bytes", 1e6, "rest MB", 2, "MB resting on rank 0"),
-    ("peak_resident_bytes", 1e6, "peak MB", 0, None),
-    ("wire_bytes_per_step", 1e6, "sent MB", 2, "MB sent per step by rank 0"),
-)
-
-
 HATCHES = {"host": "///", "disk": "xxx"}  # of what rests in another tier than the device, in the picture
+BASELINES = ("DDPStrategy", "SingleDeviceStrategy")  # Lightning's own, which the others are compared with
+LABEL = 32  # characters in a line of a job's name, in the picture
+ROOM = 100  # columns that the table takes; in fewer, each job is a paragraph
+
+
+class Measure(NamedTuple):
+    """What is shown of each job."""
+
+    key: str  # in its summary; nested ones as in `sweep.csv`
+    column: str  # in the table
+    title: str | None = None  # of its panel in the picture
+    is_bytes: bool = False
+
+
+# In each row the first that any job has; what none has is not shown.
+MEASURES = (
+    (
+        Measure("loss", "loss", "validation loss"),
+        Measure("return_value", "returned", "value that the job returned"),
+        Measure("metrics.val_loss", "val_loss", "val_loss"),
+    ),
+    (
+        Measure("seconds_per_step", "s/step", "seconds per step"),
+        Measure("seconds", "seconds", "seconds of the whole job"),
+    ),
+    (Measure("memory_bytes", "at rest", "at rest on rank 0", is_bytes=True),),
+    (
+        Measure("peak_device_bytes", "peak", None, is_bytes=True),
+        Measure("peak_resident_bytes", "peak", None, is_bytes=True),
+    ),
+    (Measure("wire_bytes_per_step", "sent", "sent per step by rank 0", is_bytes=True),),
+)
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -51,8 +75,9 @@ def open_summary(folder: Path, job: int | None, overrides: Sequence[str]) -> Non
 def update_summary(folder: Path, **values: Any) -> None:
     """Adds `values` to the summary of the run in `folder`; call it on rank 0.
 
-    The sweep's table has a column for every number and text. Its picture draws ``loss``, ``seconds_per_step``,
-    ``memory_bytes`` (category -> bytes) and ``wire_bytes_per_step``.
+    `sweep.csv` has a column for every number and text. The printed table and the picture show ``loss`` (else the value
+    that the job returned) beside what `ZeroMonitor` has counted: ``seconds_per_step`` (else the job's ``seconds``),
+    ``memory_bytes`` (category -> bytes), ``wire_bytes_per_step``.
     """
     write_summary(folder, read_summary(folder) | values)
 
@@ -74,10 +99,14 @@ def report(jobs: Sequence[Mapping[str, Any]], sweep_dir: Path) -> None:
     if not jobs:
         return
     labels = distinct_labels([job["overrides"] for job in jobs])
-    write_csv(jobs, sweep_dir / "sweep.csv")
-    draw(jobs, labels, sweep_dir / "sweep.png")
+    table, picture = sweep_dir / "sweep.csv", sweep_dir / "sweep.png"
+    write_csv(jobs, table)
+    try:
+        draw(jobs, labels, picture)
+    except ModuleNotFoundError as missing:
+        log.warning("No picture: %s is not installed (pip install 'lightning-zero[hydra]')", missing.name)
     print_table(jobs, labels)
-    log.info("Table and picture: %s, %s", sweep_dir / "sweep.csv", sweep_dir / "sweep.png")
+    log.info("Table and picture: %s", ", ".join(str(path) for path in (table, picture) if path.exists()))
 
 
 def distinct_labels(overrides: Sequence[Sequence[str]]) -> list[str]:
@@ -106,10 +135,39 @@ def _flattened(job: Mapping[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _parts(value: float | Mapping[str, float] | None, unit: float) -> dict[str, float]:
-    """A number, or one number for each category, in `unit`; empty for what a job has not reported."""
+def _value(job: Mapping[str, Any], key: str) -> Any:
+    return _flattened(job).get(key) if "." in key else job.get(key)
+
+
+def parts_of(job: Mapping[str, Any], measure: Measure) -> dict[str, float]:
+    """A number, or one number for each category; empty for what a job has not reported."""
+    value = _value(job, measure.key)
     parts = value if isinstance(value, Mapping) else {"": value}
-    return {category: part / unit for category, part in parts.items() if part is not None}
+    numbers = {name: part for name, part in parts.items() if isinstance(part, int | float) and math.isfinite(part)}
+    return {name: float(part) for name, part in numbers.items() if part or not name}
+
+
+def measures_of(jobs: Sequence[Mapping[str, Any]]) -> list[Measure]:
+    """What these jobs have reported."""
+    found = (next((one for one in row if any(parts_of(job, one) for job in jobs)), None) for row in MEASURES)
+    return [measure for measure in found if measure is not None]
+
+
+def scale_of(measure: Measure, jobs: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
+    """The unit that a measure is shown in, and its name."""
+    largest = max((sum(parts_of(job, measure).values()) for job in jobs), default=0.0)
+    units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (0.0, "B")) if measure.is_bytes else ((0.0, ""),)
+    return next((size or 1.0, name) for size, name in units if largest >= size)
+
+
+def baselines_of(jobs: Sequence[Mapping[str, Any]]) -> list[int | None]:
+    """Of each job the one that trains the same under Lightning's own strategy: its place among the jobs."""
+
+    def others(job: Mapping[str, Any]) -> set[str]:
+        return {item for item in job["overrides"] if not item.lstrip("+").startswith("strategy")}
+
+    own = [at for at, job in enumerate(jobs) if job.get("strategy_class") in BASELINES and job["status"] == FINISHED]
+    return [next((at for at in own if others(jobs[at]) == others(job)), None) for job in jobs]
 
 
 def print_table(jobs: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> None:
@@ -118,44 +176,101 @@ def print_table(jobs: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Non
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("#", title="sweep")
+    measures = measures_of(jobs)
+    units = [scale_of(measure, jobs) for measure in measures]
+    columns = [f"{measure.column} {unit}".strip() for measure, (_, unit) in zip(measures, units, strict=True)]
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:  # a file or a pipe has no width of its own
+        console = Console(width=120)
+    table = Table("#", title=title_of(jobs))
     table.add_column("job", min_width=14, overflow="fold")
-    for name in ("status", *(title for _, _, title, _, _ in MEASURES)):
+    for name in ("status", *columns):
         table.add_column(name, justify="right", no_wrap=True)
     for job, label in zip(jobs, labels, strict=True):
+        totals = [sum(found.values()) if (found := parts_of(job, measure)) else None for measure in measures]
+        numbers = [
+            "-" if total is None else f"{total / size:.4g}" for total, (size, _) in zip(totals, units, strict=True)
+        ]
+        if console.width < ROOM:
+            told = [f"{name} {number}" for name, number in zip(columns, numbers, strict=True) if number != "-"]
+            lines = [(f"#{job['job']} {label}: {job['status']}", ""), (", ".join(told), "    ")]
+            console.print(
+                Text(
+                    "\n".join(
+                        fill(text, console.width, initial_indent=by, subsequent_indent="    ") for text, by in lines
+                    )
+                )
+            )
+            continue
         status = Text(job["status"], style="green" if job["status"] == FINISHED else "red")
-        shown = [(_parts(job.get(key), unit), digits) for key, unit, _, digits, _ in MEASURES]
-        numbers = [f"{sum(parts.values()):.{digits}f}" if parts else "-" for parts, digits in shown]
         table.add_row(str(job["job"]), Text(label), status, *numbers)
-    console = Console()
-    if not console.is_terminal:  # a file or a pipe has no width of its own
-        console = Console(width=120)
-    console.print(table)
+    if console.width >= ROOM:
+        console.print(table)
+
+
+def title_of(jobs: Sequence[Mapping[str, Any]]) -> str:
+    """What all jobs are about: the model's size, the ranks."""
+
+    def told(key: str, one: str, many: str) -> str:
+        found = sorted({job[key] for job in jobs if isinstance(job.get(key), int)})
+        numbers = f"{found[0]:,}" if len(found) == 1 else f"{found[0]:,} to {found[-1]:,}" if found else ""
+        return f"{numbers} {one if found == [1] else many}" if numbers else ""
+
+    size, ranks = told("parameters", "parameter", "parameters"), told("world_size", "rank", "ranks")
+    return " on ".join(item for item in (size, ranks) if item) or "sweep"
 
 
 def draw(jobs: Sequence[Mapping[str, Any]], labels: Sequence[str], path: Path) -> None:
-    """Draws four panels, one bar per job in each: loss, seconds per step, resting memory by category, bytes sent."""
+    """Draws a panel with one bar per job for each thing that was measured, and time against memory."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 2.2 + 0.9 * len(jobs)), layout="constrained")
+    measures = [measure for measure in measures_of(jobs) if measure.title is not None]
+    by_key = {measure.key: measure for measure in measures}
+    time, memory = by_key.get("seconds_per_step") or by_key.get("seconds"), by_key.get("memory_bytes")
+    if not measures:
+        return
+    count = len(measures) + (time is not None and memory is not None)
+    rows = math.ceil(count / 2)
+    figure = Figure(figsize=(13, 0.8 + rows * (1.3 + 0.45 * len(jobs))), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(2, 2, sharey=True)
+    figure.suptitle(title_of(jobs), fontsize="x-large")
+    grid = figure.add_gridspec(rows, 2)
+    places = [grid[at // 2, at % 2] for at in range(count)]
+    if count % 2:
+        places[-1] = grid[rows - 1, :]  # the last of an odd number takes the row
+    panels = [figure.add_subplot(place) for place in places]
     endings = ["" if job["status"] == FINISHED else f" ({job['status']})" for job in jobs]
-    names = [label + ending for label, ending in zip(labels, endings, strict=True)]
-    drawn = [(key, unit, title) for key, unit, *_, title in MEASURES if title is not None]
-    for panel, (key, unit, title) in zip(panels.flat, drawn, strict=True):
-        _stack_bars(panel, [_parts(job.get(key), unit) for job in jobs])
-        panel.set_title(title)
-        panel.set_yticks(range(len(names)), names)
-        right = panel.dataLim.x1
-        panel.set_xlim(0, 1.25 * right if 0 < right < math.inf else 1.0)  # room for the numbers
-    panels[0, 0].invert_yaxis()  # the first job on top; the panels share the axis
+    told = [f"#{job['job']} {label}{ending}" for job, label, ending in zip(jobs, labels, endings, strict=True)]
+    for at, measure in enumerate(measures):
+        compares = measure.is_bytes or measure is time
+        _draw_bars(panels[at], measure, jobs, baselines_of(jobs) if compares else [])
+        is_left = at % 2 == 0
+        names = [fill(name, LABEL) for name in told] if is_left else [f"#{job['job']}" for job in jobs]
+        panels[at].set_yticks(range(len(names)), names)
+    if time is not None and memory is not None:
+        _scatter(panels[-1], jobs, time, memory)
     figure.savefig(path, dpi=110)
 
 
-def _stack_bars(panel: Any, jobs: Sequence[Mapping[str, float]]) -> None:
-    """One bar per job, of its parts; what they add up to beside it."""
+def _draw_bars(
+    panel: Any, measure: Measure, jobs: Sequence[Mapping[str, Any]], baselines: Sequence[int | None]
+) -> None:
+    """One measure of all jobs, the first on top."""
+    size, unit = scale_of(measure, jobs)
+    scaled = [{name: part / size for name, part in parts_of(job, measure).items()} for job in jobs]
+    has_ddp = any(job.get("strategy_class") == BASELINES[0] for job in jobs)
+    _stack_bars(panel, scaled, baselines, "ddp" if has_ddp else "auto")
+    panel.set_title(f"{measure.title}{', ' if unit else ''}{unit}")
+    panel.invert_yaxis()
+    right = panel.dataLim.x1
+    panel.set_xlim(0, 1.6 * right if 0 < right < math.inf else 1.0)  # room for the numbers
+
+
+def _stack_bars(
+    panel: Any, jobs: Sequence[Mapping[str, float]], baselines: Sequence[int | None] = (), beside: str = "ddp"
+) -> None:
+    """One bar per job, of its parts; next to it what they add up to, and how that compares with its baseline."""
     lefts = [0.0] * len(jobs)
     categories = list(dict.fromkeys(category for parts in jobs for category, part in parts.items() if part))
     kinds = list(dict.fromkeys(category.partition(" (")[0] for category in categories))
@@ -174,6 +289,27 @@ def _stack_bars(panel: Any, jobs: Sequence[Mapping[str, float]]) -> None:
         )
         lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
     told = [f"{total:.4g}" if parts else "not reported" for parts, total in zip(jobs, lefts, strict=True)]
-    panel.bar_label(bars, told, padding=3)
+    for at, baseline in enumerate(baselines):
+        if baseline is not None and baseline != at and jobs[at] and lefts[baseline]:
+            told[at] += f"  ({lefts[at] / lefts[baseline]:.2f} x {beside})"
+    panel.bar_label(bars, told, padding=3, fontsize="small")
     if any(categories):
         panel.legend(fontsize="small", ncols=3, loc="upper left", bbox_to_anchor=(0.0, 0.0), borderaxespad=2.5)
+
+
+def _scatter(panel: Any, jobs: Sequence[Mapping[str, Any]], time: Measure, memory: Measure) -> None:
+    """A point for each job that has both."""
+    size, unit = scale_of(memory, jobs)
+    points = [
+        (sum(parts_of(job, memory).values()) / size, sum(parts_of(job, time).values()), f"#{job['job']}")
+        for job in jobs
+        if parts_of(job, memory) and parts_of(job, time)
+    ]
+    for across, up, name in points:
+        panel.plot(across, up, "o", color="C0")
+        panel.annotate(name, (across, up), xytext=(6, 4), textcoords="offset points", fontsize="small")
+    panel.set_title("time against memory")
+    panel.set_xlabel(f"{memory.title}, {unit}")
+    panel.set_ylabel(time.title)
+    panel.set_xlim(0, 1.1 * max((across for across, _, _ in points), default=1.0))
+    panel.set_ylim(0, 1.2 * max((up for _, up, _ in points), default=1.0))
