@@ -190,8 +190,8 @@ def strategy_for(stage: str, devices: int) -> Any:
         return "ddp" if devices > 1 else "auto"
     from lightning_zero import ZeroStrategy  # here, so that the peer's memory holds nothing of ours
 
-    granularity = "tensor" if stage.endswith(WHOLE) else "auto"
-    return ZeroStrategy(stage=int(stage.removesuffix(WHOLE)), granularity=granularity)
+    number, is_whole = int(stage.removesuffix(WHOLE)), stage.endswith(WHOLE)
+    return ZeroStrategy(stage=number, granularity="tensor" if is_whole else "auto")
 
 
 class RandomTokens(Dataset[Tensor]):
