@@ -201,7 +201,7 @@ def test_loggers_get_bytes_seconds_and_norms_of_each_step(zero: Any) -> None:
     assert 0 < last["zero/wait_seconds"] < last["zero/step_seconds"]
     assert last["zero/peak_bytes"] > 1e8
     assert last["zero/grad_norm"] > 0
-    assert run["metrics"]["zero/wire_bytes"] == last["zero/wire_bytes"]
+    assert not [name for name in run["metrics"] if name.startswith("zero/")], "a user's metrics are those of ddp"
 
 
 def test_a_rank_sends_what_the_formula_says_under_ddp_and_no_more_here(

@@ -89,7 +89,6 @@ class ZeroMonitor(pl.Callback):
             metrics = self._metrics(trainer, pl_module)
             if isinstance(trainer.strategy, CheckpointingStrategy):
                 metrics |= {"zero/wire_bytes": sent, "zero/wait_seconds": waited}
-            trainer.callback_metrics.update({name: torch.tensor(float(value)) for name, value in metrics.items()})
             self._log(trainer, metrics)
 
     def _metrics(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> dict[str, float]:
