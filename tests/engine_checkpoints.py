@@ -208,6 +208,21 @@ def resume(
     return engine
 
 
+def resumed_at(place: Place, start: nn.Module, make: Maker, path: Path) -> list[dict[str, Any]]:
+    """What each rank goes on with, and has taken a step from."""
+
+    def on_rank(comm: Comm) -> dict[str, Any]:
+        model = strange(start, comm.rank)
+        optimizers = make(model)
+        engine = resume(comm, model, optimizers, place, StoredCheckpoint(path))
+        found = states_of(engine, optimizers)
+        train(model, optimizers, place, steps=1, start=2)
+        engine.close()
+        return found
+
+    return place.run(on_rank)
+
+
 def load_into(engine: Engine, comm: Comm, checkpoint: StoredCheckpoint) -> None:
     """What an engine that is there already takes from a checkpoint, range by range."""
     engine.module.load_state_dict(checkpoint.tree()["state_dict"])

@@ -1,5 +1,6 @@
 """DDP in one process: every rank's gradients computed in turn, averaged in rank order, one ordinary step."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +26,17 @@ def clip_like_torch(model: nn.Module, clip: str | None) -> list[float]:
     if clip == "value":
         torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
     return []
+
+
+def average_gradients(model: nn.Module, losses: Iterable[Callable[[], Tensor]]) -> None:
+    """Of what each rank's loss gives, in the order of ranks, as DDP leaves them."""
+    gathered = []
+    for loss in losses:
+        model.zero_grad()
+        loss().backward()
+        gathered.append([parameter.grad for parameter in model.parameters()])
+    for parameter, first, *others in zip(model.parameters(), *gathered, strict=True):
+        parameter.grad = None if first is None else sum(others, start=first.clone()) / len(gathered)
 
 
 def ddp(

@@ -8,8 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from engine_checkpoints import Everything, Place, differences, resume, states_of, strange, train, train_and_save
-from lightning_zero.checkpoint import StoredCheckpoint
+from engine_checkpoints import (
+    Everything,
+    Place,
+    differences,
+    resumed_at,
+    train_and_save,
+)
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.layout import Layout
 from lightning_zero.shards.probe import BLOCK, BY_BLOCK, BY_TENSOR, why_not_in_pieces
@@ -154,17 +159,8 @@ def test_r64_a_checkpoint_of_eight_bit_state_is_resumed_at_any_stage_and_world(s
 
     saved = train_and_save(start, make, saved_at, tmp_path / "ckpt")
 
-    def resumed(comm: Comm, place: Place) -> dict[str, Any]:
-        model = strange(start, comm.rank)
-        optimizers = make(model)
-        engine = resume(comm, model, optimizers, place, StoredCheckpoint(tmp_path / "ckpt"))
-        found = states_of(engine, optimizers)
-        train(model, optimizers, place, steps=1, start=2)
-        engine.close()
-        return found
-
     for place in (Place(0, 1), Place(2, 3), Place(3, 4, replicate_size=2)):
-        for found in place.run(lambda comm, place=place: resumed(comm, place)):
+        for found in resumed_at(place, start, make, tmp_path / "ckpt"):
             assert differences(found, saved) == []
 
 

@@ -6,6 +6,7 @@ A campaign: RANDOM_OPTIMIZERS=5000 pytest --timeout=0 tests/test_random_optimize
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from lightning_zero.run.engine import Engine
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.threads import ThreadWorld
 from models import seeded
+from reference import average_gradients
 
 CAMPAIGN = int(os.environ.get("RANDOM_OPTIMIZERS", 0))
 STEPS = 9
@@ -114,13 +116,7 @@ def under_ddp(recipe: Recipe, world: int) -> dict[str, Tensor]:
     model = seeded(Model)
     optimizer = optimizer_of(model, recipe)
     for step in range(STEPS):
-        gradients = []
-        for rank in range(world):
-            model.zero_grad()
-            loss_of(model, rank, step).backward()
-            gradients.append([parameter.grad for parameter in model.parameters()])
-        for parameter, first, *others in zip(model.parameters(), *gradients, strict=True):
-            parameter.grad = sum(others, start=first.clone()) / world
+        average_gradients(model, [partial(loss_of, model, rank, step) for rank in range(world)])
         optimizer.step()
     return {name: value.detach() for name, value in model.state_dict().items()}
 

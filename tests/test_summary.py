@@ -140,8 +140,9 @@ def test_60_columns_without_colour_are_enough(monkeypatch, capsys):
     summary.print_table([job(0, "ddp", **FULL), job(1, "zero2", **FULL)], ["strategy=ddp", "strategy=zero2"])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 60
-    assert lines[0] == "#0 strategy=ddp: finished"
-    assert lines[1].startswith("    loss 2.5, s/step 0.5, at rest MB 12,")
+    assert lines[0] == "1,000,000 parameters on 2 ranks"
+    assert lines[1] == "#0 strategy=ddp: finished"
+    assert lines[2].startswith("    loss 2.5, s/step 0.5, at rest MB 12,")
     assert "\x1b" not in "".join(lines)
 
 

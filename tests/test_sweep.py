@@ -28,8 +28,12 @@ class Done(NamedTuple):
     output: str
 
 
+# Lanes of pytest-xdist have a width of their own.
+FIXED = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+
+
 def run_app(*arguments: str, environment: dict[str, str] | None = None, from_shell: bool = False) -> Done:
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(environment or {})}
+    variables = {**os.environ, **FIXED, **(environment or {})}
     command = [sys.executable, str(APP), *arguments]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with nullcontext() if from_shell else warm.starts():
@@ -129,7 +133,7 @@ def test_a_job_is_told_beside_ddp_without_a_word_of_its_own(two_jobs):
 
 def test_a_foreign_apps_sweep_ends_with_a_full_table_and_picture_and_has_a_log_per_rank(tmp_path):
     app = [sys.executable, str(ROOT / "tests" / "foreign_app.py"), "-m", "strategy=ddp,zero2", "fits=true"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **FIXED}
     with warm.starts():
         done = subprocess.run(
             [*app, "trainer.devices=2", f"hydra.sweep.dir={tmp_path}"],

@@ -11,7 +11,17 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from compare import assert_same_bits
-from engine_checkpoints import Everything, Place, differences, resume, states_of, strange, train, train_and_save
+from engine_checkpoints import (
+    Everything,
+    Place,
+    differences,
+    resume,
+    resumed_at,
+    states_of,
+    strange,
+    train,
+    train_and_save,
+)
 from lightning_zero.checkpoint import StoredCheckpoint
 from lightning_zero.config import Offload
 from lightning_zero.run.engine import Engine, Options
@@ -261,17 +271,8 @@ def test_a_checkpoint_does_not_know_what_was_stepped_where(name: str, saved_at: 
 
     saved = train_and_save(start, make, saved_at, tmp_path / "ckpt")
 
-    def resumed(comm: Comm, place: Place) -> dict[str, Any]:
-        model = strange(start, comm.rank)
-        optimizers = make(model)
-        engine = resume(comm, model, optimizers, place, StoredCheckpoint(tmp_path / "ckpt"))
-        found = states_of(engine, optimizers)
-        train(model, optimizers, place, steps=1, start=2)
-        engine.close()
-        return found
-
     for place in (Place(0, 1), Place(1, 2), Place(2, 3), Place(3, 2), Place(3, 4, replicate_size=2)):
-        for found in place.run(lambda comm, place=place: resumed(comm, place)):
+        for found in resumed_at(place, start, make, tmp_path / "ckpt"):
             assert differences(found, saved) == []
 
 
@@ -369,5 +370,5 @@ def test_whole_state_on_disk_is_resumed_with_and_without(narrow: Any, tmp_path: 
         return states_of(resume(comm, model, optimizers, place, StoredCheckpoint(tmp_path / "ckpt")), optimizers)
 
     for place in (Place(0, 2), Place(3, 2), Place(1, 3, offload=offload), Place(3, 2, offload=offload)):
-        for found in place.run(lambda comm, place=place: resumed(comm, place)):
+        for found in resumed_at(place, start, make, tmp_path / "ckpt"):
             assert differences(found, saved) == []

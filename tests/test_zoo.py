@@ -19,6 +19,7 @@ from lightning_zero.shards.probe import BY_TENSOR, ELEMENT_WISE, why_not_in_piec
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.threads import ThreadWorld
 from models import seeded
+from reference import average_gradients
 from zoo import PIECES, WHOLE, Trusting, made
 
 STEPS = 6  # one of them begins to look at whole tensors with the fifth
@@ -81,13 +82,7 @@ def under_ddp(world: int) -> dict[str, Any]:
     model = zoo()
     optimizers = optimizers_of(model)
     for step in range(STEPS):
-        gradients = []
-        for rank in range(world):
-            model.zero_grad()
-            loss_of(model, rank, step).backward()
-            gradients.append([parameter.grad for parameter in model.parameters()])
-        for parameter, first, *others in zip(model.parameters(), *gradients, strict=True):
-            parameter.grad = None if first is None else sum(others, start=first.clone()) / world
+        average_gradients(model, [functools.partial(loss_of, model, rank, step) for rank in range(world)])
         for optimizer in optimizers:
             optimizer.step()
     return found_in(model, [optimizer.state_dict() for optimizer in optimizers])

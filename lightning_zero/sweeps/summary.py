@@ -182,6 +182,8 @@ def print_table(jobs: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Non
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:  # a file or a pipe has no width of its own
         console = Console(width=120)
+    if console.width < ROOM:
+        console.print(title_of(jobs))
     table = Table("#", title=title_of(jobs))
     table.add_column("job", min_width=14, overflow="fold")
     for name in ("status", *columns):
