@@ -50,8 +50,9 @@ def main(folder: Path, who: str) -> None:
     L.seed_everything(1, verbose=False)
     world = int(os.environ["WORLD_SIZE"])
     nodes = world // int(os.environ["LOCAL_WORLD_SIZE"])
-    while who == "machine" and nodes == 1 and not (folder / "killed").exists():
-        time.sleep(0.1)  # the other machine was late for the first call; torchrun starts both again when it comes
+    if who == "machine" and nodes == 1 and not (folder / "killed").exists():
+        time.sleep(60)  # the other machine was late for the first call; torchrun starts both again when it comes
+        raise TimeoutError("the other machine never came")
     keep = ModelCheckpoint(dirpath=folder / "kept", every_n_train_steps=5, save_last=True)
     run = trainer(
         {"stage": 2},

@@ -14,7 +14,6 @@ from jobs import Classifier, loader, state_of, trainer
 from lightning_zero.checkpoint import load_pretrained
 from lightning_zero.run.construction import constructing
 from lightning_zero.run.engine import Engine
-from lightning_zero.wire.comm import Comm
 
 
 class OnMeta(construction_jobs.Inside):
@@ -66,13 +65,8 @@ def fit_and_save(path: Path) -> None:
 
 
 def resident_bytes(path: Path) -> dict[str, int]:
-    """What is resident more than before, at the peak, from a model on the meta device to an engine that holds it. The
-    least of three: pages of libraries that come back meanwhile, and other threads, only add to it."""
+    """What is resident more than before, at the peak, from a model on the meta device to an engine that holds it."""
     ranks = warmed()
-    return min((_resident_bytes(path, ranks) for _ in range(3)), key=lambda found: found["peak"])
-
-
-def _resident_bytes(path: Path, ranks: Comm) -> dict[str, int]:
     with measuring_peak() as peak:
         with constructing(stage=3, comm=ranks) as construction:
             with torch.device("meta"):

@@ -2,6 +2,7 @@
 
 import re
 import signal
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -228,8 +229,8 @@ def test_r48_fifty_asynchronous_saves_leave_memory_flat(two_ranks: RankPool, tmp
         assert len(resident) == 50
         # A save is 25 MB on each rank, and none of it is held when it is complete: the copies of two saves are never
         # there at once. (0.2 MB in 35 saves when this was written, Lightning's and the test's own lists among it.) What
-        # leaks never goes back, so the least of each ten tells; what else the process does comes and goes.
-        assert min(resident[-10:]) - min(resident[5:15]) < 2 * 2**20
+        # is kept is there after most saves; what else the process does comes and goes.
+        assert statistics.median(resident[-10:]) - min(resident[5:15]) < 2 * 2**20
 
 
 @pytest.mark.parametrize("strategy", [*({"stage": stage} for stage in (0, *STAGES))], ids=str)

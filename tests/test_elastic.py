@@ -62,7 +62,11 @@ def test_r44_a_job_that_lost_a_machine_goes_on_with_fewer_ranks(undisturbed: dic
         start(tmp_path, "machine", *options, f"{QUICKLY},is_host=true"),
         start(tmp_path, "machine", *options, f"{QUICKLY},is_host=false", DOOMED="yes"),
     ]
-    ended = [machine.communicate(timeout=200)[0] for machine in machines]
+    try:
+        ended = [machine.communicate(timeout=200)[0] for machine in machines]
+    finally:
+        for machine in machines:
+            machine.kill()
     codes = sorted(machine.returncode for machine in machines)
     assert codes == [-9, 0], "\n".join(ended)
     losses = losses_in(tmp_path)

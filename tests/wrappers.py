@@ -8,6 +8,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """The loss, where `step` was given what computes it."""
+    return None if closure is None else torch.enable_grad()(closure)()
+
+
 class Lookahead(Optimizer):
     """arXiv 1907.08610: every `k` steps slow weights go the part `alpha` of the way to the fast ones. Groups and state
     are those of the optimizer that it wraps; the count is kept under a name."""
@@ -23,10 +28,7 @@ class Lookahead(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         begun = {p: p.clone() for p in stepped if "slow" not in self.state[p]}
         self.base.step()
@@ -57,10 +59,7 @@ class LookaheadApart(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None and "slow" not in self.base.state[p]:
@@ -146,10 +145,7 @@ class ScheduleFree(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             if not group["trains"]:
                 raise RuntimeError("call train() before step()")

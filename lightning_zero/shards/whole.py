@@ -6,6 +6,7 @@ world. Its state rests whole on that rank. What travels is 3/N of the parameters
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, final
 
@@ -45,7 +46,10 @@ def deal(optimizers: Iterable[Sequence[Slot]], setting: Setting) -> Imbalance:
             work[slot.stepper] += _work_of(slot)
         worked += sum(work)
         for run in rounds(slots, setting):
-            waited += max(sum(_work_of(slot) for slot in run if slot.stepper == rank) for rank in ranks)
+            of_ranks: Counter[int | None] = Counter()
+            for slot in run:
+                of_ranks[slot.stepper] += _work_of(slot)
+            waited += max(of_ranks.values())
     return Imbalance(max(nbytes) * len(ranks) / most_bytes - 1, waited * len(ranks) / max(1, worked) - 1)
 
 

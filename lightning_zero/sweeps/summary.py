@@ -182,32 +182,22 @@ def print_table(jobs: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Non
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:  # a file or a pipe has no width of its own
         console = Console(width=120)
-    if console.width < ROOM:
-        console.print(title_of(jobs))
     table = Table("#", title=title_of(jobs))
     table.add_column("job", min_width=14, overflow="fold")
     for name in ("status", *columns):
         table.add_column(name, justify="right", no_wrap=True)
+    paragraphs = [title_of(jobs)]
     for job, label in zip(jobs, labels, strict=True):
         totals = [sum(found.values()) if (found := parts_of(job, measure)) else None for measure in measures]
         numbers = [
             "-" if total is None else f"{total / size:.4g}" for total, (size, _) in zip(totals, units, strict=True)
         ]
-        if console.width < ROOM:
-            told = [f"{name} {number}" for name, number in zip(columns, numbers, strict=True) if number != "-"]
-            lines = [(f"#{job['job']} {label}: {job['status']}", ""), (", ".join(told), "    ")]
-            console.print(
-                Text(
-                    "\n".join(
-                        fill(text, console.width, initial_indent=by, subsequent_indent="    ") for text, by in lines
-                    )
-                )
-            )
-            continue
         status = Text(job["status"], style="green" if job["status"] == FINISHED else "red")
         table.add_row(str(job["job"]), Text(label), status, *numbers)
-    if console.width >= ROOM:
-        console.print(table)
+        told = [f"{name} {number}" for name, number in zip(columns, numbers, strict=True) if number != "-"]
+        lines = [(f"#{job['job']} {label}: {job['status']}", ""), (", ".join(told), "    ")]
+        paragraphs += [fill(text, console.width, initial_indent=by, subsequent_indent="    ") for text, by in lines]
+    console.print(table if console.width >= ROOM else Text("\n".join(paragraphs)))
 
 
 def title_of(jobs: Sequence[Mapping[str, Any]]) -> str:
