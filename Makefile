@@ -77,5 +77,5 @@ $(VENV)/installed: $(VENV)/torch.txt pyproject.toml
 	@awk -F== '{ key = tolower($$1); gsub(/[_.]/, "-", key) } !(key in seen) { seen[key]; print }' \
 	    $(VENV)/torch.txt constraints.txt > $(VENV)/constraints.txt
 	$(PIP) install -c $(VENV)/constraints.txt setuptools
-	$(PIP) install -c $(VENV)/constraints.txt --no-build-isolation -e '.[hydra,examples,dev]'
+	$(PIP) install -c $(VENV)/constraints.txt --no-build-isolation -e '.[hydra,examples,docs,dev]'
 	@touch $@
