@@ -4,6 +4,7 @@ What JSON knows is written as it is. Everything else is an object with the key `
 
     {"$": "tensor", "name": "model:net.0.weight"}      values in the shards
     {"$": "tuple", "items": [1, 2]}                            and set, deque, dict with other keys than strings ...
+    {"$": "composed", "class": "torchao...", "parts": {}, "context": []}  8-bit state: codes, scales and a table
     {"$": "objects", "number": 0, "class": "app.Tokenizer"}     pickled in a file of its own, read on opt-in only
 """
 
@@ -21,11 +22,14 @@ from typing import Any, NamedTuple, final
 import numpy
 import torch
 from torch import Tensor
+from torch.serialization import get_safe_globals
 
-from lightning_zero.views.lazy import LazyTensor, OfOneRank, Partial, Spread
+from lightning_zero.tiers.composed import is_composed, taken_apart
+from lightning_zero.views.lazy import LazyTensor, OfOneRank, Partial, Spread, materialize
 
 TAG = "$"
 OBJECTS = "objects"  # the kind of leaf that needs the opt-in
+COMPOSED = "composed"  # a tensor that is made of others, of a class that torch may load too
 
 # What numpy calls its dtypes that every machine has, and torch too. (Long doubles have no JSON; others are not plain.)
 _NUMPY = {"bool", "complex64", "complex128", "float16", "float32", "float64"} | {
@@ -68,6 +72,14 @@ def _class(name: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except ImportError:
         return list if attribute == "ListConfig" else dict
+
+
+def _class_of_tensors(name: str) -> Any:
+    """A class of composed tensors, if a package that has been imported has told torch that it may be loaded."""
+    for known in get_safe_globals():
+        if isinstance(known, type) and issubclass(known, Tensor) and full_name(known) == name:
+            return known
+    raise ValueError(f"a tensor of the class {name!r} can be read when its package has been imported")
 
 
 def _instance(name: str, of: Any) -> Any:
@@ -187,6 +199,8 @@ class Encoder:
     def _tensor(self, tensor: Tensor, place: str) -> Any:
         if isinstance(tensor, LazyTensor) and isinstance(tensor.source, Spread):
             return self._spread(tensor)
+        if is_composed(tensor) and type(tensor) in get_safe_globals():
+            return {TAG: COMPOSED, "class": full_name(type(tensor)), **self._parts(tensor, place)}
         if not (isinstance(tensor, LazyTensor) or _is_plain(tensor)):
             return self._object(tensor, place)
         identity = _identity(tensor)
@@ -201,6 +215,10 @@ class Encoder:
             self._names[identity] = name
             self.tensors[name] = tensor
         return {TAG: "tensor", "name": self._names[identity]}
+
+    def _parts(self, tensor: Tensor, place: str) -> dict[str, Any]:
+        parts, context = taken_apart(tensor)
+        return {"parts": self.encode(parts, place), "context": self.encode(context, place)}
 
     def _spread(self, tensor: LazyTensor) -> Any:
         """All ranks write it, and must agree on its name."""
@@ -305,6 +323,9 @@ class Decoder:
             return self._named_tensor(value)
         if kind == "partial":
             return self._partial(value["name"])
+        if kind == COMPOSED:
+            parts = {name: materialize(part) for name, part in self.decode(value["parts"]).items()}
+            return _class_of_tensors(value["class"]).__tensor_unflatten__(parts, self.decode(value["context"]))
         if kind == OBJECTS:
             return None if self._objects is None else self._objects[value["number"]]
         if not (isinstance(kind, str) and (kind in _KINDS or kind in _MAPPINGS)):

@@ -14,6 +14,7 @@ from lightning_zero.shards.group import Slot
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.optimizer import PieceStepper, wrapped_in
 from lightning_zero.shards.units import as_written
+from lightning_zero.tiers.composed import is_composed
 from lightning_zero.views.lazy import LazyTensor, OfOneRank, Partial, Stored, materialize
 from lightning_zero.wire.comm import Comm
 
@@ -170,7 +171,7 @@ class OptimizerState:
                     if slot.is_first_copy and slot.piece.numel:
                         mine[index][key] = LazyTensor(SpreadBlocks(full_name, slot, value))
                 elif slot.writes_state_once:
-                    is_tensor = isinstance(value, Tensor)
+                    is_tensor = isinstance(value, Tensor) and not is_composed(value)
                     mine[index][key] = LazyTensor(OfOneRank(full_name + WHOLE, value)) if is_tensor else value
         return {**local, "state": Partial(name, mine)}
 
@@ -233,7 +234,7 @@ class OptimizerState:
 
     def _cut(self, parameter: Parameter, name: str, value: Any, whole: Container[str]) -> Any:
         """This rank's part of an entry. The checkpoint says whether it is cut; of others' the shape has to tell."""
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or is_composed(value):
             return value
         stored, slot = value.source if isinstance(value, LazyTensor) else None, self._slot(parameter)
         shape = tuple(parameter.shape) if slot is None else slot.local.box.whole  # a parameter may be its piece now

@@ -26,6 +26,7 @@ from lightning_zero.shards.layout import fill
 from lightning_zero.shards.probe import unhooked
 from lightning_zero.shards.whole import WholeWindow, rounds
 from lightning_zero.shards.window import MakeResting, Staging, StateElsewhere, Window, is_its_piece, state_of
+from lightning_zero.tiers.composed import is_composed, plain_parts
 from lightning_zero.tiers.ledger import Category, Tier
 
 
@@ -249,9 +250,11 @@ class PieceStepper:
                 tier = Tier.DEVICE if slot is None else slot.group.rest.master.place.tier
                 # What belongs to a parameter on disk is in host memory until it is put there, and if it is small.
                 tier = Tier.HOST if tier is Tier.DISK else tier
-                self._setting.ledger.adopt(Category.OPTIMIZER_STATE, value, tier)
+                for part in plain_parts(value):
+                    self._setting.ledger.adopt(Category.OPTIMIZER_STATE, part, tier)
                 if name not in names and slot is not None and slot.steps_any:
-                    self.cut[name] = self.cut.get(name, True) and value.shape == slot.state_shape
+                    fits = value.shape == slot.state_shape and not is_composed(value)
+                    self.cut[name] = self.cut.get(name, True) and fits
                     blocks = range(slot.blocks)[slot.own_blocks] if slot.has_blocks else ()
                     self.by_block[name] = self.by_block.get(name, True) and value.shape == (len(blocks),)
 

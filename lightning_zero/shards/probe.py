@@ -37,6 +37,7 @@ BLOCK = 256  # elements that 8-bit state is kept of under one scale (Dettmers et
 BY_BLOCK = f"looks at blocks of {BLOCK} elements"
 BY_TENSOR = "looks at whole tensors"
 BY_ALL = "looks at all parameters together"
+BY_CHANCE = "draws random numbers, other ones in each process"
 
 Groups = Sequence[Sequence[Tensor]]  # as an optimizer has them
 
@@ -46,14 +47,18 @@ def why_not_in_pieces(optimizer: Optimizer) -> str | None:
     if type(optimizer) in ELEMENT_WISE:
         return None
     try:
-        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
+        # What an optimizer compiles is not compiled for each small shape: torchao's took a minute and a half.
+        as_written = torch.compiler.set_stance("force_eager")
+        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad(), as_written:
             steps = [_step_of(optimizer, number) for number in range(len(MOMENTS))]
             whole = list(_updates(optimizer, steps, 1, _all_of_it))
             if _comes_to(whole, optimizer, steps, _a_run_of_it):
                 return None
             if _comes_to(whole, optimizer, steps, _some_blocks_of_it):
                 return BY_BLOCK
-            return BY_TENSOR if _comes_to(whole, optimizer, steps, _every_other) else BY_ALL
+            if _comes_to(whole, optimizer, steps, _every_other):
+                return BY_TENSOR
+            return BY_ALL if _comes_to(whole, optimizer, steps, _all_of_it, ranks=1) else BY_CHANCE
     except Exception as error:  # an optimizer may ask for anything
         return f"could not be tried on small tensors ({type(error).__name__}: {error})"
 
@@ -104,10 +109,10 @@ def _every_other(tensor: Tensor, index: int, rank: int) -> Tensor | None:
     return tensor if index % RANKS == rank else None
 
 
-def _comes_to(whole: Groups, optimizer: Optimizer, steps: Sequence[Groups], part: Part) -> bool:
-    """Whether two ranks that step their parts of them change tensors as one that steps them whole."""
+def _comes_to(whole: Groups, optimizer: Optimizer, steps: Sequence[Groups], part: Part, *, ranks: int = RANKS) -> bool:
+    """Whether ranks that step their parts of them change tensors as one that steps them whole did."""
     try:
-        found = _updates(optimizer, steps, RANKS, part)
+        found = _updates(optimizer, steps, ranks, part)
         return all(_are_alike(next(found), expected) for expected in whole)
     except Exception:  # of matrices alone, say; or it goes no further than that
         return False

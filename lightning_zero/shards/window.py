@@ -17,6 +17,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from lightning_zero.shards.group import ShardGroup, Slot, no_interception, point_at_nothing
 from lightning_zero.shards.layout import round_up
 from lightning_zero.tiers.array import ALL, Array, OnDisk, empty
+from lightning_zero.tiers.composed import is_composed
 from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
 
 ALIGNMENT = 64  # bytes
@@ -330,7 +331,7 @@ def _may_rest(slot: Slot, values: Tensor, is_cut: bool) -> bool:
     no scalar. Of whole tensors this rank may see too few to tell by the name, and what is rounded must not depend on
     how many there are: the shape decides for each."""
     is_as_large = values.numel() == slot.piece.numel if slot.stepper is None else values.shape == slot.shape
-    return bool(slot.shape) and is_as_large and (is_cut or slot.stepper is not None)
+    return bool(slot.shape) and is_as_large and (is_cut or slot.stepper is not None) and not is_composed(values)
 
 
 def may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
