@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.optim.swa_utils import get_ema_avg_fn
 
 from compare import assert_same_bits
 from engine_checkpoints import (
@@ -24,6 +25,7 @@ from engine_checkpoints import (
 )
 from lightning_zero.checkpoint import StoredCheckpoint
 from lightning_zero.config import Offload
+from lightning_zero.run.average import Average
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.whole import Imbalance
 from lightning_zero.tiers.ledger import Category, Tier
@@ -118,6 +120,16 @@ def test_whole_tensors_are_stepped_in_the_tier_where_their_state_rests(stage: in
     assert_same_run(found, expected)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("name", ["LAMB", "both"])
+def test_who_looks_before_a_late_step_of_whole_tensors_sees_what_a_serial_one_left(stage: int, name: str) -> None:
+    expected, seen = on_ranks(2, stage, MAKERS[name], looks=True, **HOW["clipped"])
+    late, also = on_ranks(2, stage, MAKERS[name], offload=Offload(optimizer="cpu"), looks=True, **HOW["clipped"])
+    assert_same_run(late, expected)
+    for mine, theirs in zip(also, seen, strict=True):
+        assert_same_bits(mine, theirs)
+
+
 class Counts:
     """How often a tensor was stepped, in the world."""
 
@@ -155,6 +167,77 @@ def test_each_tensor_is_stepped_once_in_the_world_and_evenly(world: int, stage: 
     stepped = [shape for shapes, _ in ranks for shape in shapes]
     assert sorted(stepped) == [(16,)] * 8 + [(16, 16)] * 8
     assert {imbalance for _, imbalance in ranks} == {Imbalance(0.0, 0.0)}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_whole_tensors_on_the_host_are_stepped_when_somebody_wants_their_values(stage: int) -> None:
+    def run(comm: Comm) -> tuple[list[int], bool]:
+        counts = Counts()
+        engine, optimizer = train_tower(comm, stage, counts, offload=Offload(optimizer="cpu"))
+        moments = [len(counts.shapes)]
+        if comm.rank == 0:  # alone: of its own state, which no other rank has to do with
+            assert len(optimizer.state) == 8
+            moments.append(len(counts.shapes))
+        waiting = engine.ledger.live_in[Category.GATHERED, Tier.HOST]
+        with torch.no_grad(), engine.forward():
+            pass
+        moments.append(len(counts.shapes))
+        is_free = waiting > engine.ledger.live_in[Category.GATHERED, Tier.HOST] == 0
+        engine.close()
+        return moments, is_free
+
+    first, second = ThreadWorld(2, 20).run(run)
+    assert first == ([0, 8, 8], True)
+    assert second == ([0, 8], True)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_late_step_of_whole_tensors_finds_ranks_that_go_different_ways(stage: int) -> None:
+    def run(comm: Comm, offload: Offload | None) -> dict[str, Tensor]:
+        model = seeded(lambda: nn.ModuleDict({name: nn.Linear(8, 8) for name in ("stem", "left", "right", "both")}))
+        optimizer = made("Unheard", WHOLE["LAMB"])(model.parameters())
+        options = Options(machine=APART, offload=offload)
+        engine = Engine(model, [optimizer], stage=stage, comm=comm, options=options)
+        for step in range(6):
+            with engine.forward():
+                hidden = model["stem"](torch.full((2, 8), comm.rank + step + 1.0))
+                ways = ["left", "right"] if (comm.rank + step // 2) % 2 else ["right"]
+                for name in [*ways, "both"]:
+                    hidden = torch.tanh(model[name](hidden))
+            with engine.backward():
+                hidden.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        found = {**engine.states.full_model(copy=True), **flat(engine.states.full_optimizer(optimizer))}
+        engine.close()
+        return found
+
+    expected = ThreadWorld(2, 20).run(lambda comm: run(comm, None))[0]
+    late = ThreadWorld(2, 20).run(lambda comm: run(comm, Offload(optimizer="cpu")))[0]
+    assert_same_bits(late, expected)
+
+
+def test_an_average_takes_in_a_late_step_of_whole_tensors() -> None:
+    def run(comm: Comm, offload: Offload | None) -> dict[str, Any]:
+        counts = Counts()
+        engine, optimizer = train_tower(comm, 2, counts, offload=offload)
+        average = Average(engine, get_ema_avg_fn(0.9))
+        for _ in range(3):
+            with engine.forward():
+                loss = engine.module(torch.ones(2, 16)).sum()
+            with engine.backward():
+                loss.backward()
+            optimizer.step()
+            average.update_parameters()
+            assert len(optimizer.state) == 8
+        average.swap()
+        found = engine.states.full_model(copy=True)
+        engine.close()
+        return found
+
+    expected = ThreadWorld(2, 20).run(lambda comm: run(comm, None))[0]
+    late = ThreadWorld(2, 20).run(lambda comm: run(comm, Offload(optimizer="cpu")))[0]
+    assert_same_bits(late, expected)
 
 
 def example_gpt(**sizes: int) -> nn.Module:

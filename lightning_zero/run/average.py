@@ -91,7 +91,7 @@ class Average:
         for group in self._arrays:
             update = partial(self._update, group, self.updates)
             if group.has_postponed:
-                group.postpone(update)
+                group.postpone(update, needs_all=group.needs_all)
             else:
                 update()
         with _writable():

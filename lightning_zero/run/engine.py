@@ -162,7 +162,7 @@ class Engine:
         for stepper in self._steppers.values():
             stepper.is_lazy = is_lazy
         whole = [self._steppers[one].slots for one in stepped.whole]
-        self.imbalance = deal(whole, setting) if whole else None
+        self.imbalance = deal(whole, setting, is_lazy=is_lazy) if whole else None
         self._stepped: dict[ShardGroup, None] = {}  # in a backward, and not published yet
         if self.options.step_in_backward:
             self.reductions.step = self._step_in_backward

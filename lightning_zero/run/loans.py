@@ -59,14 +59,14 @@ class Loans(Lender, GradientLender):
         self._publishing = {
             group: rendezvous.enroll(f"publish {group.name}", partial(self._publish, group))
             for group in self.groups
-            if group.is_cut and group.stays_full and group.places.optimizer != group.places.gathered
+            if group.is_cut and group.places.optimizer != group.places.gathered
         }
 
     # -- steps that have been postponed
 
     def catch_up(self, group: ShardGroup) -> None:
         """What is there in full is not behind any more. A collective where ranks own parts of it."""
-        if not group.is_behind:
+        if not (group.is_behind or group.needs_all):
             return
         if group in self._publishing and not group.is_arriving:
             self.rendezvous.call(self._publishing[group])
@@ -82,6 +82,7 @@ class Loans(Lender, GradientLender):
 
     def _publish(self, group: ShardGroup, keep: bool = True) -> None:
         with no_interception():
+            group.catch_up()
             publish([group])
             if group.is_plain:
                 self._interception.show(group)

@@ -368,7 +368,7 @@ class GradientShard:
     @contextmanager
     def edit_piece(self, slot: Slot) -> Iterator[Tensor]:
         """Inside, what `piece` gives; what becomes of it there stays."""
-        self.group.catch_up()  # a step that is still to be taken is of the gradient as it is
+        self.group.catch_up_alone()  # a step that is still to be taken is of the gradient as it is
         if not self.travels:
             yield self.piece(slot)
             return
@@ -393,7 +393,7 @@ class GradientShard:
 
     def write(self, slot: Slot, grad: Tensor) -> None:
         """Replaces this rank's piece by its part of a whole gradient."""
-        self.group.catch_up()
+        self.group.catch_up_alone()
         self.owned_grad.write(slot.piece.in_shard, grad.reshape(-1)[slot.piece.start : slot.piece.stop])
 
     def gather(self, slot: Slot) -> Tensor:

@@ -15,7 +15,7 @@ On one rank shard and full array are the same storage.
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -89,6 +89,11 @@ class Setting:
     aside: torch.cuda.Stream | None = None  # where a device copies and adds up beside its work; None on the host
     block: int = 1  # elements of a parameter that pieces never part
     keeps_gradients: bool = True  # averaged ones, from backward to the step; else they are stepped as they come
+
+
+class _Postponed(NamedTuple):
+    step: Callable[[], None]
+    needs_all: bool  # ranks
 
 
 @dataclass
@@ -264,7 +269,7 @@ class ShardGroup:
         for slot in self.slots:
             _SLOTS[slot.parameter] = slot
         self.full_param: Tensor | None = None
-        self._postponed: list[Callable[[], None]] = []  # steps of it
+        self._postponed: list[_Postponed] = []  # steps of it
         self.is_behind = False  # what is there in full is older than the latest step
         self._arriving: list[Gather] = []  # what other ranks have made of their parts
         self.rest = self._take_over()
@@ -281,9 +286,9 @@ class ShardGroup:
         self.catch_up()
         return self.rest.master
 
-    def postpone(self, step: Callable[[], None]) -> None:
-        """`step` is to be taken before anybody looks at the values."""
-        self._postponed.append(step)
+    def postpone(self, step: Callable[[], None], *, needs_all: bool = False) -> None:
+        """`step` is to be taken before anybody looks at the values; by all ranks together if it `needs_all`."""
+        self._postponed.append(_Postponed(step, needs_all))
         self.leave_behind()
 
     @property
@@ -291,12 +296,24 @@ class ShardGroup:
         """Whether steps are still to be taken on this rank."""
         return bool(self._postponed)
 
+    @property
+    def needs_all(self) -> bool:
+        """Whether `catch_up` is a collective now."""
+        return any(postponed.needs_all for postponed in self._postponed)
+
     def catch_up(self) -> None:
         """Takes the steps that have been postponed, on this rank."""
         if self._postponed:
             steps, self._postponed = self._postponed, []
-            for step in steps:
-                step()
+            for postponed in steps:
+                postponed.step()
+
+    def catch_up_alone(self) -> None:
+        """Takes those of them that this rank takes alone: its part of the optimizer's state is there after them."""
+        steps, self._postponed = self._postponed, [one for one in self._postponed if one.needs_all]
+        for postponed in steps:
+            if not postponed.needs_all:
+                postponed.step()
 
     def _take_over(self) -> Rest:
         places, kind = self.places, self.kind
@@ -416,14 +433,15 @@ class ShardGroup:
 
     def take_masters(self, slots: Iterable[Slot] | None = None) -> None:
         """`owned_param` has the values of the master: all, or what lies from the first to the last of `slots`."""
-        if self.master is self.owned_param:
+        owned_param, master = self.rest.owned_param, self.rest.master  # a step of them may be under way
+        if master is owned_param:
             return
         pieces = [slot.piece.in_shard for slot in (self.slots if slots is None else slots) if slot.piece.numel]
         start, stop = min((p.start for p in pieces), default=0), max((p.stop for p in pieces), default=0)
         for each in [found.in_shard for found in self.layout.slices] if self.is_cut else [slice(0, self.layout.numel)]:
             part = slice(max(start, each.start), min(stop, each.stop))
             if part.start < part.stop:
-                self.owned_param.write(part, self.master.read(part), stays=True)
+                owned_param.write(part, master.read(part), stays=True)
 
     def begin_publish(self) -> None:
         """Sends what ranks own to where all read it, if they do not have it already."""

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lightning_zero.shards.group import Setting, ShardGroup, Slot, no_interception, slot_of
 from lightning_zero.shards.layout import fill
 from lightning_zero.shards.probe import unhooked
-from lightning_zero.shards.whole import WholeWindow, rounds
+from lightning_zero.shards.whole import WholeWindow, may_wait, rounds
 from lightning_zero.shards.window import MakeResting, Staging, StateElsewhere, Window, is_its_piece, state_of
 from lightning_zero.tiers.composed import is_composed, plain_parts
 from lightning_zero.tiers.ledger import Category, Tier
@@ -103,8 +103,8 @@ class PieceStepper:
         self._ahead = deque(others)
         self._begin_next()
         for window in others:
-            if self.is_lazy and window.may_be_late:
-                window.slots[0].group.postpone(partial(self._step_late, window, then))
+            if window.is_late:
+                window.postpone(partial(self._step_late, window, then))
             else:
                 self._step_late(window, then)
         if not self._ahead:
@@ -165,7 +165,7 @@ class PieceStepper:
         """Takes the steps that are postponed; none of them looks at another's state."""
         if self._ahead and not self.is_stepping:
             for slot in self.slots:
-                slot.group.catch_up()
+                slot.group.catch_up_alone()
 
     def leave(self) -> None:
         """The optimizer is the user's alone again."""
@@ -198,7 +198,9 @@ class PieceStepper:
             elif slot.group.places.steps_apart:
                 offloaded.setdefault(slot.group, []).append(slot)
         others = [self._window(run, late=self.is_lazy) for group in offloaded.values() for run in self._runs(group)]
-        others += [WholeWindow(self.optimizer, run, self._staging) for run in rounds(whole, self._setting)]
+        for run in rounds(whole, self._setting, is_lazy=self.is_lazy):
+            late = self.is_lazy and may_wait(run[0].group)
+            others.append(WholeWindow(self.optimizer, run, self._staging, late=late))
         apart = {slot for window in others for slot in window.slots}
         return self._window([slot for slot in slots if slot not in apart]), others
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.shards.group import Setting, Slot
+from lightning_zero.shards.group import Setting, ShardGroup, Slot
 from lightning_zero.shards.layout import fill
-from lightning_zero.shards.window import MakeResting, Staging, Window
-from lightning_zero.tiers.ledger import Place
+from lightning_zero.shards.window import Staging, Window
+from lightning_zero.tiers.ledger import Category, Place, Tier
 
 
 class Imbalance(NamedTuple):
@@ -27,9 +27,9 @@ class Imbalance(NamedTuple):
     work: float  # where ranks wait for each other after each round
 
 
-def deal(optimizers: Iterable[Sequence[Slot]], setting: Setting) -> Imbalance:
+def deal(optimizers: Iterable[Sequence[Slot]], setting: Setting, *, is_lazy: bool) -> Imbalance:
     """Chooses the rank that steps each tensor of each optimizer: the largest first, to whom has least so far, in bytes
-    of all optimizers or in work of this one, whichever is more."""
+    of all optimizers or in work of this one, whichever is more. `is_lazy`: see `rounds`."""
     optimizers, ranks = list(optimizers), range(setting.mesh.shard.size)
     nbytes, waited, worked = [0] * len(ranks), 0, 0
     most_bytes = max(1, sum(_nbytes_of(slot) for slots in optimizers for slot in slots))
@@ -45,7 +45,7 @@ def deal(optimizers: Iterable[Sequence[Slot]], setting: Setting) -> Imbalance:
             nbytes[slot.stepper] += _nbytes_of(slot)
             work[slot.stepper] += _work_of(slot)
         worked += sum(work)
-        for run in rounds(slots, setting):
+        for run in rounds(slots, setting, is_lazy=is_lazy):
             of_ranks: Counter[int | None] = Counter()
             for slot in run:
                 of_ranks[slot.stepper] += _work_of(slot)
@@ -53,11 +53,14 @@ def deal(optimizers: Iterable[Sequence[Slot]], setting: Setting) -> Imbalance:
     return Imbalance(max(nbytes) * len(ranks) / most_bytes - 1, waited * len(ranks) / max(1, worked) - 1)
 
 
-def rounds(slots: Iterable[Slot], setting: Setting) -> list[Sequence[Slot]]:
-    """Tensors that are stepped at a time, of one dtype and tier: of each rank about a bucket of what it steps."""
-    alike: dict[tuple[torch.dtype, Place], dict[int | None, list[Slot]]] = {}
+def rounds(slots: Iterable[Slot], setting: Setting, *, is_lazy: bool) -> list[Sequence[Slot]]:
+    """Tensors that are stepped at a time, of one dtype and tier: of each rank about a bucket of what it steps. Where
+    steps are taken when their values are wanted (`is_lazy`), tensors of one group, which are wanted together."""
+    alike: dict[tuple[torch.dtype, Place, ShardGroup | None], dict[int | None, list[Slot]]] = {}
     for slot in slots:
-        of_ranks = alike.setdefault((slot.group.kind.declared, slot.group.places.optimizer), {})
+        group = slot.group
+        key = group.kind.declared, group.places.optimizer, group if is_lazy and may_wait(group) else None
+        of_ranks = alike.setdefault(key, {})
         of_ranks.setdefault(slot.stepper, []).append(slot)
     found: list[Sequence[Slot]] = []
     for of_ranks in alike.values():
@@ -67,6 +70,13 @@ def rounds(slots: Iterable[Slot], setting: Setting) -> list[Sequence[Slot]]:
         ]
         found += [[*itertools.chain(*runs)] for runs in itertools.zip_longest(*filled, fillvalue=[])]
     return found
+
+
+def may_wait(group: ShardGroup) -> bool:
+    """Whether a step on whole tensors of it may be postponed: values and gradients wait in the host's memory where they
+    are stepped. Of what rests on disk they would fill it."""
+    places = group.places
+    return places.optimizer != places.gathered and places.optimizer.tier is not Tier.DISK
 
 
 def _nbytes_of(slot: Slot) -> int:
@@ -82,30 +92,39 @@ def _work_of(slot: Slot) -> int:
 
 @final
 class WholeWindow(Window):
-    """Parameters of one round, each stepped whole by its `Slot.stepper`; all ranks step at the same time.
+    """Parameters of one round, each stepped whole by its `Slot.stepper`.
 
-    That is at once, in the user's call of `step`, also where the state rests in another tier: it could be postponed to
-    when the values are wanted only if all ranks wanted them at the same time, and one may look at `optimizer.state` for
-    itself. In the middle of a backward ranks wait for each other's gradients and values, in orders of their own.
+    All ranks take part in two exchanges: gradients and values to the stepper, new values back. What is between them the
+    stepper does alone. A `late` window, of one group, makes the first exchange in the user's call of `step`; the
+    arithmetic is done when somebody looks at the values or at this rank's state, and the second exchange when ranks
+    want the values, which they do together. In the middle of a backward neither could be made: there ranks wait for
+    each other's gradients and values, in orders of their own.
     """
 
-    may_be_late = False
-
-    def __init__(self, optimizer: Optimizer, slots: Sequence[Slot], staging: Staging) -> None:
-        super().__init__(optimizer, slots, staging)
+    def __init__(self, optimizer: Optimizer, slots: Sequence[Slot], staging: Staging, *, late: bool = False) -> None:
+        super().__init__(optimizer, slots, staging, late=late)
         self._brought: dict[Slot, tuple[Tensor, Tensor]] = {}  # value and gradient of what is stepped here
+
+    def postpone(self, step: Callable[[], None]) -> None:
+        """`step`, of this window, is taken when it is wanted. A collective."""
+        self.bring()
+        (group,) = {slot.group for slot in self.slots}
+        group.postpone(step)
+        group.postpone(self._send_back, needs_all=True)
 
     def enter(self, *, is_all: bool, may_fuse: bool) -> None:
         self._await_reads()
-        self._gather()
+        if not self._late:
+            self.bring()
         super().enter(is_all=is_all, may_fuse=may_fuse)
 
-    def _gather(self) -> None:
-        """Brings gradients and values to where they are stepped."""
+    def bring(self) -> None:
+        """Gradients and values are where they are stepped."""
         arrived = self._exchange(to_stepper=True)
         for slot in (slot for slot in self.slots if slot.steps_any):
-            master, layout = slot.group.rest.master, slot.group.layout
-            value, grad = (torch.empty(slot.numel, dtype=master.dtype, device=master.place.device) for _ in range(2))
+            master, layout, ledger = slot.group.rest.master, slot.group.layout, slot.group.setting.ledger
+            value = ledger.allocate(Category.GATHERED, slot.numel, master.dtype, master.place)
+            grad = ledger.allocate(Category.GATHERED, slot.numel, master.dtype, master.place)
             for rank in layout.owners(slot.index):
                 piece = layout.piece(slot.index, rank)
                 for whole in (value, grad):
@@ -118,8 +137,12 @@ class WholeWindow(Window):
         master = slot.group.rest.master
         return torch.empty(0, dtype=master.dtype, device=master.place.device), None
 
-    def put(self, rest: MakeResting, is_cut: Callable[[str], bool]) -> None:
-        """The new values go back to the ranks that own them, and then where they rest."""
+    def put_values(self) -> None:
+        """The new values go back to the ranks that own them, and then where they rest; of a late window they wait."""
+        if not self._late:
+            self._send_back()
+
+    def _send_back(self) -> None:
         arrived = self._exchange(to_stepper=False)
         for slot in self.slots:
             assert slot.stepper is not None
@@ -128,10 +151,7 @@ class WholeWindow(Window):
                 slot.group.rest.master.write(slot.piece.in_shard, values)
             else:
                 staged.master.copy_(values)
-        super().put(rest, is_cut)
-
-    def forget(self) -> None:
-        super().forget()
+        super().put_values()
         self._brought = {}
 
     def _exchange(self, *, to_stepper: bool) -> "list[_Arrived]":

@@ -82,8 +82,6 @@ class Window:
     """`slots` of an optimizer, all in one tier. With `late` they all have a gradient, where it is averaged, and what
     becomes of `p.grad` meanwhile does not matter."""
 
-    may_be_late = True  # stepped by this rank alone, whenever it wants the values
-
     def __init__(self, optimizer: Optimizer, slots: Sequence[Slot], staging: Staging, *, late: bool = False) -> None:
         self.slots = slots
         self._late = late
@@ -101,6 +99,15 @@ class Window:
     @property
     def rests_on_disk(self) -> bool:
         return isinstance(self.slots[0].group.rest.master, OnDisk) if self.slots else False
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it is stepped when its values are wanted."""
+        return self._late
+
+    def postpone(self, step: Callable[[], None]) -> None:
+        """`step`, of this window, is taken when it is wanted, by this rank alone."""
+        self.slots[0].group.postpone(step)
 
     @property
     def is_begun(self) -> bool:
@@ -278,16 +285,9 @@ class Window:
     def put(self, rest: MakeResting, is_cut: Callable[[str], bool]) -> None:
         """What has been stepped goes where it rests: of the state, what `is_cut` as the parameter is (see `_may_rest`).
         `rest` makes what stands for an array of it."""
-        if not self.rests_on_disk:
-            for group, slots in by_group(self._shown).items():
-                group.take_masters(slots)
+        self.put_values()
         for slot, staged in self._staged.items():
-            group = slot.group
-            if staged.master is not None:
-                self._write(group.rest.master, slot.piece.in_shard, staged.master)
-                if group.rest.owned_param is not group.rest.master:
-                    group.rest.owned_param.write(slot.piece.in_shard, staged.master)
-            state = state_of(self._optimizer, slot.parameter)
+            group, state = slot.group, state_of(self._optimizer, slot.parameter)
             for name, values in state.items():
                 if isinstance(values, Tensor) and _may_rest(slot, values, is_cut(name)):
                     resting = staged.resting.get(name)
@@ -295,6 +295,18 @@ class Window:
                         resting = rest(self._room_for(group, values), tuple(values.shape), values.dtype)
                     self._write(resting.array, ALL, values.reshape(-1), staged.narrow.get(name))
                     staged.resting[name] = resting
+
+    def put_values(self) -> None:
+        """The new values are where they rest."""
+        if not self.rests_on_disk:
+            for group, slots in by_group(self.slots).items():
+                group.take_masters(slots)
+        for slot, staged in self._staged.items():
+            rest = slot.group.rest
+            if staged.master is not None:
+                self._write(rest.master, slot.piece.in_shard, staged.master)
+                if rest.owned_param is not rest.master:
+                    rest.owned_param.write(slot.piece.in_shard, staged.master)
 
     @staticmethod
     def _room_for(group: ShardGroup, values: Tensor) -> Array:
