@@ -1,7 +1,7 @@
 """`Engine`: the stages for one module and its optimizers. Knows nothing of Lightning."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, final
@@ -330,21 +330,21 @@ class Engine:
         return [
             optimizer.register_step_pre_hook(before),
             optimizer.register_step_post_hook(lambda *_: entered.close()),
-            Modes(optimizer, partial(self._changing, optimizer), is_cut=is_cut),
+            Modes(optimizer, partial(self._change, optimizer), is_cut=is_cut),
         ]
 
-    @contextmanager
-    def _changing(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, each parameter of `optimizer` is the piece this rank owns, between two steps. A collective."""
+    def _change(self, optimizer: Optimizer, call: Callable[[], Any]) -> Any:
+        """Has `call` change what `optimizer` steps, as pieces that this rank owns, between two steps. A collective."""
         self._recover()
         self.catch_up()
         self.loans.settle()
         self.rendezvous.meet()
         stepper = self._steppers[optimizer]
         groups = groups_of(stepper.slots)
-        with self._phases.within(Phase.STEP), stepper.changing():
-            yield
+        with self._phases.within(Phase.STEP):
+            result = stepper.change(call)
         self._publish(groups)
+        return result
 
     # -- whole values
 

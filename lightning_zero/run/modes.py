@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial, wraps
 from typing import Any, NoReturn, final
 
@@ -17,27 +16,24 @@ class Modes:
 
     Args:
         optimizer: the user's; the methods of this one object are replaced, until `remove`.
-        changing: what to run them in.
+        change: what has them change parameters and state.
         is_cut: state is in pieces, and stays so.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, changing: Callable[[], AbstractContextManager[None]], *, is_cut: bool
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, change: Callable[[Callable[[], Any]], Any], *, is_cut: bool) -> None:
         self._optimizer = optimizer
         self._is_cut = is_cut
         kind: Any = type(optimizer)
         has_both = all(callable(getattr(kind, name, None)) for name in NAMES)
         self._methods = {name: getattr(kind, name) for name in NAMES if has_both}
         for name, method in self._methods.items():
-            self._replace(name, partial(self._run, method, changing))
+            self._replace(name, partial(self._run, method, change))
 
     def _replace(self, name: str, by: Callable[..., Any]) -> None:
         vars(self._optimizer)[name] = wraps(self._methods[name])(by)
 
-    def _run(self, method: Any, changing: Callable[[], AbstractContextManager[None]], *args: Any, **kwargs: Any) -> Any:
-        with changing():
-            return method(self._optimizer, *args, **kwargs)
+    def _run(self, method: Any, change: Callable[[Callable[[], Any]], Any], *args: Any, **kwargs: Any) -> Any:
+        return change(partial(method, self._optimizer, *args, **kwargs))
 
     def remove(self) -> None:
         """Where state is in pieces, and the weights are whole from here on: what is in the wanted mode stays in it, and

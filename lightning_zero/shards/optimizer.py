@@ -12,8 +12,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, final
+from functools import cached_property, partial
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -23,11 +23,13 @@ from torch.optim import Optimizer
 
 from lightning_zero.shards.group import Setting, ShardGroup, Slot, no_interception, slot_of
 from lightning_zero.shards.layout import fill
-from lightning_zero.shards.probe import unhooked
+from lightning_zero.shards.probe import calls_closure_again, unhooked
 from lightning_zero.shards.whole import WholeWindow, may_wait, rounds
 from lightning_zero.shards.window import MakeResting, Staging, StateElsewhere, Window, is_its_piece, state_of
 from lightning_zero.tiers.composed import is_composed, plain_parts
 from lightning_zero.tiers.ledger import Category, Tier
+
+T = TypeVar("T")
 
 
 @final
@@ -88,6 +90,8 @@ class PieceStepper:
         with no_interception():
             stepped = [slot for slot in slots if slot.parameter.grad is not None]
         first, others = self._divide(slots, stepped)
+        if others and self._calls_closure_again and not any(window.is_staged for window in others):
+            first, others = self._in_one(slots, stepped), []
         if others:
             self._refuse_groups_apart()
         then = _Moment.of(self.optimizer) if others else None
@@ -110,19 +114,32 @@ class PieceStepper:
         if not self._ahead:
             self.finish()
 
-    @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Around what changes parameters and state between steps: inside, all parameters are their pieces."""
+    @cached_property
+    def _calls_closure_again(self) -> bool:
+        return calls_closure_again(self.optimizer)
+
+    def _in_one(self, slots: Sequence[Slot], stepped: Sequence[Slot]) -> Window:
+        """All that is stepped, for an optimizer that calls its closure in the middle of its step."""
+        whole = [slot for slot in stepped if slot.stepper is not None]
+        return WholeWindow(self.optimizer, whole, self._staging) if whole else self._window(slots)
+
+    def change(self, call: Callable[[], T]) -> T:
+        """Has `call` change parameters and state between steps: inside they are pieces, or whole where they are
+        stepped; a window after the other, for each of which it is called. A collective."""
         slots = self.slots
-        first, others = self._divide(slots, slots)
+        first, others = self._divide(slots, slots, with_gradients=False)
         if others:
-            raise RuntimeError(
-                f"{type(self.optimizer).__name__}.train() and .eval() change weights by its state, some of which is "
-                "elsewhere: whole tensors on one rank, or what offload= has moved. Leave offload out, or use stage=0."
-            )
-        with self._stepping(first, is_all=True):
-            yield
+            self._refuse_groups_apart()
+        then = _Moment.of(self.optimizer)
+        with self._stepping(first, is_all=not others):
+            result = call()
+        for window in others:
+            window.begin()
+            with then.back(self.optimizer), self._stepping(window, is_all=False):
+                call()
+            window.finish()
         increment_version([slot.parameter for slot in slots if not is_its_piece(slot)])
+        return result
 
     def _refuse_groups_apart(self) -> None:
         """Raises RuntimeError where some parameters are stepped after the others, and a wrapped optimizer would step
@@ -182,14 +199,21 @@ class PieceStepper:
         if self.is_stepping and self._is_partial:
             raise RuntimeError(
                 f"{type(self.optimizer).__name__} calls its closure several times in a step, and steps some parameters "
-                "after the others: whole tensors, or what offload= has moved. Leave offload out, or use stage=0."
+                "after the others: what offload= has moved to disk, or to another dtype. Offload it to 'cpu' as it is."
             )
 
     def _divide(
-        self, slots: Sequence[Slot], stepped: Sequence[Slot], *, is_loading: bool = False
+        self,
+        slots: Sequence[Slot],
+        stepped: Sequence[Slot],
+        *,
+        is_loading: bool = False,
+        with_gradients: bool = True,
     ) -> tuple[Window, list[Window]]:
         """What the user's call steps: all, or what is not offloaded; and the windows of what is offloaded, where it has
-        a gradient: a group each, and of what is staged no more at a time than a bucket."""
+        a gradient: a group each, and of what is staged no more at a time than a bucket. What is stepped
+        `with_gradients` may be late."""
+        is_lazy = self.is_lazy and with_gradients
         offloaded: dict[ShardGroup, list[Slot]] = {}
         whole: list[Slot] = []
         for slot in stepped:
@@ -197,10 +221,11 @@ class PieceStepper:
                 whole.append(slot)
             elif slot.group.places.steps_apart:
                 offloaded.setdefault(slot.group, []).append(slot)
-        others = [self._window(run, late=self.is_lazy) for group in offloaded.values() for run in self._runs(group)]
-        for run in rounds(whole, self._setting, is_lazy=self.is_lazy):
-            late = self.is_lazy and may_wait(run[0].group)
-            others.append(WholeWindow(self.optimizer, run, self._staging, late=late))
+        others = [self._window(run, late=is_lazy) for group in offloaded.values() for run in self._runs(group)]
+        for run in rounds(whole, self._setting, is_lazy=is_lazy):
+            late = is_lazy and may_wait(run[0].group)
+            window = WholeWindow(self.optimizer, run, self._staging, late=late, with_gradients=with_gradients)
+            others.append(window)
         apart = {slot for window in others for slot in window.slots}
         return self._window([slot for slot in slots if slot not in apart]), others
 

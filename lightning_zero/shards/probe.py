@@ -11,6 +11,7 @@ import copy
 import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, final
 
 import torch
@@ -75,6 +76,26 @@ def state_tensors_of(optimizer: Optimizer) -> int:
     except Exception:  # an optimizer may ask for anything
         return 2
     return sum(isinstance(value, Tensor) and value.shape == tried.shape for value in trial.state[tried].values())
+
+
+def calls_closure_again(optimizer: Optimizer) -> bool:
+    """Whether an optimizer calls the closure of a step several times, tried out on small tensors."""
+    if type(optimizer) in ELEMENT_WISE:
+        return False
+    calls = 0
+    trial = _trial_of(optimizer, [[Parameter(torch.ones(2, 2))] for _ in optimizer.param_groups])
+
+    def closure() -> Tensor:
+        nonlocal calls
+        calls += 1
+        for group in trial.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.full_like(parameter, 0.1)
+        return torch.ones(())
+
+    with torch.random.fork_rng(devices=[]), suppress(Exception):  # an optimizer may ask for anything
+        unhooked(type(optimizer).step)(trial, closure)
+    return calls > 1
 
 
 def unhooked(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -101,9 +101,18 @@ class WholeWindow(Window):
     each other's gradients and values, in orders of their own.
     """
 
-    def __init__(self, optimizer: Optimizer, slots: Sequence[Slot], staging: Staging, *, late: bool = False) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        slots: Sequence[Slot],
+        staging: Staging,
+        *,
+        late: bool = False,
+        with_gradients: bool = True,
+    ) -> None:
         super().__init__(optimizer, slots, staging, late=late)
-        self._brought: dict[Slot, tuple[Tensor, Tensor]] = {}  # value and gradient of what is stepped here
+        self._with_gradients = with_gradients
+        self._brought: dict[Slot, list[Tensor]] = {}  # value, and gradient, of what is stepped here
 
     def postpone(self, step: Callable[[], None]) -> None:
         """`step`, of this window, is taken when it is wanted. A collective."""
@@ -123,17 +132,20 @@ class WholeWindow(Window):
         arrived = self._exchange(to_stepper=True)
         for slot in (slot for slot in self.slots if slot.steps_any):
             master, layout, ledger = slot.group.rest.master, slot.group.layout, slot.group.setting.ledger
-            value = ledger.allocate(Category.GATHERED, slot.numel, master.dtype, master.place)
-            grad = ledger.allocate(Category.GATHERED, slot.numel, master.dtype, master.place)
+            brought = [
+                ledger.allocate(Category.GATHERED, slot.numel, master.dtype, master.place)
+                for _ in range(1 + self._with_gradients)
+            ]
             for rank in layout.owners(slot.index):
                 piece = layout.piece(slot.index, rank)
-                for whole in (value, grad):
+                for whole in brought:
                     whole[piece.start : piece.stop] = arrived[rank].take(piece.numel)
-            self._brought[slot] = (value.view(slot.shape), grad.view(slot.shape))
+            self._brought[slot] = [whole.view(slot.shape) for whole in brought]
 
     def _stepped(self, slot: Slot, shown: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if slot in self._brought:
-            return self._brought[slot]
+            value, *grad = self._brought[slot]
+            return value, grad[0] if grad else None
         master = slot.group.rest.master
         return torch.empty(0, dtype=master.dtype, device=master.place.device), None
 
@@ -172,7 +184,7 @@ class WholeWindow(Window):
                 expected[slot.stepper] += slot.piece.numel
             for rank, piece in theirs.items():
                 if to_stepper:
-                    expected[rank] += 2 * piece.numel
+                    expected[rank] += piece.numel * (1 + self._with_gradients)
                 else:
                     parts[rank].append(self._brought[slot][0].view(-1)[piece.start : piece.stop])
         sent = [torch.cat([part.to(device) for part in some]) for some in parts]
@@ -181,13 +193,15 @@ class WholeWindow(Window):
         return [_Arrived(tensor) for tensor in received]
 
     def _value_and_gradient(self, slot: Slot) -> list[Tensor]:
-        """What this rank owns of them."""
+        """What this rank owns of them; of the gradient, where it is wanted."""
         assert slot.gradient is not None
         staged = self._staged.get(slot)
         value = grad = None
         if staged is not None:
             value, grad = staged.master, staged.grad
         value = slot.group.rest.master.read(slot.piece.in_shard) if value is None else value
+        if not self._with_gradients:
+            return [value]
         grad = slot.gradient.piece(slot) if grad is None else grad
         return [value, grad.view(-1).to(value.device, value.dtype)]
 
