@@ -350,6 +350,18 @@ def test_the_learning_rate_of_a_late_step_is_that_of_its_call() -> None:
     assert_same_bits(weights(found.model), weights(expected.model))
 
 
+def test_a_learning_rate_that_is_a_tensor_is_that_of_its_call_too() -> None:
+    """A scheduler writes into it."""
+
+    def make(model: nn.Module) -> tuple[Optimizer, LRScheduler]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), foreach=False)
+        return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 0.2, 1.0, total_iters=3)
+
+    expected, _ = on_ranks(1, 2, make)
+    found, _ = on_ranks(1, 2, make, offload=Offload(optimizer="cpu"))
+    assert_same_run(found, expected)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_r24_the_state_is_where_it_was_asked_to_be_and_nowhere_else(stage: int, tmp_path: Path) -> None:
     numel = 3 * (8 * 8 + 8)

@@ -11,7 +11,7 @@ import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar, final
 
@@ -94,7 +94,7 @@ class PieceStepper:
             first, others = self._in_one(slots, stepped), []
         if others:
             self._refuse_groups_apart()
-        then = _Moment.of(self.optimizer) if others else None
+        then = _Moment.kept(self.optimizer) if others else None
         self._is_partial = bool(others)
         with self._stepping(first, is_all=not others):
             yield
@@ -130,7 +130,7 @@ class PieceStepper:
         first, others = self._divide(slots, slots, with_gradients=False)
         if others:
             self._refuse_groups_apart()
-        then = _Moment.of(self.optimizer)
+        then = _Moment.kept(self.optimizer)
         with self._stepping(first, is_all=not others):
             result = call()
         for window in others:
@@ -156,7 +156,7 @@ class PieceStepper:
     def step_now(self, slots: Sequence[Slot]) -> None:
         """Steps some parameters in the middle of a backward, all with averaged gradients."""
         self._refuse_groups_apart()
-        then = _Moment.of(self.optimizer)
+        then = _Moment.kept(self.optimizer)
         for run in self._runs(slots):
             self._step_late(self._window(run, late=True), then)
         self.finish()
@@ -319,6 +319,16 @@ class _Moment:
         numbers = [{n: value for n, value in vars(one).items() if _is_number(n, value)} for one in all_of_them]
         counts = [copy.deepcopy(_counts_of(one)) for one in all_of_them]
         return cls(options, numbers, counts, torch.get_default_dtype())
+
+    @classmethod
+    def kept(cls, optimizer: Optimizer) -> "_Moment":
+        """As `of`, whatever becomes of the options: a scheduler writes into a learning rate that is a tensor."""
+        moment = cls.of(optimizer)
+        options = [
+            {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
+            for group in moment.options
+        ]
+        return replace(moment, options=options)
 
     @contextmanager
     def back(self, optimizer: Optimizer) -> Iterator[None]:
