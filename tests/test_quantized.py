@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from engine_checkpoints import Place, differences, resume, save, train
-from lightning_zero.checkpoint import CheckpointError, StoredCheckpoint
+from lightning_zero.checkpoint import StoredCheckpoint
+from lightning_zero.checkpoint.export import consolidate
 from lightning_zero.run.engine import Engine
 from lightning_zero.shards.probe import BY_TENSOR, why_not_in_pieces
 from lightning_zero.tiers.composed import is_composed, taken_apart
 from lightning_zero.tiers.ledger import Category
+from lightning_zero.views.lazy import materialize
 from lightning_zero.wire.comm import Comm
 from models import seeded
 
@@ -133,11 +135,22 @@ def test_r64_they_are_found_to_look_at_whole_tensors(name: str) -> None:
     assert why_not_in_pieces(MAKERS[name]([nn.Parameter(torch.ones(shape)) for shape in [(64, 96), (5,)]])) == BY_TENSOR
 
 
+def test_the_single_file_of_such_a_checkpoint_is_read_by_torch(tmp_path: Path) -> None:
+    saved, _ = trained("torchao AdamW8bit", Place(2, 2), tmp_path / "ckpt")
+
+    consolidate(tmp_path / "ckpt", tmp_path / "model.ckpt")
+
+    found = torch.load(tmp_path / "model.ckpt", weights_only=True)
+    assert differences(plain(found["optimizer_states"][0]), saved["optimizer"]) == []
+
+
 def test_state_of_a_class_that_nobody_has_imported_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained("torchao AdamW8bit", Place(2, 2), tmp_path / "ckpt")
     monkeypatch.setattr("lightning_zero.checkpoint.tree.get_safe_globals", list)
 
-    with pytest.raises(CheckpointError, match="OptimState8bit' can be read when its package has been imported"):
-        StoredCheckpoint(tmp_path / "ckpt").tree()
+    tree = StoredCheckpoint(tmp_path / "ckpt").tree()  # weights and all else can be read
+    states = tree["optimizer_states"][0]["state"]
+    with pytest.raises(ValueError, match="OptimState8bit' can be read when its package has been imported"):
+        [materialize(value) for state in states.values() for value in state.values()]

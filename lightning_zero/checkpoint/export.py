@@ -27,7 +27,7 @@ from lightning_zero.checkpoint.load import StoredCheckpoint
 from lightning_zero.checkpoint.manifest import Entry
 from lightning_zero.checkpoint.shard import CHUNK_BYTES, SAFE_NAMES, chunks_of, header_of
 from lightning_zero.shards.extents import Extent
-from lightning_zero.views.lazy import LazyTensor
+from lightning_zero.views.lazy import LazyTensor, Stored
 
 INDEX = "model.safetensors.index.json"
 _EXPORTED = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(INDEX))
@@ -118,6 +118,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, LazyTensor):
             return NotImplemented
+        if not isinstance(value.source, Stored):  # made of several: one at a time is in memory
+            return value.source.whole().__reduce_ex__(2)
         rebuild, (storage, _, _, _, *rest) = torch.empty(0, dtype=value.dtype).__reduce_ex__(2)
         unread = _Unread(0)
         unread.tensor = value

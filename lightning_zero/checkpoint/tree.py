@@ -4,7 +4,7 @@ What JSON knows is written as it is. Everything else is an object with the key `
 
     {"$": "tensor", "name": "model:net.0.weight"}      values in the shards
     {"$": "tuple", "items": [1, 2]}                            and set, deque, dict with other keys than strings ...
-    {"$": "composed", "class": "torchao...", "parts": {}, "context": []}  8-bit state: codes, scales and a table
+    {"$": "composed", "name": "torchao...", "parts": {}, ...}   8-bit state: codes, scales and a table
     {"$": "objects", "number": 0, "class": "app.Tokenizer"}     pickled in a file of its own, read on opt-in only
 """
 
@@ -16,6 +16,7 @@ import math
 import pathlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, final
 
@@ -24,8 +25,9 @@ import torch
 from torch import Tensor
 from torch.serialization import get_safe_globals
 
+from lightning_zero.run.spread import WHOLE
 from lightning_zero.tiers.composed import is_composed, taken_apart
-from lightning_zero.views.lazy import LazyTensor, OfOneRank, Partial, Spread, materialize
+from lightning_zero.views.lazy import LazyTensor, OfOneRank, Partial, Source, Spread, materialize
 
 TAG = "$"
 OBJECTS = "objects"  # the kind of leaf that needs the opt-in
@@ -36,6 +38,7 @@ _NUMPY = {"bool", "complex64", "complex128", "float16", "float32", "float64"} | 
     f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)
 }
 
+_TORCHAO = "torchao.optim"  # tells torch what may be loaded of it when it is imported
 _CLASSES = {  # of hyper-parameters, by the name that Lightning files under "hparams_type"
     "lightning.fabric.utilities.data.AttributeDict",
     "omegaconf.dictconfig.DictConfig",
@@ -76,10 +79,37 @@ def _class(name: str) -> Any:
 
 def _class_of_tensors(name: str) -> Any:
     """A class of composed tensors, if a package that has been imported has told torch that it may be loaded."""
+    if name.startswith(_TORCHAO + "."):
+        with suppress(ImportError):
+            importlib.import_module(_TORCHAO)
     for known in get_safe_globals():
         if isinstance(known, type) and issubclass(known, Tensor) and full_name(known) == name:
             return known
     raise ValueError(f"a tensor of the class {name!r} can be read when its package has been imported")
+
+
+class _Stored(NamedTuple):
+    """A composed tensor as it is written."""
+
+    name: str  # of its class
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: dict[str, Tensor]
+    context: Any
+
+
+@final
+class _ComposedSource(Source):
+    """Makes a composed tensor when it is wanted: only who goes on with it needs its package."""
+
+    def __init__(self, place: str, stored: _Stored) -> None:
+        super().__init__(place + WHOLE, stored.shape, stored.dtype)
+        self._stored = stored
+
+    def whole(self) -> Tensor:
+        parts = {name: materialize(part) for name, part in self._stored.parts.items()}
+        made: Tensor = _class_of_tensors(self._stored.name).__tensor_unflatten__(parts, self._stored.context)
+        return made
 
 
 def _instance(name: str, of: Any) -> Any:
@@ -200,7 +230,7 @@ class Encoder:
         if isinstance(tensor, LazyTensor) and isinstance(tensor.source, Spread):
             return self._spread(tensor)
         if is_composed(tensor) and type(tensor) in get_safe_globals():
-            return {TAG: COMPOSED, "class": full_name(type(tensor)), **self._parts(tensor, place)}
+            return {TAG: COMPOSED, **self._parts(tensor, place)}
         if not (isinstance(tensor, LazyTensor) or _is_plain(tensor)):
             return self._object(tensor, place)
         identity = _identity(tensor)
@@ -218,7 +248,8 @@ class Encoder:
 
     def _parts(self, tensor: Tensor, place: str) -> dict[str, Any]:
         parts, context = taken_apart(tensor)
-        return {"parts": self.encode(parts, place), "context": self.encode(context, place)}
+        stored = _Stored(full_name(type(tensor)), tuple(tensor.shape), tensor.dtype, parts, context)
+        return {field: self.encode(value, place) for field, value in stored._asdict().items()}
 
     def _spread(self, tensor: LazyTensor) -> Any:
         """All ranks write it, and must agree on its name."""
@@ -324,8 +355,8 @@ class Decoder:
         if kind == "partial":
             return self._partial(value["name"])
         if kind == COMPOSED:
-            parts = {name: materialize(part) for name, part in self.decode(value["parts"]).items()}
-            return _class_of_tensors(value["class"]).__tensor_unflatten__(parts, self.decode(value["context"]))
+            stored = _Stored(**{field: self.decode(value[field]) for field in _Stored._fields})
+            return LazyTensor(_ComposedSource(stored.name, stored))
         if kind == OBJECTS:
             return None if self._objects is None else self._objects[value["number"]]
         if not (isinstance(kind, str) and (kind in _KINDS or kind in _MAPPINGS)):
