@@ -2,16 +2,12 @@
 
 import logging
 import os
-import pickle
-import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -25,11 +21,11 @@ from lightning_zero.checkpoint import (
     CheckpointKeeper,
     Folder,
     load_pretrained,
-    pickle_on_all_ranks,
     resume,
 )
 from lightning_zero.checkpoint.resume import ResumeEntry
 from lightning_zero.config import Checkpoint
+from lightning_zero.pl.single_file import format_beside, is_plugin, read_single_file, write_single_file
 from lightning_zero.run.construction import Construction
 from lightning_zero.run.engine import Engine
 from lightning_zero.run.notices import Notice, Notices
@@ -87,19 +83,7 @@ class CheckpointingStrategy(DDPStrategy):
 
     @DDPStrategy.checkpoint_io.setter  # type: ignore[attr-defined]
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        writes_files = io is not None and type(io) is not TorchCheckpointIO
-        if self.checkpoint.format == "sharded" and writes_files and self._may_choose_format:
-            self.checkpoint = Checkpoint(format="full")
-            rank_zero_info(
-                f"{type(io).__name__} writes single files, so checkpoints are single files, and not folders of shards. "
-                "To have this unsaid, write checkpoint='full'."
-            )
-        elif self.checkpoint.format == "sharded" and writes_files:
-            raise ValueError(
-                f"{type(io).__name__} writes single files, and checkpoints are folders of shards. Leave it out (for "
-                "saves in the background there is Checkpoint(async_save=True)), or choose single files: "
-                "ZeroStrategy(checkpoint=Checkpoint(format='full'))."
-            )
+        self.checkpoint = format_beside(io, self.checkpoint, may_choose=self._may_choose_format)
         self._checkpoint_io = io
 
     def warn_of_loggers(self, loggers: Iterable[Any]) -> None:
@@ -146,10 +130,15 @@ class CheckpointingStrategy(DDPStrategy):
         if self.engine is not None and self.engine.mesh.tensor.size > 1:
             checkpoint = self.engine.states.spread_others(checkpoint, full=self.checkpoint.format == "full")
         if self.checkpoint.format == "full":
-            # Two steps: where rank 0 found out only now that it must not write, others would wait for it in a gather.
-            self.keeper.saver.together("look at the place", partial(self._refuse_place, filepath))
-            write = partial(self._write_single_file, checkpoint, filepath, storage_options)
-            self.keeper.saver.together("write a single file", write)
+            write_single_file(
+                self.keeper.saver,
+                self.checkpoint_io,
+                checkpoint,
+                filepath,
+                storage_options,
+                is_writer=self.is_global_zero,
+                whole=("state_dict", "optimizer_states"),
+            )
             return
         if storage_options is not None:
             raise TypeError("storage_options go to a CheckpointIO plugin; checkpoints are folders of shards here.")
@@ -173,32 +162,6 @@ class CheckpointingStrategy(DDPStrategy):
         if self._live_engine is None or Notice.STOP in self.notices.anywhere:
             self.finish_saves()
 
-    def _refuse_place(self, path: Any) -> dict[str, Any]:
-        """Lightning's own writer moves its file into a folder of that name, and passes over a lack of permission."""
-        if self.is_global_zero and not self._has_plugin and (place := Folder(path)).is_local:
-            if place.fs.isdir(place.path):
-                raise CheckpointError(
-                    f"{path} is a folder (a sharded checkpoint?), and format='full' writes a single file. Remove it, "
-                    "or choose another path."
-                )
-            effective = os.access in os.supports_effective_ids
-            parent = place.parent.path
-            if place.fs.isdir(parent) and not os.access(parent, os.W_OK, effective_ids=effective):
-                raise CheckpointError(f"cannot write {path}: Permission denied")
-        return {}
-
-    def _write_single_file(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> dict[str, Any]:
-        if not self.is_global_zero:
-            big = ("state_dict", "optimizer_states")
-            pickle_on_all_ranks({key: value for key, value in checkpoint.items() if key not in big}, None)
-        super().save_checkpoint(checkpoint, path, storage_options)
-        return {}
-
-    @property
-    def _has_plugin(self) -> bool:
-        """Whether a `CheckpointIO` of the user's own writes and reads single files."""
-        return type(self.checkpoint_io) is not TorchCheckpointIO
-
     @property
     def _resume_entry(self) -> ResumeEntry:
         tensor = 1 if self.engine is None else self.engine.mesh.tensor.size
@@ -210,7 +173,7 @@ class CheckpointingStrategy(DDPStrategy):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        if self._has_plugin:
+        if is_plugin(self.checkpoint_io):
             super().remove_checkpoint(filepath)
         else:
             self.keeper.remove(os.fspath(filepath))
@@ -220,7 +183,7 @@ class CheckpointingStrategy(DDPStrategy):
         """A checkpoint of any strategy. Of a sharded one this reads the manifest, and each rank later what it owns."""
         self._resumed_state = None
         path = os.fspath(checkpoint_path)
-        if self._has_plugin and not _is_folder_of_shards(path):
+        if is_plugin(self.checkpoint_io) and not _is_folder_of_shards(path):
             return super().load_checkpoint(path, weights_only=weights_only)
         # Everything else is small. The third is the model beside its average, of Lightning's WeightAveraging.
         lazy = ("state_dict", "optimizer_states", "current_model_state", resume.KEY)
@@ -230,17 +193,7 @@ class CheckpointingStrategy(DDPStrategy):
             if Folder(path).is_link:
                 _call_it_the_last(checkpoint, Path(path).name)
             return checkpoint
-        is_zip = False
-        try:
-            is_zip = zipfile.is_zipfile(path)
-            if is_zip:  # mapped into memory: the ranks of a machine share it, and read of it what they own
-                checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-            else:
-                checkpoint = super().load_checkpoint(path, weights_only=weights_only)
-        except Exception as error:  # of bytes that are no pickle, torch raises whatever it stumbles on
-            if is_zip and isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):
-                raise  # torch says how to opt in to objects of one's own
-            raise CheckpointError(f"ckpt_path={path!r} is not a Lightning checkpoint: {error}") from error
+        checkpoint = read_single_file(self.checkpoint_io, path, weights_only)
         if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
             raise CheckpointError(
                 f"ckpt_path={path!r} is not a Lightning checkpoint: it has no 'state_dict'. "

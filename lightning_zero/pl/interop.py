@@ -1,11 +1,12 @@
 """Lightning's own readers and callbacks, made to know folders; `import lightning_zero` is enough.
 
-Three functions of Lightning are wrapped, and nothing else of it is touched:
+Four functions of Lightning are wrapped, and nothing else of it is touched:
 
 - its loader of files (`pl_load`), so that `MyModule.load_from_checkpoint(folder)` and `Trainer(strategy="ddp")` read a
   sharded checkpoint as they read a file. (Without the import, ``zero://folder`` does the same through fsspec.)
 - `ModelCheckpoint._find_last_checkpoints`, so that ``ckpt_path="last"`` takes the newest checkpoint that is complete.
 - `ModelCheckpoint.file_exists`, so that a path is taken as soon as a checkpoint is being saved to it in the background.
+- Fabric's choice of a strategy (`_Connector`), so that ``Fabric(strategy=ZeroStrategy(...))`` works.
 """
 
 import functools
@@ -17,6 +18,7 @@ from typing import Any
 
 import fsspec
 import torch
+from lightning.fabric.connector import _Connector
 from lightning.fabric.plugins.io import torch_io
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -29,6 +31,7 @@ from lightning_zero.checkpoint.export import ZeroFileSystem
 from lightning_zero.checkpoint.folder import MANIFEST
 from lightning_zero.checkpoint.manifest import what_was_meant
 from lightning_zero.pl.callbacks import PREEMPTED
+from lightning_zero.pl.fabric import for_fabric
 
 
 def read_file_or_folder(
@@ -99,6 +102,7 @@ def install() -> None:
         (torch_io, "pl_load", read_file_or_folder),
         (ModelCheckpoint, "file_exists", exists_or_is_saved),
         (ModelCheckpoint, "_find_last_checkpoints", find_complete),
+        (_Connector, "__init__", for_fabric),
     ):
         setattr(place, name, wrapped_once(getattr(place, name), ours))
 

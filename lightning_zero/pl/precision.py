@@ -52,7 +52,24 @@ class SkippedStep(NamedTuple):
     def __str__(self) -> str:
         names = self.overflow.parameters
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        return f"step {self.step}: loss {self.loss}, non-finite gradients on ranks {self.overflow.ranks} in {shown}"
+        loss = "" if self.loss is None else f"loss {self.loss}, "
+        return f"step {self.step}: {loss}non-finite gradients on ranks {self.overflow.ranks} in {shown}"
+
+
+def tell_skipped(step: SkippedStep, scale: float) -> None:
+    """Warns of an optimizer step that was not taken."""
+    rank_zero_warn(f"Skipped an optimizer step, {step}. The loss scale is {scale:g}.")
+
+
+def refuse_endless(in_a_row: Sequence[SkippedStep], most: int, scale: float) -> None:
+    """Raises RuntimeError when more than `most` steps in a row were not taken."""
+    if len(in_a_row) > most:
+        told = "\n  ".join(map(str, in_a_row))
+        raise RuntimeError(
+            f"{len(in_a_row)} optimizer steps in a row overflowed in fp16 (max_skipped_steps={most}):\n  {told}\n"
+            f"The loss scale is {scale:g}. Look at the parameters named above, lower the learning rate, or use "
+            "precision='bf16-mixed'."
+        )
 
 
 class ShardedGradients(Precision):
@@ -128,15 +145,9 @@ class ShardedGradients(Precision):
             self.skipped_steps += 1
             value = float(loss) if isinstance(loss, Tensor) else None
             self._in_a_row = (*self._in_a_row, SkippedStep(trainer.global_step, value, overflow))
-            rank_zero_warn(f"Skipped an optimizer step, {self._in_a_row[-1]}. The loss scale is {scale:g}.")
+            tell_skipped(self._in_a_row[-1], scale)
         else:
             self._in_a_row = ()
         trainer.callback_metrics["zero/skipped_steps"] = torch.tensor(float(self.skipped_steps))
         trainer.callback_metrics["zero/loss_scale"] = torch.tensor(scale)
-        if len(self._in_a_row) > self.max_skipped_steps:
-            told = "\n  ".join(map(str, self._in_a_row))
-            raise RuntimeError(
-                f"{len(self._in_a_row)} optimizer steps in a row overflowed in fp16 (max_skipped_steps="
-                f"{self.max_skipped_steps}):\n  {told}\nThe loss scale is {scale:g}. Look at the "
-                "parameters named above, lower the learning rate, or use precision='bf16-mixed'."
-            )
+        refuse_endless(self._in_a_row, self.max_skipped_steps, scale)

@@ -1,13 +1,10 @@
 """`ZeroStrategy`: the stages under `lightning.Trainer`."""
 
 import itertools
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property, partial, wraps
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
@@ -21,8 +18,6 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor
-from torch.distributed import is_initialized
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -37,19 +32,31 @@ from lightning_zero.pl.checkpointing import CheckpointingStrategy
 from lightning_zero.pl.elsewhere import answers
 from lightning_zero.pl.monitor import monitor_of
 from lightning_zero.pl.precision import adapt
-from lightning_zero.pl.table import MemoryReport, table_of, told_of_whole
+from lightning_zero.pl.ranks import fits_whole, mesh_of, options_on_machine, sampler_kwargs, warn_of_shared_store
+from lightning_zero.pl.reading import Readings
+from lightning_zero.pl.table import table_of, told_of_whole
 from lightning_zero.run.construction import constructing
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.run.modes import NAMES as MODES
 from lightning_zero.shards.local import local_of
-from lightning_zero.shards.offload import Machine
 from lightning_zero.stage import STAGES
 from lightning_zero.tiers.disk import DiskError
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.mesh import shape_of, torch_mesh
+from lightning_zero.wire.mesh import shape_of
 from lightning_zero.wire.native import make_comm
 
 DEFAULT_TIMEOUT = 1800.0  # s; torch's own for gloo
+
+
+def named() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Names of strategies, what they are, and their arguments."""
+    kinds: list[tuple[str, str, dict[str, Any]]] = [
+        ("", "", {}),
+        ("_full", ", checkpoints in one file", {"checkpoint": "full"}),
+        ("_offload", ", optimizer state in host memory", {"offload": Offload(optimizer="cpu")}),
+    ]
+    for prefix, stage, (suffix, told, others) in itertools.product(("", "ddp_"), (1, 2, 3), kinds):
+        yield f"{prefix}zero_stage_{stage}{suffix}", f"ZeRO stage {stage}{told}", {"stage": stage, **others}
 
 
 def _inside(context: Callable[[Any], AbstractContextManager[None]], theirs: Callable[..., Any]) -> Any:
@@ -63,7 +70,7 @@ def _inside(context: Callable[[Any], AbstractContextManager[None]], theirs: Call
     return ours
 
 
-class ZeroStrategy(CheckpointingStrategy):
+class ZeroStrategy(Readings, CheckpointingStrategy):
     """ZeRO (arXiv 1910.02054) as a strategy: DDP's numbers, with model states partitioned over the ranks.
 
     Args:
@@ -213,11 +220,7 @@ class ZeroStrategy(CheckpointingStrategy):
     @override
     def setup_distributed(self) -> None:
         """DDP seeds every rank anew here. One rank keeps its random state, so that it equals a single device."""
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
-            rank_zero_warn(
-                "torchrun's shared store keeps the addresses of dead ranks, and ranks that are started again may "
-                "connect to those (pytorch issue 135712). Start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."
-            )
+        warn_of_shared_store()
         with isolate_rng() if self.num_nodes * self.num_processes == 1 else nullcontext():
             super().setup_distributed()
 
@@ -242,8 +245,7 @@ class ZeroStrategy(CheckpointingStrategy):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Ranks that share tensor-parallel modules see the same batches."""
-        ranks = self._options.tensor_parallel_size
-        return {"num_replicas": self.world_size // ranks, "rank": self.global_rank // ranks}
+        return sampler_kwargs(self._options, self.world_size, self.global_rank)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -287,7 +289,9 @@ class ZeroStrategy(CheckpointingStrategy):
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
             self._refuse_needed_gradients(trainer, module)
             self._refuse_undivided_averages(trainer)
-        optimizers, options = self.optimizers if fitting else [], self._engine_options()
+        plugin, optimizers = self.precision_plugin, self.optimizers if fitting else []
+        mixed = plugin.precision if isinstance(plugin, MixedPrecision) else None
+        options = options_on_machine(self._options, mixed, self.num_processes)
         if STAGES[self.stage].parameter and comm.size > 1 and (told := told_of_whole(module)):
             rank_zero_info(told)
         engine = Engine(module, optimizers, stage=self.stage, comm=comm, device=self.root_device, options=options)
@@ -322,22 +326,6 @@ class ZeroStrategy(CheckpointingStrategy):
             backend = self._process_group_backend
             self._comm = make_comm(self.root_device, self._wait_timeout, backend=backend, sanitize=self._sanitize)
         return self._comm
-
-    def _engine_options(self) -> Options:
-        plugin, param_dtype = self.precision_plugin, self._options.param_dtype
-        autocast = None
-        if isinstance(plugin, MixedPrecision) and param_dtype is None:
-            autocast = torch.bfloat16 if plugin.precision == "bf16-mixed" else torch.float16
-        param_dtype = None if param_dtype == torch.float32 else param_dtype
-        available = _available_host_bytes()
-        return replace(
-            self._options,
-            autocast_dtype=autocast,
-            param_dtype=param_dtype,
-            machine=Machine(
-                host_bytes=None if available is None else available // self.num_processes, ranks=self.num_processes
-            ),
-        )
 
     def _refuse_needed_gradients(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
         """Raises ValueError for what needs gradients after a backward that steps them."""
@@ -415,7 +403,23 @@ class ZeroStrategy(CheckpointingStrategy):
         """Backwards inside accumulate on this rank only; the first one outside reduces what they left."""
         return self._running_engine.no_sync()
 
-    # -- what users read
+    # -- what users read; see `Readings` for the rest
+
+    @override
+    def _engine_of(self, what: Module | Parameter | None) -> Engine:
+        return self._running_engine
+
+    @property
+    @override
+    def _engines(self) -> list[Engine]:
+        return [] if self.engine is None else [self.engine]
+
+    @property
+    @override
+    def _stepped_in(self) -> dict[Optimizer, Engine]:
+        if self._trained is None:
+            raise RuntimeError("No optimizer is set up yet: use this inside of trainer.fit, or after it.")
+        return dict.fromkeys(self.optimizers, self._trained)
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:
@@ -426,72 +430,7 @@ class ZeroStrategy(CheckpointingStrategy):
         Raises:
             RuntimeError: before Lightning has connected the processes, which it does at the start of fit.
         """
-        if not is_initialized():
-            raise RuntimeError("There is no mesh yet: use it in configure_model, or later.")
-        shape = shape_of(self.world_size, self._options.replicate_size, self._options.tensor_parallel_size)
-        return torch_mesh(self.root_device.type, shape)
-
-    def full_parameters(self, module: Module | None = None, write: bool = False) -> AbstractContextManager[None]:
-        """All parameters of `module` (default: the whole model) hold their values inside. Enter it on every rank.
-
-        Edits in place persist without it where torch can see them. It cannot where they go through `.numpy()`, or
-        through `.data` inside a module's own forward; outside of ``write=True`` such edits may be lost.
-
-        Args:
-            module: whose parameters.
-            write: keep edits made inside; make the same ones on every rank.
-        """
-        return self._running_engine.full_parameters(module, write=write)
-
-    def full_optimizer_state(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
-        """`optimizer.state_dict()` as one device would have it, on the host of every rank; in training and after fit.
-
-        The optimizer's own `state`, and its `state_dict()`, have what this rank steps: of each parameter a flat piece,
-        and of some nothing (``optimizer.state[p]`` is empty then). Call it on every rank.
-
-        Args:
-            optimizer: one of those of the latest fit; None where there is only one.
-
-        Raises:
-            RuntimeError: before the first fit.
-            ValueError: when None could be any of several, or the optimizer is of no fit.
-        """
-        if self._trained is None:
-            raise RuntimeError("No optimizer is set up yet: use this inside of trainer.fit, or after it.")
-        return self._trained.states.full_optimizer(self._one_of(optimizer))
-
-    def _one_of(self, optimizer: Any) -> Optimizer:
-        found = [
-            one for one in self.optimizers if optimizer is None or one is getattr(optimizer, "optimizer", optimizer)
-        ]
-        if len(found) != 1:
-            kinds = ", ".join(type(one).__name__ for one in self.optimizers)
-            raise ValueError(f"full_optimizer_state(optimizer={optimizer!r}) is to be one of this fit's: {kinds}.")
-        return found[0]
-
-    def full_grad(self, parameter: Parameter) -> Tensor | None:
-        """The averaged gradient of a parameter in its shape, or None; of a DTensor the whole. Call it on every rank."""
-        return self._running_engine.averages.full(parameter)
-
-    def grad_norms(self, norm_type: float = 2.0) -> dict[str, Tensor]:
-        """Parameter name -> norm of its averaged gradient, for those that have one; one small reduction for all.
-        Call it on every rank.
-
-        Args:
-            norm_type: p of the p-norm; ``inf`` for the largest magnitude.
-        """
-        return self._running_engine.averages.norms(norm_type)
-
-    def memory_report(self) -> MemoryReport:
-        """Bytes that rest on this rank's device, by category (parameter, gradient, master, optimizer state, average,
-        bucket, gathered, activation checkpoint), and what is offloaded as ``"optimizer state (host)"`` or
-        ``"... (disk)"``: a dictionary that prints as a table. Of activation checkpoints the most that a step has kept.
-        After fit: as they were when it ended."""
-        return MemoryReport(self._running_engine.bytes_by_category())
-
-    def communication_report(self) -> dict[str, int]:
-        """Bytes this rank has sent, by operation, and by what they cross: ``replicate ...`` between shard groups."""
-        return self.engine.mesh.bytes_sent if self.engine is not None else {}
+        return mesh_of(self._options, self.world_size, self.root_device)
 
     # -- the end
 
@@ -524,7 +463,7 @@ class ZeroStrategy(CheckpointingStrategy):
         if self._failed and engine.mesh.world.size > 1:
             engine.close(whole=False)
             return False
-        if not self._fits_whole(engine):
+        if not fits_whole(engine, self.root_device, self.num_processes):
             rank_zero_info(
                 "The model stays sharded: whole copies do not fit into host memory. Reading a parameter gathers it "
                 "(on every rank); Trainer.save_checkpoint works."
@@ -532,20 +471,6 @@ class ZeroStrategy(CheckpointingStrategy):
             return False
         engine.close()
         return True
-
-    def _fits_whole(self, engine: Engine) -> bool:
-        """One decision for all ranks: every local rank holds a whole copy in host memory; with tensor parallelism, of
-        its part, on its device."""
-        if not engine.partition.parameter:
-            return True
-        available, copies = _available_host_bytes(), self.num_processes
-        if engine.mesh.tensor.size > 1 and self.root_device.type == "cuda":
-            available, copies = torch.cuda.mem_get_info(self.root_device)[0], 1
-        sizes = [local_of(parameter).numel() * parameter.dtype.itemsize for parameter in engine.module.parameters()]
-        needed = sum(sizes) * copies
-        fits = torch.tensor(available is None or needed < available, dtype=torch.uint8)
-        engine.rendezvous.meet_before_collective()
-        return bool(engine.mesh.world.all_reduce(fits, "fits in host memory", "min"))
 
     def __repr__(self) -> str:
         return f"<ZeroStrategy(stage={self.stage}){other_name.advice()}>"
@@ -555,26 +480,11 @@ class ZeroStrategy(CheckpointingStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers the names that `Trainer(strategy=...)` understands, each also with "ddp_" before it, for programs
         that look for "ddp" in it; DDP's own registers "ddp" again."""
-        kinds: list[tuple[str, str, dict[str, Any]]] = [
-            ("", "", {}),
-            ("_full", ", checkpoints in one file", {"checkpoint": "full"}),
-            ("_offload", ", optimizer state in host memory", {"offload": Offload(optimizer="cpu")}),
-        ]
-        for prefix, stage, (suffix, told, others) in itertools.product(("", "ddp_"), (1, 2, 3), kinds):
-            name = f"{prefix}zero_stage_{stage}{suffix}"
-            strategy_registry.register(name, cls, f"ZeRO stage {stage}{told}", override=True, stage=stage, **others)
+        for name, told, arguments in named():
+            strategy_registry.register(name, cls, told, override=True, **arguments)
 
 
 ZeroStrategy.register_strategies(StrategyRegistry)
 
 
 def _nothing() -> None: ...
-
-
-def _available_host_bytes() -> int | None:
-    """Memory that this machine can still give, where the system says (Linux)."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

@@ -180,12 +180,13 @@ def _is_stuck(beta: float, dtype: torch.dtype | None) -> bool:
     return dtype is not None and 1 - beta <= torch.finfo(dtype).eps / 2
 
 
-def told_of_whole(module: Module) -> str | None:
-    """What to say where parameters are to rest as shards, of a large model that every rank has built whole."""
+def told_of_whole(module: Module, builder: str = "configure_model()") -> str | None:
+    """What to say where parameters are to rest as shards, of a large model that every rank has built whole; `builder`
+    would have built it in shards."""
     nbytes = whole_bytes_of(module)
     if nbytes <= WORTH_TELLING:
         return None
-    return f"{nbytes / 1e9:.1f} GB of the model are whole on every rank first: what configure_model() builds never is"
+    return f"{nbytes / 1e9:.1f} GB of the model are whole on every rank first: what {builder} builds never is"
 
 
 def _recompute_lines(engine: Engine) -> list[str]:

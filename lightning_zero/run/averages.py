@@ -64,11 +64,23 @@ class Averages:
                 "step_in_backward out."
             )
 
-    def clip_by_norm_(self, parameters: Iterable[Parameter] | Optimizer, max_norm: float) -> norm.GradNorm:
-        """Scales gradients so that their global norm is at most `max_norm`. A collective."""
+    def clip_by_norm_(
+        self,
+        parameters: Iterable[Parameter] | Optimizer,
+        max_norm: float,
+        *,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> norm.GradNorm:
+        """Scales gradients so that their global p-norm is at most `max_norm`. A collective.
+
+        Raises:
+            RuntimeError: if `error_if_nonfinite`, on every rank, for a norm that is not finite; nothing is scaled then.
+        """
         self.refuse_stepped("clipping")
         slots = self.of(parameters, meets=True)
-        return norm.clip_by_norm_(self._measure(slots), self._mesh, max_norm)
+        measured = self._measure(slots, norm_type)
+        return norm.clip_by_norm_(measured, self._mesh, max_norm, error_if_nonfinite=error_if_nonfinite)
 
     def clip_by_value_(self, parameters: Iterable[Parameter] | Optimizer, clip_value: float) -> None:
         """Clamps every element to ``[-clip_value, clip_value]``."""

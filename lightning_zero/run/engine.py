@@ -398,6 +398,11 @@ class Engine:
         """Whether a kernel was chosen for what is offloaded, where the user has left the choice to torch."""
         return any(may_fuse(optimizer, group) for optimizer in self._steppers for group in optimizer.param_groups)
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those it was made with."""
+        return list(self._steppers)
+
     # -- the end
 
     @property

@@ -184,7 +184,7 @@ class OptimizerState:
         if saved != own:
             raise ValueError(
                 f"The checkpoint's {type(self._stepper.optimizer).__name__} has groups of {saved} parameters, and "
-                f"configure_optimizers() makes groups of {own}. Resume with the optimizers it was saved with."
+                f"there are groups of {own} now. Resume with the optimizers it was saved with."
             )
 
     def cut_in_place(self) -> None:
@@ -218,7 +218,8 @@ class OptimizerState:
                 for index in sorted(now)
             }
             state = {"state": {**others, **cut}} if "state" in state_dict else {}
-            optimizer.load_state_dict({**state_dict, **state})
+            # Past what Fabric's strategy has put into its place, which calls this.
+            type(optimizer).load_state_dict(optimizer, {**state_dict, **state})
             for one, before in zip(wrapped_in(optimizer), loaded, strict=False):
                 one.state.update(before)
             loaded = [one.state for one in wrapped_in(optimizer)]

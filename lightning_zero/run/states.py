@@ -72,10 +72,16 @@ class States:
                 whole[id(slot.parameter)] = view
         return {name: whole_of(value) for name, value in self._model_with(whole, copy=copy).items()}
 
-    def spread_model(self, of: ModelValues | None = None) -> dict[str, Any]:
+    def spread_model(self, of: ModelValues | None = None, *, key: str | None = None) -> dict[str, Any]:
         """`module.state_dict()` to be written by all ranks together: a `LazyTensor` for every parameter of a group.
-        For `of` see `full_model`."""
+
+        Args:
+            of: see `full_model`.
+            key: the entry of the checkpoint, where one holds several models.
+        """
         values = of or self._own
+        if key is not None:
+            values = values._replace(name=f"{values.name}:{key}")
         lazy: dict[int, Tensor] = {
             id(slot.parameter): LazyTensor(SpreadParameter(slot, values if group in values.groups else self._own))
             for group in self._groups
@@ -133,10 +139,12 @@ class States:
         self._rendezvous.meet_before_collective()
         return self._optimizers[optimizer].full()
 
-    def spread_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The same, to be written by all ranks together; see `OptimizerState.spread`."""
+    def spread_optimizer(self, optimizer: Optimizer, key: str | None = None) -> dict[str, Any]:
+        """The same, to be written by all ranks together under a name of its own (its place, or `key`); see
+        `OptimizerState.spread`."""
         self._rendezvous.meet_before_collective()
-        return self._optimizers[optimizer].spread(f"optimizer {list(self._optimizers).index(optimizer)}")
+        name = list(self._optimizers).index(optimizer) if key is None else key
+        return self._optimizers[optimizer].spread(f"optimizer {name}")
 
     @property
     def optimizer_parameters(self) -> list[list[str]]:
@@ -150,7 +158,13 @@ class States:
             ValueError: when an optimizer has other groups of parameters.
             RuntimeError: on every rank the same, when reading fails on one.
         """
-        pairs = list(zip(self._optimizers.values(), state_dicts, strict=True))
+        self._load(list(zip(self._optimizers.values(), state_dicts, strict=True)))
+
+    def load_optimizer(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """As `load_optimizers`, for one of them."""
+        self._load([(self._optimizers[optimizer], state_dict)])
+
+    def _load(self, pairs: Sequence[tuple[OptimizerState, Mapping[str, Any]]]) -> None:
         for state, saved in pairs:
             state.refuse_other_groups(saved)
         with failing_together(self._mesh.world, "reading the optimizers"):

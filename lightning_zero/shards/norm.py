@@ -120,9 +120,14 @@ def scale_(slots: Sequence[Slot], factor: Tensor) -> None:
         torch._foreach_mul_(pieces, factor.to(device, non_blocking=True))
 
 
-def clip_by_norm_(measured: Measured, mesh: Mesh, max_norm: float) -> GradNorm:
+def clip_by_norm_(measured: Measured, mesh: Mesh, max_norm: float, *, error_if_nonfinite: bool = False) -> GradNorm:
     """Scales all gradients so that their global norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`."""
     norm = measured.total_norm(mesh)
+    if error_if_nonfinite and not norm.finite:
+        raise RuntimeError(
+            f"The gradient norm is {norm.total.item()}, and nothing was clipped. To go on all the same, write "
+            "error_if_nonfinite=False."
+        )
     scale_(measured.slots, torch.clamp(max_norm / (norm.total + 1e-6), max=1.0))
     return norm
 
