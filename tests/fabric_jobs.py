@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from jobs import FEATURES, Classifier, loader, state_of, strategy_from
+from lightning_zero.shards.early import early_of
 
 
 def fabric(strategy: Any, world: int, precision: str = "32-true", **kwargs: Any) -> Fabric:
@@ -124,3 +126,92 @@ def load_and_go_on(strategy: Any, world: int, path: Path, how: str = "load") -> 
     found = {"weights": whole(made, model), "state": optimizer.state_dict(), "epoch": epoch, "others": others}
     made.strategy.teardown()
     return found
+
+
+def two_models(strategy: Any, world: int) -> dict[str, Any]:
+    """A generator and its critic, each with an optimizer; the generator's loss goes through the critic."""
+    made = fabric(strategy, world)
+    made.seed_everything(1, verbose=False)
+    generator = nn.Sequential(nn.Linear(FEATURES, 9), nn.Tanh(), nn.Linear(9, FEATURES))
+    critic = nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, 1))
+    generator, for_generator = made.setup(generator, torch.optim.AdamW(generator.parameters(), 0.01))
+    critic, for_critic = made.setup(critic, torch.optim.SGD(critic.parameters(), 0.1, momentum=0.9))
+    losses = []
+    for x, _ in made.setup_dataloaders(loader()):
+        true = critic(torch.cat([x, generator(x.flip(0)).detach()])).view(2, -1)
+        loss = (true[1] - true[0]).mean() + true.square().mean()
+        made.backward(loss)
+        for_critic.step()
+        for_critic.zero_grad()
+        false = critic(generator(x.flip(0))).square().mean()
+        made.backward(false)
+        for_generator.step()
+        for_generator.zero_grad()
+        for_critic.zero_grad()
+        losses += [loss.item(), false.item()]
+    found = {"losses": losses, "generator": whole(made, generator), "critic": whole(made, critic)}
+    found["gathered"] = made.all_gather(torch.tensor(made.global_rank)).tolist()
+    found["told"] = made.broadcast(made.global_rank, src=1)
+    made.strategy.teardown()
+    return found
+
+
+def built_inside(strategy: Any, world: int) -> dict[str, Any]:
+    """A model that is built by `init_module`."""
+    made = fabric(strategy, world)
+    made.seed_everything(1, verbose=False)
+    with made.init_module():
+        model = Classifier()
+    in_shards = early_of(model.net[0].weight) is not None
+    model, optimizer = made.setup(model, model.configure_optimizers()["optimizer"])
+    told = steps(made, model, optimizer, clip="value")
+    found = {**told, "in_shards": in_shards, "weights": whole(made, model), "state": optimizer.state_dict()}
+    if isinstance(strategy, dict):
+        found["memory"] = dict(made.strategy.memory_report())
+    made.strategy.teardown()
+    return found
+
+
+def overflows(strategy: Any, world: int) -> dict[str, Any]:
+    """An fp16 step that one rank overflows in."""
+    made = fabric(strategy, world, "16-mixed")
+    made.seed_everything(1, verbose=False)
+    model, optimizer = set_up(made)
+    told = steps(made, model, optimizer, clip="value", overflow_at=2)
+    found = {**told, "weights": whole(made, model), "skipped": getattr(made.strategy, "skipped_steps", 1)}
+    made.strategy.teardown()
+    return found
+
+
+def save_beside(strategy: Any, world: int, path: Path) -> dict[str, Any]:
+    """What was trained, and saved without its biases."""
+    made = fabric(strategy, world)
+    made.seed_everything(1, verbose=False)
+    model, optimizer = set_up(made)
+    steps(made, model, optimizer, clip="value")
+    state = {"state_dict": model, "optimizer": optimizer, "weights": model, "pytorch-lightning_version": L.__version__}
+    made.save(path, state, filter={"weights": lambda name, _: not name.endswith("bias")})
+    found = {"weights": whole(made, model), "state": optimizer.state_dict()["state"]}
+    made.strategy.teardown()
+    return found
+
+
+def refusals(world: int) -> dict[str, str]:
+    """What is said to those who set up too little, or clip what is not finite."""
+    made = fabric({"stage": 3}, world)
+    told = {}
+    stranger = made.setup_optimizers(torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1))
+    model, optimizer = set_up(made)
+    made.backward(model(torch.ones(2, FEATURES)).sum() * float("nan"))
+    attempts = {
+        "stranger": stranger.step,
+        "nan": lambda: made.clip_gradients(model, optimizer, max_norm=1.0),
+        "second": lambda: made.setup_optimizers(torch.optim.SGD(model.parameters(), 0.1)),
+    }
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except RuntimeError as error:
+            told[name] = str(error)
+    made.strategy.teardown()
+    return told

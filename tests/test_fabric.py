@@ -1,12 +1,21 @@
 """`Fabric(strategy=ZeroStrategy(...))` beside Fabric's own strategies, on real processes."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch.plugins.precision import MixedPrecision
 
 import fabric_jobs
+import warm
 from compare import assert_same_bits
+from jobs import Classifier
+from lightning_zero import ZeroStrategy, consolidate
 from ranks import RankPool
 
 STAGES = [1, 2, 3]
@@ -85,3 +94,90 @@ def test_a_checkpoint_goes_on_at_any_stage_on_any_number_of_ranks(
     assert_same_bits(theirs["weights"], expected["weights"])
     (alone,) = pool_of(1).run(fabric_jobs.load_and_go_on, {"stage": 2}, 1, tmp_path / "saved")
     assert alone["epoch"] == 3
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_models_with_an_optimizer_each_equal_fabrics_ddp(stage: int, two_ranks: RankPool) -> None:
+    found = two_ranks.run(fabric_jobs.two_models, {"stage": stage}, 2)
+    for mine, theirs in zip(found, two_ranks.run(fabric_jobs.two_models, DDP, 2), strict=True):
+        assert mine["losses"] == theirs["losses"]
+        assert_same_bits(mine["generator"], theirs["generator"])
+        assert_same_bits(mine["critic"], theirs["critic"])
+        assert (mine["gathered"], mine["told"]) == ([0, 1], 1)
+
+
+def test_init_module_builds_in_shards(two_ranks: RankPool) -> None:
+    found = two_ranks.run(fabric_jobs.built_inside, {"stage": 3}, 2)
+    for mine, theirs in zip(found, two_ranks.run(fabric_jobs.built_inside, DDP, 2), strict=True):
+        assert_same_run(mine, theirs)
+        assert (mine["in_shards"], theirs["in_shards"]) == (True, False)
+        whole = sum(value.nbytes for name, value in theirs["weights"].items() if "running" not in name)
+        assert mine["memory"]["parameter"] <= 0.62 * whole  # padding: 1 KiB of 4
+
+
+def test_an_overflow_on_one_rank_is_skipped_on_all(two_ranks: RankPool) -> None:
+    found = two_ranks.run(fabric_jobs.overflows, {"stage": 2}, 2)
+    for mine, theirs in zip(found, two_ranks.run(fabric_jobs.overflows, DDP, 2), strict=True):
+        assert_same_bits(mine["weights"], theirs["weights"])
+        assert mine["skipped"] == 1
+
+
+def test_what_fabric_saves_is_read_by_others(two_ranks: RankPool, tmp_path: Path) -> None:
+    folder, file = tmp_path / "folder", tmp_path / "file"
+    expected = two_ranks.run(fabric_jobs.save_beside, {"stage": 3}, 2, folder)[0]
+    assert_same_bits(Classifier.load_from_checkpoint(folder).state_dict(), expected["weights"])
+    consolidate(folder, tmp_path / "consolidated")
+    two_ranks.run(fabric_jobs.save_beside, {"stage": 3, "checkpoint": "full"}, 2, file)
+    for single in (tmp_path / "consolidated", file):
+        saved = torch.load(single, weights_only=True)
+        assert_same_bits(saved["state_dict"], expected["weights"])
+        assert all(not name.endswith("bias") for name in saved["weights"])
+        for index, state in expected["state"].items():
+            assert_same_bits(saved["optimizer"]["state"][index], state)
+
+
+def test_who_sets_up_too_little_is_told_so(two_ranks: RankPool) -> None:
+    for told in two_ranks.run(fabric_jobs.refusals, 2):
+        assert "Call fabric.setup(model, optimizer)" in told["stranger"]
+        assert "nothing was clipped" in told["nan"]
+        assert "Set up all of them first" in told["second"]
+
+
+def test_what_fabric_has_itself_and_what_is_not_there_is_said_at_once() -> None:
+    for arguments, error, told in (
+        ({"precision_plugin": MixedPrecision("bf16-mixed", "cpu")}, ValueError, "Fabric(plugins=...)"),
+        ({"checkpoint": {"async_save": True}}, NotImplementedError, "Leave it out"),
+        ({"tensor_parallel_size": 2}, NotImplementedError, "Leave it out"),
+    ):
+        with pytest.raises(error, match=re.escape(told)):
+            Fabric(strategy=ZeroStrategy(**arguments), accelerator="cpu", devices=1)
+
+
+SCRIPT = """
+import torch
+from lightning.fabric import Fabric
+import lightning_zero
+
+if __name__ == "__main__":
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="zero_stage_2")
+    fabric.launch()
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+    for batch in fabric.setup_dataloaders(torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2)):
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    fabric.print(f"{fabric.strategy!r} on {fabric.world_size} ranks: {loss.item():.6f}")
+"""
+
+
+def test_a_script_launches_its_ranks_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with warm.starts():
+        done = subprocess.run(
+            [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
+    assert done.returncode == 0, done.stderr
+    assert "on 2 ranks" in done.stdout
+    assert "Traceback" not in done.stderr

@@ -519,6 +519,9 @@ class FabricZeroStrategy(Readings, DDPStrategy):
         self._optimizers.clear()
         super().teardown()
 
+    def __repr__(self) -> str:
+        return f"<ZeroStrategy(stage={self.stage}) of Fabric>"
+
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -1,17 +1,19 @@
 """Lightning's own readers and callbacks, made to know folders; `import lightning_zero` is enough.
 
-Four functions of Lightning are wrapped, and nothing else of it is touched:
+Five functions of Lightning are wrapped, and nothing else of it is touched:
 
 - its loader of files (`pl_load`), so that `MyModule.load_from_checkpoint(folder)` and `Trainer(strategy="ddp")` read a
   sharded checkpoint as they read a file. (Without the import, ``zero://folder`` does the same through fsspec.)
 - `ModelCheckpoint._find_last_checkpoints`, so that ``ckpt_path="last"`` takes the newest checkpoint that is complete.
 - `ModelCheckpoint.file_exists`, so that a path is taken as soon as a checkpoint is being saved to it in the background.
+- `LightningCLI._parse_ckpt_path`, which takes from ``--ckpt_path`` what the model was made with.
 - Fabric's choice of a strategy (`_Connector`), so that ``Fabric(strategy=ZeroStrategy(...))`` works.
 """
 
 import functools
 import inspect
 import os
+import tempfile
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -22,6 +24,7 @@ from lightning.fabric.connector import _Connector
 from lightning.fabric.plugins.io import torch_io
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core import saving
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -32,6 +35,7 @@ from lightning_zero.checkpoint.folder import MANIFEST
 from lightning_zero.checkpoint.manifest import what_was_meant
 from lightning_zero.pl.callbacks import PREEMPTED
 from lightning_zero.pl.fabric import for_fabric
+from lightning_zero.views.lazy import materialize
 
 
 def read_file_or_folder(
@@ -94,6 +98,24 @@ def exists_or_is_saved(exists: Callable[..., bool], callback: ModelCheckpoint, f
     return exists(callback, filepath, trainer) and not trainer.strategy.broadcast(Folder(filepath).is_leftover)
 
 
+def parse_ckpt_path(parse: Callable[..., None], cli: LightningCLI) -> None:
+    """LightningCLI's look at the hyperparameters of the checkpoint to go on from, which it looks for in files alone."""
+    command = cli.config.get("subcommand")
+    path = cli.config[command].get("ckpt_path") if command else None
+    folder = _folder_of_checkpoint(path) if path else None
+    if folder is None or not folder.is_checkpoint:
+        parse(cli)
+        return
+    with closing(StoredCheckpoint(folder.url)) as found, tempfile.NamedTemporaryFile(suffix=".ckpt") as file:
+        torch.save({"hyper_parameters": materialize(found.tree().get("hyper_parameters", {}))}, file)
+        file.flush()
+        cli.config[command].ckpt_path = file.name
+        parse(cli)
+        cli.config[command].ckpt_path = path
+        if left_out := found.told_left_out:
+            rank_zero_warn(f"The model may be made without some of its arguments: {left_out}")
+
+
 def install() -> None:
     """Wraps them, once. Makes ``zero://`` known where the package is not installed, too, and has no entry point."""
     fsspec.register_implementation("zero", ZeroFileSystem, clobber=True)
@@ -103,6 +125,7 @@ def install() -> None:
         (ModelCheckpoint, "file_exists", exists_or_is_saved),
         (ModelCheckpoint, "_find_last_checkpoints", find_complete),
         (_Connector, "__init__", for_fabric),
+        (LightningCLI, "_parse_ckpt_path", parse_ckpt_path),
     ):
         setattr(place, name, wrapped_once(getattr(place, name), ours))
 

@@ -1,0 +1,77 @@
+"""An app of somebody else's that is run by LightningCLI; and what the tests call of it on real ranks."""
+
+import io
+from contextlib import redirect_stdout, suppress
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+
+class Model(L.LightningModule):
+    def __init__(self, hidden: int = 4, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Linear(4, hidden), nn.Tanh(), nn.Linear(hidden, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("test_loss", self.net(batch).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), self.hparams.lr)
+
+
+class Data(L.LightningDataModule):
+    def __init__(self, batch_size: int = 2) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.linspace(0, 1, 32).view(8, 4), batch_size=self.batch_size)
+
+    test_dataloader = train_dataloader
+
+
+def cli(folder: Path, *arguments: str, **kwargs: Any) -> LightningCLI:
+    defaults = {
+        "accelerator": "cpu",
+        "callbacks": [ModelCheckpoint(folder, filename="saved", enable_version_counter=False)],
+        "default_root_dir": folder,
+        "enable_model_summary": False,
+        "enable_progress_bar": False,
+        "logger": False,
+        "max_epochs": 1,
+    }
+    return LightningCLI(
+        Model,
+        Data,
+        args=list(arguments),
+        trainer_defaults=defaults,
+        save_config_kwargs={"overwrite": True},
+        seed_everything_default=1,
+        **kwargs,
+    )
+
+
+def run(folder: Path, *arguments: str) -> dict[str, Any]:
+    """What became of the model, and the arguments that it was made of."""
+    ran = cli(folder, *arguments)
+    weights = {name: value.detach().clone() for name, value in ran.model.state_dict().items()}
+    stage = getattr(ran.trainer.strategy, "stage", None)
+    return {"weights": weights, "hidden": ran.model.hparams["hidden"], "stage": stage}
+
+
+def printed(folder: Path, *arguments: str) -> str:
+    """What is printed in place of a run."""
+    said = io.StringIO()
+    with redirect_stdout(said), suppress(SystemExit):
+        cli(folder, *arguments)
+    return said.getvalue()
