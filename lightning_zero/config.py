@@ -55,9 +55,9 @@ class Offload:
         state_dtype = self.state_torch_dtype
         if state_dtype not in (None, torch.bfloat16) or (state_dtype and self.optimizer is None):
             raise ValueError(
-                f"Offload(state_dtype={state_dtype}, optimizer={self.optimizer!r}): offloaded state rests in the dtype "
-                "that the optimizer made it in, or in bfloat16. Write state_dtype='bfloat16' with optimizer='cpu' or "
-                "'nvme', or leave it out."
+                f"Offload(state_dtype={state_dtype}, optimizer={self.optimizer!r}): offloaded state is kept in the "
+                "dtype that the optimizer made it in, or in bfloat16. Write state_dtype='bfloat16' with "
+                "optimizer='cpu' or 'nvme', or leave it out."
             )
         for name in ("optimizer", "parameters"):
             tier = getattr(self, name)

@@ -1,5 +1,6 @@
 """Training loops written with Fabric, which the tests call on real ranks."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,18 @@ def whole(made: Fabric, model: Any) -> dict[str, Tensor]:
     return state_of(model.module)
 
 
-def set_up(made: Fabric, how: str = "setup", lr: float = 1e-2) -> tuple[Any, Any]:
+def set_up(made: Fabric, how: str = "setup") -> tuple[Any, Any]:
     """A model and its optimizer; ranks begin with values of their own, and all take those of rank 0."""
     torch.manual_seed(made.global_rank)
-    model = Classifier(lr, tied=made._precision.precision != "bf16-true")
+    model: Any = Classifier(tied=made._precision.precision != "bf16-true")
     model.frozen.bias.data.add_(made.global_rank)
     if how == "setup":
+        return made.setup(model, model.configure_optimizers()["optimizer"])
+    if how == "compiled":
+        optimizer = model.configure_optimizers()["optimizer"]
+        return made.setup(torch.compile(model, backend="eager"), optimizer)
+    if how == "compiled in place":
+        model.compile(backend="eager")
         return made.setup(model, model.configure_optimizers()["optimizer"])
     if how == "optimizer first":
         optimizer = made.setup_optimizers(model.configure_optimizers()["optimizer"])
@@ -54,7 +61,14 @@ def set_up(made: Fabric, how: str = "setup", lr: float = 1e-2) -> tuple[Any, Any
 
 
 def steps(
-    made: Fabric, model: Any, optimizer: Any, *, clip: str = "norm", accumulate: int = 1, overflow_at: int = -1
+    made: Fabric,
+    model: Any,
+    optimizer: Any,
+    *,
+    clip: str = "norm",
+    accumulate: int = 1,
+    overflow_at: int = -1,
+    step: str = "",
 ) -> dict[str, list[float]]:
     """An epoch, and a validation in the midst of it."""
     batches = made.setup_dataloaders(loader(shuffle=True))
@@ -62,7 +76,7 @@ def steps(
     for number, batch in enumerate(batches):
         last = (number + 1) % accumulate == 0
         with made.no_backward_sync(model, enabled=not last):
-            loss = loss_of(model, batch)
+            loss = getattr(model, step)(batch, number) if step else loss_of(model, batch)
             made.backward(loss * float("inf") if number == overflow_at and made.global_rank == 0 else loss)
         told["losses"].append(loss.item())
         if not last:
@@ -87,8 +101,9 @@ def train(strategy: Any, world: int, how: str = "setup", precision: str = "32-tr
     made = fabric(strategy, world, precision)
     made.seed_everything(1, verbose=False)
     model, optimizer = set_up(made, how)
-    told = steps(made, model, optimizer, **kwargs)
-    found = {**told, "weights": whole(made, model)}
+    with warnings.catch_warnings(record=True) as warned:
+        told = steps(made, model, optimizer, **kwargs)
+    found = {**told, "weights": whole(made, model), "warned": [str(one.message) for one in warned]}
     found["state"] = optimizer.state_dict()
     made.strategy.teardown()
     return found

@@ -550,6 +550,16 @@ def sleep_on_rank_1(strategy: Any) -> None:
     trainer(strategy, 2).fit(Sleeps(), loader())
 
 
+def die_on_rank_1(strategy: Any) -> None:
+    class Dies(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if self.global_rank == 1 and batch_idx == 2:
+                os._exit(1)
+            return super().training_step(batch, batch_idx)
+
+    trainer(strategy, 2).fit(Dies(), loader())
+
+
 class Wide(L.LightningModule):
     """Little to compute, much to send."""
 

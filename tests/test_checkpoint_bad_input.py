@@ -25,6 +25,7 @@ import jobs
 from jobs import Classifier, loader, state_of
 from lightning_zero import Checkpoint, ZeroStrategy, consolidate
 from lightning_zero.checkpoint import StoredCheckpoint, verify
+from lightning_zero.checkpoint.save import _advice_for
 from ranks import RankPool, run_alone
 
 SHARDED: dict[str, Any] = {"stage": 3, "wait_timeout": 10}
@@ -654,6 +655,13 @@ def test_r50_nothing_is_unpickled_but_on_request(two_ranks: RankPool, tmp_path: 
     assert json.loads((path / "manifest.json").read_text())["objects"]["classes"] == [
         f"{Tokenizer.__module__}.Tokenizer"
     ]
+
+
+def test_what_to_do_about_pickled_hyperparameters_is_said_for_modules_of_others_too() -> None:
+    told = _advice_for([("hyper_parameters/net", Tokenizer()), ("hyper_parameters/metrics/0", Tokenizer())])
+    assert "call model.hparams.pop('net') before fit, and pass net= to load_from_checkpoint" in told
+    assert "save_hyperparameters(ignore=['net', 'metrics'])" in told
+    assert _advice_for([("tokenizer", Tokenizer())]) == ""
 
 
 def test_r50_the_test_for_pickles_notices_one(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_two_ranks_equal_fabrics_ddp_bit_for_bit(stage: int, precision: str, two
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_clipping_by_norm_and_accumulation_equal_fabrics_ddp(stage: int, two_ranks: RankPool, ddp: Any) -> None:
-    for kwargs in ({"clip": "norm"}, {"clip": "none", "accumulate": 3}):
+    for kwargs in ({"clip": "norm"}, {"clip": "none", "accumulate": 3, "step": "training_step"}):
         found = two_ranks.run(fabric_jobs.train, {"stage": stage, "accumulation": "local"}, 2, **kwargs)
         for mine, theirs in zip(found, ddp(**kwargs), strict=True):
             if kwargs["clip"] == "norm":
@@ -71,6 +71,17 @@ def test_module_and_optimizer_are_set_up_in_any_order(how: str, two_ranks: RankP
     found = two_ranks.run(fabric_jobs.train, {"stage": 3}, 2, how, clip="value")
     for mine, theirs in zip(found, ddp(precision="32-true", clip="value"), strict=True):
         assert_same_run(mine, theirs)
+
+
+def test_a_model_compiled_in_place_stays_compiled_and_one_compiled_around_says_it_is_not(
+    two_ranks: RankPool, ddp: Any
+) -> None:
+    for how, stage in (("compiled in place", 3), ("compiled", 2)):
+        found = two_ranks.run(fabric_jobs.train, {"stage": stage}, 2, how, clip="value")
+        for rank, theirs in enumerate(ddp(precision="32-true", clip="value")):
+            assert_same_run(found[rank], theirs)
+            says_so = any("runs uncompiled" in told for told in found[rank]["warned"])
+            assert says_so == (how == "compiled" and rank == 0)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -83,8 +83,8 @@ def test_the_table_sets_bytes_beside_ddps_and_fits_into_60_columns() -> None:
     assert rows["optimizer state"] == ["348", "kB", "174", "kB"]
     assert rows["model states"][:2] == ["696", "kB"]
     assert "16.0 -> 9.0 bytes per parameter" in text
-    assert "1,280 rest in float32, not bfloat16: LayerNorm (autocast does not cast its weights)" in text
-    assert "640 rest in float32, not bfloat16: Embedding (autocast does not cast its weights)" in text
+    assert "1,280 stay in float32, not bfloat16: LayerNorm (autocast does not cast its weights)" in text
+    assert "640 stay in float32, not bfloat16: Embedding (autocast does not cast its weights)" in text
 
 
 class Own(nn.Linear):
@@ -121,7 +121,7 @@ def test_each_reason_for_fp32_is_told() -> None:
     ("ranks", "options", "told"),
     [
         (1, {}, "One rank divides nothing: every stage is the same here. Trainer(devices=2) or more divides"),
-        (2, {"replicate_size": 2}, "replicate_size=2 is all ranks: nothing is divided. Leave it out, or lower it"),
+        (2, {"replicate_size": 2}, "replicate_size=2 is all ranks: nothing is sharded. Leave it out, or lower it"),
         (2, {"offload": {"optimizer": "cpu"}}, "Offload moves nothing: the model is in host memory already"),
         (2, {"width": 2}, "The model is so small that buckets outweigh what is saved: ddp takes"),
         (2, {"width": 256}, None),
@@ -133,7 +133,7 @@ def test_a_setting_that_brings_nothing_is_told_in_a_sentence(ranks: int, options
     if "offload" in options:
         options = {"offload": Offload(**options["offload"])}
     text = " ".join(" ".join(table_on(ranks, 2, **options)).split())
-    every = ("divides nothing", "nothing is divided", "moves nothing", "outweigh")
+    every = ("divides nothing", "nothing is sharded", "moves nothing", "outweigh")
     assert sum(sign in text for sign in every) == (told is not None), text
     assert told is None or told in text
 

@@ -131,17 +131,17 @@ def one_line(said: list[list[str]]) -> str:
 
 def test_fit_says_what_is_offloaded_and_how_it_is_stepped(two_ranks: RankPool, tmp_path: Path) -> None:
     told = one_line(two_ranks.run(jobs.what_fit_says, on_disk(tmp_path, 2)))
-    assert f"Optimizer state of 838 elements rests on disk ({tmp_path})" in told
+    assert f"Optimizer state of 838 elements is kept on disk ({tmp_path})" in told
     assert "torch's fused kernel" in told
     assert "when its values are wanted" in told
     told = one_line(two_ranks.run(jobs.what_fit_says, on_disk(tmp_path, 0)))
-    assert "in each call of step: gradients rest in full" in told
+    assert "in each call of step: gradients are whole" in told
     told = one_line(two_ranks.run(jobs.what_fit_says, {"stage": 2, "offload": {"optimizer": "cpu"}}))
-    assert "rests in host memory" in told
-    assert "in each call of step: it rests where it is used" in told
+    assert "is kept in host memory" in told
+    assert "in each call of step: it is kept where it is used" in told
     assert "rounded" not in told
     told = one_line(two_ranks.run(jobs.what_fit_says, on_disk(tmp_path, 2, state_dtype="bf16")))
-    assert f"rests on disk ({tmp_path}), rounded to torch.bfloat16" in told
+    assert f"is kept on disk ({tmp_path}), rounded to torch.bfloat16" in told
     assert "Averages with beta 0.999 cannot fall there: write 0.99 or less" in told
 
 
@@ -151,5 +151,5 @@ def test_state_on_disk_can_be_read_after_fit(two_ranks: RankPool, tmp_path: Path
 
 
 def test_parameters_are_offloaded_at_stage_3_alone() -> None:
-    with pytest.raises(ValueError, match=r"rest in full on every rank at stage=2. Write stage=3"):
+    with pytest.raises(ValueError, match=r"are whole on every rank at stage=2. Write stage=3"):
         ZeroStrategy(stage=2, offload=Offload(parameters="cpu"))

@@ -163,8 +163,7 @@ class Saver:
         if self._board.rank == 0:
             self._warn(
                 f"The checkpoint holds objects that are no plain data: {_places(objects)}. They are pickled into a "
-                "file of their own, and read again only with weights_only=False. Modules are in the checkpoint "
-                "already: leave them out with self.save_hyperparameters(ignore=[...])."
+                f"file of their own, and read again only with weights_only=False.{_advice_for(objects)}"
             )
         return packed.getvalue()
 
@@ -304,6 +303,18 @@ def _ranges_of(name: str, tensor: Any, is_first: bool) -> list[Range]:
         return []
     whole = tensor.source.whole() if isinstance(tensor, LazyTensor) else tensor.detach()
     return [Range(Extent.of_whole(name, tuple(whole.shape)), whole.reshape(-1))]
+
+
+def _advice_for(objects: list[tuple[str, Any]]) -> str:
+    """What to do about hyperparameters, also where the module's code is somebody else's."""
+    names = [place.split("/")[1] for place, _ in objects if place.startswith("hyper_parameters/")]
+    if not names:
+        return ""
+    return (
+        f" To leave one out, call model.hparams.pop({names[0]!r}) before fit, and pass {names[0]}= to "
+        "load_from_checkpoint; in a module of your own, write self.save_hyperparameters(ignore="
+        f"{list(dict.fromkeys(names))}). The parameters of a module are in the checkpoint in any case."
+    )
 
 
 def _places(objects: list[tuple[str, Any]]) -> str:

@@ -25,7 +25,13 @@ from lightning_zero.checkpoint import (
 )
 from lightning_zero.checkpoint.resume import ResumeEntry
 from lightning_zero.config import Checkpoint
-from lightning_zero.pl.single_file import format_beside, is_plugin, read_single_file, write_single_file
+from lightning_zero.pl.single_file import (
+    format_beside,
+    is_folder_of_shards,
+    is_plugin,
+    read_single_file,
+    write_single_file,
+)
 from lightning_zero.run.construction import Construction
 from lightning_zero.run.engine import Engine
 from lightning_zero.run.notices import Notice, Notices
@@ -65,7 +71,10 @@ class CheckpointingStrategy(DDPStrategy):
     @property
     def _running_engine(self) -> Engine:
         if self.engine is None:
-            raise RuntimeError("Nothing is set up yet: use this inside trainer.fit, validate, test or predict.")
+            raise RuntimeError(
+                "Nothing is set up yet: use this inside trainer.fit, validate, test or predict. With Fabric, ask "
+                "fabric.strategy."
+            )
         return self.engine
 
     @property
@@ -183,7 +192,7 @@ class CheckpointingStrategy(DDPStrategy):
         """A checkpoint of any strategy. Of a sharded one this reads the manifest, and each rank later what it owns."""
         self._resumed_state = None
         path = os.fspath(checkpoint_path)
-        if is_plugin(self.checkpoint_io) and not _is_folder_of_shards(path):
+        if is_plugin(self.checkpoint_io) and not is_folder_of_shards(path):
             return super().load_checkpoint(path, weights_only=weights_only)
         # Everything else is small. The third is the model beside its average, of Lightning's WeightAveraging.
         lazy = ("state_dict", "optimizer_states", "current_model_state", resume.KEY)
@@ -308,13 +317,6 @@ class CheckpointingStrategy(DDPStrategy):
             if not self._failed:
                 raise
             log.error("%s", error)  # another error is on its way out already
-
-
-def _is_folder_of_shards(path: str) -> bool:
-    try:
-        return Folder(path).is_checkpoint
-    except ValueError:  # a scheme that fsspec does not know; a plugin may
-        return False
 
 
 def _call_it_the_last(checkpoint: Mapping[str, Any], name: str) -> None:

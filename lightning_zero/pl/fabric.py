@@ -31,7 +31,13 @@ from lightning_zero.checkpoint import CheckpointKeeper, resume
 from lightning_zero.pl.precision import SkippedStep, refuse_endless, tell_skipped
 from lightning_zero.pl.ranks import fits_whole, options_on_machine, warn_of_shared_store
 from lightning_zero.pl.reading import Readings
-from lightning_zero.pl.single_file import format_beside, read_single_file, write_single_file
+from lightning_zero.pl.single_file import (
+    format_beside,
+    is_folder_of_shards,
+    is_plugin,
+    read_single_file,
+    write_single_file,
+)
 from lightning_zero.pl.strategy import ZeroStrategy, named
 from lightning_zero.pl.table import table_of, told_of_whole
 from lightning_zero.run.construction import constructing
@@ -72,8 +78,13 @@ class ShardedModule(Module):
                 self.made = self._make(self)
         return self.made
 
-    @torch.compiler.disable(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            _tell_uncompiled()
+        return self._call(*args, **kwargs)
+
+    @torch.compiler.disable
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         reduces = torch.is_grad_enabled() and not self._is_blocked
         with self.engine.forward(reduces=reduces):
             return self.module(*args, **kwargs)
@@ -462,9 +473,11 @@ class FabricZeroStrategy(Readings, DDPStrategy):
         self.end_rendezvous()
         entries: dict[str, Any] = state if isinstance(state, dict) else {}
         lazy = [key for key, value in entries.items() if isinstance(value, ShardedModule | Optimizer)]
-        checkpoint = self._keeper.open(str(path), lazy=lazy, objects=weights_only is False)
-        if checkpoint is None:
-            checkpoint = read_single_file(self.checkpoint_io, str(path), weights_only)
+        if is_plugin(self.checkpoint_io) and not is_folder_of_shards(str(path)):
+            checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        else:
+            opened = self._keeper.open(str(path), lazy=lazy, objects=weights_only is False)
+            checkpoint = read_single_file(self.checkpoint_io, str(path), weights_only) if opened is None else opened
         if isinstance(state, Module | Optimizer):
             self._load(state, checkpoint, strict)
             checkpoint = {}
@@ -539,6 +552,15 @@ def for_fabric(init: Callable[..., None], connector: Any, *args: Any, strategy: 
     if isinstance(strategy, ZeroStrategy):
         strategy = FabricZeroStrategy(strategy)
     init(connector, *args, strategy=cast(Strategy, strategy), **kwargs)
+
+
+@torch.compiler.disable
+def _tell_uncompiled() -> None:
+    """Fabric compiles what it calls, around the engine, which cannot be traced."""
+    rank_zero_warn(
+        "fabric.setup(torch.compile(model), ...) runs uncompiled with ZeroStrategy. Compile the model in place before: "
+        "model.compile(); fabric.setup(model, ...)."
+    )
 
 
 def _nothing() -> None: ...

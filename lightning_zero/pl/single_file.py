@@ -20,6 +20,13 @@ def is_plugin(io: CheckpointIO) -> bool:
     return type(io) is not TorchCheckpointIO
 
 
+def is_folder_of_shards(path: str) -> bool:
+    try:
+        return Folder(path).is_checkpoint
+    except ValueError:  # a scheme that fsspec does not know; a plugin may
+        return False
+
+
 def format_beside(io: CheckpointIO | None, policy: Checkpoint, *, may_choose: bool) -> Checkpoint:
     """How to save where `io` writes.
 

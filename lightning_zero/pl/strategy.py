@@ -41,7 +41,7 @@ from lightning_zero.run.modes import NAMES as MODES
 from lightning_zero.shards.local import local_of
 from lightning_zero.stage import STAGES
 from lightning_zero.tiers.disk import DiskError
-from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.comm import Comm, RankTimeoutError
 from lightning_zero.wire.mesh import shape_of
 from lightning_zero.wire.native import make_comm
 
@@ -72,6 +72,8 @@ def _inside(context: Callable[[Any], AbstractContextManager[None]], theirs: Call
 
 class ZeroStrategy(Readings, CheckpointingStrategy):
     """ZeRO (arXiv 1910.02054) as a strategy: DDP's numbers, with model states partitioned over the ranks.
+
+    For `lightning.Trainer`, and for `lightning.Fabric`, whose `fabric.strategy` then has the reports below.
 
     Args:
         stage: what rests as 1/N on each of N ranks: 1 the optimizer state, 2 also the gradients, 3 also the
@@ -136,7 +138,7 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
         accumulation: Literal["sharded", "local"] = "sharded",
         granularity: Literal["auto", "element", "block", "tensor"] = "auto",
         broadcast_buffers: bool = True,
-        checkpoint: Checkpoint | Mapping[str, Any] | None = None,
+        checkpoint: Checkpoint | Mapping[str, Any] | str | None = None,
         step_in_backward: bool = False,
         max_skipped_steps: int = 20,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
@@ -176,7 +178,7 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
         self.offload = config.policy_from(Offload, offload, "offload")
         if self.offload is not None and self.offload.parameters is not None and not STAGES[self.stage].parameter:
             raise ValueError(
-                f"{self.offload} offloads parameters, which rest in full on every rank at stage={self.stage}. Write "
+                f"{self.offload} offloads parameters, which are whole on every rank at stage={self.stage}. Write "
                 "stage=3, or leave parameters out."
             )
         self.activation_checkpointing = config.policy_from(
@@ -282,6 +284,8 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         comm = self._ensure_comm()
+        if self._failed:
+            comm.report(None)  # it is not what ranks fail of from here on
         if fitting:
             self.setup_optimizers(trainer)
             # Lightning's broadcast of each batch, which `Preemption` has replaced: in it a rank would wait for one
@@ -437,6 +441,10 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
+        if isinstance(exception, RankTimeoutError):
+            exception.moment = _moment_of(self.lightning_module)
+        elif self._comm is not None:
+            self._comm.report(f"{type(exception).__name__}: {exception}".splitlines()[0])
         if isinstance(exception, DiskError):
             latest = None if self._keeper is None else self._keeper.latest_complete
             exception.add_note(f"The last complete checkpoint of this run: {latest or 'none was saved'}.")
@@ -488,3 +496,11 @@ ZeroStrategy.register_strategies(StrategyRegistry)
 
 
 def _nothing() -> None: ...
+
+
+def _moment_of(module: "pl.LightningModule | None") -> str:
+    """What the trainer does now, for messages: "step 12"."""
+    if module is None or module._trainer is None:
+        return ""
+    trainer = module.trainer
+    return f"{'' if trainer.training else f'{trainer.state.stage} after '}step {trainer.global_step}"

@@ -117,7 +117,7 @@ def _uncast_lines(engine: Engine) -> list[str]:
     """What rests in fp32 although autocast's dtype was asked for, and why."""
     asked = str(engine.options.autocast_dtype).removeprefix("torch.")
     lines = [
-        f"{uncast.numel:,} rest in float32, not {asked}: {uncast.kind} ({uncast.why})"
+        f"{uncast.numel:,} stay in float32, not {asked}: {uncast.kind} ({uncast.why})"
         for uncast in engine.uncast[:SHOWN]
     ]
     if left := sum(uncast.numel for uncast in engine.uncast[SHOWN:]):
@@ -137,7 +137,7 @@ def _warnings(engine: Engine, expected: Forecast) -> list[str]:
         told.append("One rank divides nothing: every stage is the same here. Trainer(devices=2) or more divides")
     elif options.replicate_size == data_ranks:
         told.append(
-            f"replicate_size={options.replicate_size} is all ranks: nothing is divided. Leave it out, or lower it"
+            f"replicate_size={options.replicate_size} is all ranks: nothing is sharded. Leave it out, or lower it"
         )
     elif engine.partition.optimizer and here >= ddp:
         told.append(
@@ -159,14 +159,16 @@ def _offload_lines(engine: Engine, optimizers: Iterable[Optimizer]) -> list[str]
     rests = {"cpu": "in host memory", "nvme": f"on disk ({offload.path})"}
     lines = []
     if offload.parameters is not None:
-        lines.append(f"Parameters rest {rests[offload.parameters]} between uses")
+        lines.append(f"Parameters are kept {rests[offload.parameters]} between uses")
     if offload.optimizer is not None:
         kernel = "torch's fused kernel" if engine.fuses else "the optimizer's own kernels"
         when = (
             f"in each call of step: {engine.serial_because}" if engine.serial_because else "when its values are wanted"
         )
         narrow = "" if offload.state_torch_dtype is None else f", rounded to {offload.state_torch_dtype}"
-        lines.append(f"Optimizer state of {engine.offloaded_numel:,} elements rests {rests[offload.optimizer]}{narrow}")
+        lines.append(
+            f"Optimizer state of {engine.offloaded_numel:,} elements is kept {rests[offload.optimizer]}{narrow}"
+        )
         lines.append(f"and is stepped by {kernel}, {when}")
         betas = {beta for one in optimizers for group in one.param_groups for beta in group.get("betas", ())}
         stuck = sorted(beta for beta in betas if _is_stuck(beta, offload.state_torch_dtype))
@@ -198,5 +200,6 @@ def _recompute_lines(engine: Engine) -> list[str]:
     how = (", each rank's part of it" if policy.partition else "") + (", in one array" if policy.contiguous else "")
     blocks = engine.recompute.chosen.blocks
     return [
-        f"{len(blocks)} blocks ({blocks[0]}, ...) compute activations again in backward; their input rests {rests}{how}"
+        f"{len(blocks)} blocks ({blocks[0]}, ...) compute activations again in backward; "
+        f"their input is kept {rests}{how}"
     ]

@@ -112,7 +112,7 @@ class Engine:
         if self.options.step_in_backward and (len(optimizers) > 1 or not self.partition.gradient):
             raise ValueError(
                 f"step_in_backward=True needs a single optimizer, which has {len(optimizers)} here, and gradients that "
-                "rest as shards (stage=2 or 3). Leave step_in_backward out."
+                "are sharded (stage=2 or 3). Leave step_in_backward out."
             )
         is_cut = self.partition.optimizer and self.comm.size > 1
         is_divided = any(local_of(parameter) is not parameter for parameter in managed)

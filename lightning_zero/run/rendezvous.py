@@ -227,9 +227,12 @@ class Rendezvous:
         try:
             heard = self._comm.all_reduce(said, "rendezvous", "max")
         except RankTimeoutError as error:
-            labels = [*(unit.name or "the model" for unit in self._units), *(call.label for call in self._calls)]
-            what = "had done" if number is None else f"wanted {labels[number]}"
-            raise RankTimeoutError(f"Rank {self._comm.rank} {what}. {error}") from error
+            units = [f"the all-gather of {unit.name or 'the model'}" for unit in self._units]
+            wanted = "the agreement that ends a step or an evaluation"
+            if number is not None:
+                wanted = [*units, *(call.label for call in self._calls)][number]
+            error.place = f"{wanted}, on rank {self._comm.rank}"
+            raise
         wanted, one, other, anybody, statement = heard.split([known, len(same), len(same), 1, len(said) - len(mine)])
         if wanted.any():  # else all that are left start together, when they settle
             self._reductions.start(self._reductions.count_complete_in(statement))

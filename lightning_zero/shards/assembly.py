@@ -143,7 +143,7 @@ def _choose_resting(module: Module, managed: Sequence[Parameter], trainable: set
         for name, parameter in module.named_parameters():
             if local_of(parameter) is not parameter:
                 raise ValueError(
-                    f"param_dtype={options.param_dtype} has parameters rest in another dtype than they were made in, "
+                    f"param_dtype={options.param_dtype} keeps parameters in another dtype than they were made in, "
                     f"and {name!r} is a DTensor, which shows one alone. Leave param_dtype out, or make the model in "
                     "that dtype (precision='bf16-true')."
                 )

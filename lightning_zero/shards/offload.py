@@ -68,9 +68,9 @@ def why_serial(module: Module, shards: Sequence[GradientShard]) -> str | None:
     """Why steps of what is offloaded cannot be taken as late as when the values are wanted; None where they can."""
     offloaded = [shard for shard in shards if shard.group.kind.is_offloaded]
     if all(shard.group.places.optimizer == shard.group.places.gathered for shard in offloaded):
-        return "it rests where it is used"
+        return "it is kept where it is used"
     if not all(shard.is_spread for shard in offloaded):
-        return "gradients rest in full, and may be changed before the values are wanted"
+        return "gradients are whole on every rank, and may be changed before the values are wanted"
     if modules_in_compiled_regions(module):
         return "compiled modules look at parameters past us"
     return None

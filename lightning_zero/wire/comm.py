@@ -30,7 +30,50 @@ COMBINE: dict[Reduction, Combine] = {"sum": torch.add, "max": torch.maximum, "mi
 
 
 class RankTimeoutError(RuntimeError):
-    """A rank waited longer than `wait_timeout` for another one. Fatal: data of that operation is lost."""
+    """A rank waited longer than `wait_timeout` for another one, or has lost it. Fatal: data of that operation is lost.
+
+    Args:
+        lost: who, and why: "Rank 1 died (connection reset)".
+        key: of the operation.
+        details: what is known besides.
+    """
+
+    def __init__(self, lost: str, key: str, *details: str) -> None:
+        super().__init__(lost, key, *details)
+        self.lost = lost
+        self.place = place_of(key)  # what this rank was in; who knows more says it
+        self.moment = ""  # "step 12", from whoever counts
+        self.details = [*details, f"Operation: {key!r}"]
+
+    def __str__(self) -> str:
+        moment = f" during {self.moment}" if self.moment else ""
+        return f"{self.lost}{moment}, in {self.place}. {'. '.join(self.details)}."
+
+
+# What an operation is for, by its kind and the first word of its name.
+_PLACES = {
+    ("reduce_scatter", "reduce"): "the reduction of the gradients of {}",
+    ("all_gather", "reduce"): "the reduction of the gradients of {}",
+    ("all_gather", "gradient"): "the all-gather of the gradients of {}",
+    ("all_gather", "read"): "the all-gather of the {}",
+    ("all_gather", "gather"): "the all-gather of the parameters of {}",
+    ("all_gather", "publish"): "the all-gather of the stepped parameters of {}",
+    ("all_gather", "state"): "the all-gather of the optimizer state of {}",
+    ("broadcast", "initial"): "the broadcast of rank 0's {}",
+    ("broadcast", "buffers"): "the broadcast of rank 0's buffers",
+    ("all_reduce", "norm"): "the sum of the gradient norm",
+    ("all_reduce", "overflow"): "the agreement on whether gradients overflowed",
+    ("all_reduce", "rendezvous"): "the agreement on what comes next",
+    ("all_reduce", "settle"): "the agreement on which parameters have gradients",
+}
+
+
+def place_of(key: str) -> str:
+    """Where a rank is that issues the operation `key`, by the model's names: "the reduction of the gradients of x"."""
+    kind, _, name = key.rpartition(" #")[0].partition(" ")
+    purpose, _, what = name.partition(" ")
+    known = _PLACES.get((kind, purpose))
+    return known.format(what.partition("/")[0]) if known else f"the {kind.replace('_', '-')} of {name}"
 
 
 class CollectiveMismatchError(RuntimeError):
@@ -135,6 +178,10 @@ class Comm(ABC):
     @abstractmethod
     def board(self) -> Board:
         """For agreements among these ranks that are no collectives."""
+
+    def report(self, told: str | None) -> None:  # noqa: B027
+        """Leaves word of why this rank will not come any more, for ranks that wait for it; None takes it back. Nobody
+        waits where there is nothing to be done."""
 
     @abstractmethod
     def split(self, groups: Sequence[Sequence[int]]) -> "Comm":

@@ -6,9 +6,10 @@ and its all-reduce of a few bytes takes three times as long as the messages here
 
 import itertools
 import pickle
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, TypeVar, final
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.wire.board import Board
-from lightning_zero.wire.comm import Combine, Comm, Gather, RankTimeoutError, Work
+from lightning_zero.wire.comm import Combine, Comm, Gather, RankTimeoutError, Work, place_of
 
 _MADE = itertools.count()  # communicators of this process; all ranks make the same ones, in the same order
 _GRACE = timedelta(seconds=3)  # after a timed-out wait: how long to listen for what the other ranks report
@@ -27,6 +28,10 @@ _GRACE = timedelta(seconds=3)  # after a timed-out wait: how long to listen for 
 # to look like this cost time and nothing else.
 _DIVERGES = 0x5AFE_C0DE_0D1F_FE25
 _WORD = torch.int64
+
+_FAILED = " failed: "  # in what a rank reports of an error of its own
+_NOISE = re.compile(r"^\[[^]]*\] *|\. This is typically .*|\.$")  # a place in gloo's source; its advice
+_CLOSED = re.compile(r"connection (closed|reset)|broken pipe", re.IGNORECASE)  # what gloo says of a peer that has gone
 
 _Pending = list[tuple[int, dist.Work]]  # messages under way, each with the peer that it is to or from
 
@@ -169,13 +174,13 @@ class GlooComm(Comm):
         tag = zlib.crc32(key.encode()) & 0x7FFFFFFF
         for begin, tensors in ((self._group.recv, receives), (self._group.send, sends)):
             for peer, tensor in tensors.items():
-                with self.explaining(key, f"rank {peer}"):  # fails where an earlier wait timed out and closed it
+                with self.explaining(key, peer):  # fails where an earlier wait timed out and closed it
                     pending.append((peer, begin([tensor], peer, tag)))
         return pending
 
     def _wait(self, pending: _Pending, key: str) -> None:
         for peer, work in pending:
-            with self.explaining(key, f"rank {peer}"):
+            with self.explaining(key, peer):
                 work.wait(self.wait_timeout)
 
     @property
@@ -185,30 +190,56 @@ class GlooComm(Comm):
         return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
 
     @contextmanager
-    def explaining(self, key: str, awaited: str) -> Iterator[None]:
-        """When a message of `key` fails: tells the others, through the store, that this rank waited for `awaited`,
-        listens for where they wait, and raises all of it."""
+    def explaining(self, key: str, awaited: int | None) -> Iterator[None]:
+        """When a message of `key` to or from rank `awaited` (None: any other) fails: tells the others, through the
+        store, that this rank waited for it, listens for where they wait, and raises all of it."""
         try:
             yield
         except RuntimeError as error:
-            said = [f"rank {self.rank} was in {key!r}, waiting for {awaited}"]
-            try:
-                store = self._store
-                store.set(f"lost/{self.rank}", said[0])
-                said += [_hear(store, peer) for peer in self._peers]
-            except Exception as unreachable:  # rank 0, which holds the store, may be the one that died
-                said.append(f"the store on rank 0 does not answer ({type(unreachable).__name__})")
-            raise RankTimeoutError(
-                f"Lost a rank (wait_timeout={self.wait_timeout.total_seconds():g} s): {'; '.join(said)}. "
-                f"Cause: {str(error).splitlines()[0]}"
-            ) from error
+            cause = _NOISE.sub("", str(error).splitlines()[0])
+            raise self._lost_in(key, awaited, cause) from None  # the cause is told, and is no second traceback
+
+    def _lost_in(self, key: str, awaited: int | None, cause: str) -> RankTimeoutError:
+        waits_for = "the others" if awaited is None else f"rank {awaited}"
+        details = []
+        try:
+            store = self._store
+            store.set(f"lost/{self.rank}", f"Rank {self.rank} was in {place_of(key)}, waiting for {waits_for}")
+            heard = {peer: _hear(store, peer) for peer in self._peers}
+        except Exception as unreachable:  # rank 0, which holds the store, may be the one that died
+            heard = {}
+            details.append(f"The store on rank 0 does not answer ({type(unreachable).__name__})")
+        silent = [peer for peer, told in heard.items() if told is None]
+        failed = [peer for peer, told in heard.items() if told is not None and _FAILED in told]
+        suspects = failed or [peer for peer in silent if peer == awaited] or silent
+        suspect = suspects[0] if suspects else awaited
+        who, closed = "Another rank" if suspect is None else f"Rank {suspect}", _CLOSED.search(cause)
+        if failed:
+            lost = f"{who} failed"
+        elif closed is not None:  # who waits for too long closes what it has, too
+            lost = f"{who} gave up" if suspect in heard.keys() - silent else f"{who} died ({closed[0].lower()})"
+        else:
+            lost = f"{who} did not come within wait_timeout={self.wait_timeout.total_seconds():g} s"
+            details += [
+                f"Rank {peer} reported nothing: it has died, or is busy outside any collective" for peer in silent
+            ]
+        details += [told for told in heard.values() if told is not None]
+        return RankTimeoutError(lost, key, *details, f"Cause: {cause}")
+
+    def report(self, told: str | None) -> None:
+        with suppress(Exception):  # nobody may be there to hear it
+            if told is None:
+                self._store.delete_key(f"lost/{self.rank}")
+            else:
+                self._store.set(f"lost/{self.rank}", f"Rank {self.rank}{_FAILED}{told}")
 
 
-def _hear(store: Any, rank: int) -> str:
+def _hear(store: Any, rank: int) -> str | None:
+    """What a rank says of why it has gone, or where it waits; None where it says nothing."""
     try:
         store.wait([f"lost/{rank}"], _GRACE)
     except RuntimeError:
-        return f"rank {rank} reported nothing: it has died, or is busy outside any collective"
+        return None
     return store.get(f"lost/{rank}").decode()
 
 

@@ -47,6 +47,9 @@ class NativeComm(Comm):
     def board(self) -> Board:
         return self._control.board
 
+    def report(self, told: str | None) -> None:
+        self._control.report(told)
+
     def split(self, groups: Sequence[Sequence[int]]) -> Comm:
         control = self._control.split(groups)
         assert isinstance(control, GlooComm)
@@ -113,7 +116,7 @@ class NativeComm(Comm):
             if self._on_device:
                 work.wait()  # of the current stream; with a time limit it would block this thread
             else:
-                with self._control.explaining(key, "the others"):
+                with self._control.explaining(key, None):
                     work.wait(self._control.wait_timeout)
 
 

@@ -90,7 +90,7 @@ class ThreadComm(Comm):
             if len(here) < self.size:
                 missing = [member for rank, member in enumerate(self._members) if rank not in here]
                 why = "another rank failed" if in_time else f"wait_timeout={world.wait_timeout:g} s"
-                raise RankTimeoutError(f"{key!r}: ranks {missing} never came ({why}).")
+                raise RankTimeoutError(f"Ranks {missing} never came ({why})", key)
             world.read[key] += 1
             if world.read[key] == self.size:
                 del world.posted[key], world.read[key]
