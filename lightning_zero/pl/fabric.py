@@ -9,15 +9,14 @@ One strategy cannot be a Trainer's and Fabric's at once: Lightning gives methods
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any, TypeVar, cast, final
+from typing import Any, TypeVar, cast
 
-import torch
 from lightning.fabric.plugins import BitsandbytesPrecision, CheckpointIO, MixedPrecision, Precision
 from lightning.fabric.plugins import TransformerEnginePrecision as TransformerEngine
 from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy, Strategy
-from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
+from lightning.fabric.strategies.strategy import _validate_keys_for_strict_loading
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.fabric.wrappers import _unwrap_objects
@@ -31,6 +30,7 @@ from lightning_zero.checkpoint import CheckpointKeeper, resume
 from lightning_zero.pl.precision import SkippedStep, refuse_endless, tell_skipped
 from lightning_zero.pl.ranks import fits_whole, options_on_machine, warn_of_shared_store
 from lightning_zero.pl.reading import Readings
+from lightning_zero.pl.sharded_module import ShardedModule, SyncControl
 from lightning_zero.pl.single_file import (
     format_beside,
     is_folder_of_shards,
@@ -53,60 +53,6 @@ from lightning_zero.wire.mesh import Mesh
 from lightning_zero.wire.native import make_comm
 
 T = TypeVar("T")
-
-
-@final
-class ShardedModule(Module):
-    """What Fabric calls in the place of a module, as it calls DDP's wrapper.
-
-    Args:
-        module: the user's.
-        make: makes the engine, once all optimizers are known: when it is first asked for.
-    """
-
-    def __init__(self, module: Module, make: Callable[["ShardedModule"], Engine]) -> None:
-        super().__init__()
-        self.module = module
-        self.made: Engine | None = None
-        self._make = make
-        self._is_blocked = False  # the next backward is not the last of its step
-
-    @property
-    def engine(self) -> Engine:
-        if self.made is None:
-            with torch.inference_mode(False), torch.enable_grad():  # what is made here trains later
-                self.made = self._make(self)
-        return self.made
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            _tell_uncompiled()
-        return self._call(*args, **kwargs)
-
-    @torch.compiler.disable
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        reduces = torch.is_grad_enabled() and not self._is_blocked
-        with self.engine.forward(reduces=reduces):
-            return self.module(*args, **kwargs)
-
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Around forward and backward of all but the last micro-batch."""
-        self._is_blocked = True
-        try:
-            with self.engine.accumulating():
-                yield
-        finally:
-            self._is_blocked = False
-
-    def has(self, what: Module | Parameter) -> bool:
-        return any(one is what for one in (self.modules() if isinstance(what, Module) else self.parameters()))
-
-
-class _SyncControl(_BackwardSyncControl):
-    @override
-    def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
-        return cast(ShardedModule, module).accumulating() if enabled else nullcontext()
 
 
 class FabricZeroStrategy(Readings, DDPStrategy):
@@ -146,7 +92,7 @@ class FabricZeroStrategy(Readings, DDPStrategy):
         self.stage, self.checkpoint = of.stage, of.checkpoint
         if of._checkpoint_io is not None:
             self.checkpoint_io = of._checkpoint_io
-        self._backward_sync_control = _SyncControl()
+        self._backward_sync_control = SyncControl()
         self._modules: list[ShardedModule] = []
         self._optimizers: list[Optimizer] = []
         self._steps = 0  # of all optimizers
@@ -552,15 +498,6 @@ def for_fabric(init: Callable[..., None], connector: Any, *args: Any, strategy: 
     if isinstance(strategy, ZeroStrategy):
         strategy = FabricZeroStrategy(strategy)
     init(connector, *args, strategy=cast(Strategy, strategy), **kwargs)
-
-
-@torch.compiler.disable
-def _tell_uncompiled() -> None:
-    """Fabric compiles what it calls, around the engine, which cannot be traced."""
-    rank_zero_warn(
-        "fabric.setup(torch.compile(model), ...) runs uncompiled with ZeroStrategy. Compile the model in place before: "
-        "model.compile(); fabric.setup(model, ...)."
-    )
 
 
 def _nothing() -> None: ...

@@ -127,7 +127,8 @@ def install() -> None:
         (_Connector, "__init__", for_fabric),
         (LightningCLI, "_parse_ckpt_path", parse_ckpt_path),
     ):
-        setattr(place, name, wrapped_once(getattr(place, name), ours))
+        if hasattr(place, name):  # older versions of LightningCLI look at no hyperparameters
+            setattr(place, name, wrapped_once(getattr(place, name), ours))
 
 
 def wrapped_once(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
