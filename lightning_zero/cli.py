@@ -1,5 +1,6 @@
-"""``lightning-zero``: what is done with checkpoints of `ZeroStrategy` outside of training.
+"""``lightning-zero``: what is done with checkpoints of `ZeroStrategy` outside of training, and what a stage will take.
 
+    lightning-zero plan --parameters 7e9 --ranks 8       bytes per rank at each stage, beside DDP's
     lightning-zero inspect DIR                           what is inside; reads the manifest only
     lightning-zero verify DIR [DIR ...]                  names every file that is missing, short or altered
     lightning-zero consolidate DIR OUT.ckpt              one ordinary Lightning file, optimizer and all
@@ -57,6 +58,8 @@ def _parser() -> argparse.ArgumentParser:
             one.add_argument(place, type=_place, metavar=place.upper(), help=told)
         return one
 
+    _add_plan(command("plan", _plan, "Bytes per rank at each stage, beside those of Lightning's ddp."))
+
     folder = "the checkpoint's folder"
     command("inspect", _inspect, "Tells what is inside, by the manifest only.", dir=f"{folder}, a path or URL")
 
@@ -77,6 +80,32 @@ def _parser() -> argparse.ArgumentParser:
     about = "Makes a torch.distributed.checkpoint folder, laid out as FSDPStrategy does."
     command("export", _export, about, dir=folder, dcp="the folder to write; new, or empty")
     return parser
+
+
+def _add_plan(one: argparse.ArgumentParser) -> None:
+    tiers, precisions = ("cpu", "nvme"), "32-true bf16-mixed 16-mixed bf16-true 16-true 64-true".split()
+    one.add_argument("--parameters", type=_positive, required=True, help="of the model, such as 7e9")
+    one.add_argument("--ranks", type=int, required=True, help="processes, one for each GPU")
+    one.add_argument("--stage", type=int, choices=(1, 2, 3), help="all three by default")
+    one.add_argument("--precision", choices=precisions, default="32-true", help="as the Trainer has it")
+    one.add_argument("--offload", choices=tiers, help="where the optimizer state rests, and at stages 2, 3 gradients")
+    one.add_argument("--offload-parameters", choices=tiers, help="where parameters rest at stage 3")
+    one.add_argument("--replicas", type=int, default=1, help="as replicate_size (default 1)")
+    one.add_argument("--state-tensors", type=int, default=2, help="of the optimizer (default 2, as Adam; SGD has 0)")
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from lightning_zero.config import Offload
+    from lightning_zero.pl.planning import plan_text
+
+    tiers = {"optimizer": options.offload, "parameters": options.offload_parameters}
+    setting = {"precision": options.precision, "ranks": options.ranks, "replicate_size": options.replicas}
+    try:
+        setting["offload"] = Offload(**tiers, path="." if "nvme" in tiers.values() else None)
+        stages = (1, 2, 3) if options.stage is None else (options.stage,)
+        print(plan_text(int(options.parameters), stages, **setting, state_tensors=options.state_tensors))
+    except ValueError as error:
+        options.refuse(str(error))
 
 
 def _place(text: str) -> str:

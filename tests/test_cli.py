@@ -20,11 +20,12 @@ import warm
 from lightning_zero import cli
 from lightning_zero.checkpoint import Saver, StoredCheckpoint
 from lightning_zero.checkpoint.shard import ShardReader
+from lightning_zero.run.estimate import PRECISIONS
 from lightning_zero.wire.local import LocalComm
 from ranks import RankPool
 
 SCRIPT = str(Path(sys.executable).with_name("lightning-zero"))
-COMMANDS = ["inspect", "verify", "consolidate", "import", "export"]
+COMMANDS = ["plan", "inspect", "verify", "consolidate", "import", "export"]
 
 
 class Tokenizer:
@@ -97,7 +98,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert ("--safetensors" in told) == (command == "consolidate")
 
 
-def test_the_five_commands_are_the_ones_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_are_the_ones_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         run("convert", "x")
     said = capsys.readouterr().err
@@ -109,6 +110,9 @@ def test_the_five_commands_are_the_ones_there_are(capsys: pytest.CaptureFixture[
     ("arguments", "told"),
     [
         ([], "the following arguments are required: COMMAND"),
+        (["plan", "--parameters", "7e9"], "the following arguments are required: --ranks"),
+        (["plan", "--parameters", "7e9", "--ranks", "0"], "0 ranks cannot be divided into 1 replicas"),
+        (["plan", "--parameters", "7", "--ranks", "8", "--stage", "2", "--offload-parameters", "cpu"], "at stage 3"),
         (["inspect"], "the following arguments are required: DIR"),
         (["import", "a"], "the following arguments are required: DIR"),
         (["inspect", "nosuch://x"], "nosuch://x: Protocol not known: nosuch"),
@@ -313,3 +317,33 @@ def test_what_is_printed_fits_a_stream_that_is_no_terminal(trained: Path, monkey
     assert run("inspect", trained) == 0
     assert printed.getvalue().isascii()
     assert max(map(len, printed.getvalue().splitlines()[3:])) < 80
+
+
+# -- plan
+
+
+def test_plan_sets_the_bytes_of_each_stage_beside_ddps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", "--parameters", "7e9", "--ranks", 8, "--precision", "bf16-mixed") == 0
+    told = lines(capsys)
+    assert told[0] == "7,000,000,000 parameters, 8 ranks, bf16-mixed"
+    assert told[1] == "bytes per rank ddp stage 1 stage 2 stage 3"
+    assert "model states 112 GB 52.5 GB 28 GB 15.8 GB" in told
+    assert "16.0 -> 7.5 -> 4.0 -> 2.2 bytes per parameter" in told
+
+
+def test_plan_shows_what_offload_moves(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        run("plan", "--parameters", "3e9", "--ranks", 1, "--stage", 2, "--offload", "cpu", "--precision", "bf16-mixed")
+        == 0
+    )
+    told = lines(capsys)
+    assert "model states 48 GB 6 GB" in told
+    assert "optimizer state (host) - 24 GB" in told
+    assert run("plan", "--parameters", "8e9", "--ranks", 4, "--offload-parameters", "cpu", "--offload", "nvme") == 0
+    assert "parameter (host) - - - 8 GB" in lines(capsys)  # at stage 3 alone
+
+
+def test_plan_knows_the_precisions_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("plan", "--precision", "8-bit")
+    assert re.findall(r"[\w-]+", capsys.readouterr().err.rpartition("choose from")[2]) == list(PRECISIONS)
