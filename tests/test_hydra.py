@@ -175,8 +175,8 @@ def test_the_package_brings_no_group_that_an_app_has_for_itself():
     assert {**cfg} == {**own, "experiment": "smoke"}, "a value of the app's, and no config of ours"
 
 
-def test_the_foreign_app_has_the_recipe_of_the_readme():
-    (recipe,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+def test_the_foreign_app_has_the_recipe_of_the_docs():
+    (recipe,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "hydra.md").read_text(), flags=re.DOTALL)
     app = (ROOT / "tests" / "foreign_conf" / "app.yaml").read_text()
     assert [line for line in recipe.splitlines() if line not in app.splitlines()] == []
 

@@ -7,9 +7,12 @@ from types import FunctionType
 
 import pytest
 
+import docs_jobs
 import lightning_zero
-from lightning_zero import ZeroStrategy
+from lightning_zero import ZeroStrategy, cli, verify
+from lightning_zero.run.estimate import states_of
 from lightning_zero.stage import STAGES
+from ranks import RankPool
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -36,14 +39,10 @@ def test_where_is_covers_every_module() -> None:
     assert modules == {file for file, _ in PLACES if file.startswith("lightning_zero/") and file.endswith(".py")}
 
 
-def test_make_targets_in_the_readme_exist() -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    assert set(re.findall(r"`?make ([a-z-]+)", README)) <= targets
-
-
 def test_methods_in_the_readme_exist() -> None:
-    named = re.findall(r"strategy\.(\w+)\(", README)
-    assert len(named) >= 5
+    pages = [README, *(path.read_text() for path in (ROOT / "docs").glob("*.md"))]
+    named = [name for page in pages for name in re.findall(r"strategy\.(\w+)\(", page)]
+    assert len(set(named)) >= 7
     assert not [name for name in named if not hasattr(ZeroStrategy, name)]
 
 
@@ -55,7 +54,33 @@ def test_public_names_are_all_of_them_and_importable() -> None:
     assert public == set(lightning_zero.__all__)
 
 
-def test_session_in_the_readme_is_python_that_names_our_arguments() -> None:
-    (session,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    compile(session, "README.md", "exec")
+def test_session_in_the_readme_prints_what_it_shows(two_ranks: RankPool, tmp_path: Path) -> None:
+    session = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)[0]
+    shown = re.findall(r"```text\n(.*?)```", README, flags=re.DOTALL)[0]
     assert len(session.strip().splitlines()) <= 10
+    printed, _ = two_ranks.run(docs_jobs.run_session, session, tmp_path)
+    assert shown.strip() in printed
+    assert verify(tmp_path / "model.ckpt") == []
+
+
+def test_commands_in_the_readme_print_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = re.findall(r"^\$ lightning-zero (.*?)\n(.*?)```", README, flags=re.DOTALL | re.MULTILINE)
+    assert len(shown) == 1
+    for command, output in shown:
+        assert cli.main(command.split()) == 0
+        assert capsys.readouterr().out == output
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_bytes_per_parameter_in_the_readme_are_those_that_are_counted(stage: int, precision: str) -> None:
+    row = next(line for line in README.splitlines() if line.startswith(f"| {stage} | "))
+    told = row.split("|")[3 if precision == "32-true" else 4].strip()
+    whole, _, divided = told.rpartition("/N")[0].rpartition(" + ") if "/N" in told else (told, "", "0")
+    for ranks in (2, 8, 64):
+        counted = sum(states_of(64_000, stage=stage, ranks=ranks, precision=precision).values())
+        assert counted == (int(whole or 0) + int(divided) / ranks) * 64_000
+
+
+def test_what_it_was_tested_on_is_said() -> None:
+    assert "**It has never run on a GPU or over NCCL.**" in README

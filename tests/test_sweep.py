@@ -128,7 +128,7 @@ def test_a_job_is_told_beside_ddp_without_a_word_of_its_own(two_jobs):
         assert summary["memory_bytes"]["parameter"] > 0
 
 
-# --- a foreign app, which has the recipe of the README and nothing else
+# --- a foreign app, which has the recipe of docs/hydra.md and nothing else
 
 
 def test_a_foreign_apps_sweep_ends_with_a_full_table_and_picture_and_has_a_log_per_rank(tmp_path):
