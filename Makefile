@@ -16,7 +16,7 @@ PIP := $(PY) -m pip --disable-pip-version-check -qq
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-gpu lint ruff format-check mypy ladder bench constraints docs setup clean FORCE
+.PHONY: help demo test test-gpu lint ruff format-check mypy ladder bench constraints setup clean FORCE
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -48,6 +48,7 @@ ladder: setup
 bench: setup  ## time each stage beside ddp
 	OMP_NUM_THREADS=1 $(PY) benchmarks/step_time.py $(ARGS)
 
+.PHONY: docs
 docs: setup  ## build the documentation into build/site, and fail on any warning
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)
 

@@ -8,6 +8,7 @@ The numbers are arithmetic and no measurement; tests/test_estimate.py holds the 
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -29,7 +30,12 @@ COLORS = {
     Category.OPTIMIZER_STATE: "#5b9e6f",
     Category.BUCKET: "#b9b9b9",
 }
-STYLE = {"svg.fonttype": "none", "svg.hashsalt": "lightning_zero", "font.family": "sans-serif", "font.size": 11}
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "lightning_zero",
+    "font.family": "sans-serif",
+    "font.size": 11,
+}
 
 
 def bars() -> dict[str, Mapping[str, int]]:

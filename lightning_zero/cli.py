@@ -1,12 +1,12 @@
 """``lightning-zero``: what is done with checkpoints of `ZeroStrategy` outside of training, and what a stage will take.
 
-    lightning-zero plan --parameters 7e9 --ranks 8       bytes per rank at each stage, beside DDP's
     lightning-zero inspect DIR                           what is inside; reads the manifest only
     lightning-zero verify DIR [DIR ...]                  names every file that is missing, short or altered
     lightning-zero consolidate DIR OUT.ckpt              one ordinary Lightning file, optimizer and all
     lightning-zero consolidate DIR OUT --safetensors     the model as Hugging Face writes it
     lightning-zero import DCP DIR                        from a torch.distributed.checkpoint folder, FSDP's too
     lightning-zero export DIR DCP                        to one
+    lightning-zero plan --parameters 7e9 --ranks 8       bytes per rank at each stage, beside DDP's
 
 DIR is a path or a URL (``s3://...``). The exit status is 0 when all is well, 1 when something is wrong with a
 checkpoint, and 2 when the command line cannot be understood.
@@ -58,8 +58,6 @@ def _parser() -> argparse.ArgumentParser:
             one.add_argument(place, type=_place, metavar=place.upper(), help=told)
         return one
 
-    _add_plan(command("plan", _plan, "Bytes per rank at each stage, beside those of Lightning's ddp."))
-
     folder = "the checkpoint's folder"
     command("inspect", _inspect, "Tells what is inside, by the manifest only.", dir=f"{folder}, a path or URL")
 
@@ -79,6 +77,8 @@ def _parser() -> argparse.ArgumentParser:
 
     about = "Makes a torch.distributed.checkpoint folder, laid out as FSDPStrategy does."
     command("export", _export, about, dir=folder, dcp="the folder to write; new, or empty")
+
+    _add_plan(command("plan", _plan, "Bytes per rank at each stage, beside those of Lightning's ddp."))
     return parser
 
 

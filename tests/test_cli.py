@@ -25,7 +25,7 @@ from lightning_zero.wire.local import LocalComm
 from ranks import RankPool
 
 SCRIPT = str(Path(sys.executable).with_name("lightning-zero"))
-COMMANDS = ["plan", "inspect", "verify", "consolidate", "import", "export"]
+COMMANDS = ["inspect", "verify", "consolidate", "import", "export", "plan"]
 
 
 class Tokenizer:

@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ import torch
 import yaml
 
 import lightning_zero
-from lightning_zero import ZeroStrategy, cli
+from lightning_zero import Offload, ZeroStrategy, cli
 from lightning_zero.pl.elsewhere import ELSEWHERE
+from lightning_zero.pl.planning import plans_for
 from lightning_zero.pl.table import sized
 from lightning_zero.run.forecast import states_in
 from test_benchmarks import load
@@ -31,12 +31,14 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 
 
-def blocks(language: str) -> Iterator[Any]:
+def blocks(language: str) -> list[Any]:
     """The code in the pages, each block a parameter of its own."""
-    for page in PAGES:
-        for at, (kind, code) in enumerate(FENCE.findall(page.read_text())):
-            if kind == language:
-                yield pytest.param(code, id=f"{page.stem}-{at}")
+    return [
+        pytest.param(code, id=f"{page.stem}-{at}")
+        for page in PAGES
+        for at, (kind, code) in enumerate(FENCE.findall(page.read_text()))
+        if kind == language
+    ]
 
 
 def table_cells(page: Path) -> list[list[str]]:
@@ -213,6 +215,16 @@ def test_every_argument_of_other_strategies_is_answered_on_the_page_as_by_the_er
     assert {name: told.get(name) for name in ELSEWHERE} == ELSEWHERE
 
 
+def test_users_are_told_in_words_that_the_field_has() -> None:
+    """What ARCHITECTURE.md defines for the code is no word of the pages."""
+    private = re.compile(
+        r"\b(arena|rendezvous|ledger|publish\w*|postpone\w*|settle\w*|lend|lent|loan\w*|catch(es)? up)\b", re.I
+    )
+    for page in PAGES:
+        if page.stem not in ("architecture", "glossary", "changelog"):
+            assert private.findall(FENCE.sub("", page.read_text())) == [], page
+
+
 # -- messages
 
 
@@ -259,6 +271,16 @@ def test_the_picture_is_drawn_by_its_command(tmp_path: Path) -> None:
     assert re.findall(r">([^<>]+)</text>", (tmp_path / "memory.svg").read_text()) == re.findall(
         r">([^<>]+)</text>", (DOCS / "memory.svg").read_text()
     )
+
+
+def test_the_bytes_of_the_recipes_are_those_of_the_arithmetic() -> None:
+    text = (DOCS / "recipes.md").read_text()
+    large = plans_for(7_000_000_000, (2, 3), ranks=8, precision="bf16-mixed")
+    alone = plans_for(3_000_000_000, (2,), ranks=1, precision="bf16-mixed", offload=Offload(optimizer="cpu"))["stage 2"]
+    host = sum(nbytes for category, nbytes in alone.items() if "(host)" in category)
+    assert f"{sized(states_in(large['stage 3']))} of model states on each GPU at stage 3" in text
+    assert f"{sized(states_in(large['stage 2']))} at stage 2" in text
+    assert f"leave {sized(states_in(alone))} on the GPU and take {sized(host)} of host memory" in text
 
 
 # -- the site

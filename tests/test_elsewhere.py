@@ -102,3 +102,19 @@ def test_nonsense_is_refused_at_construction(arguments: dict[str, Any], told: st
 def test_the_signature_is_still_that_of_the_strategy() -> None:
     assert next(iter(OURS)) == "stage"
     assert "kwargs" not in OURS
+
+
+def test_its_repr_says_what_it_is() -> None:
+    assert repr(ZeroStrategy()) == "ZeroStrategy(stage=2)"
+    assert repr(ZeroStrategy(3, offload="cpu")) == "ZeroStrategy(stage=3, offload='cpu')"
+    offload = Offload(optimizer="cpu")
+    assert repr(ZeroStrategy(stage=1, offload=offload)) == f"ZeroStrategy(stage=1, offload={offload})"
+
+
+def test_help_says_which_methods_are_for_users() -> None:
+    own = {name for name in dir(ZeroStrategy) if not name.startswith("_")} - set(dir(DDPStrategy))
+    told = set(re.findall(r"`(\w+)`", (ZeroStrategy.__doc__ or "").partition("Args:")[0]))
+    assert len(told) >= 10
+    assert told <= own
+    for name in own - {"engine"}:  # None until there is one
+        assert getattr(ZeroStrategy, name).__doc__, name

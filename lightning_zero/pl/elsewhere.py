@@ -82,7 +82,8 @@ ELSEWHERE = {
 
 
 def answers(init: Made) -> Made:
-    """For an `__init__`: who writes an argument that it has not is told what to write instead.
+    """For an `__init__`: who writes an argument that it has not is told what to write instead. What was written by
+    keyword is noted as `_written`.
 
     Raises:
         TypeError: as without it, with an answer.
@@ -96,5 +97,6 @@ def answers(init: Made) -> Made:
                 answer = f". {ELSEWHERE[name]}" if name in ELSEWHERE else did_you_mean(name, known)
                 raise TypeError(f"{type(self).__name__} has no argument {name!r}{answer}")
         init(self, *args, **kwargs)
+        self._written = kwargs  # for its repr
 
     return answering  # type: ignore[return-value]

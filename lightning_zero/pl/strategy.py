@@ -73,18 +73,22 @@ def _inside(context: Callable[[Any], AbstractContextManager[None]], theirs: Call
 class ZeroStrategy(Readings, CheckpointingStrategy):
     """ZeRO (arXiv 1910.02054) as a strategy: DDP's numbers, with model states partitioned over the ranks.
 
+    Users call `full_parameters`, `full_grad`, `grad_norms`, `full_optimizer_state`, `load_pretrained`, `no_sync`,
+    `memory_report`, `communication_report`, `device_mesh` and `finish_saves`. Every other method is a hook that
+    Lightning calls, or the package's own.
+
     For `lightning.Trainer`, and for `lightning.Fabric`, whose `fabric.strategy` then has the reports below.
 
     Args:
-        stage: what rests as 1/N on each of N ranks: 1 the optimizer state, 2 also the gradients, 3 also the
+        stage: what is sharded at rest, 1/N on each of N ranks: 1 the optimizer state, 2 also the gradients, 3 also the
             parameters; 0 nothing (the engine's own DDP).
         units: stage 3: classes (or names, or import paths) of modules whose parameters are gathered together.
             ``"modules"`` takes the elements of module lists, and what is outside them module by module; ``"auto"``
             the same, with small neighbours gathered together up to `bucket_size_mb`, and at most 1 MiB of what would be
             gathered for longest (all of a model that is no larger) whole on every rank.
-        bucket_size_mb: largest collective, in MiB. Small models use less.
-        prefetch: stage 3: units gathered ahead.
-        overlap: reduce gradients while backward goes on.
+        bucket_size_mb: the largest collective, in MiB. Small models use less.
+        prefetch: stage 3: how many units are gathered ahead.
+        overlap: whether gradients are reduced while backward goes on.
         offload: see `Offload`; ``"cpu"`` is ``Offload(optimizer="cpu")``.
         activation_checkpointing: see `ActivationCheckpointing`; ``True`` is the one without arguments.
         tensor_parallel_size: ranks, neighbours, that share each module which `configure_model` parallelizes with
@@ -113,6 +117,7 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
         sanitize: compare the signature of every collective across ranks first (slow; for debugging).
         process_group_backend: ``"gloo"``, ``"nccl"``; None chooses by device.
         start_method: how processes start on one machine; see Lightning's `DDPStrategy`.
+        accelerator: like what follows it, as in `DDPStrategy`; the Trainer sets them.
 
     Raises:
         ValueError: for a value outside what is said above.
@@ -481,7 +486,8 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
         return True
 
     def __repr__(self) -> str:
-        return f"<ZeroStrategy(stage={self.stage}){other_name.advice()}>"
+        written = {"stage": self.stage, **vars(self).get("_written", {})}  # not there yet while it is made
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in written.items())}){other_name.advice()}"
 
     @classmethod
     @override
