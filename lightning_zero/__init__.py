@@ -1,13 +1,11 @@
 """ZeRO for PyTorch Lightning."""
 
-from lightning_zero.checkpoint import CheckpointError, verify
-from lightning_zero.checkpoint.export import consolidate, export_safetensors
-from lightning_zero.config import ActivationCheckpointing, Checkpoint, Offload
-from lightning_zero.pl import interop
-from lightning_zero.pl.ema import ZeroEMA
-from lightning_zero.pl.monitor import ZeroMonitor
-from lightning_zero.pl.other_name import serve_pytorch_lightning
-from lightning_zero.pl.strategy import ZeroStrategy
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"  # pyproject.toml has it from here
 
 __all__ = [
     "ActivationCheckpointing",
@@ -23,4 +21,26 @@ __all__ = [
     "verify",
 ]
 
-interop.install()
+# In `lightning-zero` the names come when they are asked for: its help need not wait for torch and Lightning.
+_comes_later = "_comes_later" not in globals() and (
+    "".join(sys.argv[:1]).rpartition(os.sep)[2] == "lightning-zero" or sys.orig_argv[1:3] == ["-m", "lightning_zero"]
+)
+
+if TYPE_CHECKING or not _comes_later:
+    from lightning_zero.checkpoint import CheckpointError, verify
+    from lightning_zero.checkpoint.export import consolidate, export_safetensors
+    from lightning_zero.config import ActivationCheckpointing, Checkpoint, Offload
+    from lightning_zero.pl import interop
+    from lightning_zero.pl.ema import ZeroEMA
+    from lightning_zero.pl.monitor import ZeroMonitor
+    from lightning_zero.pl.other_name import serve_pytorch_lightning
+    from lightning_zero.pl.strategy import ZeroStrategy
+
+    interop.install()
+else:
+
+    def __getattr__(name: str) -> object:
+        """One of the names above, in a module that is unpickled with the objects of a checkpoint."""
+        if name not in __all__ or not _comes_later:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.reload(sys.modules[__name__]), name)

@@ -1,6 +1,6 @@
 """``lightning-zero``: what is done with checkpoints of `ZeroStrategy` outside of training, and what a stage will take.
 
-    lightning-zero inspect DIR                           what is inside; reads the manifest only
+    lightning-zero inspect DIR [--json]                  what is inside; reads the manifest only
     lightning-zero verify DIR [DIR ...]                  names every file that is missing, short or altered
     lightning-zero consolidate DIR OUT.ckpt              one ordinary Lightning file, optimizer and all
     lightning-zero consolidate DIR OUT --safetensors     the model as Hugging Face writes it
@@ -13,24 +13,28 @@ checkpoint, and 2 when the command line cannot be understood.
 """
 
 import argparse
+import json
 import math
 import os
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence, Sized
+from typing import TYPE_CHECKING, Any
 
-from lightning_zero.checkpoint import CheckpointError, Folder, StoredCheckpoint, verify
-from lightning_zero.checkpoint.dcp import export_dcp, import_dcp
-from lightning_zero.checkpoint.export import consolidate, export_safetensors
-from lightning_zero.checkpoint.manifest import Entry
-from lightning_zero.run.spread import WHOLE
-from lightning_zero.views.lazy import LazyTensor
+from lightning_zero import __version__
+
+# Commands import what they need by themselves: nobody who asks for help waits for torch.
+if TYPE_CHECKING:
+    from lightning_zero.checkpoint.load import StoredCheckpoint
+    from lightning_zero.checkpoint.manifest import Entry
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; `arguments` are those of the command line by default."""
     options = _parser().parse_args(arguments)
+    from lightning_zero.checkpoint import CheckpointError
+
     try:
         return int(options.run(options) or 0)
     except BrokenPipeError:  # whoever reads has seen enough: `lightning-zero inspect DIR | head`
@@ -49,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="What a command takes besides: lightning-zero COMMAND --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", help=argparse.SUPPRESS, prog="lightning-zero")
 
     def command(name: str, run: Callable[..., bool | None], about: str, **places: str) -> argparse.ArgumentParser:
@@ -59,7 +64,9 @@ def _parser() -> argparse.ArgumentParser:
         return one
 
     folder = "the checkpoint's folder"
-    command("inspect", _inspect, "Tells what is inside, by the manifest only.", dir=f"{folder}, a path or URL")
+    about = "Tells what is inside, by the manifest only."
+    one = command("inspect", _inspect, about, dir=f"{folder}, a path or URL")
+    one.add_argument("--json", action="store_true", help="as one object of JSON, for programs: sizes in bytes")
 
     one = command("verify", _verify, "Reads everything, and names every file that is missing, short or altered.")
     one.add_argument("dirs", type=_place, nargs="+", metavar="DIR", help="the checkpoints' folders")
@@ -110,6 +117,8 @@ def _plan(options: argparse.Namespace) -> None:
 
 def _place(text: str) -> str:
     """A path or URL that fsspec understands."""
+    from lightning_zero.checkpoint import Folder
+
     try:
         Folder(text)
     except (ValueError, ImportError) as error:  # no such protocol; the package for it is not installed
@@ -125,7 +134,12 @@ def _positive(text: str) -> float:
 
 
 def _inspect(options: argparse.Namespace) -> None:
+    from lightning_zero.checkpoint import StoredCheckpoint
+
     checkpoint = StoredCheckpoint(options.dir)
+    if options.json:
+        print(json.dumps(_contents(checkpoint), indent=2))
+        return
     manifest = checkpoint.manifest
     about = {**manifest.about}
     saved_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(about.pop("saved_at", 0.0)))
@@ -134,23 +148,63 @@ def _inspect(options: argparse.Namespace) -> None:
     print(f"  {_count(manifest.files, 'shard')}, {_count(manifest.tensors, 'tensor')}, {_size(manifest.nbytes)}")
     if manifest.objects:
         print(f"  pickled objects, left out unless asked for: {', '.join(manifest.objects.classes)}")
-    parts = defaultdict[tuple[str, str], list[Entry]](list)
-    for entry in manifest.tensors.values():
-        parts[_part_of(entry.name), _short(entry)].append(entry)
     rows: list[tuple[str, ...]] = []
-    for part, entries in parts.items():
+    for part, entries in _parts(checkpoint).items():
         numel, nbytes = sum(math.prod(entry.shape) for entry in entries), sum(entry.nbytes for entry in entries)
         rows.append((*part, f"{len(entries):,}", f"{numel:,}", _size(nbytes)))
     _print_table("part", "dtype", "tensors", "elements", "size", rows=rows)
-    rows = []
-    for name, value in checkpoint.model().items():
-        if isinstance(value, LazyTensor):
-            entry = manifest.tensors[value.source.name]
-            rows.append((name, _short(entry), "x".join(map(str, entry.shape)) or "scalar", _size(entry.nbytes)))
+    rows = [
+        (name, _short(entry), "x".join(map(str, entry.shape)) or "scalar", _size(entry.nbytes))
+        for name, entry in _model(checkpoint).items()
+    ]
     _print_table("parameter or buffer", "dtype", "shape", "size", rows=rows)
 
 
+def _contents(checkpoint: "StoredCheckpoint") -> dict[str, Any]:
+    """What `inspect` tells, for programs."""
+    manifest = checkpoint.manifest
+    return {
+        "path": str(checkpoint.folder),
+        "about": manifest.about,  # step, epoch, stage, world; saved_at in seconds since 1970
+        "shards": [file.name for file in manifest.files],
+        "bytes": manifest.nbytes,
+        "pickled": manifest.objects.classes if manifest.objects else [],
+        "parts": [
+            {
+                "part": part,
+                "dtype": dtype,
+                "tensors": len(entries),
+                "elements": sum(math.prod(entry.shape) for entry in entries),
+                "bytes": sum(entry.nbytes for entry in entries),
+            }
+            for (part, dtype), entries in _parts(checkpoint).items()
+        ],
+        "model": {
+            name: {"dtype": _short(entry), "shape": list(entry.shape), "bytes": entry.nbytes}
+            for name, entry in _model(checkpoint).items()
+        },
+    }
+
+
+def _parts(checkpoint: "StoredCheckpoint") -> dict[tuple[str, str], list["Entry"]]:
+    """All tensors, by what they are part of and their dtype."""
+    parts = defaultdict[tuple[str, str], list["Entry"]](list)
+    for entry in checkpoint.manifest.tensors.values():
+        parts[_part_of(entry.name), _short(entry)].append(entry)
+    return parts
+
+
+def _model(checkpoint: "StoredCheckpoint") -> dict[str, "Entry"]:
+    """The entries of `state_dict`, by its names."""
+    from lightning_zero.views.lazy import LazyTensor
+
+    lazy = {name: value for name, value in checkpoint.model().items() if isinstance(value, LazyTensor)}
+    return {name: checkpoint.manifest.tensors[value.source.name] for name, value in lazy.items()}
+
+
 def _part_of(name: str) -> str:
+    from lightning_zero.run.spread import WHOLE
+
     if name.startswith(("model:", "state_dict/")):
         return "model"
     if name.startswith("average:"):
@@ -162,7 +216,7 @@ def _part_of(name: str) -> str:
     return "random state" if name.startswith("rank ") else name.partition("/")[0]
 
 
-def _short(entry: Entry) -> str:
+def _short(entry: "Entry") -> str:
     return str(entry.dtype).removeprefix("torch.")
 
 
@@ -183,6 +237,8 @@ def _print_table(*header: str, rows: Sequence[tuple[str, ...]]) -> None:
 
 
 def _verify(options: argparse.Namespace) -> bool:
+    from lightning_zero.checkpoint import verify
+
     has_failed = False
     for path in options.dirs:
         problems = verify(path)
@@ -196,6 +252,8 @@ def _consolidate(options: argparse.Namespace) -> None:
         options.refuse("--objects has nothing to do with --safetensors, which holds tensors only")
     if not options.safetensors and (options.prefix is not None or options.shard_gb is not None):
         options.refuse("--prefix and --shard-gb go with --safetensors")
+    from lightning_zero.checkpoint.export import consolidate, export_safetensors
+
     if options.safetensors:
         shard_bytes = int((options.shard_gb or 5) * 10**9)
         names = export_safetensors(options.dir, options.out, prefix=options.prefix or "", shard_bytes=shard_bytes)
@@ -206,11 +264,15 @@ def _consolidate(options: argparse.Namespace) -> None:
 
 
 def _import(options: argparse.Namespace) -> None:
+    from lightning_zero.checkpoint.dcp import import_dcp
+
     import_dcp(options.dcp, options.dir)
     print(f"wrote {options.dir}")
 
 
 def _export(options: argparse.Namespace) -> None:
+    from lightning_zero.checkpoint.dcp import export_dcp
+
     _tell_written(options.dcp, export_dcp(options.dir, options.dcp), "consolidate --objects has them")
 
 

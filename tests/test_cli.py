@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import jobs
 import warm
+from lightning_zero import __version__ as VERSION
 from lightning_zero import cli
 from lightning_zero.checkpoint import Saver, StoredCheckpoint
 from lightning_zero.checkpoint.shard import ShardReader
@@ -78,6 +79,28 @@ def test_a_reader_who_has_seen_enough_is_no_error(trained: Path) -> None:
         with warm.starts():
             done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("program", [[SCRIPT], [sys.executable, "-m", "lightning_zero"]], ids=["script", "module"])
+def test_help_and_version_wait_for_no_torch(program: list[str], tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
+    for option, told in (("--help", "usage: lightning-zero [-h] COMMAND"), ("--version", f"lightning-zero {VERSION}")):
+        done = subprocess.run([*program, option], capture_output=True, text=True, cwd=tmp_path, env=environment)
+        assert done.stdout.startswith(told)
+        imported = re.findall(r"\| +([\w.]+)$", done.stderr, re.MULTILINE)
+        assert "lightning_zero.cli" in imported
+        assert not {"torch", "lightning", "fsspec", "numpy"} & set(imported)
+
+
+def test_a_module_of_the_users_finds_every_name_in_the_command_line_too(tmp_path: Path) -> None:
+    """What `consolidate --objects` unpickles may import them."""
+    found = (
+        "import sys; sys.argv = ['lightning-zero']; import lightning_zero; early = 'torch' in sys.modules; "
+        "from lightning_zero import *; print(early, lightning_zero.ZeroStrategy is ZeroStrategy, "
+        "hasattr(lightning_zero, 'nothing'), {*lightning_zero.__all__} <= {*vars()})"
+    )
+    done = subprocess.run([sys.executable, "-c", found], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "False True False True\n", done.stderr
 
 
 def test_help_lists_the_five_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,6 +250,22 @@ def test_inspect_names_what_had_to_be_pickled(small: Path, capsys: pytest.Captur
     told = lines(capsys)
     assert told[2].startswith("1 shard, 2 tensors, ")
     assert told[3] == f"pickled objects, left out unless asked for: {__name__}.Tokenizer"
+
+
+def test_inspect_tells_programs_the_same(trained: Path, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("inspect", trained, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["path"] == str(trained)
+    about = {key: told["about"][key] for key in ("step", "epoch", "stage", "world")}
+    assert about == {"step": 6, "epoch": 1, "stage": 2, "world": 2}
+    assert told["shards"] == sorted(path.name for path in trained.glob("*.safetensors"))
+    assert told["bytes"] == sum(path.stat().st_size for path in trained.glob("*.safetensors"))
+    exp_avg = {"part": "optimizer 0, exp_avg", "dtype": "float32", "tensors": 12, "elements": 823, "bytes": 3292}
+    assert exp_avg in told["parts"]
+    assert told["model"]["net.0.weight"] == {"dtype": "float32", "shape": [19, 12], "bytes": 912}
+    assert told["model"].keys() == jobs.Classifier().state_dict().keys()
+    assert run("inspect", small, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["pickled"] == [f"{__name__}.Tokenizer"]
 
 
 # -- verify
