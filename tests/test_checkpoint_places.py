@@ -82,7 +82,7 @@ def test_r49_a_checkpoint_in_a_bucket_becomes_a_file_in_a_bucket(bucket: Path, t
 def test_r49_what_is_saved_twice_to_a_bucket_leaves_nothing_of_the_first(bucket: Path, two_ranks: RankPool) -> None:
     for _ in range(2):
         two_ranks.run(in_bucket, jobs.fit, bucket, {"stage": 1}, 2, 1, save="bucket://run/a.ckpt")
-    assert len(Folder("bucket://run/a.ckpt").names()) == 5  # two shards, their checksums, the manifest
+    assert len(Folder("bucket://run/a.ckpt").names()) == 6  # two shards, their checksums, the text, the manifest
     assert verify("bucket://run/a.ckpt") == []
 
 
@@ -200,6 +200,21 @@ def test_r49_a_last_step_that_was_done_though_it_failed_counts(
     assert verify("bucket://run/a.ckpt") == []
 
 
+def test_r49_a_first_save_that_fails_at_the_last_step_leaves_a_free_place(
+    bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("time-out")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(buckets.BucketFileSystem, "pipe_file", fail)
+        with pytest.raises(CheckpointError, match="time-out"):
+            save("bucket://run/a.ckpt", 1)
+    assert Folder("bucket://run/a.ckpt").names() == []
+    save("bucket://run/a.ckpt", 2)
+    assert value_at("bucket://run/a.ckpt") == 2
+
+
 # -- what is removed from a bucket, and what not
 
 
@@ -229,7 +244,7 @@ def test_r35_a_save_takes_the_place_of_what_a_killed_one_left_in_a_bucket(bucket
     left = Folder(f"{url}/epoch=1-step=10.ckpt").names()
     two_ranks.run(in_bucket, jobs.fit_keeping, bucket, {"stage": 2}, 2, url, resume="last", **settings)
     assert Folder(url).names() == ["epoch=0-step=5.ckpt", "epoch=1-step=10.ckpt"]
-    assert not set(left) & set(Folder(f"{url}/epoch=1-step=10.ckpt").names())
+    assert set(left) & set(Folder(f"{url}/epoch=1-step=10.ckpt").names()) == {"README.txt"}
     assert verify(f"{url}/epoch=1-step=10.ckpt") == []
 
 

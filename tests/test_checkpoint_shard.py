@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
@@ -21,9 +22,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from engine_checkpoints import Place, resume, tree_of
-from lightning_zero.checkpoint import CheckpointError, Saver, StoredCheckpoint, verify
+from lightning_zero.checkpoint import CheckpointError, Saver, StoredCheckpoint, find_newest, verify
 from lightning_zero.checkpoint.draft import Stream
-from lightning_zero.checkpoint.folder import MANIFEST, Folder
+from lightning_zero.checkpoint.folder import MANIFEST, README, Folder
 from lightning_zero.checkpoint.manifest import BLOCK_BYTES, Entry, Manifest, ShardFile, StoredRange
 from lightning_zero.checkpoint.shard import (
     Range,
@@ -315,7 +316,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     start = seeded(lambda: nn.Sequential(nn.Linear(70, 90), nn.BatchNorm1d(90)))
     Place(2, 3).run(on_rank)
     assert verify(path) == []
-    assert {file.suffix for file in path.iterdir()} == {".safetensors", ".crc32", ".json", ".pt"}
+    assert {file.suffix for file in path.iterdir()} == {".safetensors", ".crc32", ".json", ".pt", ".txt"}
     return path
 
 
@@ -358,8 +359,22 @@ def resume_from(path: Path) -> None:
 
 def test_a_flipped_bit_in_any_file_is_found_by_whoever_resumes(checkpoint: Path) -> None:
     for file, bit in positions(checkpoint, 200):
-        with flipped(file, bit), pytest.raises(CheckpointError, match=f"{file.stem}.*is damaged"):
-            resume_from(checkpoint)
+        if file.name != README:
+            with flipped(file, bit), pytest.raises(CheckpointError, match=f"{file.stem}.*is damaged"):
+                resume_from(checkpoint)
+
+
+def test_the_text_that_says_what_the_folder_is_is_nobodys_data(checkpoint: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+    text = (folder / README).read_text()
+    assert text.isascii()
+    assert max(map(len, text.splitlines())) <= 120
+    commands = set(re.findall(r"lightning-zero (\w+) DIR", text))
+    assert commands == {"inspect", "verify", "consolidate"}
+    (folder / README).unlink()
+    assert verify(folder) == [f"{folder}: README.txt is missing."]
+    resume_from(folder)
+    assert str(find_newest(tmp_path).newest) == str(folder)
 
 
 CHANGES: dict[str, Callable[[bytes], bytes] | None] = {
@@ -549,7 +564,8 @@ def test_r46_ranks_that_resume_read_a_checkpoint_once_between_them(
     assert on_disk >= 64e6
     read = Place(stage, resumed_by).run(resume_and_count)
     assert sum(read) <= 1.05 * on_disk
-    assert sum(read) >= on_disk - (path / MANIFEST).stat().st_size  # all of it is read, and counted
+    unread = sum((path / name).stat().st_size for name in (MANIFEST, README))
+    assert sum(read) >= on_disk - unread  # all of it is read, and counted
     assert max(read) <= 1.1 * on_disk / resumed_by
 
 

@@ -20,7 +20,16 @@ from typing import IO, Any, final
 
 from typing_extensions import override
 
-from lightning_zero.checkpoint.folder import MANIFEST, OURS, CheckpointError, Folder, hidden_beside, sync_names
+from lightning_zero.checkpoint.folder import (
+    MANIFEST,
+    OURS,
+    README,
+    README_TEXT,
+    CheckpointError,
+    Folder,
+    hidden_beside,
+    sync_names,
+)
 
 if sys.platform != "win32":  # there, two jobs that save to one path are not told apart
     import fcntl
@@ -130,6 +139,8 @@ class Draft(ABC):
             InDoubtError: what is there is the old checkpoint or the new one, whole.
             Exception: what went wrong before that step: everything is as it was.
         """
+        with self.create(README) as stream:
+            stream.write(README_TEXT)
         old = self._replace(manifest)
         self.is_committed = True
         try:
@@ -235,10 +246,10 @@ class LocalDraft(Draft):
 
     def _join(self, manifest: bytes) -> list[str]:
         """The new files join the old ones; then the manifest changes over."""
-        old = [name for name in self.folder.names() if name != MANIFEST]
-        new = [path.name for path in self._beside.iterdir() if path.name != MANIFEST]
+        old = [name for name in self.folder.names() if name not in (MANIFEST, README)]
+        new = [path.name for path in self._beside.iterdir() if path.name not in (MANIFEST, README)]
         with self._step(manifest, undo=lambda: self._remove(new)):
-            for name in new:
+            for name in (*new, README):
                 (self._beside / name).rename(self._target / name)
             sync_names(self._target)
             (self._beside / MANIFEST).replace(self._target / MANIFEST)
@@ -295,4 +306,5 @@ class UploadedDraft(Draft):
             with contextlib.suppress(FileNotFoundError):
                 manifest = self.folder.read(MANIFEST)
             if self.token not in manifest.decode():
-                self._remove([name for name in self.folder.names() if f"-{self.token}." in name])
+                text = [] if manifest else [README]
+                self._remove([name for name in self.folder.names() if f"-{self.token}." in name or name in text])

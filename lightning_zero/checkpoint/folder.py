@@ -4,6 +4,7 @@ DIR/
   shard-00000-of-00002-5f3a9c1e.safetensors   what rank 0 wrote; opens with the safetensors library
   shard-00000-of-00002-5f3a9c1e.crc32         its checksums
   ...
+  README.txt                                  what this is, for who finds it
   manifest.json                               written last: without it there is no checkpoint
 """
 
@@ -23,8 +24,26 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 MANIFEST = "manifest.json"
+README = "README.txt"
+README_TEXT = b"""\
+This folder is one checkpoint of lightning_zero, ZeRO for PyTorch Lightning. Keep its files together.
+
+manifest.json         what is inside and where, as JSON; without it there is no checkpoint
+shard-*.safetensors   tensors, of each rank those it owned; they open with the safetensors library
+shard-*.crc32         checksums of the shards
+objects-*.pt          where there is one: objects that had to be pickled, read only with weights_only=False
+
+It is complete, and depends on no number of ranks, stage or strategy. After `pip install lightning-zero`:
+
+    trainer.fit(model, ckpt_path="this folder")               go on training, optimizer and all
+    MyModule.load_from_checkpoint("this folder")              one process; import lightning_zero first
+    lightning-zero inspect DIR                                parameters, shapes, dtypes, sizes
+    lightning-zero verify DIR                                 is every file there, and as it was written?
+    lightning-zero consolidate DIR model.ckpt                 one ordinary file of Lightning
+    lightning-zero consolidate DIR hf --safetensors           the weights, as Hugging Face writes them
+"""
 OURS = re.compile(  # the names of all files that a checkpoint has
-    r"shard-\d{5}-of-\d{5}-[0-9a-f]{8}\.(safetensors|crc32)|objects-[0-9a-f]{8}\.pt|manifest\.json"
+    r"shard-\d{5}-of-\d{5}-[0-9a-f]{8}\.(safetensors|crc32)|objects-[0-9a-f]{8}\.pt|manifest\.json|README\.txt"
     r"|\.nfs[0-9a-f]+"  # how NFS keeps what was deleted while somebody reads it
 )
 # What a file system answers that cannot make the names in a folder last: there is nothing more to be done there.

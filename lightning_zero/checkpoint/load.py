@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.folder import CheckpointError, Folder
-from lightning_zero.checkpoint.manifest import Entry, Manifest, read_manifest
+from lightning_zero.checkpoint.manifest import Entry, Manifest, ObjectsFile, ReadmeFile, read_manifest
 from lightning_zero.checkpoint.shard import ShardReader, open_shard
 from lightning_zero.checkpoint.tree import Decoder, parted
 from lightning_zero.run.states import failing_together
@@ -154,7 +154,7 @@ class StoredCheckpoint:
 
     def _decode(self, now: Any, later: Any, objects: bool) -> dict[str, Any]:
         """Two encoded dictionaries as one, in which the tensors of the first are in memory, the others lazy."""
-        raw = self._objects_file() if objects else None
+        raw = self._whole_file(self.manifest.objects) if objects else None
         opened = [] if raw is None else list(torch.load(io.BytesIO(raw), map_location="cpu", weights_only=False))
         stored = {name: StoredTensor(entry, self) for name, entry in self.manifest.tensors.items()}
         read, lazy = cache(lambda name: stored[name].whole()), cache(lambda name: LazyTensor(stored[name]))
@@ -174,8 +174,8 @@ class StoredCheckpoint:
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise CheckpointError(f"{self.folder}: its tree cannot be believed: {error}.") from error
 
-    def _objects_file(self) -> bytes | None:
-        if (file := self.manifest.objects) is None:
+    def _whole_file(self, file: ObjectsFile | ReadmeFile | None) -> bytes | None:
+        if file is None:
             return None
         try:
             raw = self.folder.read(file.name)
@@ -198,7 +198,7 @@ class StoredCheckpoint:
         for entry in rest[part::parts]:
             StoredTensor(entry, self).whole()
         if part == 0:
-            self._objects_file()
+            self._whole_file(self.manifest.objects)
 
     @contextmanager
     def reading_together(self, comm: Comm) -> Iterator[None]:
@@ -220,7 +220,8 @@ class StoredCheckpoint:
 
     def verify(self) -> list[str]:
         """What is wrong: a sentence for each file that is missing, short or altered."""
-        checks: list[Callable[[], Any]] = [self._objects_file, self.tree]
+        rest = [partial(self._whole_file, file) for file in (self.manifest.objects, self.manifest.readme)]
+        checks: list[Callable[[], Any]] = [*rest, self.tree]
         problems = []
         for check in [partial(self.reader.check_file, number) for number in range(len(self.manifest.files))] + checks:
             try:

@@ -6,6 +6,7 @@
      "tree":     the checkpoint as Lightning knows it, tensors by name (`tree.Encoder`),
      "partials": {name: what ranks put together, such as an optimizer's state, as in the tree},
      "objects":  null, or the file of what had to be pickled,
+     "readme":   the file that says what the folder is; older ones have none,
      "crc32":    of everything before it}
 
 A piece is elements ``[start, stop)``, in C order, of the whole tensor; where a tensor-parallel rank wrote it, of a box
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_zero.checkpoint.folder import MANIFEST, CheckpointError, Folder
+from lightning_zero.checkpoint.folder import MANIFEST, README, README_TEXT, CheckpointError, Folder
 from lightning_zero.checkpoint.tree import dtype_named
 from lightning_zero.shards.extents import Extent
 
@@ -93,6 +94,16 @@ class ObjectsFile(NamedTuple):
     classes: list[str]
 
 
+class ReadmeFile(NamedTuple):
+    """For people; nothing but `verify` reads it."""
+
+    name: str
+    crc32: int
+
+
+WRITTEN_README = ReadmeFile(README, zlib.crc32(README_TEXT))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a checkpoint holds and where; see the module's docstring."""
@@ -103,6 +114,7 @@ class Manifest:
     tree: Any
     partials: dict[str, Any]
     objects: ObjectsFile | None
+    readme: ReadmeFile | None = WRITTEN_README
 
     def to_bytes(self) -> bytes:
         plain = {
@@ -122,6 +134,7 @@ class Manifest:
             "tree": self.tree,
             "partials": self.partials,
             "objects": self.objects and self.objects._asdict(),
+            "readme": self.readme and self.readme._asdict(),
         }
         body = json.dumps(plain, separators=(",", ":"), allow_nan=False)[:-1].encode()
         return body + (_SEAL % zlib.crc32(body)).encode()
@@ -194,7 +207,10 @@ def _from_plain(plain: dict[str, Any]) -> Manifest:
     if sum(entry.nbytes for entry in tensors.values()) > sum(file.nbytes for file in files):
         raise ValueError("its tensors have more bytes than its files")
     objects = None if plain["objects"] is None else _objects(**plain["objects"])
-    manifest = Manifest(about=about, files=files, tensors=tensors, tree=tree, partials=partials, objects=objects)
+    readme = None if plain.get("readme") is None else _readme(**plain["readme"])
+    manifest = Manifest(
+        about=about, files=files, tensors=tensors, tree=tree, partials=partials, objects=objects, readme=readme
+    )
     for file, held in zip(files, manifest.pieces, strict=True):
         for one, other in itertools.pairwise(piece for piece in held if piece.nbytes):
             if one.offset + one.nbytes > other.offset:
@@ -296,6 +312,10 @@ def _objects(name: Any, nbytes: Any, crc32: Any, classes: Any) -> ObjectsFile:
     if not isinstance(classes, list) or not all(isinstance(found, str) for found in classes):
         raise ValueError(f"{classes!r} are no names of classes")
     return ObjectsFile(_name(name), _count(nbytes), _count(crc32), classes)
+
+
+def _readme(name: Any, crc32: Any) -> ReadmeFile:
+    return ReadmeFile(_name(name), _count(crc32))
 
 
 def what_was_meant(folder: Folder) -> str:
