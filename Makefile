@@ -1,6 +1,6 @@
 # Two commands on a fresh machine with CPython and make: `make demo` and `make test`.
 #
-# PYTHON  the interpreter that creates .venv (CPython 3.11 or 3.12)
+# PYTHON  the interpreter that creates .venv (CPython 3.11, 3.12 or 3.13)
 # TORCH   what to install as torch, with pip options if need be. CI runs the default; for another build:
 #             make test TORCH='torch==2.11.0 --extra-index-url URL'
 #         It goes in first, and nothing installed after it may replace it or what it brought along.
@@ -13,10 +13,13 @@ PINNED_TORCH := torch==2.13.0
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq
+FLOORS := .venv-floors
+FLOOR_TESTS := $(addprefix tests/test_,$(addsuffix .py,checkpoint_before checkpoint_tree config hydra layout promises \
+    strategy summary sweep))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-gpu lint ruff format-check mypy ladder bench constraints setup clean FORCE
+.PHONY: help demo test test-gpu test-floors lint ruff format-check mypy ladder bench constraints setup clean FORCE
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -29,6 +32,9 @@ test: setup  ## run the tests (those that need a GPU are skipped where there is 
 
 test-gpu: setup  ## run the tests that need a GPU
 	$(PY) -m pytest -m gpu $(ARGS)
+
+test-floors: $(FLOORS)/installed  ## run the tests of what users touch with the lowest versions that pyproject.toml allows
+	$(FLOORS)/bin/python -m pytest $(FLOOR_TESTS) $(ARGS)
 
 lint: ruff format-check mypy ladder  ## check style, types and the ladder of imports
 
@@ -58,7 +64,7 @@ constraints: setup  ## write constraints.txt from .venv (after upgrading package
 	    | sed 's/+.*//' | cat $(VENV)/header.txt - > constraints.txt
 
 clean:  ## remove the environment, caches and results
-	rm -rf $(VENV) $(VENV).txt build dist outputs multirun *.egg-info .*_cache .hypothesis
+	rm -rf $(VENV) $(VENV).txt $(FLOORS) build dist outputs multirun *.egg-info .*_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 setup: $(VENV)/installed  ## create .venv with everything the other targets need
@@ -69,8 +75,8 @@ $(VENV).txt: FORCE
 
 # Torch first. It takes its dependencies from constraints.txt when it is the pinned one; another build brings its own.
 $(VENV)/torch.txt: $(VENV).txt constraints.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 13) else \
-	    "lightning_zero needs CPython 3.11 or 3.12; $(PYTHON) is %d.%d. Try: make PYTHON=python3.11 $(MAKECMDGOALS)" % v)'
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 14) else \
+	    "lightning_zero needs CPython 3.11 to 3.13; $(PYTHON) is %d.%d. Try: make PYTHON=python3.11 $(MAKECMDGOALS)" % v)'
 	$(PYTHON) -m venv --clear $(VENV)
 	@$(PIP) uninstall -y setuptools  # CPython 3.11 puts an old one there; torch or constraints.txt chooses
 	$(PIP) install $(TORCH) $(if $(filter $(PINNED_TORCH),$(TORCH)),-c constraints.txt)
@@ -82,4 +88,13 @@ $(VENV)/installed: $(VENV)/torch.txt pyproject.toml
 	    $(VENV)/torch.txt constraints.txt > $(VENV)/constraints.txt
 	$(PIP) install -c $(VENV)/constraints.txt setuptools
 	$(PIP) install -c $(VENV)/constraints.txt --no-build-isolation -e '.[hydra,examples,docs,dev]'
+	@touch $@
+
+# "torch>=2.11,<2.14" becomes "torch==2.11". Torch brings its build for CUDA, some GB.
+$(FLOORS)/installed: pyproject.toml
+	$(PYTHON) -m venv --clear $(FLOORS)
+	$(FLOORS)/bin/python -m pip --disable-pip-version-check -qq install hypothesis pytest pytest-timeout pytest-xdist tensorboard \
+	    $$($(PYTHON) -c 'import re, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	    wanted = project["dependencies"] + project["optional-dependencies"]["hydra"]; \
+	    print(*(re.sub(r">=([\d.]+).*", r"==\1", one) for one in wanted))')
 	@touch $@

@@ -42,6 +42,20 @@ def test_every_dtype_comes_back_in_every_bit(dtype: torch.dtype, tmp_path: Path)
     disk.close()
 
 
+def test_room_is_had_or_refused_also_where_the_system_sets_none_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "posix_fallocate")  # as on macOS
+    disk = Disk(tmp_path)
+    start, found = disk.reserve(400), torch.ones(100)
+    disk.read(start, found)
+    assert found.eq(0).all()
+    with pytest.raises(DiskError, match="No space left on device"):
+        disk.reserve(2 * disk.free_bytes)
+    assert disk.size == 400
+    disk.close()
+
+
 def test_room_is_zeros_also_where_something_else_was(tmp_path: Path) -> None:
     disk, ledger = Disk(tmp_path), Ledger()
     array = zeros(Category.MASTER, 100, torch.float32, place_on(disk), ledger)

@@ -1,4 +1,5 @@
-"""What a user installs: a wheel and an editable install, each used by an app that knows only the installed package.
+"""What a user installs: a source distribution, and of it a wheel and an editable install, used by an app that knows
+nothing but the installed package.
 
 Nothing is downloaded. Each scratch environment sees the packages of the one that runs the tests, but not its
 `lightning_zero`: that comes from the scratch environment's own site-packages, and the tests check that it does.
@@ -11,6 +12,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tarfile
 import tomllib
 import venv
 import zipfile
@@ -19,19 +21,27 @@ from typing import NamedTuple
 
 import pytest
 
+import lightning_zero
+
 REPOSITORY = Path(__file__).parent.parent
 TESTS = Path(__file__).parent
 
 
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+NOT_SOURCE = ".* __pycache__ build dist docs outputs multirun *.egg-info lightning_logs".split()  # or not to be tested
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy to build from: building leaves folders behind, and an old build/ would leak into the wheel."""
+    """The source distribution, unpacked. It is made of a copy: building leaves folders behind, and an old build/ would
+    leak into the wheel."""
     folder = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(REPOSITORY / name, folder)
-    without = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(REPOSITORY / "lightning_zero", folder / "lightning_zero", ignore=without)
-    return folder
+    shutil.copytree(REPOSITORY, folder / "copy", ignore=shutil.ignore_patterns(*NOT_SOURCE))
+    run(sys.executable, "-c", BUILD, folder, cwd=folder / "copy")
+    (packed,) = folder.glob("*.tar.gz")
+    with tarfile.open(packed) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / packed.name.removesuffix(".tar.gz")
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +94,21 @@ def run(*command: object, cwd: Path, stdin: str | None = None, **environment: st
     return done.stdout
 
 
+# --- what is in the source distribution
+
+
+def test_source_distribution_has_what_its_tests_need_and_runs_them(source: Path) -> None:
+    for name in ("benchmarks", "examples", "lightning_zero", "tests"):
+        files = {path.relative_to(REPOSITORY) for path in (REPOSITORY / name).rglob("*") if path.is_file()}
+        files = {path for path in files if path.suffix in (".py", ".yaml", ".typed", ".safetensors")}
+        assert not [path for path in files if not (source / path).is_file()]
+    for name in ("ARCHITECTURE.md", "CHANGELOG.md", "Makefile", "constraints.txt"):
+        assert (source / name).read_bytes() == (REPOSITORY / name).read_bytes()
+    tests = ["tests/test_house.py", "tests/test_readme.py"]
+    printed = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, cwd=source)
+    assert re.search(r"^\d+ passed in", printed, re.MULTILINE)
+
+
 # --- what is in the wheel
 
 
@@ -106,6 +131,10 @@ def test_r33_wheel_has_nothing_to_compile(wheel: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl")
 
 
+def test_version_stands_in_one_place(wheel: Path) -> None:
+    assert wheel.name.split("-")[1] == lightning_zero.__version__
+
+
 # --- what make installs
 
 
@@ -114,7 +143,7 @@ def test_make_installs_every_extra_and_pins_all_that_the_project_names() -> None
     extras = project["optional-dependencies"]
     assert f"-e '.[{','.join(extras)}]'" in (REPOSITORY / "Makefile").read_text()
     pinned = set(re.findall(r"^([\w.-]+)==", (REPOSITORY / "constraints.txt").read_text(), flags=re.MULTILINE))
-    named = {re.split(r"[<>=]", wanted)[0] for wanted in sum(extras.values(), project["dependencies"])}
+    named = {re.split(r"[<>=!\[]", wanted)[0] for wanted in sum(extras.values(), project["dependencies"])}
     assert named <= pinned
 
 
@@ -132,6 +161,13 @@ def test_foreign_app_composes_zero2_from_the_installed_package(python: Path, for
     printed = run(python, "foreign_app.py", cwd=foreign).splitlines()[-1]
     assert json.loads(printed)["stage"] == 2
     assert "ZeroStrategy" in printed
+
+
+def test_mypy_resolves_both_installs(python: Path, tmp_path: Path) -> None:
+    (tmp_path / "use.py").write_text("from lightning_zero import ZeroStrategy\n")
+    options = ("--follow-imports=skip", "--python-executable", python, "--cache-dir", tmp_path / "cache")
+    printed = run(sys.executable, "-m", "mypy", *options, "use.py", cwd=tmp_path)
+    assert printed == "Success: no issues found in 1 source file\n"
 
 
 INSTANTIATE = """

@@ -66,13 +66,13 @@ def _echo(stream: IO[bytes], last: deque[bytes]) -> None:
 
 def _signal_session(leader: int, number: signal.Signals) -> None:
     # The session's processes are also its one process group: the ranks, and their data loaders' workers.
-    with suppress(ProcessLookupError):
+    with suppress(ProcessLookupError, PermissionError):  # the latter is macOS' word for a group of zombies
         os.killpg(leader, number)
 
 
 def _await_session(leader: int, seconds: float) -> None:
     end = time.monotonic() + seconds
-    with suppress(ProcessLookupError):  # nobody is left
+    with suppress(ProcessLookupError, PermissionError):  # nobody is left
         while time.monotonic() < end:
             os.killpg(leader, 0)
             time.sleep(0.05)

@@ -4,6 +4,7 @@ An ordinary file, read and written with `preadv` and `pwritev`: any file system 
 no name from the moment it is open, so nothing stays behind, however the process ends.
 """
 
+import errno
 import os
 import tempfile
 from collections import defaultdict
@@ -53,7 +54,7 @@ class Disk:
         start, free = self.size, self.free_bytes
         if nbytes:
             try:
-                os.posix_fallocate(self._file.fileno(), start, nbytes)
+                self._allocate(start, nbytes)
             except OSError as error:
                 raise DiskError(
                     f"Offload(path={str(self.folder)!r}): {nbytes:,} bytes more are needed there, and {free:,} are "
@@ -61,6 +62,14 @@ class Disk:
                 ) from error
         self.size += nbytes
         return start
+
+    def _allocate(self, start: int, nbytes: int) -> None:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self._file.fileno(), start, nbytes)
+        elif nbytes > self.free_bytes:  # macOS cannot set room aside: another program may still fill the disk
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        else:
+            os.ftruncate(self._file.fileno(), start + nbytes)
 
     def give_back(self, start: int, nbytes: int) -> None:
         """The room is the next one's who needs as much."""
