@@ -448,10 +448,12 @@ class Mine(TorchCheckpointIO):
     """A user's own."""
 
     saved: list[str] = []  # noqa: RUF012
+    options: Any = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         self.saved.append(str(path))
-        super().save_checkpoint(checkpoint, path, storage_options)
+        self.options = storage_options
+        super().save_checkpoint(checkpoint, path)
 
 
 @pytest.mark.parametrize("plugin", [Mine, AsyncCheckpointIO])
@@ -471,6 +473,19 @@ def test_checkpoints_are_single_files_beside_a_plugin_that_writes_them(caplog: p
     assert "Mine writes single files, so checkpoints are single files" in caplog.text
     assert ZeroStrategy(checkpoint_io=Mine()).checkpoint == Checkpoint(format="full")
     assert ZeroStrategy(checkpoint_io=TorchCheckpointIO()).checkpoint == Checkpoint()
+
+
+def test_storage_options_go_to_the_plugin_that_writes_single_files(tmp_path: Path) -> None:
+    mine = Mine()
+    run = jobs.trainer({"checkpoint": "full"}, 1, **QUICK, plugins=[mine])
+    run.fit(Classifier(), loader())
+    run.save_checkpoint(tmp_path / "one.ckpt", storage_options={"endpoint": "mine"})
+    assert mine.options == {"endpoint": "mine"}
+    assert (tmp_path / "one.ckpt").is_file()
+    sharded = jobs.trainer({}, 1, **QUICK)
+    sharded.fit(Classifier(), loader())
+    with pytest.raises(TypeError, match="storage_options go to a CheckpointIO plugin"):
+        sharded.save_checkpoint(tmp_path / "two.ckpt", storage_options={"endpoint": "mine"})
 
 
 def test_a_logger_that_would_upload_nothing_is_named() -> None:

@@ -282,6 +282,7 @@ HOSTILE: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "a dtype that is a module": (("tensors", "cut", "dtype"), "nn", "'nn' is not a dtype"),
     "a dtype that is a number": (("tensors", "cut", "dtype"), 32, "32 is not a dtype"),
     "a quantised dtype": (("tensors", "cut", "dtype"), "qint32", "quantised"),
+    "a dtype of bits": (("tensors", "cut", "dtype"), "int1", "torch.int1.*less than a byte"),
     "another format": (("format",), "torch", "its format is 'torch'"),
     "other blocks": (("block_bytes",), 1, "its blocks have 1 bytes"),
     "a date that is none": (("about", "saved_at"), "yesterday", "saved at 'yesterday'"),

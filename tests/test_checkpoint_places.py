@@ -1,9 +1,12 @@
 """Checkpoints on every kind of file system (R49), with everything that `ModelCheckpoint` asks for."""
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +15,14 @@ import fsspec
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core import saving
+from lightning.pytorch.trainer.states import TrainerFn
 
 import buckets  # registers bucket://
 import checkpoint_jobs as jobs
 from lightning_zero.checkpoint import CheckpointError, Folder, Saver, StoredCheckpoint, find_newest, verify
 from lightning_zero.checkpoint.export import consolidate
+from lightning_zero.pl import interop
 from lightning_zero.wire.local import LocalComm
 from ranks import RankPool
 
@@ -32,6 +38,13 @@ def in_bucket(function: Any, root: Path, *args: Any, **kwargs: Any) -> Any:
 def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("BUCKETS", str(tmp_path))
     return tmp_path
+
+
+def last_for(function: TrainerFn, folder: Path) -> set[str]:
+    """What ``ckpt_path="last"`` may mean."""
+    strategy, state = SimpleNamespace(broadcast=lambda value: value), SimpleNamespace(fn=function)
+    trainer: Any = SimpleNamespace(loggers=[], default_root_dir=folder, strategy=strategy, state=state)
+    return ModelCheckpoint(dirpath=folder)._find_last_checkpoints(trainer)
 
 
 SETTINGS = {"monitor": "improving", "save_top_k": 2, "save_last": True, "every_n_train_steps": 2}
@@ -134,10 +147,7 @@ def test_r35_the_last_checkpoint_is_the_later_of_files_and_folders(later: str, t
     save("folder" if later == "file" else "file")
     time.sleep(0.05)
     save(later)
-    trainer: Any = SimpleNamespace(
-        loggers=[], default_root_dir=tmp_path, strategy=SimpleNamespace(broadcast=lambda value: value)
-    )
-    found = ModelCheckpoint(dirpath=tmp_path)._find_last_checkpoints(trainer)
+    found = last_for(TrainerFn.FITTING, tmp_path)
     assert found == {str(tmp_path / ("last.ckpt" if later == "file" else "epoch=1.ckpt"))}
 
 
@@ -248,7 +258,56 @@ def test_r35_a_save_takes_the_place_of_what_a_killed_one_left_in_a_bucket(bucket
     assert verify(f"{url}/epoch=1-step=10.ckpt") == []
 
 
+# -- behind a web server
+
+
+class Ranges(SimpleHTTPRequestHandler):
+    """Serves parts of files, as servers of files do; Python's own sends whole ones."""
+
+    def do_GET(self) -> None:
+        path = Path(self.translate_path(self.path))
+        if not path.is_file():
+            self.send_error(404)
+            return
+        raw, asked = path.read_bytes(), self.headers.get("Range")
+        first, last = (int(end) for end in asked.removeprefix("bytes=").split("-")) if asked else (0, len(raw) - 1)
+        self.send_response(206 if asked else 200)
+        self.send_header("Content-Range", f"bytes {first}-{last}/{len(raw)}")
+        self.send_header("Content-Length", str(len(raw[first : last + 1])))
+        self.send_header("Accept-Ranges", "bytes")
+        self.end_headers()
+        self.wfile.write(raw[first : last + 1])
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_a_folder_behind_http_is_read_as_one(tmp_path: Path) -> None:
+    save(str(tmp_path / "a.ckpt"), 3)
+    torch.save({"state_dict": {"w": torch.ones(3)}}, tmp_path / "b.ckpt")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Ranges, directory=tmp_path)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert value_at(f"{url}/a.ckpt") == 3
+        assert saving.pl_load(f"{url}/a.ckpt")["state_dict"]["w"].tolist() == [3, 3, 3]
+        assert interop._folder_of_checkpoint(f"{url}/b.ckpt") is None  # Lightning's own business
+        server.shutdown()
+
+
 # -- on a disk
+
+
+def test_who_evaluates_the_last_has_what_is_called_so(tmp_path: Path) -> None:
+    save(str(tmp_path / "a.ckpt"), 1)
+
+    assert last_for(TrainerFn.VALIDATING, tmp_path) == set()  # as under any other strategy
+    (tmp_path / "last.ckpt").symlink_to("a.ckpt")
+    assert (
+        last_for(TrainerFn.VALIDATING, tmp_path)
+        == last_for(TrainerFn.TESTING, tmp_path)
+        == {str(tmp_path / "last.ckpt")}
+    )
+    assert last_for(TrainerFn.FITTING, tmp_path) == {str(tmp_path / "a.ckpt")}
 
 
 def test_two_colons_in_a_path_are_two_colons(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ VERSION = 1
 BLOCK_BYTES = 8192
 _MOST_DIMENSIONS = 64  # before their sizes are multiplied
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=-]*")
+_NO_VALUES = re.compile(r"torch\.(q|bits|u?int[1-7]$)")  # quantised ones, and those that torch can do nothing with
 _END_OF_TIME = 253402300800  # 10000-01-01 in seconds since 1970: what clocks and calendars can tell
 _SEAL = ',"crc32":"%08x"}\n'
 _SEAL_BYTES = len(_SEAL % 0)
@@ -220,8 +221,8 @@ def _from_plain(plain: dict[str, Any]) -> Manifest:
 
 def _entry(name: str, plain: dict[str, Any], files: tuple[ShardFile, ...]) -> Entry:
     dtype, shape = dtype_named(plain["dtype"]), _shape(plain["shape"])
-    if str(dtype).startswith("torch.q"):
-        raise ValueError(f"{name!r} is {dtype}, and quantised tensors are not kept as tensors")
+    if _NO_VALUES.match(str(dtype)):
+        raise ValueError(f"{name!r} is {dtype}: quantised tensors, and elements of less than a byte, are not kept")
     pieces = []
     for number, offset, start, stop, *box in plain["pieces"]:
         _count(number), _count(offset), _count(start), _count(stop)

@@ -16,16 +16,19 @@ import os
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import fsspec
 import torch
 from lightning.fabric.connector import _Connector
+from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins.io import torch_io
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core import saving
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -59,8 +62,14 @@ def read_file_or_folder(
 
 def _folder_of_checkpoint(path: Any) -> Folder | None:
     """What is to be read as a folder, or refused; None for what is Lightning's own business."""
-    if not isinstance(path, str | os.PathLike) or str(path).startswith(("http://", "https://", "zero://")):
+    if not isinstance(path, str | os.PathLike) or str(path).startswith("zero://"):
         return None
+    if str(path).startswith(("http://", "https://")):
+        try:
+            folder = Folder(path)
+            return folder if folder.is_checkpoint else None
+        except (ImportError, OSError):  # fsspec reads them with aiohttp; Lightning's loader asks for a file alone
+            return None
     folder = Folder(path)
     is_ours = folder.is_checkpoint or folder.parent.is_checkpoint or (folder.is_local and folder.fs.isdir(folder.path))
     return folder if is_ours else None
@@ -68,6 +77,9 @@ def _folder_of_checkpoint(path: Any) -> Folder | None:
 
 def find_complete(find: Callable[..., set[str]], callback: ModelCheckpoint, trainer: Any) -> set[str]:
     """Lightning's search for the checkpoint that ``ckpt_path="last"`` means, which also looks inside."""
+    if trainer.state.fn != TrainerFn.FITTING and isinstance(callback._fs, LocalFileSystem):
+        # Who evaluates "last" means what is called so; who goes on training, what there is.
+        return {path for path in find(callback, trainer) if Path(path).is_file() or Folder(path).is_checkpoint}
     parent = str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
     newest, saved_at, skipped = find_newest(parent)  # first: it forgets listings that are old
     folder = Folder(parent)
