@@ -21,8 +21,8 @@ from typing import Any
 
 import fsspec
 import torch
-from lightning.fabric.connector import _Connector
 from fsspec.implementations.local import LocalFileSystem
+from lightning.fabric.connector import _Connector
 from lightning.fabric.plugins.io import torch_io
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import ModelCheckpoint
