@@ -91,6 +91,8 @@ def load_state_dict(module: Module, state: Mapping[str, Any], *, strict: bool) -
         left = module.load_state_dict({k: v for k, v in state.items() if k not in reshaped}, strict=strict)
     finally:
         filling.remove()
+    if left is None:  # overridden without a return value, which Lightning does not ask for
+        return Incompatible([], [], reshaped)
     missing = [name for name in left.missing_keys if name not in reshaped]
     return Incompatible(missing, list(left.unexpected_keys), reshaped)
 

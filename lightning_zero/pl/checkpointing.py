@@ -37,6 +37,7 @@ from lightning_zero.run.engine import Engine
 from lightning_zero.run.notices import Notice, Notices
 from lightning_zero.shards.local import local_of, whole_of
 from lightning_zero.shards.units import as_written
+from lightning_zero.wire.board import Board
 from lightning_zero.wire.comm import Comm
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,15 @@ class CheckpointingStrategy(DDPStrategy):
         """Waits for ranks that still evaluate, and serves them; before collectives that are not the engine's."""
         if self._live_engine is not None:
             self._live_engine.rendezvous.meet_before_collective()
+
+    def meet(self) -> None:
+        """All ranks come here, serve each other until all have, and hear of each other's notices."""
+        self._running_engine.rendezvous.meet_all()
+
+    @property
+    def board(self) -> Board:
+        """For agreements that are no collectives."""
+        return self._ensure_comm().board
 
     @property
     def _running_engine(self) -> Engine:
@@ -286,6 +296,7 @@ class CheckpointingStrategy(DDPStrategy):
 
     def before_batch(self) -> None:
         """In the middle of an epoch the data loader is made anew, which draws; the run that was saved did not."""
+        self.notices.are_current = False
         saved, self._resumed_state = self._resumed_state, None
         if saved is not None and saved["is_mid_epoch"]:
             self._resume_entry.restore_random(saved)

@@ -241,7 +241,7 @@ class FabricZeroStrategy(Readings, DDPStrategy):
         sharded.made = None
 
     def _fits_whole(self, engine: Engine) -> bool:
-        return fits_whole(engine, self.root_device, self.num_processes)
+        return fits_whole(engine, self.root_device, self.num_processes) > 0
 
     def _make_engine(self, sharded: ShardedModule) -> Engine:
         mixed = self.precision.precision if isinstance(self.precision, MixedPrecision) else None

@@ -1,6 +1,6 @@
 """Lightning's own readers and callbacks, made to know folders; `import lightning_zero` is enough.
 
-Five functions of Lightning are wrapped, and nothing else of it is touched:
+Six functions of Lightning are wrapped, and nothing else of it is touched:
 
 - its loader of files (`pl_load`), so that `MyModule.load_from_checkpoint(folder)` and `Trainer(strategy="ddp")` read a
   sharded checkpoint as they read a file. (Without the import, ``zero://folder`` does the same through fsspec.)
@@ -8,6 +8,7 @@ Five functions of Lightning are wrapped, and nothing else of it is touched:
 - `ModelCheckpoint.file_exists`, so that a path is taken as soon as a checkpoint is being saved to it in the background.
 - `LightningCLI._parse_ckpt_path`, which takes from ``--ckpt_path`` what the model was made with.
 - Fabric's choice of a strategy (`_Connector`), so that ``Fabric(strategy=ZeroStrategy(...))`` works.
+- its call of all callbacks, around which `ZeroStrategy` has some of its own, which `trainer.callbacks` does not show.
 """
 
 import functools
@@ -15,7 +16,7 @@ import inspect
 import os
 import tempfile
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core import saving
+from lightning.pytorch.trainer import call as calls
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -128,6 +130,21 @@ def parse_ckpt_path(parse: Callable[..., None], cli: LightningCLI) -> None:
             rank_zero_warn(f"The model may be made without some of its arguments: {left_out}")
 
 
+def call_with_own(
+    call: Callable[..., None],
+    trainer: Any,
+    hook_name: str,
+    *args: Any,
+    monitoring_callbacks: bool | None = None,
+    **kwargs: Any,
+) -> None:
+    """Lightning's call of one hook of all callbacks, or of those that do, or do not, monitor a metric."""
+    own = getattr(trainer.strategy, "own_callbacks", None)
+    inside = own.around(trainer, hook_name, monitoring_callbacks, *args, **kwargs) if own else nullcontext()
+    with inside:
+        call(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
+
+
 def install() -> None:
     """Wraps them, once. Makes ``zero://`` known where the package is not installed, too, and has no entry point."""
     fsspec.register_implementation("zero", ZeroFileSystem, clobber=True)
@@ -138,6 +155,7 @@ def install() -> None:
         (ModelCheckpoint, "_find_last_checkpoints", find_complete),
         (_Connector, "__init__", for_fabric),
         (LightningCLI, "_parse_ckpt_path", parse_ckpt_path),
+        (calls, "_call_callback_hooks", call_with_own),
     ):
         if hasattr(place, name):  # older versions of LightningCLI look at no hyperparameters
             setattr(place, name, wrapped_once(getattr(place, name), ours))

@@ -58,19 +58,19 @@ def options_on_machine(options: Options, mixed: str | None, local_ranks: int) ->
     )
 
 
-def fits_whole(engine: Engine, device: torch.device, local_ranks: int) -> bool:
-    """Whether every local rank can hold a whole copy of the model in host memory; with tensor parallelism, of its part,
-    on its device. One decision for all ranks, a collective."""
-    if not engine.partition.parameter:
-        return True
+def fits_whole(engine: Engine, device: torch.device, local_ranks: int) -> int:
+    """How many whole copies of the model every local rank can hold in host memory; with tensor parallelism, of its
+    part, on its device: 2 with the gradients of the last step, which DDP leaves. One decision for all ranks, a
+    collective."""
     available, copies = available_host_bytes(), local_ranks
     if engine.mesh.tensor.size > 1 and device.type == "cuda":
         available, copies = torch.cuda.mem_get_info(device)[0], 1
     sizes = [local_of(parameter).numel() * parameter.dtype.itemsize for parameter in engine.module.parameters()]
     needed = sum(sizes) * copies
-    fits = torch.tensor(available is None or needed < available, dtype=torch.uint8)
+    whole = not engine.partition.parameter
+    fits = torch.tensor(2 if available is None or 2 * needed < available else int(whole or needed < available))
     engine.rendezvous.meet_before_collective()
-    return bool(engine.mesh.world.all_reduce(fits, "fits in host memory", "min"))
+    return int(engine.mesh.world.all_reduce(fits, "fits in host memory", "min"))
 
 
 def available_host_bytes() -> int | None:

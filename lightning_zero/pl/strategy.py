@@ -27,10 +27,9 @@ from lightning_zero import config
 from lightning_zero.checkpoint import randomness
 from lightning_zero.config import ActivationCheckpointing, Checkpoint, Offload
 from lightning_zero.pl import other_name
-from lightning_zero.pl.callbacks import First, Preemption
+from lightning_zero.pl.callbacks import OwnCallbacks
 from lightning_zero.pl.checkpointing import CheckpointingStrategy
 from lightning_zero.pl.elsewhere import answers
-from lightning_zero.pl.monitor import monitor_of
 from lightning_zero.pl.precision import adapt
 from lightning_zero.pl.ranks import fits_whole, mesh_of, options_on_machine, sampler_kwargs, warn_of_shared_store
 from lightning_zero.pl.reading import Readings
@@ -41,10 +40,12 @@ from lightning_zero.run.modes import NAMES as MODES
 from lightning_zero.shards.local import local_of
 from lightning_zero.stage import STAGES
 from lightning_zero.tiers.disk import DiskError
+from lightning_zero.wire.board import AgreementError
 from lightning_zero.wire.comm import Comm, RankTimeoutError
 from lightning_zero.wire.mesh import shape_of
 from lightning_zero.wire.native import make_comm
 
+GRACE = timedelta(seconds=3)  # for other ranks to come, after an error
 DEFAULT_TIMEOUT = 1800.0  # s; torch's own for gloo
 
 
@@ -215,8 +216,12 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
         self._wait_timeout = config.seconds_from(wait_timeout, "wait_timeout")
         self._sanitize = sanitize
         self._comm: Comm | None = None
+        self._runs = 0  # engines that were made
+        self._failed_for_good = False
+        self._left_gradients: dict[Parameter, Tensor] = {}  # of the last step, whole, on the host
         self._blocked = False  # Lightning accumulates: the next backward is not the last of its step
         self._undo = ExitStack()  # what `teardown` takes out of the module again
+        self.own_callbacks: OwnCallbacks | None = None  # of the run under way
 
     # -- set up
 
@@ -268,10 +273,7 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
         self.accelerator.setup(trainer)
         if self.world_size == 1:  # one rank draws its data as one device does, or it could not equal strategy="auto"
             trainer._accelerator_connector.use_distributed_sampler = False
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(callback, First) for callback in callbacks):
-            monitor_of(trainer)
-            callbacks[:] = [First(self), *callbacks, Preemption(self)]
+        self.own_callbacks = OwnCallbacks(self, trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self._close_engine() or self.engine is None or self.engine.module is not module:
             self._make_engine(trainer, module, fitting)
@@ -296,6 +298,7 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
             # Lightning's broadcast of each batch, which `Preemption` has replaced: in it a rank would wait for one
             # that has failed as long as `timeout`, and without a word.
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
+            self._undo.callback(vars(trainer.fit_loop.epoch_loop).pop, "_broadcast_sigterm_tensor", None)
             self._refuse_needed_gradients(trainer, module)
             self._refuse_undivided_averages(trainer)
         plugin, optimizers = self.precision_plugin, self.optimizers if fitting else []
@@ -312,7 +315,7 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
                 "all do the same. Call parallelize_module(..., self.device_mesh['tensor_parallel'], plan) in "
                 "configure_model."
             )
-        self._failed = False
+        self._failed, self._runs = False, self._runs + 1
         self.setup_precision_plugin()
         if fitting:
             self._trained = engine
@@ -380,22 +383,33 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
     # -- steps
 
     def _forward(self, *, trains: bool = False) -> AbstractContextManager[None]:
+        if self.engine is not None and self.engine.closed:
+            return nullcontext()  # the module is whole, and its own
         reduces = trains and not self._blocked and cast(Any, self.lightning_module).automatic_optimization
         return self._running_engine.forward(reduces=reduces)
 
     @contextmanager
-    def _after_rendezvous(self) -> Iterator[None]:
-        self.end_rendezvous()
+    def _after_rendezvous(self, *, name: str) -> Iterator[None]:
+        """A collective of Lightning's waits as long as `timeout`, and without a word. So ranks come together first."""
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        is_evaluating = trainer is not None and (trainer.evaluating or trainer.predicting)
+        if self._live_engine is None or self.own_callbacks is None or trainer is None or not is_evaluating:
+            self.end_rendezvous()
+        else:
+            self.own_callbacks.before_collective(trainer)
+        if self._live_engine is not None:
+            self._ensure_comm().host.all_reduce(torch.zeros(1, dtype=torch.uint8), f"before Strategy.{name}")
         yield
 
     training_step = _inside(partial(_forward, trains=True), DDPStrategy.training_step)
     validation_step = _inside(_forward, DDPStrategy.validation_step)
     test_step = _inside(_forward, DDPStrategy.test_step)
     predict_step = _inside(_forward, DDPStrategy.predict_step)
-    barrier = _inside(_after_rendezvous, DDPStrategy.barrier)
-    reduce = _inside(_after_rendezvous, DDPStrategy.reduce)
-    broadcast = _inside(_after_rendezvous, DDPStrategy.broadcast)
-    all_gather = _inside(_after_rendezvous, DDPStrategy.all_gather)
+    barrier = _inside(partial(_after_rendezvous, name="barrier"), DDPStrategy.barrier)
+    reduce = _inside(partial(_after_rendezvous, name="reduce"), DDPStrategy.reduce)
+    broadcast = _inside(partial(_after_rendezvous, name="broadcast"), DDPStrategy.broadcast)
+    all_gather = _inside(partial(_after_rendezvous, name="all_gather"), DDPStrategy.all_gather)
 
     @contextmanager
     @override
@@ -430,6 +444,14 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
             raise RuntimeError("No optimizer is set up yet: use this inside of trainer.fit, or after it.")
         return dict.fromkeys(self.optimizers, self._trained)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What can be copied, and sent to another process: without what belongs to the ranks of this one."""
+        state = super().__getstate__()
+        state.pop("device_mesh", None)
+        for name in ("_comm", "engine", "_trained", "_construction", "_keeper", "_resumed_state", "own_callbacks"):
+            state[name] = None
+        return {**state, "_undo": ExitStack()}
+
     @cached_property
     def device_mesh(self) -> DeviceMesh:
         """The ranks as a torch mesh with the axes "replicate", "data_parallel" and "tensor_parallel", for
@@ -446,6 +468,8 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
+        # Messages of that operation may still come, or the process is about to be killed.
+        self._failed_for_good = isinstance(exception, RankTimeoutError | SystemExit)
         if isinstance(exception, RankTimeoutError):
             exception.moment = _moment_of(self.lightning_module)
         elif self._comm is not None:
@@ -458,12 +482,18 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
     @override
     def teardown(self) -> None:
         self._undo.close()
+        if self.own_callbacks is not None and self.lightning_module is not None:
+            self.own_callbacks.close(self.lightning_module.trainer)
+            self.own_callbacks = None
         try:
             self._end_saves()
         finally:
             is_whole = self._close_engine()
             if is_whole and self._options.tensor_parallel_size == 1:
                 super().teardown()
+                for parameter, grad in self._left_gradients.items():
+                    parameter.grad = grad
+                self._left_gradients = {}
             else:  # Lightning's would move the model to the CPU: parameters whose values, or whose mesh, are elsewhere
                 for name in ("cluster_environment", "precision_plugin", "accelerator", "checkpoint_io"):
                     getattr(self, name).teardown()
@@ -473,17 +503,37 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
         engine = self._live_engine
         if engine is None:
             return True
-        if self._failed and engine.mesh.world.size > 1:
+        if self._failed and engine.mesh.world.size > 1 and not self._has_failed_everywhere(engine):
             engine.close(whole=False)
             return False
-        if not fits_whole(engine, self.root_device, self.num_processes):
+        copies = fits_whole(engine, self.root_device, self.num_processes)
+        if not copies:
             rank_zero_info(
                 "The model stays sharded: whole copies do not fit into host memory. Reading a parameter gathers it "
                 "(on every rank); Trainer.save_checkpoint works."
             )
             return False
+        if not self._failed and copies > 1 and engine is self._trained:
+            self._left_gradients = engine.averages.whole_on_host()
         engine.close()
         return True
+
+    def _has_failed_everywhere(self, engine: Engine) -> bool:
+        """Whether all ranks came here after the same collectives, so that they can make the model whole: an error of
+        all alike, in a notebook that goes on. Waits for a moment only: a rank that failed alone is to end its process,
+        and with it the others' wait."""
+        if self._failed_for_good:
+            return False
+        calls = [dict(comm.calls) for comm in (engine.mesh.world, engine.mesh.shard, engine.mesh.replicate)]
+
+        def compare(records: list[dict[str, Any]]) -> dict[str, Any]:
+            return {"same": all(record["calls"] == records[0]["calls"] for record in records)}
+
+        try:
+            verdict = self.board.clone(GRACE).agree(f"failed in run {self._runs}", {"calls": calls}, compare)
+        except AgreementError:
+            return False
+        return bool(verdict["same"])
 
     def __repr__(self) -> str:
         written = {"stage": self.stage, **vars(self).get("_written", {})}  # not there yet while it is made

@@ -87,6 +87,18 @@ class Averages:
         self.refuse_stepped("clipping")
         norm.clip_by_value_(self.of(parameters), clip_value)
 
+    def whole_on_host(self) -> dict[Parameter, Tensor]:
+        """Copies of all that are there on every rank, each in the dtype of its parameter. A collective."""
+        with torch.no_grad():
+            self.of(self._module.parameters(), meets=True)
+            with no_interception():
+                trained = [slot for slot in map(training_slot, self._module.parameters()) if slot is not None]
+                has = torch.tensor([slot.parameter.grad is not None for slot in trained], dtype=torch.uint8)
+            here = self._mesh.world.host.all_reduce(has, "gradients at the end", "min").tolist()
+            kept = [slot.parameter for slot, is_here in zip(trained, here, strict=True) if is_here]
+            whole = {parameter: self.full(parameter) for parameter in kept}
+            return {p: grad.to("cpu", p.dtype, copy=True) for p, grad in whole.items() if grad is not None}
+
     def unscale_(self, scaler: GradScaler, optimizer: Optimizer) -> norm.Overflow:
         """`GradScaler.unscale_` for gradients that are spread over ranks: every rank comes to the same verdict.
 

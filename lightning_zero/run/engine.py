@@ -259,8 +259,7 @@ class Engine:
         self._recover()
         self.catch_up()
         self.loans.settle()
-        while self.rendezvous.meet() and self.rendezvous.may_be_wanted:
-            pass  # a rank may have wanted something since it was asked for its gradients
+        self.rendezvous.meet_all()
         refuse_strangers(self.module, self._trained, self._known, self.foreign_parameters, self._steppers.values())
         stepper = self._steppers[optimizer]
         slots = stepper.slots

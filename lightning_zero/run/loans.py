@@ -222,6 +222,7 @@ class Loans(Lender, GradientLender):
     def lend_gradient(self, slot: Slot) -> Tensor:
         if slot not in self._gradients:
             assert slot.gradient is not None
+            self.rendezvous.settle_gradients()  # where a weight is shown, because this rank read it, nobody has asked
             self.rendezvous.meet_before_collective()
             return slot.gradient.gather(slot)
         return self._gradients[slot]

@@ -149,6 +149,8 @@ class Reductions:
     def settle(self, said: Tensor) -> None:
         """Reduces what is left, as the statements of all ranks say, and shows the averaged gradients. A collective."""
         self.notices.hear(said[1 : 1 + len(Notice)].tolist())
+        if self.notices.are_apart:
+            self._refuse_uneven_batches()
         if self.stage is Stage.UNSETTLED:
             for shard in self._plain:
                 self._interception.show(shard.group)
@@ -167,6 +169,15 @@ class Reductions:
                 self._step_averages(having)
         self._learn_order()
         self._clear()
+
+    def _refuse_uneven_batches(self) -> None:
+        """Raises RuntimeError on every rank. A collective."""
+        places = self._comm.all_gather_object(self.notices.place, "places")
+        told = "; ".join(f"rank {rank} is {place}" for rank, place in enumerate(places))
+        raise RuntimeError(
+            f"Ranks have not equally many training batches: {told}. Give each as many: with a DistributedSampler "
+            "(Lightning adds one to datasets that have a length), drop_last=True, or Trainer(limit_train_batches=...)."
+        )
 
     def _show_averages(self, having: Sequence[Sequence[Slot]]) -> None:
         """What had a gradient on any rank shows the averaged one; other `p.grad` stays."""

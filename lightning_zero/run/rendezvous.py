@@ -257,6 +257,11 @@ class Rendezvous:
         self._settle(heard.statement)
         return heard.early
 
+    def meet_all(self) -> None:
+        """`meet`, until no rank is early: it may have wanted something since it was asked for its gradients."""
+        while self.meet() and self.may_be_wanted:
+            pass
+
     def _settle(self, statement: Tensor) -> None:
         """What the ranks that share shards have said, all ranks hear."""
         for comm in (self._mesh.replicate, self._mesh.tensor):

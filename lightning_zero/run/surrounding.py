@@ -6,6 +6,37 @@ from typing import Any, final
 import torch
 from torch.nn import Module
 
+from lightning_zero.views.intercept import untraced
+
+
+@final
+class _InPlaceOfCall:
+    """What torch calls in place of a module. Of a module that is copied or pickled nothing but None goes along: torch
+    leaves it behind, and Lightning's module, which has a `__getstate__` of its own, would take it."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def _unseen(function: Callable[..., None]) -> Callable[..., None]:
+    """`function`, of which neither a compiler nor a tracer takes notice."""
+
+    def unseen(*args: Any) -> None:
+        with untraced():
+            function(*args)
+
+    disabled: Callable[..., None] = torch.compiler.disable(unseen)
+    return disabled
+
 
 @final
 class Surrounding:
@@ -28,16 +59,16 @@ class Surrounding:
 
         @torch.compiler.disable(recursive=False)  # a compiler would trace our collectives
         def call(*args: Any, **kwargs: Any) -> Any:
-            untraced_before()
+            unseen_before()
             output = None
             try:
                 output = inner(*args, **kwargs)
             finally:
-                untraced_after((args, kwargs), output)
+                unseen_after((args, kwargs), output)
             return output
 
-        untraced_before, untraced_after = torch.compiler.disable(before), torch.compiler.disable(after)
-        module._compiled_call_impl = call
+        unseen_before, unseen_after = _unseen(before), _unseen(after)
+        module._compiled_call_impl = _InPlaceOfCall(call)
 
     def remove(self) -> None:
         self._module._compiled_call_impl = self._previous
@@ -56,7 +87,7 @@ class Around:
         def call(*args: Any, **kwargs: Any) -> Any:
             return around(inner, args, kwargs)
 
-        module._compiled_call_impl = call
+        module._compiled_call_impl = _InPlaceOfCall(call)
 
     def remove(self) -> None:
         self._module._compiled_call_impl = self._previous

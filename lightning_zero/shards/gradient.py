@@ -351,7 +351,7 @@ class GradientShard:
         for slot in self.group.slots:
             with torch._C.DisableTorchFunctionSubclass():
                 slot.local.grad = None
-                slot.parameter.grad_dtype = slot.parameter.dtype
+                slot.parameter.grad_dtype = self.group.kind.declared  # which it has again at once
         self.full_grad = None
         self.owned_grad = InMemory(torch.empty(0, dtype=self.dtype), self.group.places.gathered)
         self.pool = BucketPool([])

@@ -242,6 +242,9 @@ class PieceStepper:
         """One window after the other, of all that is stepped; while it is given out its parameters are their pieces,
         and the optimizer has all of its parameters."""
         slots = self.slots
+        if slots and slots[0].group.is_freed:  # after fit: parameters are whole, and nothing is stepped
+            yield slots
+            return
         first, others = self._divide(slots, slots, is_loading=True)
         for window in [first, *others]:
             window.begin()

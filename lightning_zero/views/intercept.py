@@ -4,7 +4,8 @@ A function of torch that is called with such a tensor is called with its values 
 the call is known whether it has edited them, and whether its result is a view through which they may be edited later.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -35,6 +36,21 @@ STRIDES = {Tensor.stride, Tensor.is_contiguous}  # values that are elsewhere are
 
 def asks_for_dtype(func: Any) -> bool:
     return bool(func == Tensor.dtype.__get__)  # type: ignore[attr-defined]  # such wrappers are made at each look-up
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Around what `torch.jit.trace` must not see: that values are brought, which is no part of a model's graph."""
+    if not torch._C._is_tracing():
+        yield
+        return
+    torch_c: Any = torch._C  # whose stubs do not know of it
+    state = torch_c._get_tracing_state()
+    torch_c._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        torch_c._set_tracing_state(state)
 
 
 @final
@@ -94,7 +110,8 @@ def call(func: Callable[..., Any], args: Any, kwargs: Any, lend: Callable[[Any],
     lent: dict[int, Lent] = {}
 
     def give(value: Any) -> Any:
-        loan = lent.get(id(value)) or lend(value)
+        with untraced():
+            loan = lent.get(id(value)) or lend(value)
         if loan is None:
             return value
         lent[id(value)] = loan
@@ -109,6 +126,7 @@ def call(func: Callable[..., Any], args: Any, kwargs: Any, lend: Callable[[Any],
             if result is loan.values and loan.is_edited:
                 result = loan.tensor
     finally:
-        for loan in lent.values():
-            loan.end(loan, result)
+        with untraced():
+            for loan in lent.values():
+                loan.end(loan, result)
     return result

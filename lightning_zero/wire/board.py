@@ -50,11 +50,11 @@ class Board:
         self._heard: str | None = None  # the latest verdict's key
         self._has_given_up = False  # and left word of it
 
-    def clone(self) -> "Board":
-        """A board for another thread of each rank: a store answers one thread at a time. The signs of life are its own,
-        too, or a rank whose other thread goes on would seem alive here."""
+    def clone(self, wait_timeout: timedelta | None = None) -> "Board":
+        """A board for another thread of each rank, or for another patience: a store answers one thread at a time. The
+        signs of life are its own, too, or a rank whose other thread goes on would seem alive here."""
         store = PrefixStore("clone", self._store.clone())  # type: ignore[attr-defined]
-        return Board(store, self.rank, self.size, self._wait_timeout)
+        return Board(store, self.rank, self.size, wait_timeout or self._wait_timeout)
 
     def agree(self, topic: str, record: Record, decide: Decide, absent: str = "ranks {missing} never came") -> Record:
         """Every rank calls it with its record; rank 0 calls `decide(records)`; every rank returns what that returns.
@@ -98,6 +98,20 @@ class Board:
             self._last_beat = now
             self._beats += 1
             self._store.set(f"beat/{self.rank}", f"{self._beats} {self._waits_at}")
+
+    def raise_flag(self, name: str) -> None:
+        """Leaves word for ranks that look at `has_flag`, until one of them lowers it."""
+        self._store.set(f"flag/{name}", "up")
+
+    def has_flag(self, name: str) -> bool:
+        """Whether a rank has raised it. One message to rank 0; False where that does not answer."""
+        with suppress(DistError):
+            return self.size > 1 and self._has(f"flag/{name}")
+        return False
+
+    def lower_flag(self, name: str) -> None:
+        """The reverse of `raise_flag`, whoever has raised it."""
+        self._store.delete_key(f"flag/{name}")
 
     @contextmanager
     def alive(self) -> Iterator[None]:

@@ -1,0 +1,274 @@
+"""Whole Trainer runs, and what they leave behind: on real ranks, beside ddp."""
+
+import copy
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from jobs import Classifier, loader, state_of, trainer
+
+# -- a signal
+
+
+class Signalled(Classifier):
+    """SIGTERM comes to some ranks, once, at one place of a run."""
+
+    def __init__(self, place: str, ranks: tuple[int, ...]) -> None:
+        super().__init__()
+        self.place, self.ranks = place, ranks
+
+    def at(self, place: str) -> None:
+        if place == self.place and self.global_rank in self.ranks:
+            self.place = ""
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_train_start(self) -> None:
+        self.at("start")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.at(f"step {batch_idx}")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.at(f"sanity check {batch_idx}" if self.trainer.sanity_checking else f"validation {batch_idx}")
+        super().validation_step(batch, batch_idx)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.at(f"test {batch_idx}")
+
+    def on_train_epoch_end(self) -> None:
+        self.at("epoch end")
+
+    def on_train_end(self) -> None:
+        self.at("train end")
+
+
+class SignalledByHand(Signalled):
+    """Manual optimization, with steps that return None and do nothing."""
+
+    def __init__(self, place: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(place, ranks)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.at(f"nothing {batch_idx}")
+        if batch_idx < 2:
+            self.manual_backward(self.loss(batch))
+            self.optimizers().step()
+
+
+def run_until_signalled(strategy: Any, place: str, ranks: tuple[int, ...], folder: Path) -> dict[str, Any]:
+    """How a run ends, and where."""
+    L.seed_everything(1, verbose=False)
+    before = signal.getsignal(signal.SIGTERM)
+    model = (SignalledByHand if "nothing" in place else Signalled)(place, ranks)
+    run = trainer(strategy, 2, default_root_dir=folder)
+    ended = "returned"
+    try:
+        if "test" in place:
+            run.test(model, loader(), verbose=False)
+        else:
+            run.fit(model, loader(), loader(seed=1))
+    except SystemExit as leaving:
+        ended = f"{type(leaving).__name__} {leaving.code}"
+    return {
+        "ended": ended,
+        "step": run.global_step,
+        "batches": run.fit_loop.epoch_loop.batch_progress.total.ready,
+        "received": run.received_sigterm,
+        "handler_is_back": signal.getsignal(signal.SIGTERM) == before,
+    }
+
+
+# -- the trainer, its callbacks, its strategy
+
+
+class Own(L.Callback):
+    pass
+
+
+class Lists(L.Callback):
+    """Notes which callbacks there are."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[str]] = []
+
+    def on_train_batch_end(self, run: L.Trainer, *_: Any) -> None:
+        self.seen.append(names_of(run))
+
+    def teardown(self, run: L.Trainer, *_: Any, **__: Any) -> None:
+        self.seen.append(names_of(run))
+
+
+def names_of(run: L.Trainer) -> list[str]:
+    return [type(callback).__name__ for callback in run.callbacks]  # type: ignore[attr-defined]
+
+
+class Configures(Classifier):
+    def configure_callbacks(self) -> Any:
+        return [Own()]
+
+
+def callbacks_of_two_fits(strategy: Any) -> list[list[str]]:
+    noted = Lists()
+    run = trainer(strategy, 2, callbacks=[noted], max_epochs=1)
+    for epochs in (1, 2):
+        run.fit_loop.max_epochs = epochs
+        run.fit(Configures(), loader(samples=16))
+        noted.seen.append(names_of(run))
+    return noted.seen
+
+
+class LoadsWithoutAWord(Classifier):
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> None:  # type: ignore[override]
+        super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+def place_of(strategy: Any, folder: Path) -> Path:
+    return folder / f"{strategy['stage'] if isinstance(strategy, dict) else strategy}.ckpt"
+
+
+def resume_without_a_word(strategy: Any, folder: Path) -> list[float]:
+    path = place_of(strategy, folder)
+    L.seed_everything(1, verbose=False)
+    run = trainer(strategy, 2)
+    run.fit(LoadsWithoutAWord(), loader())
+    run.save_checkpoint(path)
+    L.seed_everything(2, verbose=False)
+    model = LoadsWithoutAWord()
+    trainer(strategy, 2, max_epochs=2).fit(model, loader(), ckpt_path=path)
+    return model.losses
+
+
+class Pickles(L.Callback):
+    """Copies everything in mid-training; a copy of the model computes with its own values."""
+
+    def __init__(self) -> None:
+        self.outputs: list[float] = []
+
+    def on_train_batch_end(self, run: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        if run.global_step == 2:
+            copy_of_all(run, module)
+            other = pickle.loads(pickle.dumps(module)), copy.deepcopy(module)
+            for each in other:
+                with torch.no_grad():
+                    each.net[4].weight.zero_()
+                    each.net[4].bias.fill_(0.5)
+                    self.outputs.append(each(next(iter(loader()))[0]).sum().item())
+
+
+def copy_of_all(run: L.Trainer, module: L.LightningModule) -> L.Trainer:
+    for each in (run.strategy, run.callbacks, module, run.optimizers, run.fit_loop):  # type: ignore[attr-defined]
+        pickle.loads(pickle.dumps(each))
+        copy.deepcopy(each)
+    pickle.loads(pickle.dumps(run))
+    return copy.deepcopy(run)
+
+
+def copy_during_and_after(strategy: Any) -> Any:
+    L.seed_everything(1, verbose=False)
+    model, pickles = Classifier(), Pickles()
+    run = trainer(strategy, 2, max_steps=4, callbacks=[pickles])
+    run.fit(model, loader(), loader(seed=1))
+    other = copy_of_all(run, model)
+    loss = other.validate(copy.deepcopy(model), loader(seed=1), verbose=False)[0]["val_loss"]
+    return model.losses, pickles.outputs, loss
+
+
+def left_after_fit(strategy: Any, folder: Path, precision: str) -> dict[str, Any]:
+    """What is there after fit, and still works."""
+    path, before = place_of(strategy, folder), set(threading.enumerate())
+    L.seed_everything(1, verbose=False)
+    model = Classifier()
+    run = trainer(strategy, 2, precision=precision)
+    run.fit(model, loader())
+    found = {
+        "dtypes": {name: (p.dtype, p.grad_dtype) for name, p in model.named_parameters()},
+        "threads": sorted(thread.name for thread in threading.enumerate() if thread not in before),
+        "grads": {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()},
+        "classes": {type(p.grad).__name__ for p in model.parameters()} | {type(p).__name__ for p in model.parameters()},
+    }
+    batch = next(iter(loader()))
+    model.eval()
+    found["predicted"] = run.strategy.predict_step(batch, 0).detach()
+    model.zero_grad()
+    loss: Any = run.strategy.training_step(batch, 0)
+    loss.backward()
+    found["gradient"] = model.net[0].weight.grad.clone()
+    run.save_checkpoint(path)
+    weights = state_of(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    run._checkpoint_connector.restore(path)
+    found["restored"] = all(torch.equal(value, weights[name]) for name, value in state_of(model).items())
+    run.fit_loop.max_epochs = 2
+    run.fit(model, loader(), ckpt_path=path)
+    return {**found, "losses": model.losses}
+
+
+# -- errors
+
+
+class Fails(Classifier):
+    """Raises on all ranks alike."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.place == "forward" and batch_idx == 2:
+            raise ValueError("all ranks have had enough")
+        return super().training_step(batch, batch_idx)
+
+    def on_after_backward(self) -> None:
+        if self.place == "backward" and self.global_step == 2:
+            raise ValueError("all ranks have had enough")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.place == "validation" and not self.trainer.sanity_checking:
+            raise ValueError("all ranks have had enough")
+
+
+class FailsInside(nn.Module):
+    def __init__(self, inner: nn.Module, calls: list[int]) -> None:
+        super().__init__()
+        self.inner, self.calls = inner, calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(1)
+        if len(self.calls) == 3:
+            raise ValueError("all ranks have had enough")
+        return self.inner(x)
+
+
+def go_on_after_an_error(strategy: Any, place: str) -> dict[str, Any]:
+    """As in a notebook: the model is read, used, and trained again, by the same trainer."""
+    L.seed_everything(1, verbose=False)
+    model = Fails(place)
+    if place == "inside":
+        model.net[3] = FailsInside(model.net[3], [])
+    run = trainer(strategy, 2)
+    said = error_of(lambda: run.fit(model, loader(), loader(seed=1)))
+    weights, model.place = state_of(model), ""
+    output = model(next(iter(loader()))[0]).detach()
+    tested = run.test(model, loader(seed=2), verbose=False)[0]["test_loss"]
+    run.fit(model, loader(), loader(seed=1))
+    return {"said": said, "weights": weights, "output": output, "tested": tested, "losses": model.losses}
+
+
+def error_of(function: Callable[[], Any]) -> str | None:
+    try:
+        function()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return None
