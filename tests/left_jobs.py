@@ -5,15 +5,19 @@ import os
 import pickle
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MeanMetric
 
 from jobs import Classifier, loader, state_of, trainer
+from lightning_zero.wire.comm import RankTimeoutError
 
 # -- a signal
 
@@ -272,3 +276,96 @@ def error_of(function: Callable[[], Any]) -> str | None:
     except BaseException as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+# -- ranks that do other things
+
+
+class Uneven(Classifier):
+    """Rank 1 has two training batches less, or none; with a length or without."""
+
+    def __init__(self, batches: tuple[int, int], has_length: bool) -> None:
+        super().__init__()
+        self.batches, self.has_length = batches, has_length
+
+    def train_dataloader(self) -> Any:
+        batches = list(loader())[: self.batches[self.global_rank]]
+        return DataLoader(batches if self.has_length else Stream(batches), batch_size=None)
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+def fit_unevenly(strategy: Any, batches: tuple[int, int], has_length: bool) -> str | None:
+    run = trainer(strategy, 2, use_distributed_sampler=False)
+    return error_of(lambda: run.fit(Uneven(batches, has_length)))
+
+
+class OnOneRank(Classifier):
+    """Rank 0 alone calls a collective of the strategy."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_rank == 0 and self.global_step == 2:
+            strategy: Any = self.trainer.strategy
+            getattr(strategy, self.name)(*(() if self.name == "barrier" else (torch.ones(1),)))
+
+
+def call_on_one_rank(strategy: Any, name: str) -> list[str]:
+    run = trainer(strategy, 2)
+    try:
+        run.fit(OnOneRank(name), loader())
+    except RankTimeoutError as error:
+        return [str(error), *error.__notes__]
+    return []
+
+
+class ReadsAndMeasures(Classifier):
+    """Rank 0 reads all weights after backward; then all ranks read all gradients."""
+
+    def on_after_backward(self) -> None:
+        if self.global_rank == 0:
+            self.seen = [parameter.detach().norm().item() for parameter in self.parameters()]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms.append(float(grad_norm(self, 2)["grad_2.0_norm_total"]))
+
+
+def read_and_measure(strategy: Any) -> Any:
+    L.seed_everything(1, verbose=False)
+    model = ReadsAndMeasures()
+    trainer(strategy, 2, max_steps=3).fit(model, loader())
+    return model.losses, model.norms
+
+
+class UnevenlyEvaluated(Classifier):
+    """Rank 1 evaluates two batches more, and a metric of torchmetrics is synchronised at the end, past the strategy."""
+
+    def __init__(self, batches: tuple[int, int]) -> None:
+        super().__init__()
+        self.batches, self.mean = batches, MeanMetric()
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Stream(list(loader(seed=1))[: self.batches[self.global_rank]]), batch_size=None)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.mean.update(self.loss(batch))
+        self.log("mean", self.mean, on_epoch=True)
+
+
+def validate_unevenly(strategy: Any, batches: tuple[int, int]) -> float:
+    L.seed_everything(1, verbose=False)
+    run = trainer(strategy, 2, use_distributed_sampler=False)
+    return float(run.validate(UnevenlyEvaluated(batches), verbose=False)[0]["mean"])
+
+
+def validate_nothing_on_rank_0(strategy: Any) -> str | None:
+    return error_of(lambda: validate_unevenly(strategy, (0, 4)))

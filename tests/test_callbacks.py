@@ -1,4 +1,4 @@
-"""What is done at Lightning's hooks: preemption under SLURM."""
+"""What is done at Lightning's hooks: preemption under SLURM, and callbacks that write to weights."""
 
 import os
 import signal
@@ -7,10 +7,14 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
+import jobs
 from checkpoint_jobs import Everything, Signal, resumable, trainer
+from jobs import Classifier
 from lightning_zero.checkpoint import Folder, verify
 from lightning_zero.checkpoint.folder import hidden_beside
 from ranks import RankPool
@@ -106,3 +110,33 @@ def test_what_a_killed_save_leaves_is_no_checkpoint_that_a_slurm_job_goes_on_fro
         hidden_beside(tmp_path / "hpc_ckpt_2.ckpt", purpose).mkdir()
     assert len(Folder(tmp_path).names()) == 5
     assert newest(str(tmp_path), "hpc_ckpt_") == 1
+
+
+class Copies(ModelPruning):
+    """Rewinds to the original weights by value: Lightning's callback assigns its own tensors to `p.data`, which under
+    DDP train along from then on, and are no original when it rewinds again."""
+
+    @staticmethod
+    def _copy_param(new: Any, old: Any, name: str) -> None:
+        into = getattr(new, name + "_orig", None)
+        (getattr(new, name) if into is None else into).data.copy_(getattr(old, name).data)
+
+
+def fit_pruning(strategy: Any, callback: type[ModelPruning]) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    model = Classifier(tied=False)
+    pruned = [(model.net[0], "weight"), (model.net[4], "weight")]
+    prunes = callback("l1_unstructured", pruned, amount=0.3, use_lottery_ticket_hypothesis=True)
+    jobs.trainer(strategy, 2, max_epochs=3, callbacks=[prunes]).fit(model, jobs.loader())
+    return jobs.state_of(model)
+
+
+def test_lottery_tickets_are_rewound_to_values_and_not_to_tensors_that_train_along(two_ranks: RankPool) -> None:
+    """A declared deviation from DDP: `p.data = t` takes over t's values, not its memory."""
+    ddp = "ddp_find_unused_parameters_true"
+    expected, by_tensor = (two_ranks.run(fit_pruning, ddp, kind) for kind in (Copies, ModelPruning))
+    assert any(not torch.equal(value, by_tensor[0][name]) for name, value in expected[0].items())
+    for stage in (1, 3):
+        for mine, theirs in zip(two_ranks.run(fit_pruning, {"stage": stage}, ModelPruning), expected, strict=True):
+            assert mine.keys() == theirs.keys()
+            assert all(torch.equal(mine[name], value) for name, value in theirs.items())

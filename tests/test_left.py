@@ -1,5 +1,6 @@
 """What a run leaves behind, and how it is told to stop: as under DDP."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 import left_jobs
-from ranks import RankPool
+from ranks import RankPool, run_alone
 
 DDP = "ddp_find_unused_parameters_true"
 STAGES = [1, 2, 3]
@@ -80,3 +81,49 @@ def test_after_fit_gradients_are_there_and_the_strategys_methods_work(
 def test_after_an_error_of_all_ranks_the_model_is_whole_and_a_notebook_goes_on(place: str, two_ranks: RankPool) -> None:
     expected = assert_as_ddp(two_ranks, left_jobs.go_on_after_an_error, place)
     assert expected[0]["said"] == "ValueError: all ranks have had enough"
+
+
+UNEVEN = [((4, 2), True), ((2, 4), False), ((0, 4), False)]
+
+
+@pytest.mark.parametrize(("batches", "has_length"), UNEVEN)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_uneven_training_batches_end_in_one_error_on_every_rank(
+    stage: int, batches: tuple[int, int], has_length: bool, two_ranks: RankPool
+) -> None:
+    """At the first batch that a rank has not."""
+    found = two_ranks.run(left_jobs.fit_unevenly, {"stage": stage}, batches, has_length)
+    first, fewest = batches.index(min(batches)), min(batches)
+    assert len(set(found)) == 1
+    assert f"rank {first} is at the end of epoch 0, after {fewest} batches" in found[0]
+    assert f"rank {1 - first} is in batch {fewest + 1} of epoch 0" in found[0]
+    assert "drop_last=True" in found[0]
+
+
+@pytest.mark.parametrize(("stage", "name"), [(1, "barrier"), (3, "reduce")])
+def test_a_collective_that_one_rank_alone_reaches_ends_on_both_with_both_places(stage: int, name: str) -> None:
+    results, errors = run_alone(2, left_jobs.call_on_one_rank, {"stage": stage, "wait_timeout": 3}, name)
+    assert errors == [None, None]
+    for (error, note), places in zip(results, ("2", "34"), strict=True):  # rank 1 went on until it needed rank 0
+        assert f"before Strategy.{name}" in error
+        assert re.search(f"in batch [{places}] of epoch 0", note)
+
+
+def test_a_rank_may_read_all_weights_before_all_ranks_read_all_gradients(two_ranks: RankPool) -> None:
+    assert_as_ddp(two_ranks, left_jobs.read_and_measure)
+
+
+@pytest.mark.parametrize("batches", [(2, 4), (4, 2)])
+def test_metrics_of_ranks_that_evaluate_unevenly_are_synchronised_at_the_end(
+    batches: tuple[int, int], two_ranks: RankPool
+) -> None:
+    """Under DDP evaluation has no other collective, and so ends."""
+    assert_as_ddp(two_ranks, left_jobs.validate_unevenly, batches)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_that_has_nothing_to_evaluate_ends_in_one_error_on_every_rank(stage: int, two_ranks: RankPool) -> None:
+    """Where metrics are synchronised: under DDP the others would wait for it."""
+    found = two_ranks.run(left_jobs.validate_nothing_on_rank_0, {"stage": stage})
+    assert len(set(found)) == 1
+    assert "Ranks [0] have logged nothing" in found[0]

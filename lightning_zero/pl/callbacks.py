@@ -40,6 +40,7 @@ class OwnCallbacks:
     """Those of one run of a trainer."""
 
     def __init__(self, strategy: CheckpointingStrategy, trainer: "pl.Trainer") -> None:
+        self._strategy = strategy
         self._of_user: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         has_monitor = any(isinstance(callback, ZeroMonitor) for callback in self._of_user)
         self._monitor = None if has_monitor else ZeroMonitor()
@@ -66,6 +67,26 @@ class OwnCallbacks:
         left, and waits for the others where they hear of it."""
         self._last.meet(trainer)
 
+    def before_metrics(self, trainer: "pl.Trainer") -> None:
+        """In an evaluation, before what is logged is synchronised, with or without `Strategy`: ranks that have more
+        batches come first.
+
+        Raises:
+            RuntimeError: on every rank, where one has evaluated nothing, and would not take part.
+        """
+        self._last.meet(trainer)
+        results = trainer._results
+        logged = [] if results is None else results.result_metrics
+        # Of a metric of torchmetrics Lightning does not say whether it is synchronised: mostly it is.
+        waits = any(metric.meta.on_epoch and (metric.meta.sync.should or not metric.is_tensor) for metric in logged)
+        there = self._strategy.comm.all_gather_object((bool(logged), waits), "what was logged")
+        absent = [rank for rank, (has_logged, _) in enumerate(there) if not has_logged]
+        if absent and any(waiting for _, waiting in there):
+            raise RuntimeError(
+                f"Ranks {absent} have logged nothing in this evaluation, and the others synchronise what they have. "
+                "Give every rank a batch, or log with sync_dist=False."
+            )
+
     def close(self, trainer: "pl.Trainer") -> None:
         """The run has ended."""
         self._last.tell(trainer)
@@ -83,6 +104,19 @@ class First(pl.Callback):
         self._strategy.before_batch()
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         self._strategy.notices.move(Notice.IN_BATCH, f"in batch {batches} of epoch {trainer.current_epoch}")
+
+    def on_validation_batch_start(
+        self,
+        trainer: "pl.Trainer",
+        pl_module: "pl.LightningModule",
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        assert trainer.state.stage is not None
+        self._strategy.notices.place = f"in batch {batch_idx + 1} of {trainer.state.stage.value}"
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def on_validation_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         self._preemption.meet(trainer)

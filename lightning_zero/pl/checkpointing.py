@@ -74,6 +74,11 @@ class CheckpointingStrategy(DDPStrategy):
         self._running_engine.rendezvous.meet_all()
 
     @property
+    def comm(self) -> Comm:
+        """Of all ranks, for small agreements of hosts."""
+        return self._ensure_comm().host
+
+    @property
     def board(self) -> Board:
         """For agreements that are no collectives."""
         return self._ensure_comm().board

@@ -1,6 +1,6 @@
 """Lightning's own readers and callbacks, made to know folders; `import lightning_zero` is enough.
 
-Six functions of Lightning are wrapped, and nothing else of it is touched:
+Seven functions of Lightning are wrapped, and nothing else of it is touched:
 
 - its loader of files (`pl_load`), so that `MyModule.load_from_checkpoint(folder)` and `Trainer(strategy="ddp")` read a
   sharded checkpoint as they read a file. (Without the import, ``zero://folder`` does the same through fsspec.)
@@ -9,6 +9,7 @@ Six functions of Lightning are wrapped, and nothing else of it is touched:
 - `LightningCLI._parse_ckpt_path`, which takes from ``--ckpt_path`` what the model was made with.
 - Fabric's choice of a strategy (`_Connector`), so that ``Fabric(strategy=ZeroStrategy(...))`` works.
 - its call of all callbacks, around which `ZeroStrategy` has some of its own, which `trainer.callbacks` does not show.
+- the end of an evaluation's batches, where logged metrics are synchronised, so that ranks with more of them come first.
 """
 
 import functools
@@ -29,6 +30,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core import saving
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.trainer import call as calls
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -145,6 +147,14 @@ def call_with_own(
         call(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
 
 
+def store_when_all_have_come(store: Callable[..., None], loop: Any) -> None:
+    """Lightning's synchronisation of what an evaluation has logged of one loader."""
+    own = getattr(loop.trainer.strategy, "own_callbacks", None)
+    if own:
+        own.before_metrics(loop.trainer)
+    store(loop)
+
+
 def install() -> None:
     """Wraps them, once. Makes ``zero://`` known where the package is not installed, too, and has no entry point."""
     fsspec.register_implementation("zero", ZeroFileSystem, clobber=True)
@@ -156,6 +166,7 @@ def install() -> None:
         (_Connector, "__init__", for_fabric),
         (LightningCLI, "_parse_ckpt_path", parse_ckpt_path),
         (calls, "_call_callback_hooks", call_with_own),
+        (_EvaluationLoop, "_store_dataloader_outputs", store_when_all_have_come),
     ):
         if hasattr(place, name):  # older versions of LightningCLI look at no hyperparameters
             setattr(place, name, wrapped_once(getattr(place, name), ours))

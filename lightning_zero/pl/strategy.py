@@ -399,7 +399,7 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
         else:
             self.own_callbacks.before_collective(trainer)
         if self._live_engine is not None:
-            self._ensure_comm().host.all_reduce(torch.zeros(1, dtype=torch.uint8), f"before Strategy.{name}")
+            self.comm.all_reduce(torch.zeros(1, dtype=torch.uint8), f"before Strategy.{name}")
         yield
 
     training_step = _inside(partial(_forward, trains=True), DDPStrategy.training_step)
@@ -470,10 +470,14 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
         self._failed = True
         # Messages of that operation may still come, or the process is about to be killed.
         self._failed_for_good = isinstance(exception, RankTimeoutError | SystemExit)
+        if self.engine is not None:
+            self.notices.leave()
         if isinstance(exception, RankTimeoutError):
             exception.moment = _moment_of(self.lightning_module)
         elif self._comm is not None:
             self._comm.report(f"{type(exception).__name__}: {exception}".splitlines()[0])
+        if isinstance(exception, RankTimeoutError) and self.engine is not None and self.notices.place:
+            exception.add_note(f"Rank {self.global_rank} was {self.notices.place}.")
         if isinstance(exception, DiskError):
             latest = None if self._keeper is None else self._keeper.latest_complete
             exception.add_note(f"The last complete checkpoint of this run: {latest or 'none was saved'}.")
@@ -505,6 +509,7 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
             return True
         if self._failed and engine.mesh.world.size > 1 and not self._has_failed_everywhere(engine):
             engine.close(whole=False)
+            self._comm = self._keeper = None  # messages may be under way that nobody takes: another run has its own
             return False
         copies = fits_whole(engine, self.root_device, self.num_processes)
         if not copies:

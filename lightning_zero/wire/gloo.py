@@ -171,7 +171,8 @@ class GlooComm(Comm):
     def _start(self, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor], key: str) -> _Pending:
         """Starts a message from each peer of `receives` into its tensor, then one to each peer of `sends`."""
         pending = []
-        tag = zlib.crc32(key.encode()) & 0x7FFFFFFF
+        # By number: a run that failed may have left messages that nobody has taken, in the group that all runs share.
+        tag = zlib.crc32(f"{self._number} {key}".encode()) & 0x7FFFFFFF
         for begin, tensors in ((self._group.recv, receives), (self._group.send, sends)):
             for peer, tensor in tensors.items():
                 with self.explaining(key, peer):  # fails where an earlier wait timed out and closed it
