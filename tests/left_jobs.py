@@ -369,3 +369,24 @@ def validate_unevenly(strategy: Any, batches: tuple[int, int]) -> float:
 
 def validate_nothing_on_rank_0(strategy: Any) -> str | None:
     return error_of(lambda: validate_unevenly(strategy, (0, 4)))
+
+
+class Traced(Classifier):
+    """As TensorBoardLogger(log_graph=True) does it: rank 0 alone runs a module under torch's tracer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_rank == 0:
+            x = next(iter(loader()))[0]
+            traced = torch.jit.trace(self.net[0], x, check_trace=False)
+            self.outputs.append(traced(x).norm().item())
+
+
+def trace_on_rank_0(strategy: Any) -> Any:
+    L.seed_everything(1, verbose=False)
+    model = Traced()
+    trainer(strategy, 2, max_steps=3).fit(model, loader())
+    return model.losses, model.outputs

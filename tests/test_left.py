@@ -127,3 +127,7 @@ def test_a_rank_that_has_nothing_to_evaluate_ends_in_one_error_on_every_rank(sta
     found = two_ranks.run(left_jobs.validate_nothing_on_rank_0, {"stage": stage})
     assert len(set(found)) == 1
     assert "Ranks [0] have logged nothing" in found[0]
+
+
+def test_a_model_in_shards_is_traced_on_one_rank(two_ranks: RankPool) -> None:
+    assert_as_ddp(two_ranks, left_jobs.trace_on_rank_0, stages=(3,))

@@ -167,7 +167,14 @@ class CheckpointingStrategy(DDPStrategy):
         if storage_options is not None:
             raise TypeError("storage_options go to a CheckpointIO plugin; checkpoints are folders of shards here.")
         assert self.lightning_module is not None
-        trainer, path = self.lightning_module.trainer, os.fspath(filepath)
+        trainer, path = self.lightning_module._trainer, os.fspath(filepath)
+        if (
+            trainer is None
+        ):  # the process that has spawned the ranks: nothing trains here, and there is nothing to resume
+            step, epoch = checkpoint.get("global_step", 0), checkpoint.get("epoch", 0)
+            self.keeper.save(checkpoint, path, step, {"epoch": epoch, "stage": self.stage})
+            self.finish_saves()
+            return
         # Who asks to save `path` as its last checkpoint has saved another just now. With save_last="link" Lightning
         # makes links by itself, and who saves `path` means that.
         savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
