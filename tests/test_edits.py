@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import edit_jobs
 from compare import differing
+from models import seeded
 from ranks import RankPool
-from unit_jobs import on_engine, on_one_device, state_of, tower, x
+from unit_jobs import assert_as_on_one_device, on_engine, on_one_device, state_of, tower, x
 
 DDP = "ddp_find_unused_parameters_true"
 
@@ -104,3 +105,40 @@ def test_a_call_may_have_a_parameter_and_its_gradient(stage: int) -> None:
     expected = on_one_device(tower(), act)
     for found in on_engine(tower(), act, stage):
         assert differing(found, expected) == []
+
+
+def _replaced(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data.flip(0) * 0.9
+
+
+def _replaced_unread(parameter: nn.Parameter) -> None:
+    parameter.data = torch.full(parameter.shape, 0.25)
+
+
+@pytest.mark.parametrize("units", [None, ("Sequential",)])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_is_put_into_data_before_backward_counts_where_autograd_has_saved_the_parameter_itself(
+    stage: int, units: tuple[str, ...] | None
+) -> None:
+    """Norms and convolutions save it, and see the new values; a linear layer saves a view, which keeps the old ones."""
+
+    def make() -> nn.Module:
+        norm, twice = nn.BatchNorm2d(3), nn.LayerNorm(6)
+        first = nn.Sequential(nn.Conv2d(1, 3, 3), norm, nn.Tanh(), nn.Flatten(), nn.Linear(48, 6))
+        return nn.Sequential(first, nn.Sequential(twice, nn.Linear(6, 6), nn.Tanh(), twice), nn.Linear(6, 2))
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        images = 2 * torch.linspace(-1, 1, 4 * 36).sin().view(4, 1, 6, 6)
+        found: dict[str, Tensor] = {}
+        for edit in (_replaced, _replaced_unread, lambda parameter: parameter.data.mul_(0.9)):
+            first = model(images).square().mean()
+            for parameter in model.parameters():
+                edit(parameter)
+            loss = first + model(images).square().mean() if edit is _replaced else first
+            loss.backward()
+            found |= {f"{len(found)} {name}": p.grad.clone() for name, p in model.named_parameters()}
+            optimizer.step()
+            optimizer.zero_grad()
+        return {**found, **state_of(model, engine)}
+
+    assert_as_on_one_device(seeded(make), act, stage, unit_classes=units)

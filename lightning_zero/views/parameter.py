@@ -28,6 +28,7 @@ from lightning_zero.views.lazy import LazyTensor, Stored
 _BY_IDENTITY = {torch.autograd.grad, torch.autograd.backward}  # parameters name nodes of the graph here
 _GRADIENT = {getattr(Tensor.grad, name) for name in ("__get__", "__set__")}
 _METHODS_OF_DTENSOR = ("to_local", "full_tensor", "redistribute", "__repr__")
+_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -71,8 +72,12 @@ class RestingParameter(Parameter):
             slot = _slot(args[0])
             slot.group.check_assigned(slot, args[1], slot.group.dtype)
             with torch.no_grad():
-                args[0].copy_(args[1])
-            return None
+                if slot.group.upcasts or isinstance(args[0], DTensor):
+                    args[0].copy_(args[1])
+                    return None
+                call(_GET_DATA, (args[0],), None)  # whoever has looked at it may assign to it, until the boundary
+            with no_interception():
+                return func(*args)
         return call(func, args, kwargs)
 
     def borrow(self) -> Lent:

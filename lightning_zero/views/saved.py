@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.nn import Parameter
 
-from lightning_zero.shards.group import ShardGroup, no_interception
+from lightning_zero.shards.group import ShardGroup, no_interception, slot_of
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.unit import Unit
 from lightning_zero.tiers.array import Array
@@ -48,6 +48,15 @@ class _PlaceOfLocal(NamedTuple):
     spec: DTensorSpec
 
 
+class _Itself(NamedTuple):
+    """A parameter that autograd has saved itself, as it does for batch norm, and not a view of it: backward takes the
+    values that it has then, also those that have been put into `p.data` meanwhile."""
+
+    unit: Unit
+    parameter: Parameter
+    version: int
+
+
 class _Ours(partial[Any]):
     """A hook of ours."""
 
@@ -65,11 +74,13 @@ class SavedParameters:
         self._gather_old = gather_old
         self._pushed: list[bool] = []
         self._units: dict[int, Unit] = {}  # storage of a buffer -> the unit in it
+        self._homes: dict[ShardGroup, Unit] = {}  # of every group that has been gathered, its unit
 
     def note_gathered(self, unit: Unit) -> None:
         """The unit is in its buffer from here on."""
         assert unit.buffer is not None
         self._units[unit.buffer.storage] = unit
+        self._homes.update(dict.fromkeys(unit.groups, unit))
 
     def note_released(self, unit: Unit) -> None:
         """The reverse; to be called before."""
@@ -99,10 +110,15 @@ class SavedParameters:
 
     def _pack(self, otherwise: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         with no_interception():
-            place = self._place_of(local_of(tensor))
-            if isinstance(tensor, DTensor) and place is not None:
+            place = self._itself(tensor) or self._place_of(local_of(tensor))
+            if isinstance(tensor, DTensor) and isinstance(place, _Place):
                 return _PlaceOfLocal(place, tensor._spec)
         return otherwise(tensor) if place is None else place
+
+    def _itself(self, tensor: Tensor) -> _Itself | None:
+        slot = slot_of(tensor) if isinstance(tensor, Parameter) and not isinstance(tensor, DTensor) else None
+        unit = None if slot is None else self._homes.get(slot.group)
+        return None if unit is None else _Itself(unit, tensor, tensor._version)  # type: ignore[arg-type]
 
     def _place_of(self, tensor: Tensor) -> _Place | None:
         if not (type(tensor) is Tensor or isinstance(tensor, Parameter)) or tensor.layout != torch.strided:
@@ -120,6 +136,12 @@ class SavedParameters:
     def _unpack(self, otherwise: Callable[[Any], Tensor], saved: Any) -> Tensor:
         if isinstance(saved, _PlaceOfLocal):
             return DTensor(self._unpack(otherwise, saved.place), saved.spec, requires_grad=False)
+        if isinstance(saved, _Itself):
+            with no_interception():
+                _check_version(saved.parameter, saved.version)
+            self._use(saved.unit)
+            with no_interception():
+                return saved.parameter.detach()
         if not isinstance(saved, _Place):
             return otherwise(saved)
         with no_interception():
@@ -139,15 +161,18 @@ def _innermost_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]
 
 
 def _keep(tensor: Tensor) -> tuple[Tensor, int | None]:
-    # Detached: a graph that holds its own output would never be freed.
-    return tensor.detach(), None if tensor.is_inference() else tensor._version
+    # Detached: a graph that holds its own output would never be freed. A leaf stays itself, as without hooks: what is
+    # put into its `.data` before backward counts there.
+    kept = tensor if tensor.is_leaf else tensor.detach()
+    return kept, None if tensor.is_inference() else tensor._version
 
 
 def _give_back(saved: tuple[Tensor, int | None]) -> Tensor:
     tensor, version = saved
     if version is not None:
         _check_version(tensor, version)
-    return tensor
+    with no_interception():
+        return tensor.detach()
 
 
 def _check_version(tensor: Tensor, version: int) -> None:
