@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,8 @@ from lightning_zero.run.engine import Engine, Options
 from lightning_zero.views.gradient import ShardedGradient
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.threads import ThreadWorld
-from models import assorted, clone, loss_of, sgd
+from models import assorted, clone, loss_of, seeded, sgd
+from unit_jobs import assert_as_on_one_device, on_engine, on_one_device, state_of, tower, x
 
 STAGES = [0, 1, 2, 3]
 
@@ -167,3 +169,72 @@ def test_torchs_own_clipping_scales_sharded_gradients(stage: int) -> None:
         assert_grads(model, average(0), float(0.1 / (norm + 1e-6)))
 
     on_two_ranks(stage, act)
+
+
+def _halve_numpy(grad: Tensor) -> None:
+    grad.detach().cpu().numpy()[...] *= 0.5
+
+
+def _zero_first(grad: Tensor) -> None:
+    grad[0] = 0
+
+
+EDITS: dict[str, Callable[[Tensor], Any]] = {
+    "item": _zero_first,
+    "slice": lambda grad: grad[:2].mul_(2),
+    "view": lambda grad: grad.view(-1)[:3].zero_(),
+    "flatten": lambda grad: grad.flatten()[1:3].fill_(0.1),
+    "narrow": lambda grad: grad.narrow(0, 1, 2).mul_(3),
+    "chunk": lambda grad: [part.mul_(1.5) for part in grad.chunk(3)],
+    "unbind": lambda grad: grad.unbind()[1].zero_(),
+    "transposed": lambda grad: grad.T[0].mul_(0.5) if grad.dim() == 2 else grad.mul_(0.5),
+    "diagonal": lambda grad: grad.diagonal().fill_(0.2) if grad.dim() == 2 else None,
+    "data": lambda grad: grad.data[:1].zero_(),
+    "detached": lambda grad: grad.detach()[0].mul_(0.7),
+    "rows": lambda grad: [row.clamp_(-0.01, 0.01) for row in grad],
+    "numpy": _halve_numpy,
+}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_edits_of_views_of_a_gradient_persist(stage: int) -> None:
+    """Rows of an embedding are frozen so. A view may be edited later than it was taken, and shows what is edited."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        found = {}
+        for name, edit in EDITS.items():
+            model(x()).square().mean().backward()
+            kept = [parameter.grad[-1] for parameter in model.parameters()]
+            for parameter in model.parameters():
+                edit(parameter.grad)
+            for view in kept:
+                view.add_(0.125)
+            for number, parameter in enumerate(model.parameters()):
+                found[f"{name} {number}"] = torch.from_numpy(np.array(parameter.grad))
+                found[f"{name} {number} kept"] = kept[number].clone()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {**found, **state_of(model, engine)}
+
+    assert_as_on_one_device(tower(), act, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_sparse_gradients_are_averaged_as_dense_ones(stage: int) -> None:
+    rows = torch.tensor([1, 3, 3, 5])
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        found = {}
+        for step in range(3):
+            model(rows + step).square().mean().backward()
+            found[f"gradient {step}"] = model[0].weight.grad.to_dense().clone()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {**found, **state_of(model, engine)}
+
+    model = seeded(lambda: nn.Sequential(nn.Embedding(9, 5, sparse=True), nn.Linear(5, 3)))
+    for make in (lambda p: torch.optim.SGD(p, lr=0.1), lambda p: torch.optim.Adagrad(p, lr=0.1)):
+        expected = on_one_device(model, act, make)
+        for found in on_engine(model, act, stage, make):
+            for name, value in expected.items():  # sparse kernels round otherwise
+                torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)

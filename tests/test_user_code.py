@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import user_jobs
+from compare import differing
 from ranks import RankPool
 
 DDP = "ddp_find_unused_parameters_true"
@@ -48,10 +49,48 @@ def test_one_rank_may_read_weights_and_draw_samples(stage: int, precision: str, 
     assert len(found[0]["seen"]) > 90
 
 
-def test_parameters_added_after_set_up_are_refused_with_the_remedy(two_ranks: RankPool) -> None:
-    for error in two_ranks.run(user_jobs.add_a_group_while_training, {"stage": 2}):
-        assert error is not None
-        assert "was added after set-up" in error
+@pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}])
+def test_one_rank_may_look_at_gradients_until_the_step(settings: dict[str, Any], two_ranks: RankPool) -> None:
+    look, alone = user_jobs.look_at_gradients_on_rank_0_only, settings == {"accumulate_grad_batches": 2}
+    for stage in STAGES:
+        given = {"stage": stage, "accumulation": "local" if alone else "sharded"}
+        found, expected = two_ranks.run(look, given, **settings), two_ranks.run(look, DDP, **settings)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine["losses"] == theirs["losses"]
+            assert all(map(torch.equal, mine["seen"], theirs["seen"]))
+        assert len(found[0]["seen"]) > 60
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 2}, {"precision": "16-mixed"}])
+def test_a_rank_without_a_loss_contributes_zeros_to_the_average(settings: dict[str, Any], two_ranks: RankPool) -> None:
+    fit, skips = user_jobs.fit_skipping, user_jobs.rank_1_skips_one
+    for stage in STAGES:
+        given = {"stage": stage, "accumulation": "local"}
+        found = two_ranks.run(fit, given, skips, **settings)
+        expected = two_ranks.run(fit, {"stage": 0} if "precision" in settings else DDP, skips, True, **settings)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine["losses"] == theirs["losses"]
+            assert differing(mine["weights"], theirs["weights"]) == []
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}])
+def test_where_no_rank_has_a_loss_nothing_is_stepped(settings: dict[str, Any], two_ranks: RankPool) -> None:
+    """Momentum would move weights by zeros, too."""
+    fit, skips = user_jobs.fit_skipping, user_jobs.all_skip_the_last_two
+    expected = two_ranks.run(fit, DDP, skips, **settings, limit_train_batches=2)
+    for stage in STAGES:
+        given = {"stage": stage, "accumulation": "local"}
+        found = two_ranks.run(fit, given, skips, **settings)
+        assert [of_rank["losses"] for of_rank in found] == [of_rank["losses"] for of_rank in expected]
+        # Rank 0's: the others take its buffers before a step without a loss, too.
+        assert differing(found[0]["weights"], expected[0]["weights"]) == []
+
+
+def test_parameters_added_in_the_middle_of_a_step_are_refused_with_the_remedy(two_ranks: RankPool) -> None:
+    for stage in STAGES:
+        for error in two_ranks.run(user_jobs.add_a_group_while_training, {"stage": stage}):
+            assert error is not None
+            assert "was thawed in the middle of a step" in error
 
 
 @pytest.mark.parametrize("arguments", [{"stage": 2}, {"stage": 3}])

@@ -1,10 +1,12 @@
 """LightningModules as users write them: manual optimization, penalties, checkpointing, callbacks that read weights."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import grad_norm
@@ -461,14 +463,72 @@ def read_on_rank_0_after_each_batch(
     return [model.losses, norms]
 
 
+class CuriousOfGradients(Classifier):
+    """Rank 0 alone looks at gradients, where most people log them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def look(self, *_: Any) -> None:
+        if self.global_rank == 0:
+            grads = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+            self.seen += [torch.from_numpy(np.histogram(grad.numpy(), 4)[1]) for grad in grads]
+            self.seen += [grad.norm() for grad in grads[::-1]]
+
+    on_after_backward = on_before_optimizer_step = look
+
+
+def look_at_gradients_on_rank_0_only(strategy: Any, **kwargs: Any) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    model = CuriousOfGradients()
+    trainer(strategy, 2, **kwargs).fit(model, loader(samples=32))
+    return {"losses": model.losses, "seen": model.seen}
+
+
+class Skipping(Classifier):
+    """Has no loss in some batches: `without(rank, batch)`. Where `told`, it says 0 instead."""
+
+    def __init__(self, without: Callable[[int, int], bool], told: bool) -> None:
+        super().__init__()
+        self.without, self.told = without, told
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if not self.without(self.global_rank, batch_idx):
+            return super().training_step(batch, batch_idx)
+        return 0 * self.loss(batch) if self.told else None
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+def rank_1_skips_one(rank: int, batch_idx: int) -> bool:
+    return rank == 1 and batch_idx == 1
+
+
+def all_skip_the_last_two(rank: int, batch_idx: int) -> bool:
+    return batch_idx in (2, 3)
+
+
+def fit_skipping(strategy: Any, without: Callable[[int, int], bool], told: bool = False, **kwargs: Any) -> Any:
+    """Four batches on each rank."""
+    L.seed_everything(1, verbose=False)
+    model, batches = Skipping(without, told), loader(samples=32)
+    model.on_before_optimizer_step = lambda *_: None  # type: ignore[method-assign]  # which would log norms of nothing
+    run = trainer(strategy, 2, **kwargs)
+    run.fit(model, batches)
+    return {"losses": model.losses, "weights": state_of(model), "steps": run.global_step}
+
+
 def add_a_group_while_training(strategy: Any) -> str | None:
-    """Thaws what was frozen at set-up and gives it to the optimizer."""
+    """Thaws what was frozen at set-up and gives it to the optimizer, in the middle of a step."""
 
     class Thaws(Classifier):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             if batch_idx == 1:
                 self.frozen.requires_grad_(True)
                 self.optimizers().add_param_group({"params": list(self.frozen.parameters())})
+            return super().training_step(batch, batch_idx)
 
     try:
         trainer(strategy, 2).fit(Thaws(), loader())

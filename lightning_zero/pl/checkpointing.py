@@ -301,6 +301,7 @@ class CheckpointingStrategy(DDPStrategy):
                 f"{len(self.optimizers)}. Resume with the optimizers it was saved with."
             )
         if states:
+            self.engine.regroup()  # callbacks that thaw have made the groups anew that the optimizers had
             self.engine.states.load_optimizers(states)
         if self._resumed_state is not None:
             cast(Any, self.precision_plugin).skipped_steps = self._resumed_state.get("skipped_steps", 0)

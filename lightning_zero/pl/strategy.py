@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from functools import cached_property, partial, wraps
+from functools import cached_property, wraps
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
@@ -101,8 +101,9 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
         param_dtype: None: under ``*-mixed`` the weights that autocast casts at each use rest in its dtype, which
             changes no bit; ``torch.float32``: none does; another dtype: all parameters rest and compute in it.
         reduce_dtype: of gradients on the wire and at rest; None is fp32, or the parameter's dtype if wider.
-        accumulation: ``"sharded"`` reduces every micro-batch into the shard (stages 2 and 3); ``"local"`` keeps full
-            gradients and reduces once per step.
+        accumulation: ``"sharded"`` reduces every micro-batch into the shard (stages 2 and 3): averages are summed where
+            DDP averages sums, so the last bits of losses and weights differ from DDP's; ``"local"`` keeps full
+            gradients and reduces once per step, with DDP's bits.
         granularity: what of a parameter an optimizer steps on a rank: ``"element"``, the piece that the rank owns;
             ``"block"``, the same, with blocks of 256 elements never parted (8-bit state); ``"tensor"``, all of some
             parameters, which travel there for the step; ``"auto"``, pieces with torch's own element-wise optimizers,
@@ -403,7 +404,16 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
             self.comm.all_reduce(torch.zeros(1, dtype=torch.uint8), f"before Strategy.{name}")
         yield
 
-    training_step = _inside(partial(_forward, trains=True), DDPStrategy.training_step)
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """A rank that returns None contributes zeros to the average over all ranks; where all do, nothing is stepped.
+        (Lightning refuses None where there are several ranks: under DDP the others would wait for this one.)"""
+        with self._forward(trains=True):
+            output = super().training_step(*args, **kwargs)
+        if output is None and self.world_size > 1 and cast(Any, self.lightning_module).automatic_optimization:
+            return torch.zeros((), device=self.root_device, requires_grad=True)
+        return output
+
     validation_step = _inside(_forward, DDPStrategy.validation_step)
     test_step = _inside(_forward, DDPStrategy.test_step)
     predict_step = _inside(_forward, DDPStrategy.predict_step)

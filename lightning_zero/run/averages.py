@@ -37,8 +37,10 @@ class Averages:
         if isinstance(parameters, Optimizer):
             parameters = [parameter for group in parameters.param_groups for parameter in group["params"]]
         rendezvous = self._loans.rendezvous
-        if not rendezvous.settle_gradients() and meets:
-            rendezvous.meet_before_collective()
+        if meets:
+            rendezvous.meet_with_gradients()
+        else:
+            rendezvous.settle_gradients()
         with no_interception(), torch.no_grad():
             self._loans.take_back_gradients()
             found = [p for p in dict.fromkeys(parameters) if p.grad is not None]
@@ -85,7 +87,7 @@ class Averages:
     def clip_by_value_(self, parameters: Iterable[Parameter] | Optimizer, clip_value: float) -> None:
         """Clamps every element to ``[-clip_value, clip_value]``."""
         self.refuse_stepped("clipping")
-        norm.clip_by_value_(self.of(parameters), clip_value)
+        norm.clip_by_value_(self.of(parameters, meets=True), clip_value)  # a rank may still look at what they were
 
     def whole_on_host(self) -> dict[Parameter, Tensor]:
         """Copies of all that are there on every rank, each in the dtype of its parameter. A collective."""

@@ -18,7 +18,13 @@ from lightning_zero.run.phase import Phase, Phases
 from lightning_zero.run.recompute import recompute_for
 from lightning_zero.run.reductions import Reductions, Stage
 from lightning_zero.run.rendezvous import Rendezvous
-from lightning_zero.run.replicated import broadcast_buffers, broadcast_states, move_replicated, refuse_strangers
+from lightning_zero.run.replicated import (
+    broadcast_buffers,
+    broadcast_new,
+    broadcast_states,
+    move_replicated,
+    refuse_strangers,
+)
 from lightning_zero.run.schedule import Schedule
 from lightning_zero.run.states import States, failing_together
 from lightning_zero.shards import assembly
@@ -129,6 +135,7 @@ class Engine:
         setting = Setting(
             self.partition, self.mesh, self.ledger, places, bucket_bytes, as_declared, aside, stepped.block, keeps
         )
+        self._setting, self._steps_whole = setting, stepped.whole
         trainable = assembly.trainable_of(managed, optimizers)
         with together():
             made = assembly.assemble(module, managed, trainable, setting, self.options)
@@ -186,7 +193,9 @@ class Engine:
     def forward(self, *, reduces: bool = True) -> Iterator[None]:
         """Around a forward. If it `reduces` its gradients, the next one takes rank 0's buffers first, as under DDP."""
         self._recover()
-        if not torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            self.regroup()
+        else:
             self.catch_up()
         self.loans.settle()
         self.schedule.start_pass()
@@ -195,6 +204,42 @@ class Engine:
         with self._phases.within(Phase.FORWARD), self.schedule.noting_saved():
             yield
         self._buffers_are_stale = reduces
+
+    def regroup(self) -> None:
+        """Takes in what trains only since set-up, the same on every rank: what was thawed, given to an optimizer, or
+        made anew (of that all ranks take rank 0's values). What was there keeps every bit. A collective, if there is
+        any; `forward` calls it, and so must whoever loads the optimizers' states.
+
+        Raises:
+            RuntimeError: with offloaded parameters.
+        """
+        newly = assembly.newly_trainable(self.module, self._steppers, self._trained) if self._steppers else {}
+        if not newly:
+            return
+        if self.options.offload is not None and self.options.offload.parameters is not None:
+            raise RuntimeError(
+                f"{', '.join(list(newly)[:3])} began to train after set-up, and parameters are offloaded: not yet. "
+                "Give them to the optimizer in configure_optimizers() already, frozen until they are to train."
+            )
+        self.catch_up()
+        self.loans.settle()
+        self.rendezvous.meet()  # a backward that has been reduced is shown, before there is more to agree on
+        broadcast_new(newly, self._known, self.mesh)
+        self._known |= {id(parameter): parameter for parameter in newly.values()}
+        added = assembly.add(newly, f"added {len(self.groups)}", self._setting, self.options)
+        self.loans.add(added.groups)
+        self.reductions.add(added.shards, added.pools)
+        self.loans.offer_gradients([shard.group for shard in added.shards])
+        self.schedule.hook_gradients(added.shards)
+        if self._publishes_late:
+            self.schedule.surround_late(self.module)
+        slots = {slot.parameter: slot for shard in added.shards for slot in shard.group.slots}
+        self._trained |= {id(parameter) for parameter in slots}
+        for stepper in self._steppers.values():
+            stepper.note_parameters()
+        whole = [[slots[p] for p in self._steppers[one].parameters if p in slots] for one in self._steps_whole]
+        if any(whole):
+            deal(whole, self._setting)
 
     # -- backward
 

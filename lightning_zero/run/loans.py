@@ -5,7 +5,7 @@ goes back at once; the rest at the next boundary: before a forward, before a ste
 rank's where it owns them, so all ranks must make the same.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import final
@@ -30,13 +30,13 @@ from lightning_zero.views.saved import SavedParameters
 class Loans(Lender, GradientLender):
     """What is lent of an engine's values."""
 
-    def __init__(self, groups: Sequence[ShardGroup]) -> None:
+    def __init__(self, groups: list[ShardGroup]) -> None:
         self.groups = groups
         self._declared: dict[ShardGroup, Tensor] = {}  # (N * S,) in the declared dtype, lent
         self._pinned: dict[Unit, None] = {}  # of whose values views may be held
         self._gradients: dict[Slot, Tensor] = {}  # whole ones, of which views may be held
         self._noted: dict[Slot, Stored] = {}  # what parameters are to have the values of
-        self._served: Tensor | None = None  # what the latest call for declared values has brought
+        self._served: Tensor | None = None  # what the latest call for values, or a gradient, has brought
         for group in groups:
             if group.is_plain:
                 group.note_versions()
@@ -55,12 +55,26 @@ class Loans(Lender, GradientLender):
             for group in self.groups
             if group.is_cut and not group.is_plain
         }
-
+        self._averages: dict[Slot, int] = {}
+        self.offer_gradients(self.groups)
         self._publishing = {
             group: rendezvous.enroll(f"publish {group.name}", partial(self._publish, group))
             for group in self.groups
             if group.is_cut and group.places.optimizer != group.places.gathered
         }
+
+    def offer_gradients(self, groups: Iterable[ShardGroup]) -> None:
+        """Ranks may ask for averaged gradients of these, each for itself."""
+        for slot in (slot for group in groups for slot in group.slots):
+            if slot.gradient is not None and slot.gradient.is_spread:
+                serve = partial(self._serve_gradient, slot)
+                self._averages[slot] = self.rendezvous.enroll(f"the gradient of {slot.name}", serve)
+
+    def add(self, groups: Sequence[ShardGroup]) -> None:
+        """New groups, which are plain."""
+        self.groups.extend(groups)
+        for group in groups:
+            group.note_versions()
 
     # -- steps that have been postponed
 
@@ -220,12 +234,20 @@ class Loans(Lender, GradientLender):
         self.rendezvous.settle_gradients()
 
     def lend_gradient(self, slot: Slot) -> Tensor:
-        if slot not in self._gradients:
-            assert slot.gradient is not None
-            self.rendezvous.settle_gradients()  # where a weight is shown, because this rank read it, nobody has asked
-            self.rendezvous.meet_before_collective()
-            return slot.gradient.gather(slot)
-        return self._gradients[slot]
+        if slot in self._gradients:
+            return self._gradients[slot]
+        self.settle_gradients()  # nobody has asked the parameter, if it is shown plain
+        self.rendezvous.call(self._averages[slot])  # one rank may look alone, until the step
+        gradient, self._served = self._served, None
+        assert gradient is not None
+        return gradient
+
+    def _serve_gradient(self, slot: Slot, keep: bool) -> None:
+        assert slot.gradient is not None
+        with no_interception(), torch.no_grad():
+            gradient = slot.gradient.gather(slot)
+        if keep:
+            self._served = gradient
 
     def take_gradient(self, slot: Slot, gradient: Tensor, *, is_visible: bool) -> None:
         assert slot.gradient is not None

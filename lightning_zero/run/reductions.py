@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_zero.run.notices import Notice, Notices
 from lightning_zero.shards.assembly import Assembly
-from lightning_zero.shards.gradient import GradientShard
+from lightning_zero.shards.gradient import BucketPool, GradientShard
 from lightning_zero.shards.group import Slot, no_interception
 from lightning_zero.views.gradient import GradientLender, ShardedGradient
 from lightning_zero.views.parameter import Interception
@@ -52,6 +52,11 @@ class Reductions:
         self.step: Callable[[Sequence[Slot]], None] | None = None
         self._unstepped: list[GradientShard] = []  # complete, and being reduced
         self._stepped: set[GradientShard] = set()  # in this backward
+
+    def add(self, shards: Sequence[GradientShard], pools: Sequence[BucketPool]) -> None:
+        """Gradients of what trains only now; they are the last in the order. Between two backwards."""
+        self.shards = [*self.shards, *shards]
+        self._pools = [*self._pools, *pools]
 
     # -- in backward
 

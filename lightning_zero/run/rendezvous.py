@@ -269,13 +269,18 @@ class Rendezvous:
                 statement = comm.host.all_reduce(statement, "settle", "max")
         self._reductions.settle(statement)
 
-    def settle_gradients(self) -> bool:
-        """Makes ranks agree on which parameters have gradients, if they have not yet; whether they had to."""
-        if self._reductions.stage is not Stage.UNSETTLED:
-            return False
-        with no_interception(), torch.no_grad():
-            self.meet(early=True)
-        return True
+    def settle_gradients(self) -> None:
+        """Makes ranks agree on which parameters have gradients, if they have not yet."""
+        if self._reductions.stage is Stage.UNSETTLED:
+            with no_interception(), torch.no_grad():
+                self.meet(early=True)
+
+    def meet_with_gradients(self) -> None:
+        """The same, and `meet_before_collective`: a rank may have looked at gradients alone."""
+        if self._reductions.stage is Stage.UNSETTLED or self.may_be_wanted:
+            with no_interception(), torch.no_grad():
+                while self.meet() and self.may_be_wanted:
+                    pass
 
     def expect_nothing(self) -> None:
         """All ranks are known to be here, and not to go on as they did the last time."""

@@ -1,7 +1,7 @@
 """What every rank holds whole of a module: its buffers, metrics, and the parameters that no group holds."""
 
 import itertools
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -33,6 +33,16 @@ def broadcast_states(module: Module, foreign: Container[str], mesh: Mesh) -> Non
                     comm.broadcast(values, f"initial {name}")
             with torch.no_grad():
                 local.copy_(values)
+
+
+def broadcast_new(parameters: Mapping[str, Parameter], known: Container[int], mesh: Mesh) -> None:
+    """The same for parameters that have been made since (whose ids are not `known`)."""
+    for name, parameter in parameters.items():
+        if id(parameter) not in known and mesh.world.size > 1 and not isinstance(parameter, DTensor):
+            values = parameter.detach().contiguous()
+            mesh.world.broadcast(values, f"initial {name}")
+            with torch.no_grad():
+                parameter.copy_(values)
 
 
 def broadcast_buffers(module: Module, comm: Comm, keep: bool) -> None:
@@ -72,7 +82,7 @@ def refuse_strangers(
     foreign: Container[str],  # names of those that are tensors of their own kind
     steppers: Iterable[PieceStepper],
 ) -> None:
-    """Raises RuntimeError for a parameter that trains only since set-up: nobody averages its gradient."""
+    """Raises RuntimeError for a parameter that trains since the middle of this step: nobody averages its gradient."""
     others = [parameter for parameter in module.parameters() if id(parameter) not in trained]
     strangers = {parameter for parameter in others if parameter.grad is not None}
     if not strangers:
@@ -83,8 +93,8 @@ def refuse_strangers(
             continue
         if id(parameter) not in known:
             raise RuntimeError(
-                f"Parameter {name!r} was not there at set-up, and has a gradient that is not averaged over ranks. "
-                "Make modules in __init__ or configure_model(), before fit."
+                f"Parameter {name!r} was made in the middle of a step, and has a gradient that is not averaged over "
+                "ranks. Make modules between steps (in on_train_epoch_start or on_train_batch_start), or before fit."
             )
         if name in foreign:
             raise RuntimeError(
@@ -93,7 +103,6 @@ def refuse_strangers(
             )
         if parameter in stepped:
             raise RuntimeError(
-                f"Parameter {name!r} was frozen, and was added after set-up to what an optimizer steps: its "
-                "gradient is not averaged over ranks. Give it to the optimizer in configure_optimizers() already, "
-                "frozen (requires_grad_(False)) until it is to train."
+                f"Parameter {name!r} was thawed in the middle of a step, and its gradient is not averaged over ranks. "
+                "Thaw it, and call add_param_group, between steps (in on_train_epoch_start or on_train_batch_start)."
             )

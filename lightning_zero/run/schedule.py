@@ -14,6 +14,7 @@ from lightning_zero.run.loans import Loans
 from lightning_zero.run.reductions import Reductions
 from lightning_zero.run.surrounding import Surrounding
 from lightning_zero.shards.assembly import Assembly
+from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.group import ShardGroup, Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
 
@@ -45,8 +46,8 @@ class Schedule:
         self._casts = _Casts()
         self._collectors: list[tuple[Parameter, int]] = []  # and the id of its hook
         self._handles: list[Any] = []
-        for module in late.modules() if late is not None else ():
-            self._surround_late_module(module)
+        if late is not None:
+            self.surround_late(late)
         for module in assembly.cast_modules:
             self._surround_cast_module(module)
         for unit in assembly.units:  # last, and so outermost: the values must be there
@@ -57,16 +58,18 @@ class Schedule:
                 self._handles.append(Surrounding(module, before, after))
         for module, unit in assembly.entrances:
             self._handles.append(Surrounding(module, partial(self._show_entrance, unit), _nothing))
-        with no_interception():
-            for shard in assembly.shards:
-                for slot in shard.group.slots if shard.is_collected else ():
-                    self._hook_gradient(slot)
+        self.hook_gradients(assembly.shards)
 
     def detach(self) -> None:
         """Removes all hooks."""
         for handle in reversed(self._handles):  # a module may be surrounded twice
             handle.remove()
         self._handles.clear()
+
+    def surround_late(self, module: Module) -> None:
+        """Weights anywhere in `module` may be behind a step."""
+        for inner in module.modules():
+            self._surround_late_module(inner)
 
     # -- parameters: gathered before use, and again where backward looks for them
 
@@ -155,6 +158,13 @@ class Schedule:
         self._handles.append(Surrounding(module, enter, leave))
 
     # -- gradients
+
+    def hook_gradients(self, shards: Iterable[GradientShard]) -> None:
+        """They are collected as they come."""
+        with no_interception():
+            for shard in shards:
+                for slot in shard.group.slots if shard.is_collected else ():
+                    self._hook_gradient(slot)
 
     def _hook_gradient(self, slot: Slot) -> None:
         def collect(_: Tensor) -> None:

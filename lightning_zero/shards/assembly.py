@@ -3,7 +3,7 @@
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -224,6 +224,42 @@ def _make_pools(shards: list[GradientShard], setting: Setting, buckets: int) -> 
     return pools
 
 
+class Addition(NamedTuple):
+    """What an engine that is there already gains."""
+
+    groups: list[ShardGroup]  # new ones, of parameters that no group held
+    shards: list[GradientShard]  # of those, and of groups that did not train before
+    pools: list[BucketPool]
+
+
+def add(newly: Mapping[str, Parameter], label: str, setting: Setting, options: Options) -> Addition:
+    """Parameters that train only now. Where a group holds one already, all of the group trains from here on; the others
+    rest whole at every stage, in groups of their own, whose names begin with `label`."""
+    trains_now = list(dict.fromkeys(slot.group for p in newly.values() if (slot := slot_of(p)) is not None))
+    for group in trains_now:
+        group.begin_training()
+    others = {name: parameter for name, parameter in newly.items() if slot_of(parameter) is None}
+    kinds = units.split_by_kind(others, set(map(id, others.values())), {}, set())
+    groups = _make_groups(label, kinds, setting, stays_full=True)
+    shards = [_make_gradient(group, options.reduce_dtype) for group in [*trains_now, *groups]]
+    return Addition(groups, shards, _make_pools(shards, setting, 2 if options.overlap else 1))
+
+
+def newly_trainable(module: Module, optimizers: Iterable[Optimizer], trained: Container[int]) -> dict[str, Parameter]:
+    """What asks for gradients, or is an optimizer's, and is not among those that are `trained` (ids)."""
+    others = {name: parameter for name, parameter in module.named_parameters() if id(parameter) not in trained}
+    if not others:
+        return {}
+    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    return {
+        name: parameter
+        for name, parameter in others.items()
+        if (parameter.requires_grad or id(parameter) in stepped)
+        and (parameter.is_floating_point() or parameter.is_complex())
+        and (slot_of(parameter) is not None or (not is_lazy(parameter) and is_plain(parameter)))
+    }
+
+
 class Stepped(NamedTuple):
     """What of parameters is never parted for the optimizers' steps."""
 
@@ -236,6 +272,11 @@ def choose_stepped(optimizers: Sequence[Optimizer], options: Options, is_divided
     ValueError for those that cannot do with that, and warns of those that the user knows better."""
     whole, blocked, asked = [], [], options.granularity
     for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise ValueError(
+                "SparseAdam steps sparse gradients alone, and averaged ones are dense. Use SGD or Adagrad, which leave "
+                "rows without a gradient as they are, or Adam."
+            )
         reason, kind = why_not_in_pieces(optimizer), type(optimizer).__name__
         if asked == "tensor" or (asked == "auto" and reason == BY_TENSOR):
             whole.append(optimizer)

@@ -315,6 +315,10 @@ class ShardGroup:
             if not postponed.needs_all:
                 postponed.step()
 
+    def begin_training(self) -> None:
+        """From here on optimizers step the values, where they rest now."""
+        self.kind = replace(self.kind, trainable=True)
+
     def _take_over(self) -> Rest:
         places, kind = self.places, self.kind
         full: Tensor | None = None

@@ -45,14 +45,19 @@ class PieceStepper:
         self._setting = setting
         self._rest = rest
         self._staging = Staging(setting.ledger, setting.places.optimizer.pinned)
-        self._slots = {parameter: slot for parameter in self.parameters if (slot := training_slot(parameter))}
-        # Integer tables and tensors of their own kind, which `self.parameters()` lists too: they have no gradient.
-        self._left_alone = {parameter for parameter in self.parameters if parameter not in self._slots}
+        self._slots: dict[Parameter, Slot] = {}
+        self.note_parameters()
         self.is_stepping = self._is_partial = False
         self.is_interrupted = False  # the step under way has failed, and ends as it is
         self.is_lazy = False  # what is offloaded is stepped when its values are wanted
         self._ahead: deque[Window] = deque()  # that are not stepped yet
         self._written: deque[Window] = deque()  # that are not written yet
+
+    def note_parameters(self) -> None:
+        """Looks at what the optimizer has now."""
+        self._slots.update({parameter: slot for parameter in self.parameters if (slot := training_slot(parameter))})
+        # Integer tables and tensors of their own kind, which `self.parameters()` lists too: they have no gradient.
+        self._left_alone = {parameter for parameter in self.parameters if parameter not in self._slots}
 
     @property
     def parameters(self) -> list[Parameter]:

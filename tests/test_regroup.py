@@ -1,0 +1,52 @@
+"""What begins to train in the middle of training: whole runs on two real ranks, beside a DDP that averages it."""
+
+from pathlib import Path
+
+import pytest
+
+import regroup_jobs
+from compare import differing
+from ranks import RankPool
+
+STAGES = [1, 2, 3]
+BESIDE = {"Grown": "GrownFromTheStart", "Assigned": "AssignedFromTheStart"}
+NAMES = [name for name in regroup_jobs.MODULES if not name.endswith("FromTheStart")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_begins_to_train_equals_ddp(name: str, two_ranks: RankPool) -> None:
+    beside = BESIDE.get(name, name)
+    expected = two_ranks.run(regroup_jobs.fit, "ddp", beside)
+    for stage in STAGES:
+        for mine, theirs in zip(two_ranks.run(regroup_jobs.fit, {"stage": stage}, name), expected, strict=True):
+            assert mine["losses"] == theirs["losses"], stage
+            assert mine["rates"] == theirs["rates"]
+            assert differing(mine["weights"], theirs["weights"]) == [], stage
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        ({"units": "auto"}, {}),
+        ({"accumulation": "local"}, {"accumulate_grad_batches": 2}),
+        ({}, {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}),
+        ({}, {"precision": "bf16-mixed"}),
+        ({"offload": {"optimizer": "cpu"}}, {}),
+    ],
+)
+def test_what_begins_to_train_equals_ddp_with_other_options(options: dict, settings: dict, two_ranks: RankPool) -> None:
+    expected = two_ranks.run(regroup_jobs.fit, "ddp", "FineTuned", **settings)[0]
+    for stage in STAGES:
+        found = two_ranks.run(regroup_jobs.fit, {"stage": stage, **options}, "FineTuned", **settings)[0]
+        assert found["losses"] == expected["losses"], stage
+        assert differing(found["weights"], expected["weights"]) == [], stage
+
+
+def test_a_run_goes_on_with_groups_that_were_added(two_ranks: RankPool, tmp_path: Path) -> None:
+    expected = two_ranks.run(regroup_jobs.resume, "ddp", tmp_path)[0]
+    assert len(expected["groups"]) == 3
+    for stage in STAGES:
+        found = two_ranks.run(regroup_jobs.resume, {"stage": stage}, tmp_path / str(stage))[0]
+        assert found["losses"] == expected["losses"], stage
+        assert found["groups"] == expected["groups"]
+        assert differing(found["weights"], expected["weights"]) == [], stage
