@@ -239,7 +239,7 @@ class Engine:
             stepper.note_parameters()
         whole = [[slots[p] for p in self._steppers[one].parameters if p in slots] for one in self._steps_whole]
         if any(whole):
-            deal(whole, self._setting)
+            deal(whole, self._setting, is_lazy=any(stepper.is_lazy for stepper in self._steppers.values()))
 
     # -- backward
 
