@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
