@@ -436,7 +436,7 @@ def save_fifty_times(strategy: Any, path: Path) -> list[int]:
     class Often(L.Callback):
         def on_train_batch_end(self, run: L.Trainer, *_: Any) -> None:
             run.save_checkpoint(path)
-            run.strategy.keeper.saver.wait()  # type: ignore[attr-defined]
+            run.strategy._checkpoints.saver.wait()  # type: ignore[attr-defined]
             ctypes.CDLL(None).malloc_trim(0)  # free pages of the heap are no leak, and they come and go by 36 MB
             resident.append(resident_bytes())
 

@@ -264,7 +264,7 @@ class StopsOne(L.Callback):
 
     def on_train_batch_start(self, run: L.Trainer, _: Any, __: Any, batch_idx: int) -> None:
         if batch_idx == 1 and run.global_rank == 1:
-            run.strategy.notices.here.add(Notice.STOP)
+            run.strategy._notices.here.add(Notice.STOP)
 
 
 def stopped(stage: int, world: int, folder: Path) -> int:

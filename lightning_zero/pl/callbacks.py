@@ -101,9 +101,9 @@ class First(pl.Callback):
         self._preemption = preemption
 
     def on_train_batch_start(self, trainer: "pl.Trainer", *_: Any) -> None:
-        self._strategy.before_batch()
+        self._strategy._before_batch()
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        self._strategy.notices.move(Notice.IN_BATCH, f"in batch {batches} of epoch {trainer.current_epoch}")
+        self._strategy._notices.move(Notice.IN_BATCH, f"in batch {batches} of epoch {trainer.current_epoch}")
 
     def on_validation_batch_start(
         self,
@@ -114,7 +114,7 @@ class First(pl.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         assert trainer.state.stage is not None
-        self._strategy.notices.place = f"in batch {batch_idx + 1} of {trainer.state.stage.value}"
+        self._strategy._notices.place = f"in batch {batch_idx + 1} of {trainer.state.stage.value}"
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
@@ -153,14 +153,14 @@ class Preemption(pl.Callback):
     on_sanity_check_start = on_validation_start = on_test_start = on_predict_start = on_train_start
 
     def _note(self, notices: set[Notice], theirs: Any, number: int, frame: Any) -> None:
-        self._strategy.notices.here.update(notices)
+        self._strategy._notices.here.update(notices)
         if callable(theirs):
             theirs(number, frame)
 
     def on_train_batch_end(self, trainer: "pl.Trainer", *_: Any) -> None:
-        notices, accumulates = self._strategy.notices, trainer.fit_loop._should_accumulate()
+        notices, accumulates = self._strategy._notices, trainer.fit_loop._should_accumulate()
         if not (accumulates or notices.are_current):  # in manual optimization nothing was stepped
-            self._strategy.meet()
+            self._strategy._meet()
         notices.leave()
         if not accumulates:
             self._stop_if_told(trainer)
@@ -171,9 +171,9 @@ class Preemption(pl.Callback):
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         place = f"at the end of epoch {trainer.current_epoch}, after {batches} batches"
-        self._strategy.notices.move(Notice.AT_EPOCH_END, place)
-        self._strategy.meet()
-        self._strategy.notices.leave()
+        self._strategy._notices.move(Notice.AT_EPOCH_END, place)
+        self._strategy._meet()
+        self._strategy._notices.leave()
         self._stop_if_told(trainer)
 
     def on_validation_batch_end(self, trainer: "pl.Trainer", *_: Any) -> None:
@@ -184,18 +184,18 @@ class Preemption(pl.Callback):
 
     def tell(self, trainer: "pl.Trainer") -> None:
         """It may be too late to stop, but the user may ask."""
-        if Notice.STOP in self._strategy.notices.here:
+        if Notice.STOP in self._strategy._notices.here:
             trainer._signal_connector.received_sigterm = True
 
     def meet(self, trainer: "pl.Trainer") -> None:
         """All ranks are here, or on their way; they stop if one of them was told to."""
-        self._strategy.meet()
+        self._strategy._meet()
         self._stop_if_told(trainer)
 
     def _is_told(self) -> bool:
         """Whether this rank was, or another one has left word that it was."""
         strategy, now = self._strategy, time.monotonic()
-        if Notice.STOP in strategy.notices.here:
+        if Notice.STOP in strategy._notices.here:
             strategy.board.raise_flag("stop")
             return True
         if now < self._looks_at:
@@ -204,7 +204,7 @@ class Preemption(pl.Callback):
         return strategy.board.has_flag("stop")
 
     def _stop_if_told(self, trainer: "pl.Trainer") -> None:
-        noticed = self._strategy.notices.anywhere
+        noticed = self._strategy._notices.anywhere
         if Notice.UNSAVED in noticed:
             self._strategy.finish_saves()  # raises why
         if Notice.STOP not in noticed or self._stops:

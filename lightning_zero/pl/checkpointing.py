@@ -64,12 +64,12 @@ class CheckpointingStrategy(DDPStrategy):
         """Unless the module is whole again."""
         return None if self.engine is None or self.engine.closed else self.engine
 
-    def end_rendezvous(self) -> None:
+    def _end_rendezvous(self) -> None:
         """Waits for ranks that still evaluate, and serves them; before collectives that are not the engine's."""
         if self._live_engine is not None:
             self._live_engine.rendezvous.meet_before_collective()
 
-    def meet(self) -> None:
+    def _meet(self) -> None:
         """All ranks come here, serve each other until all have, and hear of each other's notices."""
         self._running_engine.rendezvous.meet_all()
 
@@ -93,12 +93,12 @@ class CheckpointingStrategy(DDPStrategy):
         return self.engine
 
     @property
-    def notices(self) -> Notices:
+    def _notices(self) -> Notices:
         """What ranks have noticed, such as a signal."""
         return self._running_engine.reductions.notices
 
     @property
-    def keeper(self) -> CheckpointKeeper:
+    def _checkpoints(self) -> CheckpointKeeper:
         """The checkpoints of this run."""
         if self._keeper is None:
             in_background = self.checkpoint.async_save
@@ -110,7 +110,7 @@ class CheckpointingStrategy(DDPStrategy):
         self.checkpoint = format_beside(io, self.checkpoint, may_choose=self._may_choose_format)
         self._checkpoint_io = io
 
-    def warn_of_loggers(self, loggers: Iterable[Any]) -> None:
+    def _warn_of_loggers(self, loggers: Iterable[Any]) -> None:
         """Lightning has loggers upload checkpoints that are files, and passes over others without a word."""
         for logger in loggers if self.checkpoint.format == "sharded" else ():
             if getattr(logger, "_log_model", False):
@@ -124,7 +124,7 @@ class CheckpointingStrategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole model in its declared dtypes: by default with lazy entries, in the format "full" on every rank."""
         assert self.lightning_module is not None
-        self.keeper.saver.muster()
+        self._checkpoints.saver.muster()
         engine = self._live_engine
         if engine is None:
             return {as_written(name): whole_of(value) for name, value in self.lightning_module.state_dict().items()}
@@ -150,12 +150,12 @@ class CheckpointingStrategy(DDPStrategy):
         Raises:
             CheckpointError: on every rank, when one cannot write; says what is there now.
         """
-        self.end_rendezvous()  # ranks may have looked at lazy entries in hooks, alone
+        self._end_rendezvous()  # ranks may have looked at lazy entries in hooks, alone
         if self.engine is not None and self.engine.mesh.tensor.size > 1:
             checkpoint = self.engine.states.spread_others(checkpoint, full=self.checkpoint.format == "full")
         if self.checkpoint.format == "full":
             write_single_file(
-                self.keeper.saver,
+                self._checkpoints.saver,
                 self.checkpoint_io,
                 checkpoint,
                 filepath,
@@ -172,14 +172,14 @@ class CheckpointingStrategy(DDPStrategy):
             trainer is None
         ):  # the process that has spawned the ranks: nothing trains here, and there is nothing to resume
             step, epoch = checkpoint.get("global_step", 0), checkpoint.get("epoch", 0)
-            self.keeper.save(checkpoint, path, step, {"epoch": epoch, "stage": self.stage})
+            self._checkpoints.save(checkpoint, path, step, {"epoch": epoch, "stage": self.stage})
             self.finish_saves()
             return
         # Who asks to save `path` as its last checkpoint has saved another just now. With save_last="link" Lightning
         # makes links by itself, and who saves `path` means that.
         savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
         saved = [s._last_checkpoint_saved for s in savers if s.save_last is True and s.last_model_path == path]
-        if saved and self.keeper.link_latest(path, saved[0], trainer.global_step):
+        if saved and self._checkpoints.link_latest(path, saved[0], trainer.global_step):
             return
         if "optimizer_states" in checkpoint:
             checkpoint[resume.KEY] = self._resume_entry.capture(
@@ -188,9 +188,11 @@ class CheckpointingStrategy(DDPStrategy):
                 is_mid_epoch=not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch,
                 skipped_steps=getattr(self.precision_plugin, "skipped_steps", 0),
             )
-        self.keeper.save(checkpoint, path, trainer.global_step, {"epoch": trainer.current_epoch, "stage": self.stage})
+        self._checkpoints.save(
+            checkpoint, path, trainer.global_step, {"epoch": trainer.current_epoch, "stage": self.stage}
+        )
         # Nobody would look for its errors later; and a SLURM job that is told to stop is requeued at once.
-        if self._live_engine is None or Notice.STOP in self.notices.anywhere:
+        if self._live_engine is None or Notice.STOP in self._notices.anywhere:
             self.finish_saves()
 
     @property
@@ -198,7 +200,7 @@ class CheckpointingStrategy(DDPStrategy):
         tensor = 1 if self.engine is None else self.engine.mesh.tensor.size
         return ResumeEntry(self.global_rank, self.world_size, tensor, self.root_device, rank_zero_info)
 
-    def is_saving(self, path: str) -> bool:
+    def _is_saving(self, path: str) -> bool:
         """Whether `path` is the checkpoint saved last, which in the background may not be there yet."""
         return self._keeper is not None and self._keeper.is_latest(path)
 
@@ -207,7 +209,7 @@ class CheckpointingStrategy(DDPStrategy):
         if is_plugin(self.checkpoint_io):
             super().remove_checkpoint(filepath)
         else:
-            self.keeper.remove(os.fspath(filepath))
+            self._checkpoints.remove(os.fspath(filepath))
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -218,7 +220,7 @@ class CheckpointingStrategy(DDPStrategy):
             return super().load_checkpoint(path, weights_only=weights_only)
         # Everything else is small. The third is the model beside its average, of Lightning's WeightAveraging.
         lazy = ("state_dict", "optimizer_states", "current_model_state", resume.KEY)
-        checkpoint = self.keeper.open(path, lazy=lazy, objects=weights_only is False)
+        checkpoint = self._checkpoints.open(path, lazy=lazy, objects=weights_only is False)
         if checkpoint is not None:
             self._resumed_state = checkpoint.get(resume.KEY)
             if Folder(path).is_link:
@@ -242,10 +244,10 @@ class CheckpointingStrategy(DDPStrategy):
         """
         assert self.lightning_module is not None
         engine = self._live_engine
-        with self.keeper.reading_together() if engine is None else nullcontext():
+        with self._checkpoints.reading_together() if engine is None else nullcontext():
             left = resume.load_state_dict(self.lightning_module, checkpoint["state_dict"], strict=strict)
         if engine is not None:
-            engine.states.load_noted(self.keeper.verify_rest)
+            engine.states.load_noted(self._checkpoints.verify_rest)
         if any(left):
             rank_zero_warn(f"strict_loading=False: {left}. These stay as they are.")
 
@@ -307,20 +309,20 @@ class CheckpointingStrategy(DDPStrategy):
             cast(Any, self.precision_plugin).skipped_steps = self._resumed_state.get("skipped_steps", 0)
             self._resume_entry.restore_random(self._resumed_state)
 
-    def before_batch(self) -> None:
+    def _before_batch(self) -> None:
         """In the middle of an epoch the data loader is made anew, which draws; the run that was saved did not."""
-        self.notices.are_current = False
+        self._notices.are_current = False
         saved, self._resumed_state = self._resumed_state, None
         if saved is not None and saved["is_mid_epoch"]:
             self._resume_entry.restore_random(saved)
         if self._keeper is not None:
             self._keeper.forget()
-            here = self.notices.here
+            here = self._notices.here
             (here.add if self._keeper.saver.has_failed else here.discard)(Notice.UNSAVED)
 
     def finish_saves(self) -> None:
         """Waits for saves in the background. Call it on every rank: all of them raise what failed on one."""
-        saver = self.keeper.saver
+        saver = self._checkpoints.saver
         if saver.has_agreed:
             saver.together("finish what is being saved", saver.finish)
         else:  # this rank has at most removed something

@@ -118,29 +118,29 @@ class FabricZeroStrategy(Readings, DDPStrategy):
         """One rank draws its data as one device does, or it could not equal `SingleDeviceStrategy`."""
         return None if self.world_size == 1 else super().distributed_sampler_kwargs
 
-    def end_rendezvous(self) -> None:
+    def _end_rendezvous(self) -> None:
         """Waits for ranks that still evaluate, and serves them; before collectives that are not the engines'."""
         for engine in self._engines:
             engine.rendezvous.meet_before_collective()
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self.end_rendezvous()
+        self._end_rendezvous()
         super().barrier(*args, **kwargs)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
-        self.end_rendezvous()
+        self._end_rendezvous()
         return super().broadcast(obj, src)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        self.end_rendezvous()
+        self._end_rendezvous()
         return super().all_gather(tensor, group, sync_grads)
 
     @override
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        self.end_rendezvous()
+        self._end_rendezvous()
         return super().all_reduce(tensor, group, reduce_op)
 
     # -- precision
@@ -376,7 +376,7 @@ class FabricZeroStrategy(Readings, DDPStrategy):
         saver, is_full = self._keeper.saver, self.checkpoint.format == "full"
         if storage_options is not None and not is_full:
             raise TypeError("storage_options go to a CheckpointIO plugin; checkpoints are folders of shards here.")
-        self.end_rendezvous()
+        self._end_rendezvous()
         saver.muster()
         states = {key: self._state_of(key, value) for key, value in state.items()}
         tree = self._convert_stateful_objects_in_state(states, filter or {})
@@ -416,7 +416,7 @@ class FabricZeroStrategy(Readings, DDPStrategy):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """A checkpoint of any strategy. Of a folder of shards each rank reads what it owns. Call it on every rank."""
-        self.end_rendezvous()
+        self._end_rendezvous()
         entries: dict[str, Any] = state if isinstance(state, dict) else {}
         lazy = [key for key, value in entries.items() if isinstance(value, ShardedModule | Optimizer)]
         if is_plugin(self.checkpoint_io) and not is_folder_of_shards(str(path)):

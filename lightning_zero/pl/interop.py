@@ -105,7 +105,7 @@ def find_complete(find: Callable[..., set[str]], callback: ModelCheckpoint, trai
 
 def exists_or_is_saved(exists: Callable[..., bool], callback: ModelCheckpoint, filepath: Any, trainer: Any) -> bool:
     """Lightning's question before it chooses a path."""
-    is_saving = getattr(trainer.strategy, "is_saving", None)
+    is_saving = getattr(trainer.strategy, "_is_saving", None)
     if is_saving is None:  # not ours
         return exists(callback, filepath, trainer)
     if is_saving(str(filepath)):
@@ -141,7 +141,7 @@ def call_with_own(
     **kwargs: Any,
 ) -> None:
     """Lightning's call of one hook of all callbacks, or of those that do, or do not, monitor a metric."""
-    own = getattr(trainer.strategy, "own_callbacks", None)
+    own = getattr(trainer.strategy, "_own_callbacks", None)
     inside = own.around(trainer, hook_name, monitoring_callbacks, *args, **kwargs) if own else nullcontext()
     with inside:
         call(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
@@ -149,7 +149,7 @@ def call_with_own(
 
 def store_when_all_have_come(store: Callable[..., None], loop: Any) -> None:
     """Lightning's synchronisation of what an evaluation has logged of one loader."""
-    own = getattr(loop.trainer.strategy, "own_callbacks", None)
+    own = getattr(loop.trainer.strategy, "_own_callbacks", None)
     if own:
         own.before_metrics(loop.trainer)
     store(loop)

@@ -223,7 +223,7 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
         self._left_gradients: dict[Parameter, Tensor] = {}  # of the last step, whole, on the host
         self._blocked = False  # Lightning accumulates: the next backward is not the last of its step
         self._undo = ExitStack()  # what `teardown` takes out of the module again
-        self.own_callbacks: OwnCallbacks | None = None  # of the run under way
+        self._own_callbacks: OwnCallbacks | None = None  # of the run under way
 
     # -- set up
 
@@ -275,7 +275,7 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
         self.accelerator.setup(trainer)
         if self.world_size == 1:  # one rank draws its data as one device does, or it could not equal strategy="auto"
             trainer._accelerator_connector.use_distributed_sampler = False
-        self.own_callbacks = OwnCallbacks(self, trainer)
+        self._own_callbacks = OwnCallbacks(self, trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self._close_engine() or self.engine is None or self.engine.module is not module:
             self._make_engine(trainer, module, fitting)
@@ -327,7 +327,7 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
             for lightnings in self._lightning_optimizers:  # they inherit from the optimizer's class, and not from it
                 methods = vars(lightnings.optimizer)
                 vars(lightnings).update({name: methods[name] for name in MODES if name in methods})
-            self.warn_of_loggers(trainer.loggers)
+            self._warn_of_loggers(trainer.loggers)
             rank_zero_info(table_of(engine, self.stage, self.optimizers))
             if foreign := engine.foreign_parameters:
                 kinds = ", ".join(sorted({type(parameter).__name__ for parameter in foreign.values()}))
@@ -396,10 +396,10 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
         module = self.lightning_module
         trainer = None if module is None else module._trainer
         is_evaluating = trainer is not None and (trainer.evaluating or trainer.predicting)
-        if self._live_engine is None or self.own_callbacks is None or trainer is None or not is_evaluating:
-            self.end_rendezvous()
+        if self._live_engine is None or self._own_callbacks is None or trainer is None or not is_evaluating:
+            self._end_rendezvous()
         else:
-            self.own_callbacks.before_collective(trainer)
+            self._own_callbacks.before_collective(trainer)
         if self._live_engine is not None:
             self.comm.all_reduce(torch.zeros(1, dtype=torch.uint8), f"before Strategy.{name}")
         yield
@@ -459,7 +459,7 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
         """What can be copied, and sent to another process: without what belongs to the ranks of this one."""
         state = super().__getstate__()
         state.pop("device_mesh", None)
-        for name in ("_comm", "engine", "_trained", "_construction", "_keeper", "_resumed_state", "own_callbacks"):
+        for name in ("_comm", "engine", "_trained", "_construction", "_keeper", "_resumed_state", "_own_callbacks"):
             state[name] = None
         return {**state, "_undo": ExitStack()}
 
@@ -482,13 +482,13 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
         # Messages of that operation may still come, or the process is about to be killed.
         self._failed_for_good = isinstance(exception, RankTimeoutError | SystemExit)
         if self.engine is not None:
-            self.notices.leave()
+            self._notices.leave()
         if isinstance(exception, RankTimeoutError):
             exception.moment = _moment_of(self.lightning_module)
         elif self._comm is not None:
             self._comm.report(f"{type(exception).__name__}: {exception}".splitlines()[0])
-        if isinstance(exception, RankTimeoutError) and self.engine is not None and self.notices.place:
-            exception.add_note(f"Rank {self.global_rank} was {self.notices.place}.")
+        if isinstance(exception, RankTimeoutError) and self.engine is not None and self._notices.place:
+            exception.add_note(f"Rank {self.global_rank} was {self._notices.place}.")
         if isinstance(exception, DiskError):
             latest = None if self._keeper is None else self._keeper.latest_complete
             exception.add_note(f"The last complete checkpoint of this run: {latest or 'none was saved'}.")
@@ -497,9 +497,9 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
     @override
     def teardown(self) -> None:
         self._undo.close()
-        if self.own_callbacks is not None and self.lightning_module is not None:
-            self.own_callbacks.close(self.lightning_module.trainer)
-            self.own_callbacks = None
+        if self._own_callbacks is not None and self.lightning_module is not None:
+            self._own_callbacks.close(self.lightning_module.trainer)
+            self._own_callbacks = None
         try:
             self._end_saves()
         finally:
