@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import get_ema_avg_fn
 
 import monitor_jobs as jobs
 from lightning_zero.pl.advice import BESIDE, Held, Option, advice_for, is_out_of_memory, options_of
 from lightning_zero.pl.table import WIDTH, MemoryReport, sized, table_of
+from lightning_zero.run.average import Average, room_for_average
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.run.forecast import Forecast, forecast
 from lightning_zero.tiers.ledger import Category
@@ -71,6 +73,22 @@ def test_what_is_told_at_the_start_is_what_rests_after_a_step(stage: int, autoca
             "optimizer state": 8 * psi,
             "bucket": 4 * psi,
         }
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_an_average_is_told_at_the_start_as_it_will_rest(stage: int) -> None:
+    def job(comm: Comm) -> tuple[Forecast, dict[str, int]]:
+        engine, optimizer = begin(comm, stage, autocast_dtype=BF16)
+        engine.module.register_buffer("running", torch.zeros(5))
+        expected = forecast(engine, [optimizer], [room_for_average(engine)])
+        average = Average(engine, get_ema_avg_fn(0.9))
+        found = engine.bytes_by_category()
+        assert not average.updates
+        return expected, found
+
+    for expected, found in ThreadWorld(2, 20).run(job):
+        assert expected.here["average"] == found["average"] > 0
+        assert expected.ddp["average"] == 4 * expected.numel + 4 * 5
 
 
 def test_the_table_sets_bytes_beside_ddps_and_fits_into_60_columns() -> None:

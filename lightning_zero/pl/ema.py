@@ -13,7 +13,9 @@ from torch.optim.swa_utils import get_ema_avg_fn
 from typing_extensions import override
 
 from lightning_zero.pl.checkpointing import CheckpointingStrategy
-from lightning_zero.run.average import Average
+from lightning_zero.run.average import Average, room_for_average
+from lightning_zero.run.engine import Engine
+from lightning_zero.tiers.ledger import Category, Tier
 
 
 class ZeroEMA(EMAWeightAveraging):
@@ -88,6 +90,10 @@ class ZeroEMA(EMAWeightAveraging):
         if self._saved is not None:
             average.load(self._saved["state_dict"], int(self._saved["averaging_state"]["n_averaged"]))
         self._average_model, self._saved = average, None
+
+    def room(self, engine: Engine) -> dict[tuple[Category, Tier], int]:
+        """Bytes that the average will take on this rank, by tier."""
+        return room_for_average(engine, on_host=self._rests_on_host(engine.device))
 
     def _rests_on_host(self, device: torch.device) -> bool:
         wanted = None if self._device is None else torch.device(self._device)

@@ -31,6 +31,7 @@ from lightning_zero.pl import other_name
 from lightning_zero.pl.callbacks import OwnCallbacks
 from lightning_zero.pl.checkpointing import CheckpointingStrategy
 from lightning_zero.pl.elsewhere import answers
+from lightning_zero.pl.ema import ZeroEMA
 from lightning_zero.pl.precision import adapt
 from lightning_zero.pl.ranks import fits_whole, mesh_of, options_on_machine, sampler_kwargs, warn_of_shared_store
 from lightning_zero.pl.reading import Readings
@@ -328,7 +329,8 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
                 methods = vars(lightnings.optimizer)
                 vars(lightnings).update({name: methods[name] for name in MODES if name in methods})
             self._warn_of_loggers(trainer.loggers)
-            rank_zero_info(table_of(engine, self.stage, self.optimizers))
+            averages = [one.room(engine) for one in trainer.callbacks if isinstance(one, ZeroEMA)]  # type: ignore[attr-defined]
+            rank_zero_info(table_of(engine, self.stage, self.optimizers, averages))
             if foreign := engine.foreign_parameters:
                 kinds = ", ".join(sorted({type(parameter).__name__ for parameter in foreign.values()}))
                 names = ", ".join(list(foreign)[:3]) + (", ..." if len(foreign) > 3 else "")

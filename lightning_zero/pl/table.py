@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_zero.run.engine import Engine
 from lightning_zero.run.forecast import STATES, Forecast, forecast, states_in
 from lightning_zero.shards.early import whole_bytes_of
+from lightning_zero.tiers.ledger import Category, Tier
 
 WORTH_TELLING = 2**30  # bytes that are whole on every rank, and need not be
 
@@ -56,17 +57,23 @@ def wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH - 2, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
 
 
-def table_of(engine: Engine, stage: int, optimizers: Iterable[Optimizer]) -> str:
-    """What the start of fit says: who shares what, the bytes per rank beside DDP's, and the dtypes."""
+def table_of(
+    engine: Engine,
+    stage: int,
+    optimizers: Iterable[Optimizer],
+    averages: Sequence[Mapping[tuple[Category, Tier], int]] = (),
+) -> str:
+    """What the start of fit says: who shares what, the bytes per rank beside DDP's (with `averages` of the model, see
+    `run.average.room_for_average`), and the dtypes."""
     optimizers = list(optimizers)
-    expected = forecast(engine, optimizers)
+    expected = forecast(engine, optimizers, averages)
     told = [*_warnings(engine, expected), *_uncast_lines(engine)]
     if engine.resident_numel:
         told.append(f"{engine.resident_numel:,} stay whole on every rank: gathering them costs more than it saves")
     if engine.imbalance is not None:
         nbytes, work = engine.imbalance
         told.append(
-            "Optimizers step whole tensors, in each call of step; the rank with most has, beyond the mean, "
+            "Optimizers step whole tensors; the rank with most has, beyond the mean, "
             f"{nbytes:.1%} of their bytes and {work:.1%} of the work, if a matrix costs what products of it cost"
         )
     if any(group.setting.block > 1 for group in engine.groups):

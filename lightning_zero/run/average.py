@@ -1,5 +1,6 @@
 """`Average`: a running average of a model's weights, of which each rank has that of the part it owns."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -62,10 +63,7 @@ class Average:
         }
 
     def _begin(self, group: ShardGroup, on_host: bool) -> Array:
-        master = group.master
-        place = master.place
-        if on_host and place.tier is Tier.DEVICE and place.device.type != "cpu":
-            place = Place(torch.device("cpu"), Tier.HOST, pinned=True)
+        master, place = group.master, _place_for(group, on_host)
         array = empty(Category.AVERAGE, master.numel, _wide(master.dtype), place, group.setting.ledger)
         for part in _parts(group, array):
             array.write(part, master.read(part))
@@ -200,6 +198,25 @@ class Average:
             self._served = self._engine.loans.gather(group, self._owned(group), "gather average")
         else:
             group.pass_by(self._owned(group), "gather average")
+
+
+def room_for_average(engine: Engine, *, on_host: bool = False) -> dict[tuple[Category, Tier], int]:
+    """Bytes that an `Average` of the engine's model will take on this rank, by tier."""
+    room: Counter[tuple[Category, Tier]] = Counter()
+    for group in (group for group in engine.groups if group.kind.trainable):
+        master, tier = group.rest.master, _place_for(group, on_host).tier
+        room[Category.AVERAGE, tier] += master.numel * _wide(master.dtype).itemsize
+    for buffer in map(local_of, engine.module.buffers()):
+        room[Category.AVERAGE, Tier.DEVICE] += buffer.numel() * _wide(buffer.dtype).itemsize
+    return room
+
+
+def _place_for(group: ShardGroup, on_host: bool) -> Place:
+    """Where the average of a group rests: beside what is averaged, or on the host."""
+    place = group.rest.master.place
+    if on_host and place.tier is Tier.DEVICE and place.device.type != "cpu":
+        return Place(torch.device("cpu"), Tier.HOST, pinned=True)
+    return place
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

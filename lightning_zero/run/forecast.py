@@ -1,7 +1,7 @@
 """What will rest on a rank once training is under way, by category, and what would under DDP."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.nn import Module, Parameter
@@ -36,11 +36,15 @@ class Forecast:
     ddp: Mapping[str, int]
 
 
-def forecast(engine: Engine, optimizers: Iterable[Optimizer]) -> Forecast:
-    """Of training that is about to begin: what is there already, gradients that autograd will leave, and the state that
-    each optimizer makes when it is tried."""
+def forecast(
+    engine: Engine, optimizers: Iterable[Optimizer], averages: Sequence[Mapping[tuple[Category, Tier], int]] = ()
+) -> Forecast:
+    """Of training that is about to begin: what is there already, gradients that autograd will leave, the state that
+    each optimizer makes when it is tried, and `averages` of the model (see `average.room_for_average`)."""
     optimizers = list(optimizers)
     here = Counter(engine.bytes_by_category())
+    for room in averages:
+        here.update({category_in(*where): nbytes for where, nbytes in room.items()})
     for shard in engine.reductions.shards:
         if not shard.travels and not engine.options.step_in_backward:
             here[Category.GRADIENT] += sum(slot.numel for slot in shard.group.slots) * shard.dtype.itemsize
@@ -57,7 +61,12 @@ def forecast(engine: Engine, optimizers: Iterable[Optimizer]) -> Forecast:
                 tensors * slot.state_piece.numel * itemsize
             )
     numel = sum(_numel_of(parameter) for parameter in engine.module.parameters())
-    return Forecast(numel, here, bytes_under_ddp(engine.module, optimizers))
+    ddp = bytes_under_ddp(engine.module, optimizers)
+    if averages:  # Lightning's are copies of the module
+        ddp[Category.AVERAGE] = len(averages) * (
+            ddp[Category.PARAMETER] + sum(b.nbytes for b in engine.module.buffers())
+        )
+    return Forecast(numel, here, ddp)
 
 
 def bytes_under_ddp(module: Module, optimizers: Iterable[Optimizer], *, buckets: bool = True) -> dict[str, int]:
