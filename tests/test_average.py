@@ -1,5 +1,6 @@
 """`Average` on ranks as threads, beside `torch.optim.swa_utils.AveragedModel` on one device, to the bit."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,36 @@ def adam(parameters: Any) -> Any:
 def test_it_is_torchs_average_to_the_bit(stage: int, world: int) -> None:
     expected = on_one_device(net(), act_with(), adam)
     for found in on_engine(net(), act_with(), stage, adam, world=world, unit_classes=None, bucket_bytes=64):
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_begins_to_train_later_is_averaged_from_there_on(stage: int) -> None:
+    """With a decay of a half, which leaves torch's average of what is frozen as it is."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        rule = get_ema_avg_fn(0.5)
+        average = AveragedModel(model, avg_fn=rule) if engine is None else Average(engine, rule)
+        for step in range(5):
+            if step == 2:
+                model[1].requires_grad_(True)
+                optimizer.add_param_group({"params": list(model[1].parameters())})
+            with nullcontext() if engine is None else engine.forward():
+                loss = model(x(1 + step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+        state = average.module.state_dict() if engine is None else average.full()
+        return {name: value.detach().clone() for name, value in state.items()}
+
+    def make(parameters: Any) -> Any:
+        return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1, momentum=0.9)
+
+    start = tower()
+    start[1].requires_grad_(False)
+    expected = on_one_device(start, act, make)
+    for found in on_engine(start, act, stage, make):
         assert_same_bits(found, expected)
 
 

@@ -1,7 +1,7 @@
 """`Average`: a running average of a model's weights, of which each rank has that of the part it owns."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
@@ -52,15 +52,23 @@ class Average:
         with failing_together(engine.mesh.world, "making room for the average of the model"), _writable():
             trained = [group for group in engine.groups if group.kind.trainable]
             self._arrays = {group: self._begin(group, on_host) for group in trained}
+        self._numbers = {group: self._enroll(group) for group in trained if group.is_cut}
+        self._on_host = on_host
+        engine.regrouped.append(self._take_in)
         self._use_buffers = use_buffers
         self._copies = {name: self._copy(buffer) for name, buffer in engine.module.named_buffers()}
         self._served: Tensor | None = None
-        enroll = engine.rendezvous.enroll
-        self._numbers = {
-            group: enroll(f"average of {group.name}", partial(self._serve, group))
-            for group in self._arrays
-            if group.is_cut
-        }
+
+    def _take_in(self, groups: Iterable[ShardGroup]) -> None:
+        """What begins to train is no longer its own average."""
+        for group in groups:
+            with _writable():
+                self._arrays[group] = self._begin(group, self._on_host)
+            if group.is_cut:
+                self._numbers[group] = self._enroll(group)
+
+    def _enroll(self, group: ShardGroup) -> int:
+        return self._engine.rendezvous.enroll(f"average of {group.name}", partial(self._serve, group))
 
     def _begin(self, group: ShardGroup, on_host: bool) -> Array:
         master, place = group.master, _place_for(group, on_host)

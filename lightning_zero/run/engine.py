@@ -175,6 +175,7 @@ class Engine:
             self.reductions.step = self._step_in_backward
         self._entered: dict[Optimizer, ExitStack] = {}  # the step of each optimizer, while it is in one
         self._step_hooks = [handle for optimizer in optimizers for handle in self._hook_step(optimizer)]
+        self.regrouped: list[Callable[[Sequence[ShardGroup]], None]] = []  # hear of what begins to train
         self.averages = Averages(module, device, self.mesh, self.loans, self.reductions)
         self.states = States(module, self._steppers, self.mesh, self.loans)
         self._phases = Phases()
@@ -240,6 +241,8 @@ class Engine:
         whole = [[slots[p] for p in self._steppers[one].parameters if p in slots] for one in self._steps_whole]
         if any(whole):
             deal(whole, self._setting, is_lazy=any(stepper.is_lazy for stepper in self._steppers.values()))
+        for listener in self.regrouped:
+            listener([shard.group for shard in added.shards])
 
     # -- backward
 
