@@ -184,7 +184,7 @@ class Preemption(pl.Callback):
 
     def tell(self, trainer: "pl.Trainer") -> None:
         """It may be too late to stop, but the user may ask."""
-        if Notice.STOP in self._strategy._notices.here:
+        if self._strategy.engine is not None and Notice.STOP in self._strategy._notices.here:
             trainer._signal_connector.received_sigterm = True
 
     def meet(self, trainer: "pl.Trainer") -> None:
@@ -196,12 +196,17 @@ class Preemption(pl.Callback):
         """Whether this rank was, or another one has left word that it was."""
         strategy, now = self._strategy, time.monotonic()
         if Notice.STOP in strategy._notices.here:
-            strategy.board.raise_flag("stop")
+            strategy.board.raise_flag(self._flag)
             return True
         if now < self._looks_at:
             return False
         self._looks_at = now + LOOK_AGAIN
-        return strategy.board.has_flag("stop")
+        return strategy.board.has_flag(self._flag)
+
+    @property
+    def _flag(self) -> str:
+        """Of this run alone: one that failed may have left its own."""
+        return f"stop run {self._strategy._runs}"
 
     def _stop_if_told(self, trainer: "pl.Trainer") -> None:
         noticed = self._strategy._notices.anywhere
@@ -211,7 +216,7 @@ class Preemption(pl.Callback):
             return
         self._stops = True  # what saves meets, too
         if trainer.is_global_zero:
-            self._strategy.board.lower_flag("stop")  # all have come, and nobody looks any more
+            self._strategy.board.lower_flag(self._flag)  # all have come, and nobody looks any more
         trainer._signal_connector.received_sigterm = True
         if trainer.state.fn == TrainerFn.FITTING:
             self._save(trainer, requeues=Notice.REQUEUE in noticed)
