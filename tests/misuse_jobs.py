@@ -53,37 +53,30 @@ class DoubledAtTheEnd(Kind):
 # -- other parameters
 
 
-class ModuleReplaced(Kind):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+def made_alike(inputs: int, outputs: int) -> nn.Linear:
+    """With the same values on every rank: under DDP nobody sends them."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return nn.Linear(inputs, outputs)
+
+
+class ReplacedInTrainingStep(Kind):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 1:
             self.last = nn.Linear(WIDTH, CLASSES)
+        return super().training_step(batch, batch_idx)
 
 
-class ModuleReplacedBeforeTheFirstStep(Kind):
-    def on_fit_start(self) -> None:
-        self.last = nn.Linear(WIDTH, CLASSES)
-
-
-class WeightReplaced(Kind):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            self.last.weight = nn.Parameter(torch.zeros(CLASSES, WIDTH))
-
-
-class Added(Kind):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            self.more = nn.Linear(WIDTH, WIDTH)
-
+class Growing(Kind):
     def inside(self, hidden: Tensor) -> Tensor:
         return self.more(hidden).float() if hasattr(self, "more") else hidden
 
 
-class AddedWithAGroup(Added):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
+class AddedInTrainingStep(Growing):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 1:
-            self.optimizers().add_param_group({"params": list(self.more.parameters())})
+            self.more = nn.Linear(WIDTH, WIDTH)
+        return super().training_step(batch, batch_idx)
 
 
 class Frozen(Kind):
@@ -95,11 +88,12 @@ class Frozen(Kind):
         return hidden + self.extra(hidden).float()
 
 
-class ThawedWithAGroup(Frozen):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+class ThawedInTrainingStep(Frozen):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 1:
             self.extra.requires_grad_(True)
             self.optimizers().add_param_group({"params": list(self.extra.parameters())})
+        return super().training_step(batch, batch_idx)
 
 
 # -- what cannot be sharded
@@ -151,7 +145,7 @@ class Wrapped(Frozen):
             self.extra = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
 
-class Removed(Added):
+class Removed(Growing):
     """A module goes; the optimizer keeps its parameters."""
 
     def __init__(self) -> None:
@@ -167,6 +161,31 @@ class ThawedButNotStepped(Frozen):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
             self.extra.requires_grad_(True)
+
+
+class ModuleReplaced(Kind):
+    """The optimizer keeps the old one."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.last = made_alike(WIDTH, CLASSES)
+
+
+class ModuleReplacedBeforeTheFirstStep(Kind):
+    def on_fit_start(self) -> None:
+        self.last = made_alike(WIDTH, CLASSES)
+
+
+class WeightReplaced(Kind):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.last.weight = nn.Parameter(torch.zeros(CLASSES, WIDTH))
+
+
+class Added(Growing):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.more = made_alike(WIDTH, WIDTH)
 
 
 class AddedToTheOptimizer(Kind):

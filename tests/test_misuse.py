@@ -11,7 +11,8 @@ from test_edits import DDP, differing
 STAGES = [1, 2, 3]
 
 CHANGED = r"Parameter '(first|last)\.\w+' was torch.float32 on 'cpu' at set-up and would now be torch.{} .*before fit"
-STRANGE = r"Parameter '{}' was not there at set-up, and has a gradient .*Make modules in __init__ or configure_model"
+STRANGE = r"Parameter '{}' was made in the middle of a step, and has a gradient .*Make modules between steps"
+THAWED = r"Parameter '{}' was thawed in the middle of a step, .*Thaw it, and call add_param_group, between steps"
 
 MISUSES = {
     "Halved": CHANGED.format("float16"),
@@ -20,12 +21,9 @@ MISUSES = {
     "Doubled": CHANGED.format("float64"),
     "DoubledAfterBackward": CHANGED.format("float64"),
     "DoubledAtTheEnd": CHANGED.format("float64"),
-    "ModuleReplaced": STRANGE.format("last.weight"),
-    "ModuleReplacedBeforeTheFirstStep": STRANGE.format("last.weight"),
-    "WeightReplaced": STRANGE.format("last.weight"),
-    "Added": STRANGE.format("more.weight"),
-    "AddedWithAGroup": STRANGE.format("more.weight"),
-    "ThawedWithAGroup": r"Parameter 'extra.weight' was frozen, and was added after set-up .*configure_optimizers\(\)",
+    "ReplacedInTrainingStep": STRANGE.format("last.weight"),
+    "AddedInTrainingStep": STRANGE.format("more.weight"),
+    "ThawedInTrainingStep": THAWED.format("extra.weight"),
     "Foreign": r"Parameter 'quantised' is a Quantised, .* and trains.*Freeze it",
     "ForeignThawed": r"Parameter 'adapted.base.weight' is a Quantised, .* trains since set-up.*Keep it frozen",
     "TiedByData": r"Parameters 'first.weight' and 'more.weight' are two that share their memory.*Make them one",
@@ -33,7 +31,8 @@ MISUSES = {
 }
 
 HARMLESS = [
-    *("Moved", "Wrapped", "Removed", "ThawedButNotStepped"),
+    *("Moved", "Wrapped", "Removed", "ThawedButNotStepped", "ModuleReplaced", "ModuleReplacedBeforeTheFirstStep"),
+    *("WeightReplaced", "Added"),
     *("AddedToTheOptimizer", "FrozenInTheOptimizer", "ListedTwice"),
 ]
 

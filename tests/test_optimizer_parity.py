@@ -148,7 +148,9 @@ def test_a_parameter_added_after_set_up_is_refused_with_the_remedy(stage: int) -
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> None:
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 2))]})
         model(x()).sum().backward()
-        with pytest.raises(RuntimeError, match=r"shape \(3, 2\).*was added after set-up.*configure_optimizers"):
+        with pytest.raises(
+            RuntimeError, match=r"shape \(3, 2\).*was added in the middle of a step.*configure_optimizers"
+        ):
             optimizer.step()
 
     on_engine(tower(), act, stage)
@@ -160,7 +162,7 @@ class Special(nn.Parameter):
 
 
 def test_a_parameter_of_another_class_trains_or_is_refused_at_set_up() -> None:
-    """Not at the first step, as one "added after set-up"."""
+    """Not at the first step, as one that "was added"."""
     model = nn.Sequential(nn.Linear(8, 8))
     model[0].weight = Special(torch.eye(8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

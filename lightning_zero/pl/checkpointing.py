@@ -52,6 +52,7 @@ class CheckpointingStrategy(DDPStrategy):
     engine: Engine | None = None  # of the run under way, or of the last one
     _trained: Engine | None = None  # the engine of the latest fit, which knows the optimizers' pieces
     _construction: Construction | None = None  # what `configure_model` has built in shards
+    _runs = 0  # engines that were made
     _failed = False  # fit ended with an error
     _keeper: CheckpointKeeper | None = None
     _resumed_state: dict[str, Any] | None = None  # what the checkpoint says of the ranks that saved it

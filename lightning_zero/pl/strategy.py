@@ -219,7 +219,6 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
         self._wait_timeout = config.seconds_from(wait_timeout, "wait_timeout")
         self._sanitize = sanitize
         self._comm: Comm | None = None
-        self._runs = 0  # engines that were made
         self._failed_for_good = False
         self._left_gradients: dict[Parameter, Tensor] = {}  # of the last step, whole, on the host
         self._blocked = False  # Lightning accumulates: the next backward is not the last of its step

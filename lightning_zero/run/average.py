@@ -54,7 +54,7 @@ class Average:
             self._arrays = {group: self._begin(group, on_host) for group in trained}
         self._numbers = {group: self._enroll(group) for group in trained if group.is_cut}
         self._on_host = on_host
-        engine.regrouped.append(self._take_in)
+        engine.regrouping.listeners.append(self._take_in)
         self._use_buffers = use_buffers
         self._copies = {name: self._copy(buffer) for name, buffer in engine.module.named_buffers()}
         self._served: Tensor | None = None

@@ -98,8 +98,11 @@ class Averages:
                 has = torch.tensor([slot.parameter.grad is not None for slot in trained], dtype=torch.uint8)
             here = self._mesh.world.host.all_reduce(has, "gradients at the end", "min").tolist()
             kept = [slot.parameter for slot, is_here in zip(trained, here, strict=True) if is_here]
-            whole = {parameter: self.full(parameter) for parameter in kept}
-            return {p: grad.to("cpu", p.dtype, copy=True) for p, grad in whole.items() if grad is not None}
+            left = {}
+            for parameter in kept:  # one after the other: a model's gradients may not fit on the device
+                if (grad := self.full(parameter)) is not None:
+                    left[parameter] = grad.to("cpu", parameter.dtype, copy=True)
+            return left
 
     def unscale_(self, scaler: GradScaler, optimizer: Optimizer) -> norm.Overflow:
         """`GradScaler.unscale_` for gradients that are spread over ranks: every rank comes to the same verdict.

@@ -17,14 +17,9 @@ from lightning_zero.run.modes import Modes
 from lightning_zero.run.phase import Phase, Phases
 from lightning_zero.run.recompute import recompute_for
 from lightning_zero.run.reductions import Reductions, Stage
+from lightning_zero.run.regrouping import Regrouping
 from lightning_zero.run.rendezvous import Rendezvous
-from lightning_zero.run.replicated import (
-    broadcast_buffers,
-    broadcast_new,
-    broadcast_states,
-    move_replicated,
-    refuse_strangers,
-)
+from lightning_zero.run.replicated import broadcast_buffers, broadcast_states, move_replicated
 from lightning_zero.run.schedule import Schedule
 from lightning_zero.run.states import States, failing_together
 from lightning_zero.shards import assembly
@@ -34,7 +29,6 @@ from lightning_zero.shards.group import Kind, Setting, ShardGroup, Slot, no_inte
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.optimizer import PieceStepper, groups_of
 from lightning_zero.shards.units import modules_in_compiled_regions
-from lightning_zero.shards.whole import deal
 from lightning_zero.shards.window import may_fuse
 from lightning_zero.stage import STAGES, Partition
 from lightning_zero.tiers.ledger import Category, Ledger, Tier, return_freed_memory
@@ -114,7 +108,6 @@ class Engine:
         self.recompute = recompute_for(module, self.options, device, self.ledger, self.mesh.tensor)
         managed = assembly.managed_parameters(module, optimizers, self.mesh.tensor_ranks)
         self.foreign_parameters = assembly.foreign_parameters(module)
-        self._known = {id(parameter): parameter for parameter in module.parameters()}  # kept alive: ids stay theirs
         if self.options.step_in_backward and (len(optimizers) > 1 or not self.partition.gradient):
             raise ValueError(
                 f"step_in_backward=True needs a single optimizer, which has {len(optimizers)} here, and gradients that "
@@ -135,16 +128,13 @@ class Engine:
         setting = Setting(
             self.partition, self.mesh, self.ledger, places, bucket_bytes, as_declared, aside, stepped.block, keeps
         )
-        self._setting, self._steps_whole = setting, stepped.whole
         trainable = assembly.trainable_of(managed, optimizers)
         with together():
             made = assembly.assemble(module, managed, trainable, setting, self.options)
         if offload is not None:
             with together():  # all ranks of a machine have what is taken at once: what is free is for the state
                 offloading.refuse_too_little_room(offload, made.shards, optimizers, setting, self.options.machine)
-        trained = [slot.parameter for shard in made.shards for slot in shard.group.slots]
-        self._trained = {id(parameter) for parameter in trained}
-        nbytes = sum(local_of(parameter).nbytes for parameter in trained)
+        nbytes = sum(local_of(slot.parameter).nbytes for shard in made.shards for slot in shard.group.slots)
         self._leaves_much = device == HOST and self.partition.gradient and nbytes > MUCH
         self._arena = made.arena
         self.groups = made.groups
@@ -168,14 +158,15 @@ class Engine:
         self._steppers = {optimizer: PieceStepper(optimizer, setting, RestingState) for optimizer in optimizers}
         for stepper in self._steppers.values():
             stepper.is_lazy = is_lazy
-        whole = [self._steppers[one].slots for one in stepped.whole]
-        self.imbalance = deal(whole, setting, is_lazy=is_lazy) if whole else None
+        self.regrouping = Regrouping(
+            module, self._steppers, stepped.whole, setting, self.options, self.schedule, self.reductions, self.loans
+        )
+        self.imbalance = self.regrouping.deal()
         self._stepped: dict[ShardGroup, None] = {}  # in a backward, and not published yet
         if self.options.step_in_backward:
             self.reductions.step = self._step_in_backward
         self._entered: dict[Optimizer, ExitStack] = {}  # the step of each optimizer, while it is in one
         self._step_hooks = [handle for optimizer in optimizers for handle in self._hook_step(optimizer)]
-        self.regrouped: list[Callable[[Sequence[ShardGroup]], None]] = []  # hear of what begins to train
         self.averages = Averages(module, device, self.mesh, self.loans, self.reductions)
         self.states = States(module, self._steppers, self.mesh, self.loans)
         self._phases = Phases()
@@ -214,35 +205,12 @@ class Engine:
         Raises:
             RuntimeError: with offloaded parameters.
         """
-        newly = assembly.newly_trainable(self.module, self._steppers, self._trained) if self._steppers else {}
-        if not newly:
-            return
-        if self.options.offload is not None and self.options.offload.parameters is not None:
-            raise RuntimeError(
-                f"{', '.join(list(newly)[:3])} began to train after set-up, and parameters are offloaded: not yet. "
-                "Give them to the optimizer in configure_optimizers() already, frozen until they are to train."
-            )
-        self.catch_up()
-        self.loans.settle()
-        self.rendezvous.meet()  # a backward that has been reduced is shown, before there is more to agree on
-        broadcast_new(newly, self._known, self.mesh)
-        self._known |= {id(parameter): parameter for parameter in newly.values()}
-        added = assembly.add(newly, f"added {len(self.groups)}", self._setting, self.options)
-        self.loans.add(added.groups)
-        self.reductions.add(added.shards, added.pools)
-        self.loans.offer_gradients([shard.group for shard in added.shards])
-        self.schedule.hook_gradients(added.shards)
-        if self._publishes_late:
-            self.schedule.surround_late(self.module)
-        slots = {slot.parameter: slot for shard in added.shards for slot in shard.group.slots}
-        self._trained |= {id(parameter) for parameter in slots}
-        for stepper in self._steppers.values():
-            stepper.note_parameters()
-        whole = [[slots[p] for p in self._steppers[one].parameters if p in slots] for one in self._steps_whole]
-        if any(whole):
-            deal(whole, self._setting, is_lazy=any(stepper.is_lazy for stepper in self._steppers.values()))
-        for listener in self.regrouped:
-            listener([shard.group for shard in added.shards])
+        if newly := self.regrouping.newly_trainable():
+            self.catch_up()
+            self.loans.settle()
+            self.rendezvous.meet_all()  # a backward that has been reduced is shown, before there is more to agree on
+            self.regrouping.take_in(newly)
+        self.regrouping.deal()
 
     # -- backward
 
@@ -277,7 +245,7 @@ class Engine:
         with no_interception(), torch.no_grad():
             self.loans.take_back_gradients()  # what is stored from here on is of this backward
         if self.reductions.stage is Stage.UNSETTLED:
-            self.rendezvous.meet()
+            self.rendezvous.meet_all()
         self.schedule.start_pass()
         self.reductions.stage = Stage.COLLECTING
         self._phases.enter(Phase.BACKWARD)
@@ -308,7 +276,8 @@ class Engine:
         self.catch_up()
         self.loans.settle()
         self.rendezvous.meet_all()
-        refuse_strangers(self.module, self._trained, self._known, self.foreign_parameters, self._steppers.values())
+        self.regrouping.refuse_strangers(self.foreign_parameters)
+        self.regrouping.deal()
         stepper = self._steppers[optimizer]
         slots = stepper.slots
         for slot in slots:
@@ -385,7 +354,7 @@ class Engine:
         self._recover()
         self.catch_up()
         self.loans.settle()
-        self.rendezvous.meet()
+        self.rendezvous.meet_all()
         stepper = self._steppers[optimizer]
         groups = groups_of(stepper.slots)
         with self._phases.within(Phase.STEP):
@@ -485,7 +454,7 @@ class Engine:
                 self._disk.close(drains=False)
             return
         self.loans.settle()
-        self.rendezvous.meet()  # nobody must ask for what is let go of below
+        self.rendezvous.meet_all()  # nobody must ask for what is let go of below
         self.rendezvous.forget()
         self.reductions.free()  # first, so that whole parameters take their place and not more
         self._arena.close()

@@ -57,11 +57,8 @@ class Loans(Lender, GradientLender):
         }
         self._averages: dict[Slot, int] = {}
         self.offer_gradients(self.groups)
-        self._publishing = {
-            group: rendezvous.enroll(f"publish {group.name}", partial(self._publish, group))
-            for group in self.groups
-            if group.is_cut and group.places.optimizer != group.places.gathered
-        }
+        self._publishing: dict[ShardGroup, int] = {}
+        self._offer_publishing(self.groups)
 
     def offer_gradients(self, groups: Iterable[ShardGroup]) -> None:
         """Ranks may ask for averaged gradients of these, each for itself."""
@@ -70,11 +67,18 @@ class Loans(Lender, GradientLender):
                 serve = partial(self._serve_gradient, slot)
                 self._averages[slot] = self.rendezvous.enroll(f"the gradient of {slot.name}", serve)
 
-    def add(self, groups: Sequence[ShardGroup]) -> None:
-        """New groups, which are plain."""
+    def _offer_publishing(self, groups: Iterable[ShardGroup]) -> None:
+        for group in groups:
+            if group.is_cut and group.places.optimizer != group.places.gathered:
+                self._publishing[group] = self.rendezvous.enroll(f"publish {group.name}", partial(self._publish, group))
+
+    def add(self, groups: Sequence[ShardGroup], trained: Iterable[ShardGroup]) -> None:
+        """New groups, which are plain; and all that train since the others."""
         self.groups.extend(groups)
         for group in groups:
             group.note_versions()
+        self._offer_publishing(groups)
+        self.offer_gradients(trained)
 
     # -- steps that have been postponed
 

@@ -37,7 +37,7 @@ class Reductions:
         self, assembly: Assembly, comm: Comm, overlap: bool, lender: GradientLender, interception: Interception
     ) -> None:
         self.shards = assembly.shards  # in the agreed order
-        self._pools = assembly.pools
+        self.pools = assembly.pools
         self._comm = comm
         self._overlap = overlap
         self._lender = lender
@@ -56,7 +56,7 @@ class Reductions:
     def add(self, shards: Sequence[GradientShard], pools: Sequence[BucketPool]) -> None:
         """Gradients of what trains only now; they are the last in the order. Between two backwards."""
         self.shards = [*self.shards, *shards]
-        self._pools = [*self._pools, *pools]
+        self.pools = [*self.pools, *pools]
 
     # -- in backward
 
@@ -187,7 +187,7 @@ class Reductions:
     def _show_averages(self, having: Sequence[Sequence[Slot]]) -> None:
         """What had a gradient on any rank shows the averaged one; other `p.grad` stays."""
         self.start(len(self.shards))  # all start before the first wait: another rank may be out of buckets
-        for pool in self._pools:
+        for pool in self.pools:
             pool.drain()
         for shard, slots in zip(self.shards, having, strict=True):
             shard.end_reduce()
@@ -233,7 +233,7 @@ class Reductions:
 
     def forget(self) -> None:
         """Drops what a backward that failed (on every rank alike) left half done."""
-        for pool in self._pools:
+        for pool in self.pools:
             pool.drain()
         for shard in self.shards:
             shard.forget()
@@ -249,7 +249,7 @@ class Reductions:
         """Lets go of gradients and buckets for good."""
         for shard in self.shards:
             shard.free()
-        self._pools = []
+        self.shards, self.pools = [], []  # an error may have left them in the middle of a backward: nothing is due
 
     def _learn_order(self) -> None:
         if self._order_learnt:  # nothing that differs between ranks may decide whether a message is sent

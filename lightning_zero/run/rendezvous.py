@@ -279,8 +279,7 @@ class Rendezvous:
         """The same, and `meet_before_collective`: a rank may have looked at gradients alone."""
         if self._reductions.stage is Stage.UNSETTLED or self.may_be_wanted:
             with no_interception(), torch.no_grad():
-                while self.meet() and self.may_be_wanted:
-                    pass
+                self.meet_all()
 
     def expect_nothing(self) -> None:
         """All ranks are known to be here, and not to go on as they did the last time."""
@@ -289,7 +288,7 @@ class Rendezvous:
     def meet_before_collective(self) -> None:
         """`meet`, where ranks may want anything that others must serve first."""
         if self.may_be_wanted:
-            self.meet()
+            self.meet_all()
 
     @property
     def may_be_wanted(self) -> bool:

@@ -1,7 +1,7 @@
 """When things happen: around modules' calls, at each gradient, and at the end of backward."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, final
@@ -46,8 +46,8 @@ class Schedule:
         self._casts = _Casts()
         self._collectors: list[tuple[Parameter, int]] = []  # and the id of its hook
         self._handles: list[Any] = []
-        if late is not None:
-            self.surround_late(late)
+        self._late = late
+        self._surround_late(reductions.shards)
         for module in assembly.cast_modules:
             self._surround_cast_module(module)
         for unit in assembly.units:  # last, and so outermost: the values must be there
@@ -58,7 +58,7 @@ class Schedule:
                 self._handles.append(Surrounding(module, before, after))
         for module, unit in assembly.entrances:
             self._handles.append(Surrounding(module, partial(self._show_entrance, unit), _nothing))
-        self.hook_gradients(assembly.shards)
+        self._hook_gradients(assembly.shards)
 
     def detach(self) -> None:
         """Removes all hooks."""
@@ -66,10 +66,10 @@ class Schedule:
             handle.remove()
         self._handles.clear()
 
-    def surround_late(self, module: Module) -> None:
-        """Weights anywhere in `module` may be behind a step."""
-        for inner in module.modules():
-            self._surround_late_module(inner)
+    def add(self, shards: Iterable[GradientShard]) -> None:
+        """These train from here on."""
+        self._hook_gradients(shards)
+        self._surround_late(shards)
 
     # -- parameters: gathered before use, and again where backward looks for them
 
@@ -111,12 +111,18 @@ class Schedule:
             if notes:
                 self._saved.pop()
 
-    def _surround_late_module(self, module: Module) -> None:
-        """Calls of a module whose weights may be late: kernels may look at these past torch. So may those of a module
-        around it, which hands its children's weights to one kernel."""
+    def _surround_late(self, shards: Iterable[GradientShard]) -> None:
+        """Modules whose weights, of those that train, may be late."""
+        groups = {shard.group for shard in shards if shard.group.stays_full}
+        for module in () if self._late is None else self._late.modules():
+            self._surround_late_module(module, groups)
+
+    def _surround_late_module(self, module: Module, among: Container[ShardGroup]) -> None:
+        """Around its calls: kernels may look at late weights past torch. So may those of a module around it, which
+        hands its children's weights to one kernel."""
         leaves = [child for child in module.children() if not any(True for _ in child.children())]
         slots = [slot_of(parameter) for near in (module, *leaves) for parameter in near.parameters(recurse=False)]
-        groups = dict.fromkeys(slot.group for slot in slots if slot is not None and slot.group.stays_full)
+        groups = dict.fromkeys(slot.group for slot in slots if slot is not None and slot.group in among)
         if groups:
             self._handles.append(Surrounding(module, partial(self._catch_up, groups), _nothing))
 
@@ -159,7 +165,7 @@ class Schedule:
 
     # -- gradients
 
-    def hook_gradients(self, shards: Iterable[GradientShard]) -> None:
+    def _hook_gradients(self, shards: Iterable[GradientShard]) -> None:
         """They are collected as they come."""
         with no_interception():
             for shard in shards:

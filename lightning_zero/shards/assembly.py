@@ -209,18 +209,22 @@ def _make_gradient(group: ShardGroup, reduce_dtype: torch.dtype | None) -> Gradi
     return GradientShard(group, dtype)
 
 
-def _make_pools(shards: list[GradientShard], setting: Setting, buckets: int) -> list[BucketPool]:
-    """A pool for each dtype of gradients; with two buckets one fills while the other travels. No more buckets than
-    there are collectives: a small model makes one."""
+def _make_pools(
+    shards: list[GradientShard], setting: Setting, buckets: int, there: Iterable[BucketPool] = ()
+) -> list[BucketPool]:
+    """A pool for each dtype of gradients, unless one that is `there` fits; with two buckets one fills while the other
+    travels. No more buckets than there are collectives: a small model makes one."""
     pools = []
     for dtype in sorted({shard.dtype for shard in shards if shard.travels}, key=str):
         alike = [shard for shard in shards if shard.dtype == dtype]
         widths = [chunk.width for shard in alike for chunk in shard.group.layout.chunks]
         packs = any(shard.is_packed for shard in alike)
-        made = [Bucket(max(widths), dtype, setting, packs=packs) for _ in range(min(buckets, len(widths)))]
-        pools.append(BucketPool(made))
+        pool = next((pool for pool in there if pool.fits(max(widths), dtype, packs=packs)), None)
+        if pool is None:
+            made = [Bucket(max(widths), dtype, setting, packs=packs) for _ in range(min(buckets, len(widths)))]
+            pools.append(pool := BucketPool(made))
         for shard in alike:
-            shard.pool = pools[-1]
+            shard.pool = pool
     return pools
 
 
@@ -232,17 +236,17 @@ class Addition(NamedTuple):
     pools: list[BucketPool]
 
 
-def add(newly: Mapping[str, Parameter], label: str, setting: Setting, options: Options) -> Addition:
+def add(newly: Mapping[str, Parameter], pools: Iterable[BucketPool], setting: Setting, options: Options) -> Addition:
     """Parameters that train only now. Where a group holds one already, all of the group trains from here on; the others
-    rest whole at every stage, in groups of their own, whose names begin with `label`."""
+    rest whole at every stage, in groups of their own. They travel in the buckets of `pools` that fit."""
     trains_now = list(dict.fromkeys(slot.group for p in newly.values() if (slot := slot_of(p)) is not None))
     for group in trains_now:
         group.begin_training()
     others = {name: parameter for name, parameter in newly.items() if slot_of(parameter) is None}
     kinds = units.split_by_kind(others, set(map(id, others.values())), {}, set())
-    groups = _make_groups(label, kinds, setting, stays_full=True)
+    groups = _make_groups(next(iter(others), ""), kinds, setting, stays_full=True)
     shards = [_make_gradient(group, options.reduce_dtype) for group in [*trains_now, *groups]]
-    return Addition(groups, shards, _make_pools(shards, setting, 2 if options.overlap else 1))
+    return Addition(groups, shards, _make_pools(shards, setting, 2 if options.overlap else 1, pools))
 
 
 def newly_trainable(module: Module, optimizers: Iterable[Optimizer], trained: Container[int]) -> dict[str, Parameter]:

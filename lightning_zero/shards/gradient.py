@@ -73,6 +73,12 @@ class BucketPool:
     def __init__(self, buckets: list[Bucket]) -> None:
         self._buckets = deque(buckets)  # oldest first
 
+    def fits(self, width: int, dtype: torch.dtype, *, packs: bool) -> bool:
+        """Whether chunks of `width` can travel in it; `packs`: also those that are put together there."""
+        bucket = self._buckets[0]
+        is_wide = bucket.total.dtype == dtype and bucket.total.numel() >= width
+        return is_wide and (bucket.full.numel() > 0 or not packs)
+
     def take(self) -> Bucket:
         self._buckets.rotate(-1)
         self._buckets[-1].settle()

@@ -78,8 +78,9 @@ class PieceStepper:
         if slot is None:
             raise RuntimeError(
                 f"{type(self.optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that is not the "
-                "module's, or was added after set-up. Give the optimizer the LightningModule's own parameters in "
-                "configure_optimizers()."
+                "module's, or was added in the middle of a step. Give the optimizer the LightningModule's own "
+                "parameters, in configure_optimizers() or between steps (in on_train_epoch_start, "
+                "on_train_batch_start)."
             )
         return slot
 
@@ -95,7 +96,7 @@ class PieceStepper:
         with no_interception():
             stepped = [slot for slot in slots if slot.parameter.grad is not None]
         first, others = self._divide(slots, stepped)
-        if others and self._calls_closure_again and not any(window.is_staged for window in others):
+        if others and not any(window.is_staged for window in others) and self._calls_closure_again:
             first, others = self._in_one(slots, stepped), []
         if others:
             self._refuse_groups_apart()

@@ -11,7 +11,8 @@ import copy
 import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from threading import Lock
 from typing import Any, final
 
 import torch
@@ -34,6 +35,8 @@ SHARE = 5  # a piece is a fifth, the other one the rest
 TOLERANCE = 1e-6  # of the largest update: kernels may round the elements of a piece in another way
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
+_ONE_AT_A_TIME = Lock()
+
 BLOCK = 256  # elements that 8-bit state is kept of under one scale (Dettmers et al., arXiv 2110.02861)
 BY_BLOCK = f"looks at blocks of {BLOCK} elements"
 BY_TENSOR = "looks at whole tensors"
@@ -48,9 +51,7 @@ def why_not_in_pieces(optimizer: Optimizer) -> str | None:
     if type(optimizer) in ELEMENT_WISE:
         return None
     try:
-        # What an optimizer compiles is not compiled for each small shape: torchao's took a minute and a half.
-        as_written = torch.compiler.set_stance("force_eager")
-        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad(), as_written:
+        with _trying(), torch.inference_mode(False), torch.no_grad():
             steps = [_step_of(optimizer, number) for number in range(len(MOMENTS))]
             whole = list(_updates(optimizer, steps, 1, _all_of_it))
             if _comes_to(whole, optimizer, steps, _a_run_of_it):
@@ -71,7 +72,7 @@ def state_tensors_of(optimizer: Optimizer) -> int:
     tried.grad = torch.ones(2)
     trial = _trial_of(optimizer, [[tried] for _ in optimizer.param_groups])
     try:
-        with torch.random.fork_rng(devices=[]):
+        with _trying():
             unhooked(type(optimizer).step)(trial)
     except Exception:  # an optimizer may ask for anything
         return 2
@@ -93,9 +94,18 @@ def calls_closure_again(optimizer: Optimizer) -> bool:
                 parameter.grad = torch.full_like(parameter, 0.1)
         return torch.ones(())
 
-    with torch.random.fork_rng(devices=[]), suppress(Exception):  # an optimizer may ask for anything
+    with _trying(), suppress(Exception):  # an optimizer may ask for anything
         unhooked(type(optimizer).step)(trial, closure)
     return calls > 1
+
+
+@contextmanager
+def _trying() -> Iterator[None]:
+    """Steps draw other random numbers than training does. What an optimizer compiles is not compiled for each small
+    shape: torchao's took a minute and a half. A process has one of both, which ranks that are threads must not take
+    from each other: a stance that one of them restores while another tries would stay."""
+    with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
