@@ -96,6 +96,17 @@ class FineTunedWhole(FineTuned):
         return torch.optim.Adafactor([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
+class GivenWhole(Net):
+    """To an optimizer that looks at whole tensors; they have asked for gradients all along."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.backbone.parameters(), lr=1e-2)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.optimizer.add_param_group({"params": self.head.parameters()})
+
+
 class GivenInMidEpoch(Net):
     """By hand, before the second batch; another layer, which the optimizer has had frozen, at the same time."""
 
@@ -174,7 +185,7 @@ def smaller(state: dict[str, Tensor]) -> dict[str, Tensor]:
 MODULES: dict[str, type[Net]] = {
     module.__name__: module
     for module in (
-        *(FineTuned, FineTunedWithFrozenStatistics, FineTunedBackbone, FineTunedWhole, GivenInMidEpoch),
+        *(FineTuned, FineTunedWithFrozenStatistics, FineTunedBackbone, FineTunedWhole, GivenWhole, GivenInMidEpoch),
         *(Grown, GrownFromTheStart, Assigned, AssignedFromTheStart),
     )
 }

@@ -119,7 +119,8 @@ def test_it_is_torchs_average_to_the_bit(stage: int, world: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_begins_to_train_later_is_averaged_from_there_on(stage: int) -> None:
-    """With a decay of a half, which leaves torch's average of what is frozen as it is."""
+    """With a decay of a half, which leaves torch's average of what is frozen as it is. Whoever goes on from it begins
+    with all of it, also of what it thaws after reading."""
 
     def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
         rule = get_ema_avg_fn(0.5)
@@ -145,6 +146,17 @@ def test_what_begins_to_train_later_is_averaged_from_there_on(stage: int) -> Non
     expected = on_one_device(start, act, make)
     for found in on_engine(start, act, stage, make):
         assert_same_bits(found, expected)
+
+    def go_on(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        average = Average(engine, get_ema_avg_fn(0.5))
+        average.load(expected, updates=5)
+        model[1].requires_grad_(True)
+        optimizer.add_param_group({"params": list(model[1].parameters())})
+        engine.regroup()
+        return average.full()
+
+    for found in on_engine(start, go_on, stage, make):
+        assert_same_bits(found, {name: expected[name] for name in found})
 
 
 @pytest.mark.parametrize("stage", [1, 3])

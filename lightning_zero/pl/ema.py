@@ -104,6 +104,10 @@ class ZeroEMA(EMAWeightAveraging):
             )
         return wanted is not None and wanted.type == "cpu"
 
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        if isinstance(self._average_model, Average):
+            self._average_model.begin()
+
     @override
     def _swap_models(self, pl_module: "pl.LightningModule") -> None:
         if isinstance(self._average_model, Average):

@@ -1,7 +1,7 @@
 """`Average`: a running average of a model's weights, of which each rank has that of the part it owns."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
@@ -58,14 +58,16 @@ class Average:
         self._use_buffers = use_buffers
         self._copies = {name: self._copy(buffer) for name, buffer in engine.module.named_buffers()}
         self._served: Tensor | None = None
+        self._loaded: Mapping[str, Any] = {}  # until training goes on: the saved run's groups may be made meanwhile
 
-    def _take_in(self, groups: Iterable[ShardGroup]) -> None:
-        """What begins to train is no longer its own average."""
+    def _take_in(self, groups: Sequence[ShardGroup]) -> None:
+        """What begins to train is no longer its own average; in a run that goes on it has one already."""
         for group in groups:
             with _writable():
                 self._arrays[group] = self._begin(group, self._on_host)
             if group.is_cut:
                 self._numbers[group] = self._enroll(group)
+        self._read(self._loaded, groups)
 
     def _enroll(self, group: ShardGroup) -> int:
         return self._engine.rendezvous.enroll(f"average of {group.name}", partial(self._serve, group))
@@ -91,9 +93,14 @@ class Average:
 
     # -- in training
 
+    def begin(self) -> None:
+        """Training goes on from here: what `load` was given is not looked at again."""
+        self._loaded = {}
+
     def update_parameters(self, _: Module | None = None) -> None:
         """Takes in what the module has now, after a step; of what is offloaded, when that step is taken."""
         self._engine.loans.settle()
+        self.begin()
         for group in self._arrays:
             update = partial(self._update, group, self.updates)
             if group.has_postponed:
@@ -160,17 +167,23 @@ class Average:
         Raises:
             RuntimeError: on every rank the same, when reading fails on one.
         """
-        self.updates = updates
+        self.updates, self._loaded = updates, state
+        self._read(state, self._arrays, self._values().buffers)
+
+    def _read(
+        self, state: Mapping[str, Any], groups: Collection[ShardGroup], buffers: Mapping[int, Tensor] | None = None
+    ) -> None:
+        if not state:
+            return
         with failing_together(self._engine.mesh.world, "reading the average of the model"), _writable():
-            buffers = self._values().buffers
             for name, own in self._engine.module.state_dict(keep_vars=True).items():
                 saved = state.get(as_written(name))
                 if isinstance(saved, Tensor) and saved.shape == own.shape:
-                    self._load(own, saved, buffers.get(id(own)))
+                    self._load(own, saved, groups, (buffers or {}).get(id(own)))
 
-    def _load(self, own: Tensor, saved: Tensor, copy: Tensor | None) -> None:
+    def _load(self, own: Tensor, saved: Tensor, groups: Collection[ShardGroup], copy: Tensor | None) -> None:
         slot = slot_of(own) if isinstance(own, Parameter) else None
-        if copy is None and (slot is None or slot.group not in self._arrays):
+        if copy is None and (slot is None or slot.group not in groups):
             return
         box, start, stop = Box.of(own), 0, local_of(own).numel()
         if slot is not None:
