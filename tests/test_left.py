@@ -105,7 +105,7 @@ def test_a_collective_that_one_rank_alone_reaches_ends_on_both_with_both_places(
     results, errors = run_alone(2, left_jobs.call_on_one_rank, {"stage": stage, "wait_timeout": 3}, name)
     assert errors == [None, None]
     for (error, note), places in zip(results, ("2", "34"), strict=True):  # rank 1 went on until it needed rank 0
-        assert f"before Strategy.{name}" in error
+        assert f"a call of Strategy.{name}, " in error
         assert re.search(f"in batch [{places}] of epoch 0", note)
 
 

@@ -108,7 +108,9 @@ class _ComposedSource(Source):
 
     def whole(self) -> Tensor:
         parts = {name: materialize(part) for name, part in self._stored.parts.items()}
-        made: Tensor = _class_of_tensors(self._stored.name).__tensor_unflatten__(parts, self._stored.context)
+        made_by, shape = _class_of_tensors(self._stored.name), self._stored.shape
+        stride = torch.empty(shape, device="meta").stride()
+        made: Tensor = made_by.__tensor_unflatten__(parts, self._stored.context, shape, stride)
         return made
 
 

@@ -169,9 +169,8 @@ class CheckpointingStrategy(DDPStrategy):
             raise TypeError("storage_options go to a CheckpointIO plugin; checkpoints are folders of shards here.")
         assert self.lightning_module is not None
         trainer, path = self.lightning_module._trainer, os.fspath(filepath)
-        if (
-            trainer is None
-        ):  # the process that has spawned the ranks: nothing trains here, and there is nothing to resume
+        if trainer is None:
+            # The process that has spawned the ranks: nothing trains here, and there is nothing to resume.
             step, epoch = checkpoint.get("global_step", 0), checkpoint.get("epoch", 0)
             self._checkpoints.save(checkpoint, path, step, {"epoch": epoch, "stage": self.stage})
             self.finish_saves()

@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from lightning_zero.checkpoint import CheckpointKeeper, resume
 from lightning_zero.pl.precision import SkippedStep, refuse_endless, tell_skipped
-from lightning_zero.pl.ranks import fits_whole, options_on_machine, warn_of_shared_store
+from lightning_zero.pl.ranks import options_on_machine, warn_of_shared_store, whole_copies_that_fit
 from lightning_zero.pl.reading import Readings
 from lightning_zero.pl.sharded_module import ShardedModule, SyncControl
 from lightning_zero.pl.single_file import (
@@ -224,6 +224,9 @@ class FabricZeroStrategy(Readings, DDPStrategy):
         own = {id(parameter) for parameter in sharded.parameters()}
         return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
+    def _optimizers_over(self, sharded: ShardedModule) -> list[Optimizer]:
+        return [optimizer for optimizer in self._optimizers if self._is_over(optimizer, sharded)]
+
     def _leave(self, sharded: ShardedModule) -> None:
         """The engine was made for evaluation; one that trains is to follow."""
         engine = sharded.engine
@@ -241,11 +244,11 @@ class FabricZeroStrategy(Readings, DDPStrategy):
         sharded.made = None
 
     def _fits_whole(self, engine: Engine) -> bool:
-        return fits_whole(engine, self.root_device, self.num_processes) > 0
+        return whole_copies_that_fit(engine, self.root_device, self.num_processes) > 0
 
     def _make_engine(self, sharded: ShardedModule) -> Engine:
         mixed = self.precision.precision if isinstance(self.precision, MixedPrecision) else None
-        optimizers = [optimizer for optimizer in self._optimizers if self._is_over(optimizer, sharded)]
+        optimizers = self._optimizers_over(sharded)
         if STAGES[self.stage].parameter and (told := told_of_whole(sharded.module, "fabric.init_module()")):
             rank_zero_info(told)
         engine = Engine(
@@ -342,7 +345,12 @@ class FabricZeroStrategy(Readings, DDPStrategy):
     @property
     @override
     def _stepped_in(self) -> dict[Optimizer, Engine]:
-        return {optimizer: sharded.engine for sharded in self._modules for optimizer in sharded.engine.optimizers}
+        stepped: dict[Optimizer, Engine] = {}
+        for sharded in self._modules:  # what none of them steps has no engine yet, and may get optimizers
+            optimizers = self._optimizers_over(sharded) if sharded.made is None else sharded.made.optimizers
+            if optimizers:
+                stepped |= dict.fromkeys(optimizers, sharded.engine)
+        return stepped
 
     # -- checkpoints
 
@@ -451,8 +459,9 @@ class FabricZeroStrategy(Readings, DDPStrategy):
         if not isinstance(module, ShardedModule):
             super().load_module_state_dict(module, state_dict, strict)
             return
+        engine = module.engine  # made here, if nobody has: what is loaded is noted in its shards
         left = resume.load_state_dict(module.module, state_dict, strict=strict)
-        module.engine.states.load_noted(_nothing)
+        engine.states.load_noted(_nothing)
         if any(left):
             rank_zero_warn(f"strict=False: {left}. These stay as they are.")
 

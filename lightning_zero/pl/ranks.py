@@ -58,7 +58,7 @@ def options_on_machine(options: Options, mixed: str | None, local_ranks: int) ->
     )
 
 
-def fits_whole(engine: Engine, device: torch.device, local_ranks: int) -> int:
+def whole_copies_that_fit(engine: Engine, device: torch.device, local_ranks: int) -> int:
     """How many whole copies of the model every local rank can hold in host memory; with tensor parallelism, of its
     part, on its device: 2 with the gradients of the last step, which DDP leaves. One decision for all ranks, a
     collective."""

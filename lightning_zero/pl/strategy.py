@@ -33,7 +33,13 @@ from lightning_zero.pl.checkpointing import CheckpointingStrategy
 from lightning_zero.pl.elsewhere import answers
 from lightning_zero.pl.ema import ZeroEMA
 from lightning_zero.pl.precision import adapt
-from lightning_zero.pl.ranks import fits_whole, mesh_of, options_on_machine, sampler_kwargs, warn_of_shared_store
+from lightning_zero.pl.ranks import (
+    mesh_of,
+    options_on_machine,
+    sampler_kwargs,
+    warn_of_shared_store,
+    whole_copies_that_fit,
+)
 from lightning_zero.pl.reading import Readings
 from lightning_zero.pl.table import table_of, told_of_whole
 from lightning_zero.run.construction import constructing
@@ -317,7 +323,7 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
                 "all do the same. Call parallelize_module(..., self.device_mesh['tensor_parallel'], plan) in "
                 "configure_model."
             )
-        self._failed, self._runs = False, self._runs + 1
+        self._failed, self._runs, self._left_gradients = False, self._runs + 1, {}
         self.setup_precision_plugin()
         if fitting:
             self._trained = engine
@@ -523,7 +529,7 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
             engine.close(whole=False)
             self._comm = self._keeper = None  # messages may be under way that nobody takes: another run has its own
             return False
-        copies = fits_whole(engine, self.root_device, self.num_processes)
+        copies = whole_copies_that_fit(engine, self.root_device, self.num_processes)
         if not copies:
             rank_zero_info(
                 "The model stays sharded: whole copies do not fit into host memory. Reading a parameter gathers it "

@@ -50,12 +50,15 @@ class RankTimeoutError(RuntimeError):
         return f"{self.lost}{moment}, in {self.place}. {'. '.join(self.details)}."
 
 
-# What an operation is for, by its kind and the first word of its name.
+# What an operation is for, by its kind and what its name begins with; the first that fits.
 _PLACES = {
     ("reduce_scatter", "reduce"): "the reduction of the gradients of {}",
     ("all_gather", "reduce"): "the reduction of the gradients of {}",
     ("all_gather", "gradient"): "the all-gather of the gradients of {}",
     ("all_gather", "read"): "the all-gather of the {}",
+    ("all_gather", "gather master"): "the all-gather of the parameters of {}",
+    ("all_gather", "gather average"): "the all-gather of the average of {}",
+    ("all_gather", "gather for backward"): "the all-gather, for backward, of what a forward saw of {}",
     ("all_gather", "gather"): "the all-gather of the parameters of {}",
     ("all_gather", "publish"): "the all-gather of the stepped parameters of {}",
     ("all_gather", "state"): "the all-gather of the optimizer state of {}",
@@ -65,15 +68,19 @@ _PLACES = {
     ("all_reduce", "overflow"): "the agreement on whether gradients overflowed",
     ("all_reduce", "rendezvous"): "the agreement on what comes next",
     ("all_reduce", "settle"): "the agreement on which parameters have gradients",
+    ("all_reduce", "gradients at the end"): "the agreement on which gradients are left after fit",
+    ("all_reduce", "fits in host memory"): "the agreement on whether the whole model fits into host memory",
+    ("all_reduce", "before"): "a call of {}, by Lightning or by the user",
 }
 
 
 def place_of(key: str) -> str:
     """Where a rank is that issues the operation `key`, by the model's names: "the reduction of the gradients of x"."""
     kind, _, name = key.rpartition(" #")[0].partition(" ")
-    purpose, _, what = name.partition(" ")
-    known = _PLACES.get((kind, purpose))
-    return known.format(what.partition("/")[0]) if known else f"the {kind.replace('_', '-')} of {name}"
+    for (of_kind, purpose), place in _PLACES.items():
+        if of_kind == kind and f"{name} ".startswith(f"{purpose} "):
+            return place.format(name[len(purpose) + 1 :].partition("/")[0])
+    return f"the {kind.replace('_', '-')} of {name}"
 
 
 class CollectiveMismatchError(RuntimeError):
