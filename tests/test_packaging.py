@@ -28,7 +28,7 @@ TESTS = Path(__file__).parent
 
 
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
-NOT_SOURCE = ".* __pycache__ build dist docs outputs multirun *.egg-info lightning_logs".split()  # or not to be tested
+NOT_SOURCE = ".* __pycache__ build dist outputs multirun *.egg-info lightning_logs".split()  # or not to be tested
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +98,12 @@ def run(*command: object, cwd: Path, stdin: str | None = None, **environment: st
 
 
 def test_source_distribution_has_what_its_tests_need_and_runs_them(source: Path) -> None:
-    for name in ("benchmarks", "examples", "lightning_zero", "tests"):
+    for name in ("benchmarks", "docs", "examples", "lightning_zero", "tests"):
         files = {path.relative_to(REPOSITORY) for path in (REPOSITORY / name).rglob("*") if path.is_file()}
-        files = {path for path in files if path.suffix in (".py", ".yaml", ".typed", ".safetensors")}
+        kinds = (".css", ".md", ".py", ".safetensors", ".svg", ".typed", ".yaml")
+        files = {path for path in files if path.suffix in kinds}
         assert not [path for path in files if not (source / path).is_file()]
-    for name in ("ARCHITECTURE.md", "CHANGELOG.md", "Makefile", "constraints.txt"):
+    for name in ("ARCHITECTURE.md", "CHANGELOG.md", "Makefile", "constraints.txt", "mkdocs.yml"):
         assert (source / name).read_bytes() == (REPOSITORY / name).read_bytes()
     tests = ["tests/test_house.py", "tests/test_readme.py"]
     printed = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, cwd=source)
