@@ -12,12 +12,14 @@ from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnv
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
+import callback_jobs
 import jobs
 from checkpoint_jobs import Everything, Signal, resumable, trainer
 from jobs import Classifier
 from lightning_zero.checkpoint import Folder, verify
 from lightning_zero.checkpoint.folder import hidden_beside
 from ranks import RankPool
+from test_one_device import differences
 
 
 class Slurm(SLURMEnvironment):
@@ -136,7 +138,40 @@ def test_lottery_tickets_are_rewound_to_values_and_not_to_tensors_that_train_alo
     ddp = "ddp_find_unused_parameters_true"
     expected, by_tensor = (two_ranks.run(fit_pruning, ddp, kind) for kind in (Copies, ModelPruning))
     assert any(not torch.equal(value, by_tensor[0][name]) for name, value in expected[0].items())
-    for stage in (1, 3):
+    for stage in (1, 2, 3):
         for mine, theirs in zip(two_ranks.run(fit_pruning, {"stage": stage}, ModelPruning), expected, strict=True):
             assert mine.keys() == theirs.keys()
             assert all(torch.equal(mine[name], value) for name, value in theirs.items())
+
+
+DDP = "ddp_find_unused_parameters_true"
+
+
+@pytest.mark.parametrize(("profiler", "bar", "stages"), [("simple", "tqdm", [1, 2, 3]), ("pytorch", "rich", [3])])
+def test_callbacks_loggers_and_profilers_see_say_and_write_what_they_do_under_ddp(
+    profiler: str, bar: str, stages: list[int], two_ranks: RankPool, tmp_path: Path
+) -> None:
+    """All of them in one run: those that only look, save or stop. Only folders of shards are not uploaded."""
+    (tmp_path / "ddp").mkdir()
+    expected = two_ranks.run(callback_jobs.fit_watched, DDP, tmp_path / "ddp", profiler, bar)
+    uploaded = [of_rank.pop("uploaded") for of_rank in expected]
+    assert uploaded[0]
+    for stage in stages:
+        strategy = {"stage": stage, "checkpoint": "full" if stage == 2 else "sharded"}
+        found = two_ranks.run(callback_jobs.fit_watched, strategy, tmp_path / f"{stage}", profiler, bar)
+        there = [of_rank.pop("uploaded") for of_rank in found]
+        assert there == (uploaded if stage == 2 else [[], []])
+        assert differences(found, expected) == [], stage
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_callbacks_that_end_a_run_end_it_where_they_do_under_ddp(
+    stage: int, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    spike, timer = callback_jobs.fit_until_a_spike, callback_jobs.fit_in_time
+    strategy = {"stage": stage}
+    expected = two_ranks.run(spike, DDP, tmp_path / "ddp")
+    assert expected[1]["error"].startswith("TrainingSpikeException")
+    assert differences(two_ranks.run(spike, strategy, tmp_path / "mine"), expected) == []
+    for interval in ("step", "epoch"):
+        assert differences(two_ranks.run(timer, strategy, interval), two_ranks.run(timer, DDP, interval)) == []

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from datetime import timedelta
 from inspect import signature
 from typing import Any
 
@@ -79,6 +80,13 @@ def test_natural_spellings_mean_what_they_say() -> None:
     assert ZeroStrategy(activation_checkpointing=False).activation_checkpointing is None  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Give `path` exactly when a tier is 'nvme'"):
         ZeroStrategy(offload="nvme")  # type: ignore[arg-type]
+
+
+def test_arguments_that_ddp_has_too_mean_what_they_mean_there() -> None:
+    given: dict[str, Any] = {"process_group_backend": "gloo", "start_method": "spawn", "timeout": timedelta(seconds=5)}
+    mine, theirs = ZeroStrategy(**given), DDPStrategy(**given)
+    for name in ("_process_group_backend", "_start_method", "_timeout"):
+        assert vars(mine)[name] == vars(theirs)[name]
 
 
 @pytest.mark.parametrize(

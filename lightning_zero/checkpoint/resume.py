@@ -12,7 +12,7 @@ from torch.nn import Module, Parameter
 
 from lightning_zero.checkpoint import randomness
 from lightning_zero.shards.local import Box, as_dtensor
-from lightning_zero.shards.units import as_written
+from lightning_zero.shards.units import as_written, renamed
 from lightning_zero.views.lazy import LazyTensor, OfOneRank, Partial, Source, Stored, materialize
 
 KEY = "lightning_zero"  # of the checkpoint's entry
@@ -81,14 +81,16 @@ def load_state_dict(module: Module, state: Mapping[str, Any], *, strict: bool) -
     Lazy entries are read one by one, as they are copied into the module. What does not match is an error of torch's
     own if `strict`; otherwise it is left as it is.
     """
-    own = module.state_dict()
-    names = {as_written(name): name for name in own}
-    state = {names.get(as_written(name), name): value for name, value in state.items()}
-    state = {name: _placed(value, own.get(name)) for name, value in state.items()}
+    own = Module.state_dict(module, keep_vars=True)  # without the user's override, and without a look at values
+    names = {as_written(name): name for name in [*vars(own).get("_metadata", ()), *own]}
+    state = renamed(state, lambda name: names.get(as_written(name), name))
+    state.update({name: _placed(value, own.get(name)) for name, value in state.items()})
     reshaped = [] if strict else [name for name in state if _shape(own.get(name)) not in (None, _shape(state[name]))]
+    for name in reshaped:
+        del state[name]
     filling = module.register_load_state_dict_post_hook(lambda loaded, _: _fill_assigned(loaded))
     try:
-        left = module.load_state_dict({k: v for k, v in state.items() if k not in reshaped}, strict=strict)
+        left = module.load_state_dict(state, strict=strict)
     finally:
         filling.remove()
     if left is None:  # overridden without a return value, which Lightning does not ask for

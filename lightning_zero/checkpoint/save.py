@@ -65,7 +65,7 @@ class Saver:
         self._board = board
         self._thread_board = board.clone() if in_background else board
         self.in_background = in_background
-        self._executor = ThreadPoolExecutor(1, "lightning_zero saver")
+        self._executor: ThreadPoolExecutor | None = None  # while something is under way
         self._futures: deque[Future[None]] = deque()
         self._warn = warn
         self._agreements = 0
@@ -215,12 +215,15 @@ class Saver:
         return any(future.done() and future.exception() is not None for future in self._futures)
 
     def wait(self) -> None:
-        """Until nothing is under way any more; raises what failed."""
+        """Until nothing is under way any more, and no thread is left; raises what failed."""
         while self._futures:
             future = self._futures.popleft()
             if future.exception() is not None and future is self._saving:
                 self._saving = None  # what is removed from now on, is removed by somebody who knows
             future.result()
+        if self._executor is not None:
+            self._executor.shutdown()
+            self._executor = None
 
     def finish(self) -> Record:
         """`wait`, for `together`."""
@@ -228,6 +231,8 @@ class Saver:
         return {}
 
     def _submit(self, task: Callable[..., None], *args: Any) -> Future[None]:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, "lightning_zero saver")
         self._futures.append(self._executor.submit(task, *args))
         return self._futures[-1]
 

@@ -30,6 +30,7 @@ from lightning_zero.tiers.composed import is_composed, taken_apart
 from lightning_zero.views.lazy import LazyTensor, OfOneRank, Partial, Source, Spread, materialize
 
 TAG = "$"
+VERSIONS = "_metadata"  # of modules, which torch keeps beside a `state_dict`
 OBJECTS = "objects"  # the kind of leaf that needs the opt-in
 COMPOSED = "composed"  # a tensor that is made of others, of a class that torch may load too
 
@@ -208,7 +209,8 @@ class Encoder:
             return self._partial(value, place)
         for kind, mapping in _MAPPINGS.items():
             if type(value) is mapping:
-                return {TAG: kind, "items": self._items(value, place)}
+                versions = {VERSIONS: dict(vars(value)[VERSIONS])} if VERSIONS in getattr(value, "__dict__", ()) else {}
+                return {TAG: kind, "items": self._items(value, place), **versions}
         if isinstance(value, Tensor):
             return self._tensor(value, place)
         for kind, row in _KINDS.items():
@@ -365,7 +367,10 @@ class Decoder:
             raise ValueError(f"{kind!r} is not a kind of value that this version knows")
         if kind in _MAPPINGS:
             there = [(key, item) for key, item in value["items"] if self._is_there(key) and self._is_there(item)]
-            return _MAPPINGS[kind]((self.decode(key), self.decode(item)) for key, item in there)
+            made = _MAPPINGS[kind]((self.decode(key), self.decode(item)) for key, item in there)
+            if VERSIONS in value and isinstance(made, OrderedDict):
+                vars(made)[VERSIONS] = OrderedDict((name, dict(version)) for name, version in value[VERSIONS].items())
+            return made
         if kind in ("set", "frozenset"):
             value = {**value, "items": [item for item in value["items"] if self._is_there(item)]}
         row = _KINDS[kind]

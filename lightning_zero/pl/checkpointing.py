@@ -36,7 +36,7 @@ from lightning_zero.run.construction import Construction
 from lightning_zero.run.engine import Engine
 from lightning_zero.run.notices import Notice, Notices
 from lightning_zero.shards.local import local_of, whole_of
-from lightning_zero.shards.units import as_written
+from lightning_zero.shards.units import renamed
 from lightning_zero.wire.board import Board
 from lightning_zero.wire.comm import Comm
 
@@ -128,7 +128,9 @@ class CheckpointingStrategy(DDPStrategy):
         self._checkpoints.saver.muster()
         engine = self._live_engine
         if engine is None:
-            return {as_written(name): whole_of(value) for name, value in self.lightning_module.state_dict().items()}
+            state = renamed(self.lightning_module.state_dict())
+            state.update({name: whole_of(value) for name, value in state.items()})
+            return state
         engine.loans.settle()
         engine.rendezvous.expect_nothing()
         if self.checkpoint.format == "full":
@@ -210,6 +212,8 @@ class CheckpointingStrategy(DDPStrategy):
             super().remove_checkpoint(filepath)
         else:
             self._checkpoints.remove(os.fspath(filepath))
+            if self._live_engine is None:  # a callback's teardown comes after the strategy's; no thread is to be left
+                self._checkpoints.saver.wait()
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import functools
 import inspect
 import os
 import tempfile
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -61,7 +62,10 @@ def read_file_or_folder(
         rank_zero_warn(left_out)
     if not isinstance(map_location, str | torch.device):
         return tree
-    return tree_map_only(Tensor, lambda tensor: tensor.to(map_location), tree)
+    moved = tree_map_only(Tensor, lambda tensor: tensor.to(map_location), tree)
+    if isinstance(tree.get("state_dict"), OrderedDict):
+        vars(moved["state_dict"]).update(vars(tree["state_dict"]))  # the versions of modules
+    return moved
 
 
 def _folder_of_checkpoint(path: Any) -> Folder | None:

@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import StochasticWeightAveraging
@@ -316,6 +317,7 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
             rank_zero_info(told)
         engine = Engine(module, optimizers, stage=self.stage, comm=comm, device=self.root_device, options=options)
         self.engine = engine
+        _update_properties(module, device=self.root_device)  # `module.device`, as `module.to` does, which nobody calls
         randomness.share(engine.mesh.tensor, self.root_device)
         if engine.mesh.tensor.size > 1 and all(local_of(parameter) is parameter for parameter in module.parameters()):
             rank_zero_warn(

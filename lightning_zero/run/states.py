@@ -3,6 +3,7 @@
 *Full* states are those that one device would have; *spread* ones are lazy entries that all ranks write together.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
@@ -20,7 +21,7 @@ from lightning_zero.run.spread import ModelValues, SpreadParameter, SpreadPart
 from lightning_zero.shards.group import publish
 from lightning_zero.shards.local import whole_of
 from lightning_zero.shards.optimizer import PieceStepper
-from lightning_zero.shards.units import as_written
+from lightning_zero.shards.units import renamed
 from lightning_zero.views.lazy import LazyTensor
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.mesh import Mesh
@@ -70,7 +71,10 @@ class States:
                 elif copy or not stays_full:
                     view = slot.whole(view, device)
                 whole[id(slot.parameter)] = view
-        return {name: whole_of(value) for name, value in self._model_with(whole, copy=copy).items()}
+        state = self._model_with(whole, copy=copy)
+        for name, value in state.items():
+            state[name] = whole_of(value)
+        return state
 
     def spread_model(self, of: ModelValues | None = None, *, key: str | None = None) -> dict[str, Any]:
         """`module.state_dict()` to be written by all ranks together: a `LazyTensor` for every parameter of a group.
@@ -95,12 +99,15 @@ class States:
 
     def _model_with(self, values: Mapping[int, Tensor], *, copy: bool) -> dict[str, Any]:
         """`module.state_dict()` with other values for parameters, by id."""
-        state = {}
-        for name, own in self._module.state_dict(keep_vars=True).items():
+        takes = inspect.signature(self._module.state_dict).parameters
+        # Lightning passes nothing, so users may override it without arguments: then it reads, and values are whole.
+        finds = "keep_vars" in takes or any(one.kind is one.VAR_KEYWORD for one in takes.values())
+        state = renamed(self._module.state_dict(keep_vars=True) if finds else self._module.state_dict())
+        for name, own in state.items():
             value = values.get(id(own), own)  # a tied parameter has several names
             if value is own and isinstance(own, Tensor):
                 value = own.detach().clone() if copy else own.detach()
-            state[as_written(name)] = value
+            state[name] = value
         return state
 
     def load_noted(self, verify: Callable[[], None]) -> None:

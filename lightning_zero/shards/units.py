@@ -3,9 +3,10 @@
 A unit is what is gathered together at stage 3; for the other stages the whole model is one.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -157,6 +158,16 @@ def _is_one_of(module: Module, classes: tuple[type | str, ...]) -> bool:
 def as_written(name: str) -> str:
     """A parameter's name without what `torch.compile` adds to it: compiled or not, a model has the same checkpoint."""
     return name.replace("_orig_mod.", "").removesuffix("._orig_mod")
+
+
+def renamed(state: Mapping[str, Any], name_of: Callable[[str], str] = as_written) -> OrderedDict[str, Any]:
+    """What `Module.state_dict` gave, under other names. The versions of the modules, which torch keeps beside it and
+    asks for when it loads, go along."""
+    made: Any = OrderedDict((name_of(name), value) for name, value in state.items())
+    versions = getattr(state, "_metadata", None)
+    if versions is not None:
+        made._metadata = OrderedDict((name_of(name), version) for name, version in versions.items())
+    return made
 
 
 def modules_in_compiled_regions(model: Module, *, roots: bool = True) -> set[Module]:
