@@ -14,12 +14,13 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq
 FLOORS := .venv-floors
+CLIENTS := .venv-clients
 FLOOR_TESTS := $(addprefix tests/test_,$(addsuffix .py,checkpoint_before checkpoint_tree config hydra layout promises \
     strategy summary sweep))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-gpu test-floors lint ruff format-check mypy ladder bench constraints setup clean FORCE
+.PHONY: help demo test test-gpu test-floors test-clients lint ruff format-check mypy ladder bench constraints setup clean FORCE
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -35,6 +36,9 @@ test-gpu: setup  ## run the tests that need a GPU
 
 test-floors: $(FLOORS)/installed  ## run the tests of what users touch with the lowest versions that pyproject.toml allows
 	$(FLOORS)/bin/python -m pytest $(FLOOR_TESTS) $(ARGS)
+
+test-clients: $(CLIENTS)/installed  ## run published packages beside ddp, in an environment of their own
+	$(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
 
 lint: ruff format-check mypy ladder  ## check style, types and the ladder of imports
 
@@ -64,7 +68,7 @@ constraints: setup  ## write constraints.txt from .venv (after upgrading package
 	    | sed 's/+.*//' | cat $(VENV)/header.txt - > constraints.txt
 
 clean:  ## remove the environment, caches and results
-	rm -rf $(VENV) $(VENV).txt $(FLOORS) build dist outputs multirun *.egg-info .*_cache .hypothesis
+	rm -rf $(VENV) $(VENV).txt $(FLOORS) $(CLIENTS) build dist outputs multirun *.egg-info .*_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 setup: $(VENV)/installed  ## create .venv with everything the other targets need
@@ -97,4 +101,14 @@ $(FLOORS)/installed: pyproject.toml
 	    $$($(PYTHON) -c 'import re, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	    wanted = project["dependencies"] + project["optional-dependencies"]["hydra"]; \
 	    print(*(re.sub(r">=([\d.]+).*", r"==\1", one) for one in wanted))')
+	@touch $@
+
+# Torch first and held, as both packages would take any, with its build for CUDA.
+$(CLIENTS)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check -qq uninstall -y setuptools
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check -qq install $(TORCH) -c constraints.txt
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check -qq install -c constraints.txt setuptools
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check -qq install -c constraints.txt --no-build-isolation -e . \
+	    chemprop==2.3.1 pytorch-forecasting==1.8.0 pytest pytest-timeout
 	@touch $@
