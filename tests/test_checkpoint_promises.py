@@ -58,7 +58,7 @@ def saved_by(pool_of: Callable[[int], RankPool], tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(scope="module")
 def never_switched(pool_of: Callable[[int], RankPool]) -> dict[str, Any]:
-    return pool_of(2).run(jobs.fit, DDP, 2, 2)[0]
+    return pool_of(2).once(jobs.fit, DDP, 2, 2)[0]
 
 
 PLACES: dict[str, tuple[int, Any]] = {

@@ -1,6 +1,5 @@
 """Edits of weights in place persist as under DDP: whole runs on two real ranks, at every stage and in two bytes."""
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 import edit_jobs
 from compare import differing
@@ -37,11 +35,9 @@ Outcome = Callable[..., list[dict[str, Any]]]  # of the ranks
 def runs_once(ranks: RankPool, fit: Callable[..., dict[str, Any]], path: Path) -> Outcome:
     """`outcome(strategy, name, precision)` fits once, whoever asks."""
 
-    @functools.cache
     def outcome(strategy: str | int, name: str, precision: str) -> list[dict[str, Any]]:
         given = {"stage": strategy} if isinstance(strategy, int) else strategy
-        received = ranks.run(fit, given, name, precision, path)
-        return tree_map_only(Tensor, torch.clone, received)  # what ranks send holds an open file each
+        return ranks.once(fit, given, name, precision, path)
 
     return outcome
 

@@ -104,8 +104,8 @@ def test_r21_checkpoints_are_resumed_at_other_stages_and_worlds_and_by_lightning
     of_ddp()
     single, shards = folder / "ddp-32-true.file", folder / "from.folder"
     two_ranks.run(jobs.fit, {"stage": 2}, "32-true", shards)
-    expected = two_ranks.run(jobs.resume, DDP, 2, single)
-    by_lightning = two_ranks.run(jobs.resume, DDP, 2, shards)
+    expected = two_ranks.once(jobs.resume, DDP, 2, single)
+    by_lightning = two_ranks.once(jobs.resume, DDP, 2, shards)
     for found in (
         by_lightning,
         two_ranks.run(jobs.resume, {"stage": 1}, 2, shards),
@@ -144,7 +144,7 @@ def test_a_checkpoint_without_an_average_begins_one(two_ranks: RankPool, tmp_pat
 
 
 def test_another_fit_begins_another_average(two_ranks: RankPool) -> None:
-    expected = two_ranks.run(jobs.twice, DDP)
+    expected = two_ranks.once(jobs.twice, DDP)
     for mine, theirs in zip(two_ranks.run(jobs.twice, {"stage": 3}), expected, strict=True):
         assert mine["losses"] == theirs["losses"]
         assert differing(mine["weights"], theirs["weights"]) == []

@@ -1,5 +1,6 @@
 """`Fabric(strategy=ZeroStrategy(...))` beside Fabric's own strategies, on real processes."""
 
+import functools
 import re
 import subprocess
 import sys
@@ -34,15 +35,7 @@ def assert_same_run(found: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def ddp(two_ranks: RankPool) -> Any:
     """DDP's runs on two ranks, each made once."""
-    made: dict[str, Any] = {}
-
-    def get(**kwargs: Any) -> Any:
-        key = repr(sorted(kwargs.items()))
-        if key not in made:
-            made[key] = two_ranks.run(fabric_jobs.train, DDP, 2, **kwargs)
-        return made[key]
-
-    return get
+    return functools.partial(two_ranks.once, fabric_jobs.train, DDP, 2)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +111,7 @@ def test_a_checkpoint_goes_on_at_any_stage_on_any_number_of_ranks(
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_models_with_an_optimizer_each_equal_fabrics_ddp(stage: int, two_ranks: RankPool) -> None:
     found = two_ranks.run(fabric_jobs.two_models, {"stage": stage}, 2)
-    for mine, theirs in zip(found, two_ranks.run(fabric_jobs.two_models, DDP, 2), strict=True):
+    for mine, theirs in zip(found, two_ranks.once(fabric_jobs.two_models, DDP, 2), strict=True):
         assert mine["losses"] == theirs["losses"]
         assert_same_bits(mine["generator"], theirs["generator"])
         assert_same_bits(mine["critic"], theirs["critic"])
@@ -127,7 +120,7 @@ def test_two_models_with_an_optimizer_each_equal_fabrics_ddp(stage: int, two_ran
 
 def test_init_module_builds_in_shards(two_ranks: RankPool) -> None:
     found = two_ranks.run(fabric_jobs.built_inside, {"stage": 3}, 2)
-    for mine, theirs in zip(found, two_ranks.run(fabric_jobs.built_inside, DDP, 2), strict=True):
+    for mine, theirs in zip(found, two_ranks.once(fabric_jobs.built_inside, DDP, 2), strict=True):
         assert_same_run(mine, theirs)
         assert (mine["in_shards"], theirs["in_shards"]) == (True, False)
         whole = sum(value.nbytes for name, value in theirs["weights"].items() if "running" not in name)
@@ -136,7 +129,7 @@ def test_init_module_builds_in_shards(two_ranks: RankPool) -> None:
 
 def test_an_overflow_on_one_rank_is_skipped_on_all(two_ranks: RankPool) -> None:
     found = two_ranks.run(fabric_jobs.overflows, {"stage": 2}, 2)
-    for mine, theirs in zip(found, two_ranks.run(fabric_jobs.overflows, DDP, 2), strict=True):
+    for mine, theirs in zip(found, two_ranks.once(fabric_jobs.overflows, DDP, 2), strict=True):
         assert_same_bits(mine["weights"], theirs["weights"])
         assert mine["skipped"] == 1
 

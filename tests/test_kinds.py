@@ -61,7 +61,7 @@ def test_parameters_of_every_kind_train_and_resume_as_under_ddp(
 
 def test_a_weight_that_came_transposed_trains_to_rounding(two_ranks: RankPool) -> None:
     """Values rest in C order, and torch multiplies a transposed matrix by another kernel."""
-    expected = two_ranks.run(kind_jobs.losses_of_turned, DDP)
+    expected = two_ranks.once(kind_jobs.losses_of_turned, DDP)
     for stage in STAGES:
         for mine, theirs in zip(two_ranks.run(kind_jobs.losses_of_turned, {"stage": stage}), expected, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-6)

@@ -67,7 +67,7 @@ def test_r04_overlap_changes_no_bit_in_fifty_steps_whoever_is_late(stage: int) -
 def test_r15_ranks_that_take_different_branches_equal_ddp(stage: int, precision: str, two_ranks: RankPool) -> None:
     """Experts that one rank does not use, heads and blocks that it does not call, or calls twice."""
     found = two_ranks.run(user_jobs.fit_routed, {"stage": stage}, precision=precision)
-    expected = two_ranks.run(user_jobs.fit_routed, DDP, precision=precision)
+    expected = two_ranks.once(user_jobs.fit_routed, DDP, precision=precision)
     for mine, theirs in zip(found, expected, strict=True):
         assert mine["losses"] == theirs["losses"]
         assert_same_bits(mine["weights"], theirs["weights"])
@@ -127,7 +127,7 @@ def test_r20_forwards_and_backwards_in_any_number_equal_one_device(
 @pytest.mark.parametrize("stage", STAGES)
 def test_r26_gradients_and_their_norms_read_as_under_ddp(stage: int, precision: str, two_ranks: RankPool) -> None:
     found = two_ranks.run(user_jobs.read_gradients, {"stage": stage}, precision)
-    expected = two_ranks.run(user_jobs.read_gradients, DDP, precision)
+    expected = two_ranks.once(user_jobs.read_gradients, DDP, precision)
     for mine, theirs in zip(found, expected, strict=True):
         assert mine["none"] == theirs["none"]
         assert_same_bits(mine["grads"], theirs["grads"])
@@ -159,7 +159,7 @@ def test_r27_one_step_reduces_every_micro_batch_or_once(stage: int, accumulation
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_r27_accumulation_may_change_by_epoch(stage: int, two_ranks: RankPool) -> None:
-    expected = two_ranks.run(user_jobs.accumulate_by_epoch, DDP)
+    expected = two_ranks.once(user_jobs.accumulate_by_epoch, DDP)
     for accumulation in ("sharded", "local"):
         found = two_ranks.run(user_jobs.accumulate_by_epoch, {"stage": stage, "accumulation": accumulation})
         for mine, theirs in zip(found, expected, strict=True):
@@ -168,7 +168,7 @@ def test_r27_accumulation_may_change_by_epoch(stage: int, two_ranks: RankPool) -
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_r27_no_sync_is_legal_in_a_training_step(stage: int, two_ranks: RankPool) -> None:
-    expected = two_ranks.run(user_jobs.accumulate_by_hand, DDP)
+    expected = two_ranks.once(user_jobs.accumulate_by_hand, DDP)
     for mine, theirs in zip(two_ranks.run(user_jobs.accumulate_by_hand, {"stage": stage}), expected, strict=True):
         assert mine["losses"] == theirs["losses"]
         assert_same_bits(mine["weights"], theirs["weights"])
@@ -180,7 +180,7 @@ def test_r32_any_method_uses_any_weight_and_generates_any_length(
     stage: int, precision: str, two_ranks: RankPool
 ) -> None:
     found = two_ranks.run(user_jobs.fit_talkative, {"stage": stage}, precision)
-    expected = two_ranks.run(user_jobs.fit_talkative, DDP, precision)
+    expected = two_ranks.once(user_jobs.fit_talkative, DDP, precision)
     for mine, theirs in zip(found, expected, strict=True):
         assert mine["losses"] == theirs["losses"]
         assert mine["val_loss"] == theirs["val_loss"]

@@ -4,14 +4,11 @@ One run serves all tests of a model, a precision and a stage. Half of its steps 
 in float64, as ZeroStrategy does, so that every bit must agree.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 import real_jobs
 from compare import differing
@@ -42,11 +39,8 @@ each_model = pytest.mark.parametrize(
 def outcome(two_ranks: RankPool) -> Outcome:
     """`outcome(job, strategy, ...)` runs a job of `real_jobs` once, with whatever arguments."""
 
-    @functools.cache
     def run(job: Callable[..., Any], strategy: str | int, *args: Any, **kwargs: Any) -> Outcomes:
-        given = {"stage": strategy} if isinstance(strategy, int) else strategy
-        received = two_ranks.run(job, given, *args, **kwargs)
-        return tree_map_only(Tensor, torch.clone, received)  # what ranks send holds an open file each
+        return two_ranks.once(job, {"stage": strategy} if isinstance(strategy, int) else strategy, *args, **kwargs)
 
     return run
 

@@ -16,7 +16,7 @@ NAMES = [name for name in regroup_jobs.MODULES if not name.endswith("FromTheStar
 @pytest.mark.parametrize("name", NAMES)
 def test_what_begins_to_train_equals_ddp(name: str, two_ranks: RankPool) -> None:
     beside = BESIDE.get(name, name)
-    expected = two_ranks.run(regroup_jobs.fit, "ddp", beside)
+    expected = two_ranks.once(regroup_jobs.fit, "ddp", beside)
     for stage in STAGES:
         for mine, theirs in zip(two_ranks.run(regroup_jobs.fit, {"stage": stage}, name), expected, strict=True):
             assert mine["losses"] == theirs["losses"], stage
@@ -35,7 +35,7 @@ def test_what_begins_to_train_equals_ddp(name: str, two_ranks: RankPool) -> None
     ],
 )
 def test_what_begins_to_train_equals_ddp_with_other_options(options: dict, settings: dict, two_ranks: RankPool) -> None:
-    expected = two_ranks.run(regroup_jobs.fit, "ddp", "FineTuned", **settings)[0]
+    expected = two_ranks.once(regroup_jobs.fit, "ddp", "FineTuned", **settings)[0]
     for stage in STAGES:
         found = two_ranks.run(regroup_jobs.fit, {"stage": stage, **options}, "FineTuned", **settings)[0]
         assert found["losses"] == expected["losses"], stage

@@ -1,5 +1,7 @@
 """`Trainer(strategy=ZeroStrategy(...))` beside Lightning's own strategies, on real processes."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,17 @@ def assert_same_run(found: dict[str, Any], expected: dict[str, Any], precision: 
 @pytest.fixture(scope="module")
 def ddp(two_ranks: RankPool) -> Any:
     """DDP's runs on two ranks, each made once."""
-    made: dict[str, Any] = {}
+    return functools.partial(two_ranks.once, jobs.fit, "ddp_find_unused_parameters_true", 2)
 
-    def get(**kwargs: Any) -> Any:
-        key = repr(sorted(kwargs.items()))
-        if key not in made:
-            made[key] = two_ranks.run(jobs.fit, "ddp_find_unused_parameters_true", 2, **kwargs)
-        return made[key]
+
+@pytest.fixture(scope="module")
+def saved_by(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], tuple[Path, Any]]:
+    """A checkpoint after an epoch, and the run that wrote it; each made once."""
+    folder = tmp_path_factory.mktemp("saved")
+
+    def get(saver: Any) -> tuple[Path, Any]:
+        path = folder / f"{saver if isinstance(saver, str) else saver['stage']}.ckpt"
+        return path, two_ranks.once(jobs.save_at, path, saver, 2)
 
     return get
 
@@ -62,13 +68,13 @@ def test_a_tiny_model_stays_whole_at_stage_3_and_fit_says_so(two_ranks: RankPool
 def test_r34_one_rank_equals_a_single_device_bit_for_bit(stage: int, precision: str, pool_of: Any) -> None:
     one = pool_of(1)
     found = one.run(jobs.fit, {"stage": stage}, 1, precision=precision)[0]
-    assert_same_run(found, one.run(jobs.fit, "auto", 1, precision=precision)[0], precision)
+    assert_same_run(found, one.once(jobs.fit, "auto", 1, precision=precision)[0], precision)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_r34_two_cpu_ranks_train_validate_and_test(stage: int, two_ranks: RankPool) -> None:
     results = two_ranks.run(jobs.whole_life, {"stage": stage}, 2)
-    expected = two_ranks.run(jobs.whole_life, "ddp_find_unused_parameters_true", 2)
+    expected = two_ranks.once(jobs.whole_life, "ddp_find_unused_parameters_true", 2)
     for found, reference in zip(results, expected, strict=True):
         assert found["test_loss"] == reference["test_loss"]
         assert torch.equal(found["predictions"], reference["predictions"])
@@ -82,7 +88,7 @@ def test_r34_two_cpu_ranks_train_validate_and_test(stage: int, two_ranks: RankPo
 def test_more_ranks_than_divide_evenly_match_ddp(stage: int, world: int, pool_of: Any) -> None:
     pool = pool_of(world)
     found = pool.run(jobs.fit, {"stage": stage}, world, shuffle=False)[0]
-    expected = pool.run(jobs.fit, "ddp_find_unused_parameters_true", world, shuffle=False)[0]
+    expected = pool.once(jobs.fit, "ddp_find_unused_parameters_true", world, shuffle=False)[0]
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
 
@@ -91,7 +97,7 @@ def test_more_ranks_than_divide_evenly_match_ddp(stage: int, world: int, pool_of
 def test_two_replicas_of_two_shards_match_ddp(stage: int, pool_of: Any) -> None:
     pool = pool_of(4)
     found = pool.run(jobs.fit, {"stage": stage, "replicate_size": 2}, 4, shuffle=False)
-    expected = pool.run(jobs.fit, "ddp_find_unused_parameters_true", 4, shuffle=False)
+    expected = pool.once(jobs.fit, "ddp_find_unused_parameters_true", 4, shuffle=False)
     for mine, theirs in zip(found, expected, strict=True):
         assert mine["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
         assert mine["norms"] == pytest.approx(theirs["norms"], rel=1e-5)
@@ -119,7 +125,7 @@ def test_r06_stages_give_ddps_weights_with_accumulation_clipping_and_two_groups(
 def test_r12_clipping_by_norm_by_value_and_by_override_matches_ddp(stage: int, two_ranks: RankPool) -> None:
     for clip in ("norm", "value", "override"):
         found = two_ranks.run(jobs.fit_clipped, {"stage": stage}, 2, clip)
-        expected = two_ranks.run(jobs.fit_clipped, "ddp_find_unused_parameters_true", 2, clip)
+        expected = two_ranks.once(jobs.fit_clipped, "ddp_find_unused_parameters_true", 2, clip)
         for mine, theirs in zip(found, expected, strict=True):
             assert mine["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
             assert mine["norms_after"] == pytest.approx(theirs["norms_after"], rel=1e-6)
@@ -129,12 +135,12 @@ def test_r12_clipping_by_norm_by_value_and_by_override_matches_ddp(stage: int, t
 @pytest.mark.parametrize("saver", ["ddp_find_unused_parameters_true", {"stage": 1}, {"stage": 3}])
 @pytest.mark.parametrize("resumer", ["ddp_find_unused_parameters_true", {"stage": 2}, {"stage": 3}])
 def test_full_checkpoints_resume_under_any_strategy(
-    saver: Any, resumer: Any, two_ranks: RankPool, tmp_path: Path
+    saver: Any, resumer: Any, two_ranks: RankPool, saved_by: Any
 ) -> None:
-    straight = two_ranks.run(jobs.save_at, tmp_path / "a.ckpt", "ddp_find_unused_parameters_true", 2)
-    two_ranks.run(jobs.save_at, tmp_path / "b.ckpt", saver, 2)
-    reference = two_ranks.run(jobs.resume_from, tmp_path / "a.ckpt", "ddp_find_unused_parameters_true", 2)
-    found = two_ranks.run(jobs.resume_from, tmp_path / "b.ckpt", resumer, 2)
+    ddps, straight = saved_by("ddp_find_unused_parameters_true")
+    path, _ = saved_by(saver)
+    reference = two_ranks.once(jobs.resume_from, ddps, "ddp_find_unused_parameters_true", 2)
+    found = two_ranks.run(jobs.resume_from, path, resumer, 2)
     assert found[0]["losses"] == reference[0]["losses"]
     assert_same_bits(found[0]["weights"], reference[0]["weights"])
     assert straight[0]["weights"].keys() == found[0]["weights"].keys()

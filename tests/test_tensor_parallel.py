@@ -11,6 +11,7 @@ import torch
 
 import tensor_jobs
 from compare import assert_same_bits
+from cover import pairwise
 from lightning_zero.tiers.ledger import Tier
 from models import Maker, sgd
 from ranks import RankPool
@@ -52,12 +53,11 @@ HOWS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("how", HOWS, ids=str)
-@pytest.mark.parametrize("sequence", [False, True], ids=["replicated norms", "sequence-parallel norms"])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world", [2, 4])
-def test_stages_equal_one_process_to_rounding(
-    world: int, stage: int, sequence: bool, how: dict[str, Any], pool_of: Pools
+# Every stage meets every way to train. Where the norms' gradients are summed (inside of a module, by DTensor) and how
+# many data-parallel ranks there are (how long a shard is) each act on either alone.
+@pytest.mark.parametrize(("stage", "how", "sequence", "world"), pairwise(STAGES, HOWS, [False, True], [2, 4]), ids=str)
+def test_stages_equal_one_process_to_rounding_pairwise(
+    stage: int, how: dict[str, Any], sequence: bool, world: int, pool_of: Pools
 ) -> None:
     runs = pool_of(world).run(tensor_jobs.train, sgd, TENSOR, stage, sequence=sequence, **tensor_jobs.UNITS, **how)
     wanted = expected(sgd, world // TENSOR, **how)
@@ -176,10 +176,9 @@ def test_what_cannot_be_done_is_refused_on_every_rank(kind: str, tensor: int, to
         assert re.search(told, message)
 
 
-@pytest.mark.parametrize("tie_head", [False, True], ids=["own head", "tied head"])
-@pytest.mark.parametrize("sequence", [False, True], ids=["replicated norms", "sequence-parallel norms"])
-@pytest.mark.parametrize("stage", [1, 3])
-def test_the_plan_of_the_examples_gpt_has_the_gradients_of_one_process(
+# The plan's three parts are applied one by one, each to modules of its own.
+@pytest.mark.parametrize(("stage", "sequence", "tie_head"), pairwise([1, 3], [False, True], [False, True]), ids=str)
+def test_the_plan_of_the_examples_gpt_has_the_gradients_of_one_process_pairwise(
     stage: int, sequence: bool, tie_head: bool, pool_of: Pools
 ) -> None:
     model = tensor_jobs.example_gpt(tie_head)
@@ -201,18 +200,19 @@ POLICIES = [
 ]
 
 
-@pytest.mark.parametrize(("world", "stage"), [(2, 1), (2, 3), (4, 2), (4, 3)])
-@pytest.mark.parametrize("sequence", [False, True], ids=["replicated norms", "sequence-parallel norms"])
-def test_recomputation_from_divided_checkpoints_changes_no_bit(
-    sequence: bool, world: int, stage: int, pool_of: Pools
+# Where a checkpoint rests is decided when it is kept, of whatever the block was given.
+@pytest.mark.parametrize(
+    ("place", "policy", "sequence"), pairwise([(2, 1), (2, 3), (4, 2), (4, 3)], POLICIES, [False, True]), ids=str
+)
+def test_recomputation_from_divided_checkpoints_changes_no_bit_pairwise(
+    place: tuple[int, int], policy: dict[str, bool], sequence: bool, pool_of: Pools
 ) -> None:
-    pool = pool_of(world)
-    without = pool.run(tensor_jobs.recompute, TENSOR, stage, None, sequence=sequence)
-    for policy in POLICIES:
-        found = pool.run(tensor_jobs.recompute, TENSOR, stage, policy, sequence=sequence)
-        for mine, theirs in zip(found, without, strict=True):
-            assert mine["losses"] == theirs["losses"]
-            assert_same_bits(mine["weights"], theirs["weights"])
+    world, stage = place
+    without = pool_of(world).once(tensor_jobs.recompute, TENSOR, stage, None, sequence=sequence)
+    found = pool_of(world).run(tensor_jobs.recompute, TENSOR, stage, policy, sequence=sequence)
+    for mine, theirs in zip(found, without, strict=True):
+        assert mine["losses"] == theirs["losses"]
+        assert_same_bits(mine["weights"], theirs["weights"])
 
 
 def test_divided_checkpoints_are_a_share_each_and_cost_one_gather_each(pool_of: Pools) -> None:

@@ -48,7 +48,7 @@ def data_parallel(two_ranks: RankPool) -> list[dict[str, Any]]:
 def test_the_documented_example_of_model_parallel_strategy_runs_with_one_line_changed(
     stage: int, two_ranks: RankPool
 ) -> None:
-    lightnings = two_ranks.run(tensor_training_jobs.fit_documented, None)
+    lightnings = two_ranks.once(tensor_training_jobs.fit_documented, None)
     for found, expected in zip(two_ranks.run(tensor_training_jobs.fit_documented, stage), lightnings, strict=True):
         assert found["losses"] == pytest.approx(expected["losses"], **TO_ROUNDING)
         assert_same_weights(found["weights"], expected["weights"])

@@ -16,7 +16,7 @@ STAGES = [1, 2, 3]
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("name", user_jobs.MODULES)
 def test_modules_train_unchanged_and_equal_ddp(name: str, precision: str, two_ranks: RankPool) -> None:
-    expected = two_ranks.run(user_jobs.fit_module, DDP, name, precision=precision)[0]
+    expected = two_ranks.once(user_jobs.fit_module, DDP, name, precision=precision)[0]
     for stage in STAGES:
         found = two_ranks.run(user_jobs.fit_module, {"stage": stage}, name, precision=precision)[0]
         # clip_grad_norm_ is torch's own here, on the same whole gradients: the same bits
@@ -25,14 +25,14 @@ def test_modules_train_unchanged_and_equal_ddp(name: str, precision: str, two_ra
 
 
 def test_callbacks_that_read_weights_see_them_whole(two_ranks: RankPool) -> None:
-    expected = two_ranks.run(user_jobs.average_weights, DDP)
+    expected = two_ranks.once(user_jobs.average_weights, DDP)
     for stage in STAGES:
         for mine, theirs in zip(two_ranks.run(user_jobs.average_weights, {"stage": stage}), expected, strict=True):
             assert all(torch.equal(mine[name], value) for name, value in theirs.items())
 
 
 def test_evaluation_needs_no_optimizer(two_ranks: RankPool) -> None:
-    expected = two_ranks.run(user_jobs.evaluate_only, DDP)
+    expected = two_ranks.once(user_jobs.evaluate_only, DDP)
     for stage in STAGES:
         for mine, theirs in zip(two_ranks.run(user_jobs.evaluate_only, {"stage": stage}), expected, strict=True):
             assert mine["loss"] == theirs["loss"]
@@ -43,7 +43,7 @@ def test_evaluation_needs_no_optimizer(two_ranks: RankPool) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_rank_may_read_weights_and_draw_samples(stage: int, precision: str, two_ranks: RankPool) -> None:
     found = two_ranks.run(user_jobs.look_on_rank_0_only, {"stage": stage}, precision)
-    expected = two_ranks.run(user_jobs.look_on_rank_0_only, DDP, precision)
+    expected = two_ranks.once(user_jobs.look_on_rank_0_only, DDP, precision)
     for mine, theirs in zip(found, expected, strict=True):
         assert mine == theirs
     assert len(found[0]["seen"]) > 90
@@ -54,7 +54,7 @@ def test_one_rank_may_look_at_gradients_until_the_step(settings: dict[str, Any],
     look, alone = user_jobs.look_at_gradients_on_rank_0_only, settings == {"accumulate_grad_batches": 2}
     for stage in STAGES:
         given = {"stage": stage, "accumulation": "local" if alone else "sharded"}
-        found, expected = two_ranks.run(look, given, **settings), two_ranks.run(look, DDP, **settings)
+        found, expected = two_ranks.run(look, given, **settings), two_ranks.once(look, DDP, **settings)
         for mine, theirs in zip(found, expected, strict=True):
             assert mine["losses"] == theirs["losses"]
             assert all(map(torch.equal, mine["seen"], theirs["seen"]))

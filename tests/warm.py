@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, NoReturn
 
 TESTS = Path(__file__).parent
 PRELOADED = (
+    "frugal",
     "hydra.main",
     "lightning_zero",
     "lightning.pytorch",
