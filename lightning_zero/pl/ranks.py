@@ -1,5 +1,6 @@
 """What the strategies of Trainer and Fabric ask of their ranks alike: batches, mesh, options, room for a whole copy."""
 
+import itertools
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -7,8 +8,10 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.distributed import is_initialized
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Module, Parameter
 
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.local import local_of
@@ -25,6 +28,16 @@ def warn_of_shared_store() -> None:
             "torchrun's shared store keeps the addresses of dead ranks, and ranks that are started again may "
             "connect to those (pytorch issue 135712). Start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."
         )
+
+
+@torch.no_grad()
+def unshare(module: Module, start_method: str) -> None:
+    """Gives this rank a copy of its own of a module on the host that "forkserver" has sent to all ranks in memory that
+    they share: each would write to the others' buffers. (Lightning does so for "spawn" alone, and DDP trains wrongly.)
+    To be called before ranks connect, and so before any of them writes."""
+    for tensor in itertools.chain(module.parameters(), module.buffers()) if start_method == "forkserver" else ():
+        if type(tensor) in (Tensor, Parameter) and tensor.device.type == "cpu" and tensor.is_shared():
+            tensor.data = tensor.data.clone()
 
 
 def sampler_kwargs(options: Options, world: int, rank: int) -> dict[str, Any]:

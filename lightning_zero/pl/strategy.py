@@ -38,6 +38,7 @@ from lightning_zero.pl.ranks import (
     mesh_of,
     options_on_machine,
     sampler_kwargs,
+    unshare,
     warn_of_shared_store,
     whole_copies_that_fit,
 )
@@ -255,10 +256,11 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
     @override
     def setup_environment(self) -> None:
         """`LightningModule.device_mesh` is there before `configure_model`, as under ModelParallelStrategy."""
-        super().setup_environment()
-        shape_of(self.world_size, self._options.replicate_size, self._options.tensor_parallel_size)
         module = self.lightning_module
         assert module is not None
+        unshare(module, self._start_method)
+        super().setup_environment()
+        shape_of(self.world_size, self._options.replicate_size, self._options.tensor_parallel_size)
         if self._options.tensor_parallel_size > 1 or is_overridden("configure_model", module):
             module._device_mesh = self.device_mesh
 

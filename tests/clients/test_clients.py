@@ -1,5 +1,5 @@
-"""Published packages, unchanged, beside DDP on two real ranks. Not part of `make test`: `make test-clients` runs it, and
-installs them into an environment of its own."""
+"""Published packages, unchanged, beside DDP on two real ranks. Not part of `make test`: `make test-clients` runs it, in
+an environment of its own."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,0 +1,36 @@
+"""What a program does whose ranks Lightning starts out of its own process, by "spawn", "fork" or "forkserver"."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+
+from jobs import Classifier, loader, state_of, trainer
+from lightning_zero import ZeroStrategy
+
+BOTH = {"wait_timeout": 20, "units": "modules"}
+
+
+def start_ranks_and_go_on(method: Any, stage: int | None, folder: Path) -> dict[str, Any]:
+    """Fits, saves, tests the best, and fits on with another trainer: all asked for by this process, which trains
+    nothing itself. `stage` None is DDP."""
+
+    def strategy() -> Any:
+        if stage is None:
+            return DDPStrategy(find_unused_parameters=True, start_method=method)
+        return ZeroStrategy(stage, start_method=method, **BOTH)
+
+    L.seed_everything(1, verbose=False)
+    model = Classifier()
+    best = ModelCheckpoint(folder, monitor="val_loss")
+    run = trainer(strategy(), 2, callbacks=[best], enable_checkpointing=True)
+    run.fit(model, loader(), loader(seed=1))
+    found = {"fitted": state_of(model), "val_loss": float(run.callback_metrics["val_loss"])}
+    run.save_checkpoint(folder / "after.ckpt")
+    (tested,) = run.test(model, loader(seed=2), ckpt_path="best", verbose=False)
+    more = trainer(strategy(), 2, max_epochs=2)  # one trainer fits once: Lightning refuses a second time
+    more.fit(model, loader(), loader(seed=1))
+    left = sum(parameter.grad is not None for parameter in model.parameters())
+    return {**found, **tested, "fitted again": state_of(model), "gradients": left, "steps": more.global_step}
