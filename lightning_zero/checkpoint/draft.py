@@ -250,7 +250,7 @@ class LocalDraft(Draft):
         new = [path.name for path in self._beside.iterdir() if path.name not in (MANIFEST, README)]
         with self._step(manifest, undo=lambda: self._remove(new)):
             for name in (*new, README):
-                (self._beside / name).replace(self._target / name)
+                (self._beside / name).rename(self._target / name)
             sync_names(self._target)
             (self._beside / MANIFEST).replace(self._target / MANIFEST)
         with contextlib.suppress(OSError):

@@ -1,5 +1,5 @@
-"""Published packages, unchanged, beside DDP on two real ranks. Not part of `make test`: `make test-clients` runs it, in
-an environment of its own."""
+"""Published packages, unchanged, beside DDP on two real ranks: `make test-clients`, which installs them, and not
+`make test`."""
 
 from collections.abc import Callable
 from pathlib import Path
