@@ -1,5 +1,10 @@
-"""What a program does whose ranks Lightning starts out of its own process, by "spawn", "fork" or "forkserver"."""
+"""What a program does whose ranks Lightning starts out of its own process, by "spawn", "fork" or "forkserver".
 
+As a script, one rank that somebody else has started: `launch_jobs.py STAGE FILE` writes the losses that it sees.
+"""
+
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +12,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
-from jobs import Classifier, loader, state_of, trainer
+from jobs import Classifier, fit, loader, state_of, trainer
 from lightning_zero import ZeroStrategy
 
 BOTH = {"wait_timeout": 20, "units": "modules"}
@@ -34,3 +39,7 @@ def start_ranks_and_go_on(method: Any, stage: int | None, folder: Path) -> dict[
     more.fit(model, loader(), loader(seed=1))
     left = sum(parameter.grad is not None for parameter in model.parameters())
     return {**found, **tested, "fitted again": state_of(model), "gradients": left, "steps": more.global_step}
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(fit({"stage": int(sys.argv[1])}, 2)["losses"]))

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -100,3 +101,13 @@ def run_offload_model(options: str, folder: Path) -> Any:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((folder / "found.json").read_text())["found"]
+
+
+def test_two_nodes_says_why_it_cannot_make_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["two_nodes.py"])
+    assert load("two_nodes").main() == 0
+    assert re.match(r"Skipped: two network namespaces .* cannot be made here. `ip` is not", capsys.readouterr().out)
