@@ -23,3 +23,8 @@ def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
         missing -= _pairs(best)
         chosen.append(best)
     return [tuple(axis[at] for axis, at in zip(axes, row, strict=True)) for row in sorted(chosen)]
+
+
+def name_of(value: Any) -> str:
+    """For the ids of tests, which are to be the same in every process: a function's `str` has its address."""
+    return getattr(value, "__name__", str(value))

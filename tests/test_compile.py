@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import user_jobs
-from cover import pairwise
+from cover import name_of, pairwise
 from lightning_zero.wire.comm import Comm
 from models import seeded
 from ranks import RankPool
@@ -66,7 +66,7 @@ def graphs_and_breaks(run: Any) -> tuple[Any, int, int]:
 
 
 # Autocast wraps the call from outside of what is compiled, whichever way and stage that is.
-@pytest.mark.parametrize(("stage", "way", "dtype"), pairwise([0, 1, 2, 3], WAYS, DTYPES), ids=str)
+@pytest.mark.parametrize(("stage", "way", "dtype"), pairwise([0, 1, 2, 3], WAYS, DTYPES), ids=name_of)
 def test_compiled_models_train_with_no_further_graph_or_break_pairwise(
     stage: int, way: Any, dtype: torch.dtype | None
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 
 import tensor_jobs
 from compare import assert_same_bits
-from cover import pairwise
+from cover import name_of, pairwise
 from lightning_zero.tiers.ledger import Tier
 from models import Maker, sgd
 from ranks import RankPool
@@ -55,7 +55,9 @@ HOWS: list[dict[str, Any]] = [
 
 # Every stage meets every way to train. Where the norms' gradients are summed (inside of a module, by DTensor) and how
 # many data-parallel ranks there are (how long a shard is) each act on either alone.
-@pytest.mark.parametrize(("stage", "how", "sequence", "world"), pairwise(STAGES, HOWS, [False, True], [2, 4]), ids=str)
+@pytest.mark.parametrize(
+    ("stage", "how", "sequence", "world"), pairwise(STAGES, HOWS, [False, True], [2, 4]), ids=name_of
+)
 def test_stages_equal_one_process_to_rounding_pairwise(
     stage: int, how: dict[str, Any], sequence: bool, world: int, pool_of: Pools
 ) -> None:
@@ -82,14 +84,14 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=name_of)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_options_change_nothing(stage: int, options: dict[str, Any], pool_of: Pools) -> None:
     run, *_ = pool_of(4).run(tensor_jobs.train, adam, TENSOR, stage, sequence=True, **{**tensor_jobs.UNITS, **options})
     assert_alike(run, expected(adam, 2, accumulate=options.get("accumulate", 1)))
 
 
-@pytest.mark.parametrize("options", [{}, {"step_in_backward": True}, {"offload": {"optimizer": "cpu"}}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"step_in_backward": True}, {"offload": {"optimizer": "cpu"}}], ids=name_of)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_options_change_nothing_where_no_data_is_parallel(
     stage: int, options: dict[str, Any], two_ranks: RankPool
@@ -177,7 +179,7 @@ def test_what_cannot_be_done_is_refused_on_every_rank(kind: str, tensor: int, to
 
 
 # The plan's three parts are applied one by one, each to modules of its own.
-@pytest.mark.parametrize(("stage", "sequence", "tie_head"), pairwise([1, 3], [False, True], [False, True]), ids=str)
+@pytest.mark.parametrize(("stage", "sequence", "tie_head"), pairwise([1, 3], [False, True], [False, True]), ids=name_of)
 def test_the_plan_of_the_examples_gpt_has_the_gradients_of_one_process_pairwise(
     stage: int, sequence: bool, tie_head: bool, pool_of: Pools
 ) -> None:
@@ -202,7 +204,7 @@ POLICIES = [
 
 # Where a checkpoint rests is decided when it is kept, of whatever the block was given.
 @pytest.mark.parametrize(
-    ("place", "policy", "sequence"), pairwise([(2, 1), (2, 3), (4, 2), (4, 3)], POLICIES, [False, True]), ids=str
+    ("place", "policy", "sequence"), pairwise([(2, 1), (2, 3), (4, 2), (4, 3)], POLICIES, [False, True]), ids=name_of
 )
 def test_recomputation_from_divided_checkpoints_changes_no_bit_pairwise(
     place: tuple[int, int], policy: dict[str, bool], sequence: bool, pool_of: Pools
