@@ -300,6 +300,36 @@ def find_batch_size(strategy: Any) -> str:
     return "found one"
 
 
+# -- steps without a loss
+
+
+class Scheduled(Net):
+    """The second and third batch have no loss, on any rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx in (1, 2) else super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def rates_of_steps_without_a_loss(strategy: Any, world: int) -> tuple[list[float], int]:
+    """Four batches on each rank."""
+    model = Scheduled()
+    run = trainer(strategy, world)
+    run.fit(model, loader(samples=16 * world))
+    return model.rates, run.global_step
+
+
 # -- optimizers and losses that cannot work, or seem not to
 
 

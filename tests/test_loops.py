@@ -1,6 +1,7 @@
 """Plugins for precision, loaders, the tuner and TorchScript, beside DDP on two real ranks."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -66,6 +67,16 @@ def test_the_batch_size_finder_is_refused_as_under_ddp(two_ranks: RankPool) -> N
     (refused,) = set(two_ranks.run(loop_jobs.find_batch_size, DDP))
     assert "not supported with distributed strategies" in refused
     assert set(two_ranks.run(loop_jobs.find_batch_size, {"stage": 3})) == {refused}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_r55_a_scheduler_moves_in_steps_without_a_loss_as_lightnings_does_on_one_device(
+    world: int, pool_of: Callable[[int], RankPool]
+) -> None:
+    (expected,) = pool_of(1).run(loop_jobs.rates_of_steps_without_a_loss, "auto", 1)
+    for stage in STAGES:
+        found = pool_of(world).run(loop_jobs.rates_of_steps_without_a_loss, {"stage": stage}, world)
+        assert found == [expected] * world, stage
 
 
 def test_a_parameter_in_two_optimizers_is_stepped_by_both(two_ranks: RankPool) -> None:
