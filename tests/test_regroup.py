@@ -1,5 +1,6 @@
 """What begins to train in the middle of training: whole runs on two real ranks, beside a DDP that averages it."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,4 +50,13 @@ def test_a_run_goes_on_with_groups_that_were_added(two_ranks: RankPool, tmp_path
         found = two_ranks.run(regroup_jobs.resume, {"stage": stage}, tmp_path / str(stage))[0]
         assert found["losses"] == expected["losses"], stage
         assert found["groups"] == expected["groups"]
+        assert differing(found["weights"], expected["weights"]) == [], stage
+
+
+@pytest.mark.parametrize("name", ["FineTunedBackbone", "FineTuned", "Assigned"])
+def test_on_one_rank_what_begins_to_train_equals_a_single_device(name: str, pool_of: Callable[[int], RankPool]) -> None:
+    (expected,) = pool_of(1).run(regroup_jobs.fit, "auto", name, world=1)
+    for stage in STAGES:
+        (found,) = pool_of(1).run(regroup_jobs.fit, {"stage": stage}, name, world=1)
+        assert (found["losses"], found["rates"]) == (expected["losses"], expected["rates"]), stage
         assert differing(found["weights"], expected["weights"]) == [], stage

@@ -7,6 +7,7 @@ whether an fp16 step overflowed.
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -19,11 +20,14 @@ from torch.optim import LBFGS, Optimizer
 from lightning_zero.run.engine import Engine
 from lightning_zero.shards.norm import Overflow
 
+KNOWN = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
+
 
 def adapt(plugin: Precision) -> Precision:
     """A copy of `plugin` (the user's scaler and all) that steps sharded optimizers.
 
-    Its class keeps its name: Lightning files the scaler's state under it, and a checkpoint must load without us.
+    Its class keeps its name: Lightning files the scaler's state under it, and a checkpoint must load without us. What a
+    class of the user's own overrides is called first, and its `super()` is ours.
 
     Raises:
         ValueError: for a plugin whose way of storing parameters we do not know.
@@ -31,15 +35,24 @@ def adapt(plugin: Precision) -> Precision:
     if isinstance(plugin, ShardedGradients):
         return plugin
     base = type(plugin)
-    if base is not Precision and not issubclass(base, DoublePrecision | HalfPrecision | MixedPrecision):
+    lightnings = next(kind for kind in base.__mro__ if kind.__module__.startswith(("lightning.", "pytorch_lightning.")))
+    if lightnings not in KNOWN:
         raise ValueError(
-            f"ZeroStrategy does not work with {base.__name__}. Use Trainer(precision=...) with '32-true', "
-            "'64-true', 'bf16-mixed', 'bf16-true', '16-mixed' or '16-true'."
+            f"ZeroStrategy does not work with {base.__name__}: {lightnings.__name__} stores parameters in a way of its "
+            "own. Use Trainer(precision=...) with '32-true', '64-true', 'bf16-mixed', 'bf16-true', '16-mixed' or "
+            "'16-true', or a plugin of your own over one of these."
         )
     adapted = copy.copy(plugin)
     names = {"__qualname__": base.__qualname__, "__module__": base.__module__}
-    adapted.__class__ = type(base.__name__, (ShardedGradients, base), names)
+    bases = (_sharded(lightnings),) if base is lightnings else (base, _sharded(lightnings))
+    adapted.__class__ = type(base.__name__, bases, names)
     return adapted
+
+
+@cache
+def _sharded(lightnings: type[Precision]) -> type[Precision]:
+    """Ours before one of Lightning's; behind a user's class, which inherits from Lightning's, it comes in between."""
+    return type(f"Sharded{lightnings.__name__}", (ShardedGradients, lightnings), {})
 
 
 class SkippedStep(NamedTuple):
@@ -105,7 +118,7 @@ class ShardedGradients(Precision):
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         assert self.engine is not None
-        norm = self.engine.averages.clip_by_norm_(optimizer, float(clip_val))
+        norm = self.engine.averages.clip_by_norm_(self.main_params(optimizer), float(clip_val))
         self.grad_norm = norm.total
         if not norm.finite and not self._warned_of_nan and self.scaler is None:
             self._warned_of_nan = True
@@ -116,12 +129,12 @@ class ShardedGradients(Precision):
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         assert self.engine is not None
-        self.engine.averages.clip_by_value_(optimizer, float(clip_val))
+        self.engine.averages.clip_by_value_(self.main_params(optimizer), float(clip_val))
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        if self.scaler is None or self.engine is None:
+        if not isinstance(self, MixedPrecision) or self.scaler is None or self.engine is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         if isinstance(optimizer, LBFGS):
             raise ValueError(

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_zero.run.engine import Engine
 from lightning_zero.run.forecast import STATES, Forecast, forecast, states_in
 from lightning_zero.shards.early import whole_bytes_of
+from lightning_zero.shards.units import scripted
 from lightning_zero.tiers.ledger import Category, Tier
 
 WORTH_TELLING = 2**30  # bytes that are whole on every rank, and need not be
@@ -70,6 +71,8 @@ def table_of(
     told = [*_warnings(engine, expected), *_uncast_lines(engine)]
     if engine.resident_numel:
         told.append(f"{engine.resident_numel:,} stay whole on every rank: gathering them costs more than it saves")
+        if any(True for _ in scripted(engine.module)):
+            told[-1] += ", or TorchScript reads them past Python"
     if engine.imbalance is not None:
         nbytes, work = engine.imbalance
         told.append(

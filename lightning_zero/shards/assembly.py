@@ -76,7 +76,7 @@ class Assembly:
     """What `assemble` makes of a module."""
 
     units: list[Unit]  # that are gathered when they are used
-    resident: int  # elements that stay whole on every rank although parameters are sharded, being too few
+    resident: int  # elements that stay whole on every rank although parameters are sharded
     entrances: list[
         tuple[Module, Unit]
     ]  # modules that look at the weights of a unit before they call it, and that unit
@@ -173,12 +173,12 @@ def _tell_uncast(reasons: Mapping[Module, str | None]) -> list[Uncast]:
 
 def _choose_units(module: Module, setting: Setting, options: Options) -> tuple[list[UnitSpec], list[UnitSpec]]:
     """What is gathered, and what stays."""
-    specs = units.find_units(module, options.unit_classes)
-    if options.unit_classes is not None or not options.merges_units:
-        return specs, []
-    resident = units.too_small_to_shard(specs, units.RESIDENT_BYTES)
-    gathered = units.merge_small([spec for spec in specs if spec not in resident], setting.bucket_bytes)
-    return gathered, [units.as_one(resident)] if resident else []
+    specs, resident = units.without_scripted(module, units.find_units(module, options.unit_classes))
+    if options.unit_classes is None and options.merges_units:
+        small = units.too_small_to_shard(specs, units.RESIDENT_BYTES)
+        specs = units.merge_small([spec for spec in specs if spec not in small], setting.bucket_bytes)
+        resident = [*small, *resident]
+    return specs, [units.as_one(resident)] if resident else []
 
 
 def _make_groups(

@@ -54,6 +54,8 @@ def why_not_in_pieces(optimizer: Optimizer) -> str | None:
         with _trying(), torch.inference_mode(False), torch.no_grad():
             steps = [_step_of(optimizer, number) for number in range(len(MOMENTS))]
             whole = list(_updates(optimizer, steps, 1, _all_of_it))
+            if not any(update.any() for updates in whole for update in updates):
+                return "changed nothing when it was tried on small tensors"
             if _comes_to(whole, optimizer, steps, _a_run_of_it):
                 return None
             if _comes_to(whole, optimizer, steps, _some_blocks_of_it):
@@ -247,10 +249,14 @@ def _step(trial: Optimizer) -> None:
     given = [(p, p.grad, p.clone()) for group in trial.param_groups for p in group["params"] if p.grad is not None]
 
     def closure() -> Tensor:
-        """Gradients are there already; elsewhere there are others, as SAM asks for."""
+        """Gradients are there already; elsewhere there are others, as SAM asks for, and another loss, of which they are
+        the gradients: in a flat one a line search goes nowhere."""
+        loss = torch.zeros((), dtype=torch.float64)
         for parameter, grad, start in given:
-            parameter.grad = grad + (parameter.detach() - start)
-        return torch.zeros(())
+            way = parameter.detach() - start
+            parameter.grad = grad + way
+            loss += (way * (grad + way / 2)).sum()
+        return loss
 
     step = unhooked(type(trial).step)
     try:

@@ -133,6 +133,27 @@ def too_small_to_shard(specs: Sequence[UnitSpec], nbytes: int) -> list[UnitSpec]
     return resident
 
 
+def scripted(model: Module) -> Iterator[Module]:
+    """Modules of TorchScript: what they call inside of themselves, no one in Python hears of."""
+    return (module for module in model.modules() if isinstance(module, torch.jit.ScriptModule))
+
+
+def without_scripted(model: Module, specs: Sequence[UnitSpec]) -> tuple[list[UnitSpec], list[UnitSpec]]:
+    """Units without the parameters that modules of TorchScript read, and those, which must be there at all times: in a
+    call of an exported method, in a copy, in a file."""
+    held = {id(parameter) for module in scripted(model) for parameter in module.parameters()}
+    if not held:
+        return list(specs), []
+
+    def part(spec: UnitSpec, is_held: bool) -> UnitSpec:
+        chosen = {name: p for name, p in spec.parameters.items() if (id(p) in held) is is_held}
+        return replace(spec, parameters=chosen)
+
+    apart = ([part(spec, is_held) for spec in specs] for is_held in (False, True))
+    others, theirs = ([spec for spec in parts if spec.parameters] for parts in apart)
+    return others, theirs
+
+
 def _walk(
     name: str, module: Module, parent: Module | None, classes: tuple[type | str, ...] | None
 ) -> Iterator[tuple[str, Module, bool]]:
@@ -171,12 +192,13 @@ def renamed(state: Mapping[str, Any], name_of: Callable[[str], str] = as_written
 
 
 def modules_in_compiled_regions(model: Module, *, roots: bool = True) -> set[Module]:
-    """What `torch.compile` of the model, of a part of it, or of the LightningModule traces through; without `roots`
-    only what lies inside the compiled modules, whose calls are traced."""
+    """What `torch.compile` of the model, of a part of it, or of the LightningModule traces through, or TorchScript has;
+    without `roots` only what lies inside the compiled modules, whose calls are traced."""
     return {
         inner
         for module in model.modules()
         if type(module).__name__ == "OptimizedModule"
+        or isinstance(module, torch.jit.ScriptModule)
         or module._compiled_call_impl is not None
         or getattr(module, "_compiler_ctx", None) is not None  # Lightning's mark on a compiled LightningModule
         for inner in module.modules()
@@ -204,9 +226,9 @@ def why_not_cast(model: Module) -> dict[Module, str | None]:
         reasons = {
             "autocast does not cast its weights": not isinstance(module, CAST_BY_AUTOCAST),
             "its forward is not torch's own": type(module) not in CAST_BY_AUTOCAST or "forward" in vars(module),
-            "torch.compile traces it": module in compiled,
+            "torch.compile or TorchScript traces it": module in compiled,
             "torch's fused layers take plain weights": module in fused,
-            "hooks compute its weights": not module._parameters.keys() <= {"weight", "bias"},
+            "hooks compute its weights": not set(module._parameters.keys()) <= {"weight", "bias"},
             "modules share its weights": any(holders[id(parameter)] > 1 for parameter in own),
             "it is made in another dtype": any(parameter.dtype != torch.float32 for parameter in own),
             "a DTensor shows one dtype": any(local_of(parameter) is not parameter for parameter in own),

@@ -31,6 +31,9 @@ METADATA = {
     *(getattr(Tensor, name) for name in _METHODS),
     *(torch.is_floating_point, torch.is_complex, torch.numel),
 }
+# They edit tensors in place, and no version tells; of each torch that has them.
+_KERNELS = ("amp_foreach_non_finite_check_and_unscale", "fused_sgd", "fused_adagrad", "fused_adam", "fused_adamw")
+UNVERSIONED = {getattr(torch, f"_{name}_") for name in _KERNELS if hasattr(torch, f"_{name}_")}
 STRIDES = {Tensor.stride, Tensor.is_contiguous}  # values that are elsewhere are in C order
 
 
@@ -61,13 +64,14 @@ class Lent:
     tensor: Tensor  # that the call was made with
     values: Tensor
     end: Callable[["Lent", Any], None]  # called with this and the result of the call; with None where it has raised
+    is_unversioned: bool = False  # the call may edit them, and no version tells
 
     def __post_init__(self) -> None:
         self._was = _state_of(self.values)
 
     @property
     def is_edited(self) -> bool:
-        return _state_of(self.values) != self._was
+        return self.is_unversioned or _state_of(self.values) != self._was
 
     def is_visible_in(self, result: Any) -> bool:
         """Whether `result` holds a view of the values."""
@@ -115,6 +119,7 @@ def call(func: Callable[..., Any], args: Any, kwargs: Any, lend: Callable[[Any],
         if loan is None:
             return value
         lent[id(value)] = loan
+        loan.is_unversioned = func in UNVERSIONED
         return loan.values
 
     result = None

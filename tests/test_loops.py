@@ -1,0 +1,107 @@
+"""Plugins for precision, loaders, the tuner and TorchScript, beside DDP on two real ranks."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from lightning.pytorch.plugins.precision import TransformerEnginePrecision
+
+import loop_jobs
+from compare import differing
+from lightning_zero.pl.precision import adapt
+from ranks import RankPool, run_alone
+
+DDP = "ddp_find_unused_parameters_true"
+STAGES = [1, 2, 3]
+
+
+def assert_as_ddp(ranks: RankPool, job: Any, *args: Any, stages: Any = STAGES, **kwargs: Any) -> list[Any]:
+    expected = ranks.run(job, DDP, *args, **kwargs)
+    for stage in stages:
+        for mine, theirs in zip(ranks.run(job, {"stage": stage}, *args, **kwargs), expected, strict=True):
+            assert mine["losses"] == theirs["losses"], stage
+            assert differing(mine["weights"], theirs["weights"]) == [], stage
+            assert differing(mine["seen"], theirs["seen"]) == [], stage
+    return expected
+
+
+@pytest.mark.parametrize("name", loop_jobs.PLUGINS)
+def test_a_precision_plugin_of_the_users_own_has_all_its_hooks_called(name: str, two_ranks: RankPool) -> None:
+    assert_as_ddp(two_ranks, loop_jobs.fit_with_plugin, name)
+
+
+def test_a_plugin_that_stores_parameters_in_a_way_of_its_own_is_refused() -> None:
+    class Own(TransformerEnginePrecision):
+        def __init__(self) -> None: ...
+
+    with pytest.raises(ValueError, match="not work with Own: TransformerEnginePrecision stores parameters in a way"):
+        adapt(Own())
+
+
+@pytest.mark.parametrize("name", loop_jobs.SCRIPTED)
+def test_modules_of_torchscript_train_inside_a_sharded_model(name: str, two_ranks: RankPool) -> None:
+    """What they call in C++ no hook hears of, and parameters that rest elsewhere they would read as NaN."""
+    assert_as_ddp(two_ranks, loop_jobs.fit_scripted, name)
+
+
+def test_modules_of_torchscript_train_under_autocast(two_ranks: RankPool) -> None:
+    assert_as_ddp(two_ranks, loop_jobs.fit_scripted, "Scripted", precision="bf16-mixed")
+
+
+@pytest.mark.parametrize("mode", loop_jobs.MODES)
+def test_combined_several_iterable_and_reloaded_loaders(mode: str, two_ranks: RankPool) -> None:
+    first = assert_as_ddp(two_ranks, loop_jobs.fit_over_loaders, mode, stages=(3,))[0]
+    assert len(first["seen"]) > 4
+
+
+def test_r54_the_learning_rate_finder_finds_what_it_does_under_ddp_and_restores(
+    two_ranks: RankPool, tmp_path: Any
+) -> None:
+    for one in assert_as_ddp(two_ranks, loop_jobs.find_lr_and_fit, str(tmp_path)):
+        assert one["seen"]["restored"]
+        assert one["left"] == []
+
+
+def test_the_batch_size_finder_is_refused_as_under_ddp(two_ranks: RankPool) -> None:
+    (refused,) = set(two_ranks.run(loop_jobs.find_batch_size, DDP))
+    assert "not supported with distributed strategies" in refused
+    assert set(two_ranks.run(loop_jobs.find_batch_size, {"stage": 3})) == {refused}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_r55_a_scheduler_moves_in_steps_without_a_loss_as_lightnings_does_on_one_device(
+    world: int, pool_of: Callable[[int], RankPool]
+) -> None:
+    (expected,) = pool_of(1).run(loop_jobs.rates_of_steps_without_a_loss, "auto", 1)
+    for stage in STAGES:
+        found = pool_of(world).run(loop_jobs.rates_of_steps_without_a_loss, {"stage": stage}, world)
+        assert found == [expected] * world, stage
+
+
+def test_a_parameter_in_two_optimizers_is_stepped_by_both(two_ranks: RankPool) -> None:
+    assert_as_ddp(two_ranks, loop_jobs.fit_input, "InTwoOptimizers")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("WithoutGradient", "does not require grad"),
+        ("SearchesALine", "LBFGS looks at all parameters together"),
+        ("OverSomeoneElses", r"Optimizer 0 \(SGD\) has a parameter of shape \(3, 3\) that is not the module's"),
+    ],
+)
+def test_bad_input_ends_in_one_error_on_every_rank(name: str, told: str, two_ranks: RankPool) -> None:
+    for stage in STAGES:
+        (error,) = set(two_ranks.run(loop_jobs.fit_input, {"stage": stage}, name))
+        assert re.search(told, error)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_loss_without_a_gradient_on_one_rank_ends_in_an_error_on_all(stage: int) -> None:
+    """Under DDP the others wait for it."""
+    given = {"stage": stage, "wait_timeout": 5}
+    (first, second), _ = run_alone(2, loop_jobs.fit_input, given, "WithoutGradientOnRank1")
+    assert "does not require grad" in second
+    assert "Rank 1 failed" in first
+    assert "does not require grad" in first
