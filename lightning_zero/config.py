@@ -208,7 +208,7 @@ def bytes_from_mib(value: Any, argument: str) -> int:
     return int(value * 2**20)
 
 
-def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+def one_of(name: str, value: Any, allowed: tuple[str | None, ...]) -> None:
     """Raises ValueError unless `value` is among `allowed`."""
     if value not in allowed:
         raise ValueError(f"{name}={value!r} is unknown. Write one of {list(allowed)}.")

@@ -301,7 +301,8 @@ def _scatter(panel: Any, jobs: Sequence[Mapping[str, Any]], time: Measure, memor
         for job in jobs
         if parts_of(job, memory) and parts_of(job, time)
     ]
-    right, top = (max((point[axis] for point in points), default=0.0) or 1.0 for axis in (0, 1))
+    right = max((across for across, _, _ in points), default=0.0) or 1.0
+    top = max((up for _, up, _ in points), default=0.0) or 1.0
     named: list[tuple[float, float, list[str]]] = []  # points that cannot be told apart share a label
     for across, up, name in points:
         panel.plot(across, up, "o", color="C0")
