@@ -1,5 +1,7 @@
 """Trains a byte-level GPT, or what `experiment=` names, with ZeRO; `python examples/train.py --help` shows how."""
 
+import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,8 @@ def show(summary: dict[str, Any], metrics: list[str]) -> None:
         table.add_column(name, justify="left" if name == "validation" else "right")
     for name in metrics:
         table.add_row(name, f"{summary[f'untrained_{name}']:.4g}", f"{summary[name]:.4g}")
+    if isinstance(sys.stdout, TextIOWrapper):  # a sample may hold what its encoding has not
+        sys.stdout.reconfigure(errors="backslashreplace")
     console = Console()
     console.print(table)
     if "sample" in summary:

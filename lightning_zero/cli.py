@@ -13,13 +13,17 @@ checkpoint, and 2 when the command line cannot be understood.
 """
 
 import argparse
+import io
 import json
 import math
 import os
+import re
+import shutil
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence, Sized
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from lightning_zero import __version__
@@ -33,10 +37,14 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; `arguments` are those of the command line by default."""
     options = _parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names and paths may have what its encoding has not
+        sys.stdout.reconfigure(errors="backslashreplace")
     from lightning_zero.checkpoint import CheckpointError
 
     try:
-        return int(options.run(options) or 0)
+        status = int(options.run(options) or 0)
+        sys.stdout.flush()  # or whoever has seen enough is found out as Python exits
+        return status
     except BrokenPipeError:  # whoever reads has seen enough: `lightning-zero inspect DIR | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains as it exits
     except (CheckpointError, OSError) as error:
@@ -49,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-zero",
         usage="lightning-zero [-h] COMMAND ...",
-        description=(__doc__ or "").replace("``", ""),
+        description=_about(shutil.get_terminal_size().columns),
         epilog="What a command takes besides: lightning-zero COMMAND --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -89,14 +97,27 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _about(width: int) -> str:
+    """The module's docstring in lines of at most `width`."""
+    paragraphs = []
+    for text in (__doc__ or "").replace("``", "").split("\n\n"):
+        if not text.startswith(" "):
+            paragraphs.append(fill(text, width))
+        elif max(map(len, text.splitlines())) <= width:
+            paragraphs.append(text)
+        else:  # commands, and below each what it does
+            paragraphs.append(re.sub(r"(?<=\S) {3,}", "\n" + " " * 6, text))
+    return "\n\n".join(paragraphs)
+
+
 def _add_plan(one: argparse.ArgumentParser) -> None:
     tiers, precisions = ("cpu", "nvme"), "32-true bf16-mixed 16-mixed bf16-true 16-true 64-true".split()
     one.add_argument("--parameters", type=_positive, required=True, help="of the model, such as 7e9")
     one.add_argument("--ranks", type=int, required=True, help="processes, one for each GPU")
     one.add_argument("--stage", type=int, choices=(1, 2, 3), help="all three by default")
     one.add_argument("--precision", choices=precisions, default="32-true", help="as the Trainer has it")
-    one.add_argument("--offload", choices=tiers, help="where the optimizer state rests, and at stages 2, 3 gradients")
-    one.add_argument("--offload-parameters", choices=tiers, help="where parameters rest at stage 3")
+    one.add_argument("--offload", choices=tiers, help="where the optimizer state is kept, and at stages 2, 3 gradients")
+    one.add_argument("--offload-parameters", choices=tiers, help="where parameters are kept at stage 3")
     one.add_argument("--replicas", type=int, default=1, help="as replicate_size (default 1)")
     one.add_argument("--state-tensors", type=int, default=2, help="of the optimizer (default 2, as Adam; SGD has 0)")
 
@@ -231,9 +252,12 @@ def _size(nbytes: int) -> str:
 
 def _print_table(*header: str, rows: Sequence[tuple[str, ...]]) -> None:
     first, *others = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    # A pipe has no width. In a terminal that is too narrow, cells come on a line of their own, below the name.
+    is_narrow = 2 + first + sum(2 + width for width in others) > shutil.get_terminal_size((sys.maxsize, 0)).columns
     print()
     for name, *cells in (header, *rows):
-        print("  " + "  ".join([name.ljust(first), *map(str.rjust, cells, others)]).rstrip())
+        lead = f"{name}\n    " if is_narrow else name.ljust(first)
+        print("  " + "  ".join([lead, *map(str.rjust, cells, others)]).rstrip())
 
 
 def _verify(options: argparse.Namespace) -> bool:

@@ -24,7 +24,7 @@ _DTYPES = {name: getattr(torch, full) for short, full in _FULL_NAMES.items() for
 
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """Where tensors rest between uses (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857).
+    """Where tensors are kept between uses (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857).
 
     Args:
         optimizer: tier of what the optimizer works on: masters, its state, and at stages 2 and 3 gradients. ``"cpu"``
@@ -34,7 +34,7 @@ class Offload:
         fraction: share of the optimizer state that is offloaded, in (0, 1], to within a parameter: the last ones of the
             model, whose values are wanted last.
         pin_memory: page-lock the host copies, so that copies to and from a device run beside its work.
-        state_dtype: ``torch.bfloat16``: what is offloaded of the optimizer state, masters apart, rests in it. It is
+        state_dtype: ``torch.bfloat16``: what is offloaded of the optimizer state, masters apart, is kept in it. It is
             stepped in the dtype that the optimizer made it in, and rounded to nearest after each step: Adam's take 8
             bytes per parameter and not 12. An average that keeps more than 0.996 of itself stops falling (bfloat16 has
             8 bits): write ``betas=(0.9, 0.95)``. None: nothing is rounded.
@@ -81,7 +81,7 @@ class Offload:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointing:
-    """Which modules recompute their activations in backward, and where the checkpoints rest (ZeRO-R, section 6.1).
+    """Which modules recompute their activations in backward, and where the checkpoints are kept (ZeRO-R, section 6.1).
 
     Where gradients are recorded, a block keeps its inputs alone, and is computed again in backward with the same random
     numbers and buffers: no bit changes.
@@ -208,7 +208,7 @@ def bytes_from_mib(value: Any, argument: str) -> int:
     return int(value * 2**20)
 
 
-def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+def one_of(name: str, value: Any, allowed: tuple[str | None, ...]) -> None:
     """Raises ValueError unless `value` is among `allowed`."""
     if value not in allowed:
         raise ValueError(f"{name}={value!r} is unknown. Write one of {list(allowed)}.")

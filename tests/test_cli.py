@@ -358,6 +358,34 @@ def test_what_is_printed_fits_a_stream_that_is_no_terminal(trained: Path, monkey
     assert max(map(len, printed.getvalue().splitlines()[3:])) < 80
 
 
+def test_60_columns_are_enough(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    with pytest.raises(SystemExit):
+        run("--help")
+    told = capsys.readouterr().out
+    assert max(map(len, told.splitlines())) <= 60
+    assert "    lightning-zero export DIR DCP\n      to one\n" in told
+    for offload in ([], ["--offload", "cpu", "--offload-parameters", "nvme"]):
+        assert run("plan", "--parameters", "7e11", "--ranks", 8, "--precision", "bf16-mixed", *offload) == 0
+        assert max(map(len, capsys.readouterr().out.splitlines())) <= 60
+    monkeypatch.setenv("COLUMNS", "40")
+    assert run("inspect", trained) == 0
+    name = capsys.readouterr().out.split("parameter or buffer\n")[1].splitlines()[1]
+    assert name.strip() in StoredCheckpoint(str(trained)).model()
+
+
+def test_names_that_a_stream_cannot_have_are_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = {"state_dict": {"naïve": torch.ones(3)}}
+    Saver(LocalComm().board, warn=lambda _: None).save(tree, str(tmp_path / "x"), {"step": 5})
+    printed = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", printed)
+    assert run("inspect", tmp_path / "x") == 0
+    printed.seek(0)
+    assert "na\\xefve" in printed.read()
+
+
 # -- plan
 
 

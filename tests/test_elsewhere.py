@@ -98,6 +98,7 @@ def test_arguments_that_ddp_has_too_mean_what_they_mean_there() -> None:
         ({"overlap": "yes"}, "overlap='yes' is neither True nor False"),
         ({"sanitize": 1}, "sanitize=1 is neither True nor False"),
         ({"start_method": "threads"}, "start_method='threads' is unknown"),
+        ({"process_group_backend": "nccll"}, "process_group_backend='nccll' is unknown"),
         ({"offload": "gpu"}, r"offload='gpu' must be Offload\(...\), a mapping with its keys, 'cpu', 'nvme', or None"),
         ({"checkpoint": True}, "checkpoint=True must be Checkpoint"),
     ],

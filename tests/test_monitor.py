@@ -171,7 +171,8 @@ def test_a_memory_report_is_a_dictionary_that_prints_as_a_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "told"), [(0, "0 B"), (999, "999 B"), (999_600, "1 MB"), (2.5e9, "2.5 GB"), (1.234e12, "1,234 GB")]
+    ("nbytes", "told"),
+    [(0, "0 B"), (999, "999 B"), (999_600, "1 MB"), (2.5e9, "2.5 GB"), (1.234e12, "1.23 TB"), (1.234e15, "1,234 TB")],
 )
 def test_bytes_are_told_in_three_digits(nbytes: float, told: str) -> None:
     assert sized(nbytes) == told
@@ -253,8 +254,8 @@ def test_five_lines_say_what_has_grown_and_what_frees_most(strategy: Any, two_ra
         (said,) = run["said"]
         lines = said.splitlines()
         assert len(lines) <= 5
-        assert lines[0] == f"Out of memory on rank {rank}, in step 1: 1,000,000 GB more were asked for"
-        assert lines[1].startswith(f"  grew most: {BESIDE}, by 1,000,000 GB")
+        assert lines[0] == f"Out of memory on rank {rank}, in step 1: 1,000 TB more were asked for"
+        assert lines[1].startswith(f"  grew most: {BESIDE}, by 1,000 TB")
         assert lines[2].startswith("  here: parameter ")
         assert lines[3].startswith("  frees most: ")
 

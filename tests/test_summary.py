@@ -1,5 +1,6 @@
 """What a run tells of itself, and what tells jobs apart."""
 
+import io
 import sys
 
 import pytest
@@ -142,8 +143,35 @@ def test_60_columns_without_colour_are_enough(monkeypatch, capsys):
     assert max(map(len, lines)) <= 60
     assert lines[0] == "1,000,000 parameters on 2 ranks"
     assert lines[1] == "#0 strategy=ddp: finished"
-    assert lines[2].startswith("    loss 2.5, s/step 0.5, at rest MB 12,")
+    assert lines[2].startswith("    loss 2.5, s/step 0.5, at rest 12 MB,")
     assert "\x1b" not in "".join(lines)
+
+
+def test_the_table_has_a_line_per_job_and_numbers_under_their_names(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    summary.print_table([job(0, "ddp", **FULL), job(1, "zero2")], ["strategy=ddp", "strategy=zero2"])
+    assert capsys.readouterr().out.splitlines() == [
+        "1,000,000 parameters on 2 ranks",
+        "#  job               status  loss  s/step  at rest    peak  sent",
+        "0  strategy=ddp    finished   2.5     0.5    12 MB  500 MB  4 MB",
+        "1  strategy=zero2  finished     -       -        -       -     -",
+    ]
+
+
+def test_a_stream_that_is_not_utf_8_and_a_machine_without_rich_have_the_table(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    printed = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", printed)
+    summary.print_table([job(0, "ddp")], ["name=naïve"])
+    printed.seek(0)
+    assert "name=na\\xefve" in printed.read()
+
+
+def test_jobs_that_cost_the_same_share_a_label_in_the_picture(tmp_path, monkeypatch):
+    jobs = [job(n, "zero2", **FULL) for n in range(3)]
+    jobs[2] |= {"seconds_per_step": 1.0}
+    texts = titles(jobs, tmp_path, monkeypatch)[2]
+    assert {"#0, #1", "#2"} <= set(texts)
 
 
 def test_without_matplotlib_there_is_a_table_and_what_to_install(tmp_path, monkeypatch, caplog, capsys):

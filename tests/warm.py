@@ -36,7 +36,6 @@ PRELOADED = (
     "hydra.main",
     "lightning_zero",
     "lightning.pytorch",
-    "rich.table",
     "torch.distributed.launcher.api",
     "torch.utils.tensorboard",
 )
@@ -176,6 +175,8 @@ def _run(request: Request, streams: list[int]) -> NoReturn:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    # The old one remembers what its file could do, such as to seek.
+    sys.stdout = open(1, "w", encoding=sys.stdout.encoding, closefd=False)  # noqa: SIM115
     os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.environment)

@@ -29,7 +29,8 @@ README_TEXT = b"""\
 This folder is one checkpoint of lightning_zero, ZeRO for PyTorch Lightning. Keep its files together.
 
 manifest.json         what is inside and where, as JSON; without it there is no checkpoint
-shard-*.safetensors   tensors, of each rank those it owned; they open with the safetensors library
+shard-*.safetensors   tensors: each rank wrote the parts that it owned. Any safetensors library opens these
+                      files; the manifest says which parts make a tensor, and the commands below join them
 shard-*.crc32         checksums of the shards
 objects-*.pt          where there is one: objects that had to be pickled, read only with weights_only=False
 

@@ -28,11 +28,11 @@ class ZeroEMA(EMAWeightAveraging):
     `EMAWeightAveraging`, whose checkpoints are resumed here. Under any strategy but `ZeroStrategy` this is
     `EMAWeightAveraging` itself.
 
-    Where the optimizer's state is offloaded the average rests with it. What is declared in two bytes is averaged in
+    Where the optimizer's state is offloaded the average is kept with it. What is declared in two bytes is averaged in
     fp32. What is frozen, and in no optimizer, is its own average and takes no room (Lightning's drifts by rounding).
 
     Args:
-        device: where the average rests, and is updated: None, beside the weights that the optimizer steps, or
+        device: where the average is kept, and updated: None, beside the weights that the optimizer steps, or
             ``"cpu"``.
         use_buffers: average buffers as well, as Lightning does; integer ones are rounded down each time. Otherwise the
             latest ones belong to the average.

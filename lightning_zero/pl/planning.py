@@ -34,10 +34,13 @@ def plans_for(numel: int, stages: Sequence[int], **setting: Any) -> dict[str, Ma
 def plan_text(numel: int, stages: Sequence[int], **setting: Any) -> str:
     """A table of `plans_for`, and what it leaves out."""
     plans = plans_for(numel, stages, **setting)
-    head = f"{numel:,} parameters, {setting['ranks']} ranks, {setting.get('precision', '32-true')}"
+    precision = setting.get("precision", "32-true")
+    head = f"{numel:,} parameters, {setting['ranks']} ranks, {precision}"
     beside = (
         "Beside these: a few buckets of at most 25 MiB, at stage 3 room for two of the largest units, and "
-        "activations, which no stage divides. Under *-mixed all weights count as those of Linear and Conv; others rest "
-        "in 4 bytes. The table at the start of fit has the true numbers."
+        "activations, which no stage divides. "
     )
+    if precision.endswith("-mixed"):
+        beside += "Under *-mixed all weights count as those of Linear and Conv; others stay in 4 bytes. "
+    beside += "The table at the start of fit has the true numbers."
     return "\n  ".join([head, *bytes_table(numel, **plans), *wrapped(beside)])

@@ -77,7 +77,7 @@ class Readings:
         return self._engine_of(module).averages.norms(norm_type)
 
     def memory_report(self) -> MemoryReport:
-        """Bytes that rest on this rank's device, by category (parameter, gradient, master, optimizer state, average,
+        """Bytes at rest on this rank's device, by category (parameter, gradient, master, optimizer state, average,
         bucket, gathered, activation checkpoint), and what is offloaded as ``"optimizer state (host)"`` or
         ``"... (disk)"``: a dictionary that prints as a table. Of activation checkpoints the most that a step has kept.
         After fit: as they were when it ended."""

@@ -107,8 +107,8 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
             parameters, their `.grad` and what ``module.state_dict()`` has of them are DTensors (``.full_tensor()`` is
             the whole); checkpoints hold whole tensors. `communication_report` does not count what torch sends for them.
         replicate_size: groups of ranks that each hold all shards (hybrid sharding).
-        param_dtype: None: under ``*-mixed`` the weights that autocast casts at each use rest in its dtype, which
-            changes no bit; ``torch.float32``: none does; another dtype: all parameters rest and compute in it.
+        param_dtype: None: under ``*-mixed`` the weights that autocast casts at each use are kept in its dtype,
+            which changes no bit; ``torch.float32``: none is; another dtype: all parameters are kept and compute in it.
         reduce_dtype: of gradients on the wire and at rest; None is fp32, or the parameter's dtype if wider.
         accumulation: ``"sharded"`` reduces every micro-batch into the shard (stages 2 and 3): averages are summed where
             DDP averages sums, so the last bits of losses and weights differ from DDP's; ``"local"`` keeps full
@@ -183,6 +183,7 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
         for name, value in {**switches, "step_in_backward": step_in_backward}.items():
             config.is_switch(name, value)
         config.one_of("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
+        config.one_of("process_group_backend", process_group_backend, (None, "gloo", "nccl"))
         config.one_of("accumulation", accumulation, ("sharded", "local"))
         config.one_of("granularity", granularity, ("auto", "element", "block", "tensor"))
         config.at_least("prefetch", prefetch, 0)

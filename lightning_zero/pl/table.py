@@ -37,7 +37,7 @@ class MemoryReport(dict[str, int]):
 
 def sized(nbytes: float) -> str:
     """Bytes in a unit that leaves three digits or so: ``"1.23 GB"``."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= 0.9995 * size:
             return f"{nbytes / size:.3g} {unit}" if nbytes < 999.5 * size else f"{nbytes / size:,.0f} {unit}"
     return f"{nbytes:.0f} B"

@@ -52,7 +52,7 @@ def states_of(
         raise ValueError(f"{ranks} ranks cannot be divided into {replicate_size} replicas. Change one of the two.")
     partition, offload, shards = STAGES[stage], offload or Offload(), ranks // replicate_size
     if offload.parameters is not None and not partition.parameter:
-        raise ValueError(f"Parameters rest in full on every rank at stage {stage}: offload them at stage 3.")
+        raise ValueError(f"Parameters are whole on every rank at stage {stage}: offload them at stage 3.")
     declared, resting = PRECISIONS[precision]
     offloaded = round(numel * offload.fraction) if offload.optimizer is not None else 0
     parameter_tier = _TIERS[offload.parameters]

@@ -4,12 +4,13 @@ import csv
 import json
 import logging
 import math
-import os
 import shlex
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from textwrap import fill
+from textwrap import fill, wrap
 from typing import Any, NamedTuple
 
 log = logging.getLogger(__name__)
@@ -19,7 +20,6 @@ RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 HATCHES = {"host": "///", "disk": "xxx"}  # of what rests in another tier than the device, in the picture
 BASELINES = ("DDPStrategy", "SingleDeviceStrategy")  # Lightning's own, which the others are compared with
 LABEL = 32  # characters in a line of a job's name, in the picture
-ROOM = 100  # columns that the table takes; in fewer, each job is a paragraph
 
 
 class Measure(NamedTuple):
@@ -171,33 +171,37 @@ def baselines_of(jobs: Sequence[Mapping[str, Any]]) -> list[int | None]:
 
 
 def print_table(jobs: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> None:
-    """Prints loss, time, memory and bytes of all jobs."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    measures = measures_of(jobs)
-    units = [scale_of(measure, jobs) for measure in measures]
-    columns = [f"{measure.column} {unit}".strip() for measure, (_, unit) in zip(measures, units, strict=True)]
-    console = Console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:  # a file or a pipe has no width of its own
-        console = Console(width=120)
-    table = Table("#", title=title_of(jobs))
-    table.add_column("job", min_width=14, overflow="fold")
-    for name in ("status", *columns):
-        table.add_column(name, justify="right", no_wrap=True)
-    paragraphs = [title_of(jobs)]
+    """Prints loss, time, memory and bytes of all jobs: a line for each, or a paragraph where that is too long."""
+    units = [(measure, *scale_of(measure, jobs)) for measure in measures_of(jobs)]
+    rows = [["#", "job", "status", *(measure.column for measure, _, _ in units)]]
     for job, label in zip(jobs, labels, strict=True):
-        totals = [sum(found.values()) if (found := parts_of(job, measure)) else None for measure in measures]
+        totals = [(parts_of(job, measure), size, unit) for measure, size, unit in units]
         numbers = [
-            "-" if total is None else f"{total / size:.4g}" for total, (size, _) in zip(totals, units, strict=True)
+            f"{sum(parts.values()) / size:.4g} {unit}".rstrip() if parts else "-" for parts, size, unit in totals
         ]
-        status = Text(job["status"], style="green" if job["status"] == FINISHED else "red")
-        table.add_row(str(job["job"]), Text(label), status, *numbers)
-        told = [f"{name} {number}" for name, number in zip(columns, numbers, strict=True) if number != "-"]
-        lines = [(f"#{job['job']} {label}: {job['status']}", ""), (", ".join(told), "    ")]
-        paragraphs += [fill(text, console.width, initial_indent=by, subsequent_indent="    ") for text, by in lines]
-    console.print(table if console.width >= ROOM else Text("\n".join(paragraphs)))
+        rows.append([str(job["job"]), label, job["status"], *numbers])
+    width = shutil.get_terminal_size(fallback=(120, 24)).columns  # a file or a pipe has none of its own
+    lines = _aligned(rows)
+    if max(map(len, lines)) > width:
+        lines = [line for row in rows[1:] for line in _paragraph(rows[0], row, width)]
+    encoding = sys.stdout.encoding or "utf-8"  # which may lack what overrides have
+    print("\n".join([title_of(jobs), *lines]).encode(encoding, "backslashreplace").decode(encoding))
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of columns: number and name of a job to the left, what was measured to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([*map(str.ljust, row[:2], widths[:2]), *map(str.rjust, row[2:], widths[2:])]).rstrip() for row in rows
+    ]
+
+
+def _paragraph(columns: Sequence[str], row: Sequence[str], width: int) -> list[str]:
+    """A row of the table in lines of at most `width`, without what was not measured."""
+    number, label, status, *values = row
+    told = ", ".join(f"{name} {value}" for name, value in zip(columns[3:], values, strict=True) if value != "-")
+    head = wrap(f"#{number} {label}: {status}", width, subsequent_indent="    ")
+    return head + wrap(told, width, initial_indent="    ", subsequent_indent="    ")
 
 
 def title_of(jobs: Sequence[Mapping[str, Any]]) -> str:
@@ -297,11 +301,20 @@ def _scatter(panel: Any, jobs: Sequence[Mapping[str, Any]], time: Measure, memor
         for job in jobs
         if parts_of(job, memory) and parts_of(job, time)
     ]
+    right = max((across for across, _, _ in points), default=0.0) or 1.0
+    top = max((up for _, up, _ in points), default=0.0) or 1.0
+    named: list[tuple[float, float, list[str]]] = []  # points that cannot be told apart share a label
     for across, up, name in points:
         panel.plot(across, up, "o", color="C0")
-        panel.annotate(name, (across, up), xytext=(6, 4), textcoords="offset points", fontsize="small")
+        near = (names for x, y, names in named if abs(x - across) < 0.04 * right and abs(y - up) < 0.08 * top)
+        if (names := next(near, None)) is None:
+            named.append((across, up, names := []))
+        names.append(name)
+    for across, up, names in named:
+        label = fill(", ".join(names), LABEL)
+        panel.annotate(label, (across, up), xytext=(6, 4), textcoords="offset points", fontsize="small")
     panel.set_title("time against memory")
     panel.set_xlabel(f"{memory.title}, {unit}")
     panel.set_ylabel(time.title)
-    panel.set_xlim(0, 1.1 * max((across for across, _, _ in points), default=1.0))
-    panel.set_ylim(0, 1.2 * max((up for _, up, _ in points), default=1.0))
+    panel.set_xlim(0, 1.1 * right)
+    panel.set_ylim(0, 1.2 * top)

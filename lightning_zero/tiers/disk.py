@@ -20,7 +20,7 @@ AT_MOST = 2**30  # bytes of one call; Linux moves no more than 2 GiB in one
 
 
 class DiskError(RuntimeError):
-    """A disk that is a tier is full, or has failed. Fatal to the run: what rested there is lost."""
+    """A disk that is a tier is full, or has failed. Fatal to the run: what was kept there is lost."""
 
 
 @final
@@ -117,7 +117,7 @@ class Disk:
             except OSError as error:
                 raise DiskError(
                     f"Offload(path={str(self.folder)!r}): {doing} {len(view):,} bytes failed: {_said(error)}. What "
-                    "rested there is lost; go on from the last checkpoint."
+                    "was kept there is lost; go on from the last checkpoint."
                 ) from error
             if not moved:
                 raise DiskError(f"Offload(path={str(self.folder)!r}): {doing} ended early: the file was cut short.")

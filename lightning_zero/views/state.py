@@ -25,8 +25,8 @@ class RestingState(StateElsewhere):
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        rests = f"{self.array.dtype} in the tier {self.array.place.tier}"
-        return f"RestingState(shape={tuple(self.shape)}, dtype={self.dtype}, rests as {rests})"
+        kept = f"{self.array.dtype} in the tier {self.array.place.tier}"
+        return f"RestingState(shape={tuple(self.shape)}, dtype={self.dtype}, kept as {kept})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._read().__reduce_ex__(protocol)
