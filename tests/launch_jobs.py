@@ -4,6 +4,7 @@ As a script, one rank that somebody else has started: `launch_jobs.py STAGE FILE
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,13 @@ from lightning_zero import ZeroStrategy
 BOTH = {"wait_timeout": 20, "units": "modules"}
 
 
+class Seeded(Classifier):
+    """A fork server that this process has already started knows no seed, or an older one: Lightning sends it none."""
+
+    def setup(self, stage: str) -> None:
+        os.environ["PL_GLOBAL_SEED"] = "1"
+
+
 def start_ranks_and_go_on(method: Any, stage: int | None, folder: Path) -> dict[str, Any]:
     """Fits, saves, tests the best, and fits on with another trainer: all asked for by this process, which trains
     nothing itself. `stage` None is DDP."""
@@ -28,7 +36,7 @@ def start_ranks_and_go_on(method: Any, stage: int | None, folder: Path) -> dict[
         return ZeroStrategy(stage, start_method=method, **BOTH)
 
     L.seed_everything(1, verbose=False)
-    model = Classifier()
+    model = Seeded()
     best = ModelCheckpoint(folder, monitor="val_loss")
     run = trainer(strategy(), 2, callbacks=[best], enable_checkpointing=True)
     run.fit(model, loader(), loader(seed=1))

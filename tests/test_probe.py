@@ -122,6 +122,23 @@ def test_what_cannot_be_tried_is_not_trusted() -> None:
     assert told == "could not be tried on small tensors (RuntimeError: needs a certain device)"
 
 
+@pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0)])
+def test_a_scheduler_that_begins_with_no_learning_rate_hides_nothing(lr: Any) -> None:
+    assert why_not_in_pieces(made("Plain", WHOLE[next(iter(WHOLE))])(parameters(), lr=lr)) == BY_TENSOR
+
+
+def test_an_optimizer_that_changes_nothing_when_it_is_tried_steps_pieces_and_is_told_of() -> None:
+    def set_up(comm: Comm) -> bool:
+        model = nn.Linear(4, 4)
+        engine = Engine(model, [made("Idle", lambda p, state: 0 * p.grad)(model.parameters())], stage=2, comm=comm)
+        steps_pieces = not engine.imbalance
+        engine.close()
+        return steps_pieces
+
+    with pytest.warns(UserWarning, match=r"Idle changed nothing when it was tried.*granularity='tensor'"):
+        assert ThreadWorld(2, 10).run(set_up) == [True, True]
+
+
 def test_state_is_counted_without_a_step_of_the_optimizer() -> None:
     held = parameters((4, 4))
     held[0].grad = torch.ones(4, 4)

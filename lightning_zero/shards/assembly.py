@@ -22,7 +22,7 @@ from lightning_zero.shards.gradient import Bucket, BucketPool, GradientShard
 from lightning_zero.shards.group import Kind, Setting, ShardGroup, slot_of
 from lightning_zero.shards.local import local_of, refuse_other_meshes
 from lightning_zero.shards.offload import Machine, choose_offloaded
-from lightning_zero.shards.probe import BLOCK, BY_ALL, BY_BLOCK, BY_TENSOR, why_not_in_pieces
+from lightning_zero.shards.probe import BLOCK, BY_ALL, BY_BLOCK, BY_TENSOR, NOTHING, why_not_in_pieces
 from lightning_zero.shards.unit import Unit
 from lightning_zero.shards.units import UnitSpec
 from lightning_zero.shards.window import set_grad_dtype
@@ -289,6 +289,12 @@ def choose_stepped(optimizers: Sequence[Optimizer], options: Options, is_divided
         if reason is not None and (asked == "element" or (asked == "block" and reason != BY_BLOCK)):
             told = f"{kind} {reason}, and steps pieces: not DDP's numbers. granularity='auto' gives it what it needs"
             warnings.warn(f"{told}; granularity={asked!r} was asked for.", stacklevel=2)
+        elif reason == NOTHING and asked == "auto":
+            warnings.warn(
+                f"{kind} {NOTHING}: whether it looks at whole ones is not known, and it steps pieces. If it looks at "
+                "whole ones, write granularity='tensor'.",
+                stacklevel=2,
+            )
         elif reason not in (None, BY_TENSOR, BY_BLOCK) and not (asked == "tensor" and reason != BY_ALL):
             raise ValueError(
                 f"{kind} {reason}, and each rank steps only a part of them: the result would be wrong. Use stage=0, or "

@@ -41,6 +41,7 @@ BLOCK = 256  # elements that 8-bit state is kept of under one scale (Dettmers et
 BY_BLOCK = f"looks at blocks of {BLOCK} elements"
 BY_TENSOR = "looks at whole tensors"
 BY_ALL = "looks at all parameters together"
+NOTHING = "changed nothing when it was tried on small tensors"
 BY_CHANCE = "draws random numbers, other ones in each process"
 
 Groups = Sequence[Sequence[Tensor]]  # as an optimizer has them
@@ -48,14 +49,14 @@ Groups = Sequence[Sequence[Tensor]]  # as an optimizer has them
 
 def why_not_in_pieces(optimizer: Optimizer) -> str | None:
     """What is wrong with a step on pieces of the parameters; None where nothing is."""
-    if type(optimizer) in ELEMENT_WISE:
+    if type(optimizer) in ELEMENT_WISE or not any(group["params"] for group in optimizer.param_groups):
         return None
     try:
         with _trying(), torch.inference_mode(False), torch.no_grad():
             steps = [_step_of(optimizer, number) for number in range(len(MOMENTS))]
             whole = list(_updates(optimizer, steps, 1, _all_of_it))
             if not any(update.any() for updates in whole for update in updates):
-                return "changed nothing when it was tried on small tensors"
+                return NOTHING
             if _comes_to(whole, optimizer, steps, _a_run_of_it):
                 return None
             if _comes_to(whole, optimizer, steps, _some_blocks_of_it):
@@ -293,6 +294,9 @@ def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
             continue
         own[name] = _copied(value, memo) if isinstance(value, Optimizer) else copy.deepcopy(value, memo)
     for group in trial.param_groups:
-        if isinstance(group.get("lr"), float | int):
-            group["lr"] = 0.01  # a scheduler may begin with none
+        lr = group.get("lr")  # a scheduler may begin with none
+        if isinstance(lr, Tensor):
+            group["lr"] = torch.full_like(lr, 0.01)
+        elif isinstance(lr, float | int):
+            group["lr"] = 0.01
     return trial
