@@ -246,21 +246,6 @@ class Spec:
     trunk: tuple[Part, ...]
 
 
-def goes_apart(parts: tuple[Part, ...]) -> bool:
-    """Whether ranks use different parts."""
-    return any(part.used in ("even ranks", "ranks in turn") or goes_apart(part.children) for part in parts)
-
-
-def reads_in_backward(parts: tuple[Part, ...], *, recomputed: bool = False) -> bool:
-    """Whether a weight is borrowed where a checkpoint recomputes."""
-    return any(
-        (recomputed or part.checkpointed)
-        if part.kind == "borrowed"
-        else reads_in_backward(part.children, recomputed=recomputed or part.checkpointed)
-        for part in parts
-    )
-
-
 def build(spec: Spec, seed: int) -> Model:
     return seeded(lambda: Model(spec), seed)
 

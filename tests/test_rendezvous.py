@@ -2,22 +2,26 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import user_jobs
+from cover import name_of, pairwise
 from lightning_zero.run.plan import Residents
 from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.wire.comm import Comm, Gather, RankTimeoutError
 from lightning_zero.wire.mesh import Mesh
 from lightning_zero.wire.threads import ThreadWorld
+from models import seeded
 from ranks import RankPool
-from unit_jobs import assert_same_bits, on_engine, on_one_device, state_of, tower, x
+from unit_jobs import WIDTH, assert_same_bits, on_engine, on_one_device, state_of, tower, x
 
 DDP = "ddp_find_unused_parameters_true"
 STAGES = [0, 1, 2, 3]
@@ -305,6 +309,101 @@ def test_a_teacher_runs_beside_the_student(stage: int) -> None:
     expected = on_one_device(tower(), act)
     for found in on_engine(tower(), act, stage):
         assert_same_bits(found, expected)
+
+
+# -- one rank alone, where no gathers tell the others
+
+
+def looks_in_forward(model: Any, hidden: Tensor) -> Tensor:
+    model[0].weight.norm().item()
+    return model(hidden)
+
+
+def looks_in_backward(model: Any, hidden: Tensor) -> Tensor:
+    output = model(hidden)
+    output.register_hook(lambda grad: grad + model[0].weight.norm() * 0)  # before the first gradient of a parameter
+    return output
+
+
+def looks_in_the_middle_of_backward(model: Any, hidden: Tensor) -> Tensor:
+    hidden = model[:3](hidden)
+    hidden.register_hook(lambda grad: grad + model[0].weight.norm() * 0)
+    return model[3:](hidden)
+
+
+def looks_in_a_block_that_recomputes(model: Any, hidden: Tensor) -> Tensor:
+    def block(hidden: Tensor) -> Tensor:  # with modules on both sides, which take over what has been edited
+        return model[2](model[1](hidden) + model[3].weight.float().sum() * 0)
+
+    return model[3:](checkpoint(block, model[0](hidden), use_reentrant=False))
+
+
+def has_no_gradient(model: Any, hidden: Tensor) -> Tensor:
+    return torch.zeros(1, requires_grad=True)
+
+
+def zero(model: Any, hidden: Tensor) -> Tensor:
+    return model(hidden) * 0
+
+
+def looks_at_gradients(model: Any, hidden: Tensor) -> Tensor:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.norm()
+    return model(hidden)
+
+
+LOOKS = [looks_in_forward, looks_in_backward, looks_in_a_block_that_recomputes, looks_at_gradients, has_no_gradient]
+FEW_BUCKETS = 2 * 8 * WIDTH  # bytes: no two layers travel at a time
+
+
+def train_while_rank_0(does: Any, stage: int, dtype: torch.dtype | None, micros: int, **options: Any) -> Any:
+    """Gradients are accumulated; rank 0 does something in each micro-batch but the first one."""
+    start = seeded(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(5)]))
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        for step in range(2):
+            for micro in range(micros):
+                is_mine = comm.rank == 0 and (step, micro) != (0, 0)
+                autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is not None, cache_enabled=False)
+                with engine.accumulating() if micro < micros - 1 else nullcontext():
+                    with engine.forward(), autocast:
+                        loss = (does if is_mine else nn.Module.__call__)(model, x(1.0 + step + comm.rank)).sum()
+                    with engine.backward():
+                        loss.backward()
+                if is_mine and does is looks_at_gradients:
+                    model[0].weight.grad.norm()
+            optimizer.step()
+            optimizer.zero_grad()
+        return state_of(model, engine)
+
+    options = {"autocast_dtype": dtype, "unit_classes": ("Linear",), "bucket_bytes": FEW_BUCKETS, **options}
+    return on_engine(start, act, stage, **options)
+
+
+@pytest.mark.parametrize(
+    ("does", "stage", "dtype", "micros", "overlap"),
+    pairwise(LOOKS, STAGES, DTYPES, [1, 2], [True, False]),
+    ids=name_of,
+)
+def test_one_rank_may_look_or_have_no_gradient_while_others_wait_for_its_reductions(
+    does: Any, stage: int, dtype: torch.dtype | None, micros: int, overlap: bool
+) -> None:
+    """A model has more buckets of gradients than travel at a time, and so waits in the middle of backward."""
+    found = train_while_rank_0(does, stage, dtype, micros, overlap=overlap)
+    same = zero if does is has_no_gradient else nn.Module.__call__
+    expected = train_while_rank_0(same, stage, dtype, micros, overlap=overlap)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_two_byte_weight_that_one_rank_reads_in_the_middle_of_backward_is_named(stage: int) -> None:
+    """At stage 3 this works, too: there ranks come together in backward."""
+    with pytest.raises(RankTimeoutError) as raised:
+        train_while_rank_0(looks_in_the_middle_of_backward, stage, torch.bfloat16, 1, wait_timeout=1)
+    places = ["the all-gather of 0.weight", "the reduction of the gradients of model"]
+    assert any(place in str(raised.value) for place in places)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

@@ -48,6 +48,7 @@ def on_engine(
     *,
     world: int = 2,
     prepare: Callable[[nn.Module], nn.Module] = lambda model: model,
+    wait_timeout: float = 10,
     **options: Any,
 ) -> list[Any]:
     """The results of all ranks, in order. Each rank's copy of the model goes through `prepare` first."""
@@ -58,7 +59,7 @@ def on_engine(
         engine = Engine(model, [optimizer], stage=stage, comm=comm, options=Options(**options))
         return act(model, engine, optimizer, comm)
 
-    return [rank_main(LocalComm())] if world == 1 else ThreadWorld(world, 10).run(rank_main)
+    return [rank_main(LocalComm())] if world == 1 else ThreadWorld(world, wait_timeout).run(rank_main)
 
 
 def state_of(model: nn.Module, engine: Engine | None) -> dict[str, Tensor]:

@@ -66,7 +66,8 @@ class Engine:
     2. `backward` gathers a unit again when autograd asks for what it saved of it. Each gradient is collected as it
        comes; when those of a group are complete, they are reduced bucket by bucket, in the same order on all ranks.
     3. `step` (a hook on every `optimizer.step`) first makes the ranks agree on which parameters have a gradient: the
-       one message of a step beside its data. For the step itself, a parameter *is* the piece that this rank owns.
+       one message of a step beside its data. (At stages 0 to 2, where not all buckets can travel at once, there is one
+       more before the first.) For the step itself, a parameter *is* the piece that this rank owns.
     4. After it the new values go where forward reads them: at stages 1 and 2 all ranks gather them at once.
 
     All ranks start from rank 0's parameters and buffers. Without optimizers only parameters are partitioned. On one
@@ -244,7 +245,7 @@ class Engine:
         self.catch_up()  # the gradients that are to come take the place of those that are to be stepped
         with no_interception(), torch.no_grad():
             self.loans.take_back_gradients()  # what is stored from here on is of this backward
-        if self.reductions.stage is Stage.UNSETTLED:
+        if self.reductions.stage is Stage.UNSETTLED or self.rendezvous.is_awaited:
             self.rendezvous.meet_all()
         self.schedule.start_pass()
         self.reductions.stage = Stage.COLLECTING
@@ -253,7 +254,9 @@ class Engine:
     def _end_backward(self) -> None:
         self._phases.leave(Phase.BACKWARD)
         with no_interception(), torch.no_grad():
-            self.reductions.end_backward(starts_all=not self.cache.units)
+            if self.reductions.has_gradients:
+                self.rendezvous.start_reductions(len(self.reductions.shards))
+            self.reductions.end_backward()
             is_settled_now = not self.partition.optimizer or self.options.step_in_backward
             if is_settled_now and self.reductions.stage is Stage.UNSETTLED:
                 self.rendezvous.meet()  # `p.grad` is what is reduced, and must not be added to meanwhile; or is stepped

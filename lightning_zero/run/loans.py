@@ -33,6 +33,7 @@ class Loans(Lender, GradientLender):
     def __init__(self, groups: list[ShardGroup]) -> None:
         self.groups = groups
         self._declared: dict[ShardGroup, Tensor] = {}  # (N * S,) in the declared dtype, lent
+        self._in_blocks: dict[ShardGroup, Tensor] = {}  # of those, what blocks that recompute have read in this pass
         self._pinned: dict[Unit, None] = {}  # of whose values views may be held
         self._gradients: dict[Slot, Tensor] = {}  # whole ones, of which views may be held
         self._noted: dict[Slot, Stored] = {}  # what parameters are to have the values of
@@ -51,7 +52,7 @@ class Loans(Lender, GradientLender):
         self.saved = saved
         self._units = {group: unit for unit in cache.units for group in unit.groups}
         self._numbers = {
-            group: rendezvous.enroll(group.name, partial(self._serve, group))
+            group: rendezvous.enroll(f"the all-gather of {_told_of(group)}", partial(self._serve, group))
             for group in self.groups
             if group.is_cut and not group.is_plain
         }
@@ -176,7 +177,12 @@ class Loans(Lender, GradientLender):
 
     def _borrow_declared(self, group: ShardGroup) -> Tensor:
         if group not in self._declared:
-            self._declared[group] = self.declared(group)
+            again = self._in_blocks.get(group)
+            self._declared[group] = self.declared(group) if again is None else again
+        # Where nothing is gathered in backward, ranks do not come together in its middle: who recomputes finds there
+        # what its forward has read.
+        if group.stays_full and torch.is_grad_enabled() and self.saved.is_inside_others:
+            self._in_blocks[group] = self._declared[group]
         return self._declared[group]
 
     def _end_call(self, unit: Unit, notes: bool, recomputes: bool) -> None:
@@ -268,6 +274,12 @@ class Loans(Lender, GradientLender):
 
     # -- boundaries
 
+    def settle_in_pass(self) -> None:
+        """`settle` in the middle of a forward: its backward is still to come."""
+        in_blocks = dict(self._in_blocks)
+        self.settle()
+        self._in_blocks = in_blocks
+
     def settle(self) -> None:
         """Ends all loans, with the edits that were made meanwhile."""
         with torch.no_grad(), no_interception():
@@ -285,6 +297,7 @@ class Loans(Lender, GradientLender):
                     self._units[group].wait()  # what is under way would undo the edit
                 group.take_edits(full)
             self._declared.clear()
+            self._in_blocks.clear()
             for unit in self._pinned:
                 for group in unit.groups:
                     if not group.upcasts and group.full_param is not None:
@@ -292,6 +305,12 @@ class Loans(Lender, GradientLender):
                         group.take_edits(group.full_param)
                 self.cache.unpin(unit)
             self._pinned.clear()
+
+
+def _told_of(group: ShardGroup) -> str:
+    """For messages: its parameters."""
+    first, *others = (slot.name for slot in group.slots)
+    return f"{first} and {len(others)} more parameters" if others else first
 
 
 def _keep_until_boundary(*_: object) -> None:

@@ -4,6 +4,7 @@ The order starts as the reverse of the model's and is then learnt from rank 0's 
 survives models whose backward runs in another order than their modules stand in.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import final
@@ -42,7 +43,7 @@ class Reductions:
         self._overlap = overlap
         self._lender = lender
         self._interception = interception
-        self._started = 0  # how many of self.shards
+        self.started = 0  # how many of self.shards
         self._ready_order: list[GradientShard] = []
         self._order_learnt = False
         self.stage = Stage.CLEAR
@@ -58,6 +59,16 @@ class Reductions:
         self.shards = [*self.shards, *shards]
         self.pools = [*self.pools, *pools]
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether one reduction may wait for another, and so for another rank, before a backward has ended."""
+        chunks = Counter({pool: -pool.size for pool in self.pools})
+        for shard in self.shards:
+            if shard.travels:
+                chunks[shard.pool] += len(shard.group.layout.chunks)
+        in_order = any(shard.group.comm.keeps_order for shard in self.shards)
+        return in_order or self.step is not None or any(more > 0 for more in chunks.values())
+
     # -- in backward
 
     def collect(self, slot: Slot) -> bool:
@@ -65,7 +76,7 @@ class Reductions:
         shard = slot.gradient
         assert shard is not None
         was_complete = shard.is_complete
-        if was_complete and self.shards.index(shard) < self._started:
+        if was_complete and self.shards.index(shard) < self.started:
             raise RuntimeError(
                 f"Parameter {slot.name!r} received a second gradient in one backward, after its first was sent to the "
                 "other ranks: it is used in several reentrant activation checkpoints. Write "
@@ -86,15 +97,19 @@ class Reductions:
 
     def start(self, number: int) -> None:
         """Sends the first `number` groups of the agreed order, but for those that have been sent."""
-        if number <= self._started:
+        if number <= self.started:
             return
         with no_interception(), torch.no_grad():
-            for shard in self.shards[self._started : number]:
+            for shard in self.shards[self.started : number]:
                 shard.begin_reduce()
                 if self.step is not None:
                     self._step_reduced()
                     self._unstepped += [shard] if shard.is_complete else []
-        self._started = number
+        self.started = number
+
+    def start_all(self) -> None:
+        """Sends what has not been sent."""
+        self.start(len(self.shards))
 
     def _step_reduced(self) -> None:
         """Steps what is reduced, while the latest is under way: gradients of two groups are there at a time."""
@@ -110,9 +125,13 @@ class Reductions:
             self.step(slots)
         shard.let_go()
 
-    def end_backward(self, *, starts_all: bool) -> None:
-        """A backward has ended: what it left only accumulates, or is reduced: when ranks agree, or at once if this
-        `starts_all`."""
+    @property
+    def has_gradients(self) -> bool:
+        """Whether this rank has any to reduce."""
+        return self.is_on and any(shard.used for shard in self.shards)
+
+    def end_backward(self) -> None:
+        """A backward has ended: what it left only accumulates, or is reduced when ranks agree."""
         if not self.is_on:
             self.stage = Stage.CLEAR
             for shard in self.shards:
@@ -120,8 +139,6 @@ class Reductions:
             self._clear()
             return
         self.stage = Stage.UNSETTLED
-        if starts_all and any(shard.used for shard in self.shards):
-            self.start(len(self.shards))
         for shard in self.shards:  # until then parameters ask for gradients, and what autograd may add goes beside
             if shard.is_spread and self.step is None:
                 for index in shard.used:
@@ -186,7 +203,7 @@ class Reductions:
 
     def _show_averages(self, having: Sequence[Sequence[Slot]]) -> None:
         """What had a gradient on any rank shows the averaged one; other `p.grad` stays."""
-        self.start(len(self.shards))  # all start before the first wait: another rank may be out of buckets
+        self.start_all()  # all start before the first wait: another rank may be out of buckets
         for pool in self.pools:
             pool.drain()
         for shard, slots in zip(self.shards, having, strict=True):
@@ -241,7 +258,7 @@ class Reductions:
         self._clear()
 
     def _clear(self) -> None:
-        self._started, self._ready_order = 0, []
+        self.started, self._ready_order = 0, []
         self._unstepped.clear()
         self._stepped.clear()
 

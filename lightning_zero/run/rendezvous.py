@@ -62,6 +62,7 @@ class _Round:
     begins: tuple[int, bool] | None = None  # what was used first, and whether gradients were on
     complete: dict[int, int] = field(default_factory=dict)  # use -> gradient groups that were complete on all ranks
     in_flight: dict[int, Gather] = field(default_factory=dict)  # unit -> its gather, until it tells who diverges
+    reduces: bool = False  # all ranks are known to reduce the gradients of this round
 
 
 @final
@@ -82,6 +83,7 @@ class Rendezvous:
         self._plans: dict[int, Plan] = {}  # kind of a round (the digest of its uses) -> its plan
         self._next: dict[tuple[int, int], int] = {}  # what came before a round -> its kind, the last time
         self._beginnings: dict[tuple[int, bool], int] = {}  # how a round begins -> its kind
+        self._was_early = False  # when it last met
         self._before = (0, 0)  # kind of the last round with uses in which all ranks went one way; empty ones since
 
     def enroll(self, label: str, serve: Callable[[bool], None]) -> int:
@@ -114,10 +116,18 @@ class Rendezvous:
         self._round.uses.append(number)
         self._round.digest = (self._round.digest * 1_000_003 + number + 1) % _HASH
 
+    @property
+    def _to_reduce(self) -> int:
+        """What a rank wants that is about to reduce."""
+        return len(self._units) + len(self._calls)
+
     def _serve(self, wants: Iterable[int], own: int | None) -> None:
         """Does all that is wanted, and keeps what this rank wants."""
         for want in wants:
-            if want >= len(self._units):
+            if want == self._to_reduce:
+                if own is None:  # this rank has no gradients, and contributes zeros
+                    self._reductions.start_all()
+            elif want >= len(self._units):
                 self._calls[want - len(self._units)].serve(want == own)
             elif want == own:
                 self._cache.gather(want)
@@ -164,6 +174,10 @@ class Rendezvous:
                 return
             marks = marks and not step.gathers
         self._stop()
+
+    def _leave_plan(self) -> None:
+        if (plan := self._round.plan) is not None:
+            self._diverge(plan, len(self._round.uses) - self._round.start)  # at its end there is nothing to mark
 
     def _learn_of_divergence(self, numbers: Iterable[int]) -> bool:
         """Whether a rank has marked one of these gathers; then nobody follows the plan any longer."""
@@ -214,7 +228,7 @@ class Rendezvous:
 
     def _exchange(self, number: int | None, *, early: bool = False) -> _Heard:
         """Says what this rank wants (None: nothing more in this round), and hears what the others want."""
-        known = len(self._units) + len(self._calls)
+        known = self._to_reduce + 1
         wants = bytearray(known)
         if number is not None:
             wants[number] = 1
@@ -230,7 +244,7 @@ class Rendezvous:
             units = [f"the all-gather of {unit.name or 'the model'}" for unit in self._units]
             wanted = "the agreement that ends a step or an evaluation"
             if number is not None:
-                wanted = [*units, *(call.label for call in self._calls)][number]
+                wanted = [*units, *(call.label for call in self._calls), "the reductions of a backward"][number]
             error.place = f"{wanted}, on rank {self._comm.rank}"
             raise
         wanted, one, other, anybody, statement = heard.split([known, len(same), len(same), 1, len(said) - len(mine)])
@@ -248,8 +262,8 @@ class Rendezvous:
         if self._is_alone:
             self._settle(self._reductions.statement())
             return False
-        if (plan := self._round.plan) is not None:
-            self._diverge(plan, len(self._round.uses) - self._round.start)  # at its end there is nothing to mark
+        self._leave_plan()
+        self._was_early = early
         while (heard := self._exchange(None, early=early)).wants:
             self._serve(heard.wants, None)
         self._learn(heard.agree)
@@ -268,6 +282,22 @@ class Rendezvous:
             if comm.size > 1:
                 statement = comm.host.all_reduce(statement, "settle", "max")
         self._reductions.settle(statement)
+
+    def start_reductions(self, number: int) -> None:
+        """Starts the first `number` reductions, unless gathers tell when all ranks do.
+
+        A reduction may wait for another rank, which would not come if it wanted something alone, or had no gradients:
+        so ranks serve each other until all are about to reduce, or have nothing more to do in this round.
+        """
+        if self._units or number <= self._reductions.started:
+            return
+        if self._reductions.may_wait and not self._round.reduces:
+            self._round.reduces = True
+            self._leave_plan()
+            with no_interception(), torch.no_grad():
+                while (wants := self._exchange(self._to_reduce).wants) != [self._to_reduce]:
+                    self._serve(wants, self._to_reduce)
+        self._reductions.start(number)
 
     def settle_gradients(self) -> None:
         """Makes ranks agree on which parameters have gradients, if they have not yet."""
@@ -289,6 +319,11 @@ class Rendezvous:
         """`meet`, where ranks may want anything that others must serve first."""
         if self.may_be_wanted:
             self.meet_all()
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether others wait until this rank, which was early, meets them once more."""
+        return self._was_early and self.may_be_wanted
 
     @property
     def may_be_wanted(self) -> bool:

@@ -140,7 +140,7 @@ class Schedule:
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._catch_up(groups)
             if any(self._loans.is_lent(group) for group in groups):
-                self._loans.settle()  # the copy may have been edited, and what rests would be stale
+                self._loans.settle_in_pass()  # the copy may have been edited, and what rests would be stale
             shown = {}
             if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == resting:
                 for name, (parameter, slot) in own.items():
@@ -178,8 +178,8 @@ class Schedule:
                 if slot.parameter.grad is None:
                     return  # a hook of the user's has had it
             self._enter_backward(slot)
-            if self._reductions.collect(slot) and not self._cache.units:  # else ranks agree on it, as they gather
-                self._reductions.start(self._reductions.count_complete())
+            if self._reductions.collect(slot):
+                self._rendezvous.start_reductions(self._reductions.count_complete())
 
         parameter, trains_now = slot.parameter, slot.parameter.requires_grad
         parameter.requires_grad_(True)  # torch hooks only what trains; `toggle_optimizer` may thaw it later

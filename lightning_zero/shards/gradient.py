@@ -79,6 +79,11 @@ class BucketPool:
         is_wide = bucket.total.dtype == dtype and bucket.total.numel() >= width
         return is_wide and (bucket.full.numel() > 0 or not packs)
 
+    @property
+    def size(self) -> int:
+        """How many chunks can be in flight."""
+        return len(self._buckets)
+
     def take(self) -> Bucket:
         self._buckets.rotate(-1)
         self._buckets[-1].settle()

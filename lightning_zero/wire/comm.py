@@ -117,6 +117,8 @@ class Comm(ABC):
     # How `all_gather` tells that a rank diverges. False: once the gather is complete, and its rows are then void.
     # True: on the device, so reading it at once would synchronise with it; the rows are valid.
     learns_late = False
+    # Whether an operation on arrays waits for those that this rank has issued before it.
+    keeps_order = False
 
     def __init__(self, rank: int, size: int, *, sanitize: bool = False) -> None:
         self.rank = rank

@@ -30,6 +30,7 @@ class NativeComm(Comm):
     """
 
     learns_late = True
+    keeps_order = True
 
     def __init__(self, group: dist.ProcessGroup, control: GlooComm) -> None:
         super().__init__(control.rank, control.size, sanitize=control.sanitize)
