@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_zero import ActivationCheckpointing, Checkpoint, Offload, ZeroStrategy
+from lightning_zero.pl import ranks
 from lightning_zero.pl.elsewhere import ELSEWHERE
 
 OURS = signature(ZeroStrategy).parameters
@@ -89,6 +90,13 @@ def test_natural_spellings_mean_what_they_say() -> None:
     assert ActivationCheckpointing("Block") == ActivationCheckpointing(modules="Block")
     with pytest.raises(ValueError, match="Give `path` exactly when a tier is 'nvme'"):
         ZeroStrategy(offload="nvme")  # type: ignore[arg-type]
+
+
+def test_in_a_notebook_ranks_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ZeroStrategy()._start_method == "popen"
+    monkeypatch.setattr(ranks, "_IS_INTERACTIVE", True)
+    assert ZeroStrategy()._start_method == "fork"
+    assert ZeroStrategy(start_method="spawn")._start_method == "spawn"
 
 
 def test_arguments_that_ddp_has_too_mean_what_they_mean_there() -> None:
