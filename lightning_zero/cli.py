@@ -23,6 +23,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence, Sized
+from contextlib import suppress
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +113,7 @@ def _about(width: int) -> str:
 
 def _add_plan(one: argparse.ArgumentParser) -> None:
     tiers, precisions = ("cpu", "nvme"), "32-true bf16-mixed 16-mixed bf16-true 16-true 64-true".split()
-    one.add_argument("--parameters", type=_positive, required=True, help="of the model, such as 7e9")
+    one.add_argument("--parameters", type=_numel, required=True, help="of the model, such as 7e9 or 7B")
     one.add_argument("--ranks", type=int, required=True, help="processes, one for each GPU")
     one.add_argument("--stage", type=int, choices=(1, 2, 3), help="all three by default")
     one.add_argument("--precision", choices=precisions, default="32-true", help="as the Trainer has it")
@@ -148,10 +149,16 @@ def _place(text: str) -> str:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
+    with suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+
+
+def _numel(text: str) -> float:
+    """``7e9``, ``7B``, ``350M``."""
+    size = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper())
+    return _positive(text) if size is None else _positive(text[:-1]) * size
 
 
 def _inspect(options: argparse.Namespace) -> None:

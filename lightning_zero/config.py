@@ -7,8 +7,9 @@ dataclass: an unknown key or an impossible combination names what was found and 
 import difflib
 import importlib
 import math
+import os
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -22,7 +23,7 @@ _FULL_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64":
 _DTYPES = {name: getattr(torch, full) for short, full in _FULL_NAMES.items() for name in (short, full)}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Offload:
     """Where tensors are kept between uses (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857).
 
@@ -45,6 +46,7 @@ class Offload:
     """
 
     optimizer: Tier | None = None
+    _: KW_ONLY
     parameters: Tier | None = None
     path: str | Path | None = None
     fraction: float = 1.0
@@ -70,7 +72,10 @@ class Offload:
                 f"Offload(path={self.path!r}) does not match its tiers (optimizer={self.optimizer!r}, "
                 f"parameters={self.parameters!r}). Give `path` exactly when a tier is 'nvme'."
             )
-        if not 0.0 < self.fraction <= 1.0:
+        if self.path is not None and not isinstance(self.path, str | os.PathLike):
+            raise TypeError(f"Offload(path={self.path!r}) is not the path of a folder.")
+        is_switch("Offload: pin_memory", self.pin_memory)
+        if not _is_positive(self.fraction) or self.fraction > 1.0:
             raise ValueError(f"Offload(fraction={self.fraction!r}) must lie in (0, 1]. Leave it out to offload all.")
 
     @property
@@ -79,7 +84,7 @@ class Offload:
         return dtype_from(self.state_dtype, "Offload(state_dtype)")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ActivationCheckpointing:
     """Which modules recompute their activations in backward, and where the checkpoints are kept (ZeRO-R, section 6.1).
 
@@ -100,6 +105,7 @@ class ActivationCheckpointing:
     """
 
     modules: Any = "auto"
+    _: KW_ONLY
     partition: bool = False
     offload: bool = False
     contiguous: bool = False
@@ -120,7 +126,7 @@ class ActivationCheckpointing:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Checkpoint:
     """How `Trainer.save_checkpoint` writes.
 
@@ -134,6 +140,7 @@ class Checkpoint:
     """
 
     format: Literal["sharded", "full"] = "sharded"
+    _: KW_ONLY
     async_save: bool = False
 
     def __post_init__(self) -> None:
@@ -202,9 +209,11 @@ def seconds_from(value: timedelta | float, argument: str) -> timedelta:
 
 
 def bytes_from_mib(value: Any, argument: str) -> int:
-    """The bytes of a positive number of MiB; ValueError for anything else."""
+    """The bytes of a positive number of MiB, of at most a TiB; ValueError for anything else."""
     if not _is_positive(value):
         raise ValueError(f"{argument}={value!r} must be a positive number of MiB; the default is 25.")
+    if value > 2**20:
+        raise ValueError(f"{argument}={value!r} is more than a TiB: it counts MiB, not bytes or elements. Default: 25.")
     return int(value * 2**20)
 
 

@@ -134,6 +134,8 @@ def test_the_commands_are_the_ones_there_are(capsys: pytest.CaptureFixture[str])
     [
         ([], "the following arguments are required: COMMAND"),
         (["plan", "--parameters", "7e9"], "the following arguments are required: --ranks"),
+        (["plan", "--parameters", "7 billion", "--ranks", "8"], "7 billion is not a positive number"),
+        (["plan", "--parameters", "B", "--ranks", "8"], "is not a positive number"),
         (["plan", "--parameters", "7e9", "--ranks", "0"], "0 ranks cannot be divided into 1 replicas"),
         (["plan", "--parameters", "7", "--ranks", "8", "--stage", "2", "--offload-parameters", "cpu"], "at stage 3"),
         (["inspect"], "the following arguments are required: DIR"),
@@ -144,7 +146,7 @@ def test_the_commands_are_the_ones_there_are(capsys: pytest.CaptureFixture[str])
         (["consolidate", "a", "b", "--safetensors", "--objects"], "--objects has nothing to do with --safetensors"),
         (["consolidate", "a", "b", "--safetensors", "--shard-gb", "0"], "0 is not a positive number"),
         (["consolidate", "a", "b", "--safetensors", "--shard-gb", "nan"], "nan is not a positive number"),
-        (["consolidate", "a", "b", "--safetensors", "--shard-gb", "two"], "invalid"),
+        (["consolidate", "a", "b", "--safetensors", "--shard-gb", "two"], "two is not a positive number"),
     ],
     ids=" ".join,
 )

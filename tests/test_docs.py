@@ -16,6 +16,7 @@ import lightning as L
 import pytest
 import torch
 import yaml
+from hydra import compose, initialize_config_dir
 
 import lightning_zero
 from lightning_zero import Offload, ZeroStrategy, cli
@@ -155,6 +156,18 @@ def test_hydras_command_lines_compose() -> None:
         words = [word for word in shlex.split(line) if word != "-m"]
         for choice in range(max(word.count(",") for word in words) + 1):  # of a sweep, each job
             composed(*(_choose(word, choice) for word in words))
+
+
+def test_the_recipe_for_an_app_of_ones_own_takes_the_pages_command_lines(tmp_path: Path) -> None:
+    page = (DOCS / "hydra.md").read_text()
+    ((_, recipe),) = [block for block in FENCE.findall(page) if block[0] == "yaml"]
+    (tmp_path / "config.yaml").write_text(recipe)
+    lines = re.findall(r"^python train\.py (.*)$", page, flags=re.MULTILINE)
+    assert len(lines) == 2
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        for line in lines:
+            words = [_choose(word, 1) for word in shlex.split(line) if word != "-m"]
+            assert compose("config", words).strategy._target_ == "lightning_zero.ZeroStrategy"
 
 
 def _choose(override: str, number: int) -> str:

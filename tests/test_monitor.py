@@ -150,9 +150,12 @@ def test_a_setting_that_brings_nothing_is_told_in_a_sentence(ranks: int, options
 
     if "offload" in options:
         options = {"offload": Offload(**options["offload"])}
-    text = " ".join(" ".join(table_on(ranks, 2, **options)).split())
+    lines = table_on(ranks, 2, **options)
+    text = " ".join(" ".join(lines).split())
+    assert text.startswith(f"ZeRO stage 2 on {ranks} rank{'s' if ranks > 1 else ''} ")
     every = ("divides nothing", "nothing is sharded", "moves nothing", "outweigh")
     assert sum(sign in text for sign in every) == (told is not None), text
+    assert ("in host memory, and is stepped by" in text) == ("offload" in options)
     assert told is None or told in text
 
 

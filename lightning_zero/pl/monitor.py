@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_zero.pl.advice import Held, advice_for, is_out_of_memory, options_beside_ddp, options_of
 from lightning_zero.pl.checkpointing import CheckpointingStrategy
-from lightning_zero.pl.table import bytes_table, sized
+from lightning_zero.pl.table import bytes_table, ranks_told, sized
 from lightning_zero.run.forecast import bytes_under_ddp, forecast
 from lightning_zero.tiers.ledger import Category
 from lightning_zero.wire.clock import Clock, Mark
@@ -72,7 +72,7 @@ class ZeroMonitor(pl.Callback):
             buckets = isinstance(trainer.strategy, DDPStrategy)
             here = bytes_under_ddp(pl_module, trainer.optimizers, buckets=buckets)
             numel = sum(parameter.numel() for parameter in pl_module.parameters())
-            head = f"{type(trainer.strategy).__name__} on {trainer.world_size} ranks; {numel:,} parameters"
+            head = f"{type(trainer.strategy).__name__} on {ranks_told(trainer.world_size)}; {numel:,} parameters"
             rank_zero_info("\n  ".join([head, *bytes_table(numel, here=here)]))
 
     # -- steps

@@ -30,12 +30,18 @@ def adapt(plugin: Precision) -> Precision:
     class of the user's own overrides is called first, and its `super()` is ours.
 
     Raises:
+        TypeError: for what is no plugin.
         ValueError: for a plugin whose way of storing parameters we do not know.
     """
     if isinstance(plugin, ShardedGradients):
         return plugin
     base = type(plugin)
-    lightnings = next(kind for kind in base.__mro__ if kind.__module__.startswith(("lightning.", "pytorch_lightning.")))
+    names = ("lightning.", "pytorch_lightning.")
+    lightnings = next((kind for kind in base.__mro__ if kind.__module__.startswith(names)), None)
+    if lightnings is None:
+        raise TypeError(
+            f"precision_plugin={plugin!r} is no plugin of Lightning's. Write Trainer(precision=...) instead."
+        )
     if lightnings not in KNOWN:
         raise ValueError(
             f"ZeroStrategy does not work with {base.__name__}: {lightnings.__name__} stores parameters in a way of its "
@@ -43,9 +49,9 @@ def adapt(plugin: Precision) -> Precision:
             "'16-true', or a plugin of your own over one of these."
         )
     adapted = copy.copy(plugin)
-    names = {"__qualname__": base.__qualname__, "__module__": base.__module__}
+    kept = {"__qualname__": base.__qualname__, "__module__": base.__module__}
     bases = (_sharded(lightnings),) if base is lightnings else (base, _sharded(lightnings))
-    adapted.__class__ = type(base.__name__, bases, names)
+    adapted.__class__ = type(base.__name__, bases, kept)
     return adapted
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed import is_initialized
@@ -28,6 +29,12 @@ def warn_of_shared_store() -> None:
             "torchrun's shared store keeps the addresses of dead ranks, and ranks that are started again may "
             "connect to those (pytorch issue 135712). Start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."
         )
+
+
+def start_method_here(asked: str) -> str:
+    """How ranks start: "popen" runs the program again, and a notebook is none. There they are forked, as Lightning's
+    own ``strategy="auto"`` does."""
+    return "fork" if asked == "popen" and _IS_INTERACTIVE else asked
 
 
 @torch.no_grad()

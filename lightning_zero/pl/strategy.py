@@ -38,6 +38,7 @@ from lightning_zero.pl.ranks import (
     mesh_of,
     options_on_machine,
     sampler_kwargs,
+    start_method_here,
     unshare,
     warn_of_shared_store,
     whole_copies_that_fit,
@@ -128,7 +129,8 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
         wait_timeout: how long a rank waits for another one before it says who is missing, in seconds.
         sanitize: compare the signature of every collective across ranks first (slow; for debugging).
         process_group_backend: ``"gloo"``, ``"nccl"``; None chooses by device.
-        start_method: how processes start on one machine; see Lightning's `DDPStrategy`.
+        start_method: how processes start on one machine; see Lightning's `DDPStrategy`. In a notebook ``"popen"``, the
+            default, is ``"fork"``.
         accelerator: like what follows it, as in `DDPStrategy`; the Trainer sets them.
 
     Raises:
@@ -176,7 +178,7 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
-            start_method=start_method,
+            start_method=cast(Any, start_method_here(start_method)),
             timeout=config.seconds_from(timeout, "timeout"),
         )
         switches = {"overlap": overlap, "broadcast_buffers": broadcast_buffers, "sanitize": sanitize}

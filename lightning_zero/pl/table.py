@@ -88,15 +88,22 @@ def table_of(
         *_dtype_lines(engine),
         *(line for sentence in told for line in wrapped(sentence)),
     ]
-    return "\n  ".join([f"ZeRO stage {stage} on {engine.mesh.world.size} ranks", *lines])
+    return "\n  ".join([f"ZeRO stage {stage} on {ranks_told(engine.mesh.world.size)}", *lines])
+
+
+def ranks_told(size: int) -> str:
+    """``"1 rank"``, ``"2 ranks"``."""
+    return f"{size} rank" + "s" * (size != 1)
 
 
 def _mesh_lines(engine: Engine, expected: Forecast) -> list[str]:
     mesh, units = engine.mesh, len(engine.cache.units)
     axes = {"replicas": mesh.replicate.size, "shards": mesh.shard.size, "tensor-parallel": mesh.tensor.size}
-    shape = " x ".join(f"{size} {axis}" for axis, size in axes.items() if size > 1) or "1 rank"
+    shape = " x ".join(f"{size} {axis}" for axis, size in axes.items() if size > 1)
     gathered = f", gathered in {units} units" if units else ""
-    return wrapped(f"{shape}; {expected.numel:,} parameters, groups: {len(engine.groups)}{gathered}")
+    return wrapped(
+        f"{shape}{'; ' if shape else ''}{expected.numel:,} parameters, groups: {len(engine.groups)}{gathered}"
+    )
 
 
 def bytes_table(numel: int, **reports: Mapping[str, int]) -> list[str]:
@@ -177,9 +184,9 @@ def _offload_lines(engine: Engine, optimizers: Iterable[Optimizer]) -> list[str]
         )
         narrow = "" if offload.state_torch_dtype is None else f", rounded to {offload.state_torch_dtype}"
         lines.append(
-            f"Optimizer state of {engine.offloaded_numel:,} elements is kept {rests[offload.optimizer]}{narrow}"
+            f"Optimizer state of {engine.offloaded_numel:,} elements is kept {rests[offload.optimizer]}{narrow}, and "
+            f"is stepped by {kernel}, {when}"
         )
-        lines.append(f"and is stepped by {kernel}, {when}")
         betas = {beta for one in optimizers for group in one.param_groups for beta in group.get("betas", ())}
         stuck = sorted(beta for beta in betas if _is_stuck(beta, offload.state_torch_dtype))
         if stuck:

@@ -7,6 +7,7 @@ and its all-reduce of a few bytes takes three times as long as the messages here
 import itertools
 import pickle
 import re
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,7 +23,7 @@ from lightning_zero.wire.board import Board
 from lightning_zero.wire.comm import Combine, Comm, Gather, RankTimeoutError, Work, place_of
 
 _MADE = itertools.count()  # communicators of this process; all ranks make the same ones, in the same order
-_GRACE = timedelta(seconds=3)  # after a timed-out wait: how long to listen for what the other ranks report
+_GRACE_S = 3.0  # s, after a timed-out wait: how long to listen for what the other ranks report
 
 # Begins the row of a rank that diverges. Such rows are gathered anew before anybody reads them, so values that happen
 # to look like this cost time and nothing else.
@@ -202,11 +203,13 @@ class GlooComm(Comm):
 
     def _lost_in(self, key: str, awaited: int | None, cause: str) -> RankTimeoutError:
         waits_for = "the others" if awaited is None else f"rank {awaited}"
-        details = []
+        closed, details = _CLOSED.search(cause), []
+        # Who closes a connection has reported before; and Lightning's launcher kills this process soon after that one.
+        until = time.monotonic() + _GRACE_S * (1.0 if closed is None else 0.1)
         try:
             store = self._store
             store.set(f"lost/{self.rank}", f"Rank {self.rank} was in {place_of(key)}, waiting for {waits_for}")
-            heard = {peer: _hear(store, peer) for peer in self._peers}
+            heard = {peer: _hear(store, peer, until) for peer in self._peers}
         except Exception as unreachable:  # rank 0, which holds the store, may be the one that died
             heard = {}
             details.append(f"The store on rank 0 does not answer ({type(unreachable).__name__})")
@@ -214,7 +217,7 @@ class GlooComm(Comm):
         failed = [peer for peer, told in heard.items() if told is not None and _FAILED in told]
         suspects = failed or [peer for peer in silent if peer == awaited] or silent
         suspect = suspects[0] if suspects else awaited
-        who, closed = "Another rank" if suspect is None else f"Rank {suspect}", _CLOSED.search(cause)
+        who = "Another rank" if suspect is None else f"Rank {suspect}"
         if failed:
             lost = f"{who} failed"
         elif closed is not None:  # who waits for too long closes what it has, too
@@ -235,12 +238,12 @@ class GlooComm(Comm):
                 self._store.set(f"lost/{self.rank}", f"Rank {self.rank}{_FAILED}{told}")
 
 
-def _hear(store: Any, rank: int) -> str | None:
-    """What a rank says of why it has gone, or where it waits; None where it says nothing."""
-    try:
-        store.wait([f"lost/{rank}"], _GRACE)
-    except RuntimeError:
-        return None
+def _hear(store: Any, rank: int, until: float) -> str | None:
+    """What a rank says of why it has gone, or where it waits; None where it says nothing until then."""
+    while not store.check([f"lost/{rank}"]):  # its `wait` would print warnings of its own
+        if time.monotonic() > until:
+            return None
+        time.sleep(0.02)
     return store.get(f"lost/{rank}").decode()
 
 
