@@ -1,7 +1,7 @@
 """Which combinations of several settings to run where every two of them shall meet, but not every three."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -23,6 +23,17 @@ def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
         missing -= _pairs(best)
         chosen.append(best)
     return [tuple(axis[at] for axis, at in zip(axes, row, strict=True)) for row in sorted(chosen)]
+
+
+def runs_of(names: Sequence[str], precisions_of: Callable[[str], Sequence[str]]) -> list[tuple[str, str, int]]:
+    """Name, precision and stage, pairwise: every name meets each of its precisions at stage 3, and at stages 1 and 2 by
+    turns, which are apart in where gradients rest alone. What has one precision meets both there."""
+    return [
+        (name, precision, stage)
+        for number, name in enumerate(names)
+        for at, precision in enumerate(precisions_of(name))
+        for stage in ((1, 2, 3) if len(precisions_of(name)) == 1 else (1 + (number + at) % 2, 3))
+    ]
 
 
 def name_of(value: Any) -> str:

@@ -4,7 +4,7 @@ One run serves all tests of a model, a precision and a stage. Half of its steps 
 in float64, as ZeroStrategy does, so that every bit must agree.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from torch import Tensor
 
 import real_jobs
 from compare import differing
+from cover import runs_of
 from ranks import RankPool
 
 DDP = "ddp_find_unused_parameters_true"
@@ -22,17 +23,20 @@ FUSED_IN_FP32_ONLY = "padded encoder"  # torch's own call for padded layers refu
 Outcomes = list[dict[str, Any]]  # of the ranks
 Outcome = Callable[..., Outcomes]
 
+
+def precisions_of(name: str) -> list[str]:
+    return PRECISIONS[:1] if name == FUSED_IN_FP32_ONLY else PRECISIONS
+
+
+RUNS = runs_of(list(real_jobs.MODELS), precisions_of)
+
+
+def each_run_of(names: Collection[str]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("name", "precision", "stage"), [run for run in RUNS if run[0] in names])
+
+
 each_stage = pytest.mark.parametrize("stage", STAGES)
 each_precision = pytest.mark.parametrize("precision", PRECISIONS)
-each_model = pytest.mark.parametrize(
-    ("name", "precision"),
-    [
-        (name, precision)
-        for name in real_jobs.MODELS
-        for precision in PRECISIONS
-        if (name, precision) != (FUSED_IN_FP32_ONLY, "bf16-mixed")
-    ],
-)
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +66,7 @@ def assert_same_tensors(found: list[Tensor], expected: list[Tensor]) -> None:
     assert [at for at, (mine, theirs) in enumerate(zip(found, expected, strict=True)) if not mine.equal(theirs)] == []
 
 
-@each_stage
-@each_model
+@each_run_of(real_jobs.MODELS)
 def test_training_gives_ddps_bits(name: str, precision: str, stage: int, outcome: Outcome) -> None:
     for mine, theirs in both(outcome, stage, real_jobs.fit, name, precision=precision):
         unclipped = 1 + real_jobs.STEPS // 2  # the losses before the first clipped step, and its own
@@ -72,8 +75,7 @@ def test_training_gives_ddps_bits(name: str, precision: str, stage: int, outcome
         assert len(set(mine["losses"])) == real_jobs.STEPS
 
 
-@each_stage
-@each_model
+@each_run_of(real_jobs.MODELS)
 def test_evaluation_before_and_after_training_gives_ddps_bits(
     name: str, precision: str, stage: int, outcome: Outcome
 ) -> None:
@@ -81,9 +83,7 @@ def test_evaluation_before_and_after_training_gives_ddps_bits(
         assert_same_tensors(mine["evaluated"], theirs["evaluated"])
 
 
-@each_stage
-@each_precision
-@pytest.mark.parametrize("name", real_jobs.GENERATE)
+@each_run_of(real_jobs.GENERATE)
 def test_text_generated_in_validation_is_ddps(name: str, precision: str, stage: int, outcome: Outcome) -> None:
     for mine, theirs in both(outcome, stage, real_jobs.fit, name, precision=precision):
         assert_same_tensors(mine["generated"], theirs["generated"])
@@ -93,7 +93,8 @@ def test_text_generated_in_validation_is_ddps(name: str, precision: str, stage: 
 @each_stage
 def test_what_is_tied_or_frozen_stays_so(stage: int, outcome: Outcome) -> None:
     for name in ("bert", "gpt2", "llama", "t5", "albert", "lora"):
-        for mine, theirs in both(outcome, stage, real_jobs.fit, name, precision="32-true"):
+        precision = next(precision for model, precision, at in RUNS if (model, at) == (name, stage))
+        for mine, theirs in both(outcome, stage, real_jobs.fit, name, precision=precision):
             assert mine["parameters"] == theirs["parameters"]
             assert mine["moved"] == theirs["moved"]
         if name == "lora":
