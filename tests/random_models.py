@@ -164,6 +164,7 @@ class Model(nn.Module):
         self.gain = nn.Parameter(torch.randn(()))
         self.trunk = Builder(spec.width).container(Chain, spec.trunk)
         self.head = nn.Linear(spec.width, 1)
+        self.more: nn.Linear | None = None  # may be made later
 
     def forward(self, signal: Tensor, place: Place) -> list[Tensor]:
         """The losses of this pass; the last is of the whole."""
@@ -174,7 +175,8 @@ class Model(nn.Module):
         reached = [hidden, *self.trunk.outputs(hidden, place, follow=True)]
         losses = [_loss(one) for one in reached[:-1]]
         extra = [module.auxiliary for module in auxiliary if module.auxiliary is not None]
-        return [*losses, sum(extra, start=_loss(self.head(reached[-1].float())))]
+        last = reached[-1].float()
+        return [*losses, sum(extra, start=_loss(self.head(last if self.more is None else self.more(last))))]
 
 
 def _loss(output: Tensor) -> Tensor:
@@ -244,6 +246,11 @@ class Spec:
 
     width: int
     trunk: tuple[Part, ...]
+
+
+def goes_apart(parts: tuple[Part, ...]) -> bool:
+    """Whether ranks use different parts."""
+    return any(part.used in ("even ranks", "ranks in turn") or goes_apart(part.children) for part in parts)
 
 
 def build(spec: Spec, seed: int) -> Model:

@@ -211,10 +211,10 @@ class LearningRates(L.Callback):
 
 
 def resume(strategy: Any, folder: Path) -> dict[str, Any]:
-    """Three epochs, and a fourth from the checkpoint; the same in one run."""
+    """Two epochs, and as many from the checkpoint, the last layer to be thawed in the third."""
     given = WholeDDP(find_unused_parameters=True) if strategy == "ddp" else strategy
     path, losses = folder / ("file.ckpt" if strategy == "ddp" else "folder.ckpt"), []
-    for epochs, start in ((3, None), (4, path)):
+    for epochs, start in ((2, None), (4, path)):
         L.seed_everything(1, verbose=False)
         model = FineTuned()
         made = copy.deepcopy(given) if isinstance(given, dict) else WholeDDP(find_unused_parameters=True)

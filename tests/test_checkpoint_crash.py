@@ -30,6 +30,7 @@ from lightning_zero.checkpoint import (
     find_newest,
     verify,
 )
+from lightning_zero.checkpoint.folder import hidden_beside
 from lightning_zero.views.lazy import LazyTensor
 from lightning_zero.wire.board import AgreementError, Board
 from lightning_zero.wire.comm import Comm
@@ -242,6 +243,38 @@ def test_a_write_that_takes_nothing_ends_the_save(tmp_path: Path) -> None:
             assert "wrote nothing of" in outcome
             assert UNTOUCHED in outcome
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_r02_files_and_their_names_are_on_the_disk_before_the_step_that_counts(
+    name: str, fresh: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Power may fail at any moment: what is killed alone leaves to the system what it has written."""
+    path, done = fresh() / name, list[tuple[str, Path]]()
+    fsync = os.fsync
+
+    def synced(handle: int) -> None:
+        fsync(handle)
+        done.append(("synced", Path(f"/proc/self/fd/{handle}").readlink()))
+
+    def moving(move: Callable[..., None]) -> Callable[..., None]:
+        def moved(source: Path, target: Path) -> None:
+            move(source, target)
+            done.append(("moved", Path(target)))
+
+        return moved
+
+    monkeypatch.setattr(os, "fsync", synced)
+    for move in ("rename", "replace"):
+        monkeypatch.setattr(os, move, moving(getattr(os, move)))
+    assert save_on_threads(path, 3) == [None, None]
+    step = max(at for at, each in enumerate(done) if each in (("moved", path), ("moved", path / "manifest.json")))
+    before, after = done[:step], done[step + 1 :]
+    beside = hidden_beside(path, "saving")
+    assert {beside / found for found in os.listdir(path)} <= {place for did, place in before if did == "synced"}
+    assert before[-1] == ("synced", path if name == "again" else beside)
+    assert ("synced", path) in after
+    assert ("synced", path.parent) in after
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.ENOTSUP], ids=errno.errorcode.get)
@@ -822,16 +855,20 @@ def test_a_save_in_the_background_that_fails_keeps_what_was_to_go(fresh: Callabl
         for version in (3, 4):
             save(version)
             said.append(jobs.error_of(saver.wait))
+            saver.wait()  # for what was to be done after the save
             assert not saver.has_failed
+            if comm.rank == 0:
+                there.append((version_at(path), version_at(path.with_name("link"))))
         return said
+
+    there: list[tuple[int | None, int | None]] = []
 
     with disk(path.parent, Nth(3, jobs.raising(errno.ENOSPC)), thread="lightning_zero saver"):
         found = ThreadWorld(2, wait_timeout=5.0).run(rank_main)
     assert found[0] == found[1]
     assert "No space left on device" in found[0][0]
     assert found[0][1] is None
-    assert not path.exists()
-    assert version_at(path.with_name("link")) == 4
+    assert there == [(1, 2), (None, 4)]
     assert version_at(path.with_name("other")) == 2
 
 

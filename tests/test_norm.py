@@ -66,11 +66,17 @@ def test_a_gradient_that_is_not_finite_shows_on_every_rank(stage: int, bad: floa
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> norm.GradNorm:
         loss = model(x()).square().mean()
         (loss * bad if comm.rank == 1 else loss).backward()
-        return norm.Measured.of(engine.averages.of(optimizer)).total_norm(engine.mesh)
+        measured = norm.Measured.of(engine.averages.of(optimizer))
+        overflows.append(measured.overflow(comm))
+        return measured.total_norm(engine.mesh)
 
+    overflows: list[norm.Overflow] = []
     for found in on_engine(tower(), act, stage):
         assert not found.finite
         assert not found.total.isfinite()
+    for overflow in overflows:
+        assert overflow.ranks == [0, 1]
+        assert len(overflow.parameters) == len(list(tower().parameters()))
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -43,7 +43,7 @@ def test_what_begins_to_train_equals_ddp_with_other_options(options: dict, setti
         assert differing(found["weights"], expected["weights"]) == [], stage
 
 
-def test_a_run_goes_on_with_groups_that_were_added(two_ranks: RankPool, tmp_path: Path) -> None:
+def test_a_run_goes_on_in_mid_freeze_with_groups_that_were_added(two_ranks: RankPool, tmp_path: Path) -> None:
     expected = two_ranks.run(regroup_jobs.resume, "ddp", tmp_path)[0]
     assert len(expected["groups"]) == 3
     for stage in STAGES:

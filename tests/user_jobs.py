@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
+from torch.utils.tensorboard.summary import histogram
 
 from jobs import CLASSES, FEATURES, Classifier, loader, read_checkpoint, state_of, trainer
 from models import recurrent_kernels
@@ -474,6 +475,7 @@ class CuriousOfGradients(Classifier):
         if self.global_rank == 0:
             grads = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
             self.seen += [torch.from_numpy(np.histogram(grad.numpy(), 4)[1]) for grad in grads]
+            self.seen += [torch.tensor(histogram("", grad, bins="auto").value[0].histo.bucket) for grad in grads]
             self.seen += [grad.norm() for grad in grads[::-1]]
 
     on_after_backward = on_before_optimizer_step = look

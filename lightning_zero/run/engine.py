@@ -208,8 +208,8 @@ class Engine:
         """
         if newly := self.regrouping.newly_trainable():
             self.catch_up()
-            self.loans.settle()
             self.rendezvous.meet_all()  # a backward that has been reduced is shown, before there is more to agree on
+            self.loans.settle()
             self.regrouping.take_in(newly)
         self.regrouping.deal()
 
@@ -277,8 +277,8 @@ class Engine:
         """Inside, each parameter of `optimizer` is the piece this rank owns; hooks on `optimizer.step` enter it."""
         self._recover()
         self.catch_up()
+        self.rendezvous.meet_all()  # first: a rank that goes another way may gather still, and is not to find edits
         self.loans.settle()
-        self.rendezvous.meet_all()
         self.regrouping.refuse_strangers(self.foreign_parameters)
         self.regrouping.deal()
         stepper = self._steppers[optimizer]
