@@ -15,6 +15,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
+import warm
 from lightning_zero.sweeps.summary import write_summary
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -224,7 +225,8 @@ def test_a_small_sweep_and_its_report(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     command = [sys.executable, "examples/train.py", "-m", "experiment=bert_imdb_small", "trainer.accelerator=cpu"]
     command += ["model.size=micro", "data.batch_size=8", "trainer.max_steps=6", f"hydra.sweep.dir={tmp_path}"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
+    with warm.starts():
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     plain, offloaded = bert_imdb.read_jobs(tmp_path)
     assert (plain.strategy, offloaded.strategy) == ("auto", "zero3_offload")
