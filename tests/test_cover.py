@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from cover import pairwise
+from cover import pairwise, runs_of
 
 
 @pytest.mark.parametrize("sizes", [(2, 3), (4, 4, 2, 2), (3, 2, 4, 2), (5, 1, 2)])
@@ -14,3 +14,13 @@ def test_every_value_meets_every_value_of_each_other_axis_in_few_rows(sizes: tup
         assert met >= set(itertools.product(one, other))
     longest, second = sorted(sizes)[:-3:-1]
     assert longest * second <= len(rows) <= 1.25 * longest * second
+
+
+def test_every_name_meets_each_stage_and_each_precision_and_both_meet_where_parameters_are_elsewhere() -> None:
+    precisions = {"one": ["a"], "two": ["a", "b"], "three": ["a", "b"]}
+    rows = runs_of(list(precisions), precisions.__getitem__)
+    for name, its_precisions in precisions.items():
+        assert {stage for of, _, stage in rows if of == name} == {1, 2, 3}
+        assert {precision for of, precision, stage in rows if of == name and stage == 3} == set(its_precisions)
+    assert {(precision, stage) for _, precision, stage in rows} == set(itertools.product("ab", (1, 2, 3)))
+    assert len(rows) == 3 + 4 + 4
