@@ -59,7 +59,12 @@ def test_what_is_told_at_the_start_is_what_rests_after_a_step(stage: int, autoca
             loss = engine.module(torch.arange(10)).float().square().mean()
         loss.backward()
         optimizer.step()
-        return expected, engine.bytes_by_category()
+        found = engine.bytes_by_category()
+        under_way = [forecast(engine, [optimizer]).here]
+        optimizer.zero_grad()
+        under_way.append(forecast(engine, [optimizer]).here)
+        assert all(here == {**expected.here, **found} for here in under_way), "what is there counts once"
+        return expected, found
 
     for expected, found in ThreadWorld(2, 20).run(job):
         counts = 4 * 5  # AdamW counts the steps of each of the five parameters

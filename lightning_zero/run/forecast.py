@@ -8,7 +8,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.run.engine import Engine
-from lightning_zero.shards.group import slot_of
+from lightning_zero.shards.group import no_interception, slot_of
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.optimizer import training_slot
 from lightning_zero.shards.probe import state_tensors_of
@@ -39,18 +39,23 @@ class Forecast:
 def forecast(
     engine: Engine, optimizers: Iterable[Optimizer], averages: Sequence[Mapping[tuple[Category, Tier], int]] = ()
 ) -> Forecast:
-    """Of training that is about to begin: what is there already, gradients that autograd will leave, the state that
-    each optimizer makes when it is tried, and `averages` of the model (see `average.room_for_average`)."""
+    """Of training that is about to begin, or under way: what is there already, and where it is not yet, gradients that
+    autograd will leave and the state that each optimizer makes when it is tried; and `averages` of the model (see
+    `average.room_for_average`)."""
     optimizers = list(optimizers)
     here = Counter(engine.bytes_by_category())
     for room in averages:
         here.update({category_in(*where): nbytes for where, nbytes in room.items()})
     for shard in engine.reductions.shards:
         if not shard.travels and not engine.options.step_in_backward:
-            here[Category.GRADIENT] += sum(slot.numel for slot in shard.group.slots) * shard.dtype.itemsize
+            with no_interception():
+                to_come = [slot for slot in shard.group.slots if slot.parameter.grad is None]
+            here[Category.GRADIENT] += sum(slot.numel for slot in to_come) * shard.dtype.itemsize
     for optimizer in optimizers:
-        tensors = state_tensors_of(optimizer)
+        tensors, made = state_tensors_of(optimizer), optimizer.state
         for parameter in _stepped(optimizer):
+            if isinstance(made, dict) and dict.get(made, parameter):  # as users ask, it may take postponed steps
+                continue
             slot = training_slot(parameter)
             if slot is None:
                 here[Category.OPTIMIZER_STATE] += tensors * parameter.nbytes
