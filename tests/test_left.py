@@ -87,12 +87,13 @@ UNEVEN = [((4, 2), True), ((2, 4), False), ((0, 4), False)]
 
 
 @pytest.mark.parametrize(("batches", "has_length"), UNEVEN)
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_uneven_training_batches_end_in_one_error_on_every_rank(
     stage: int, batches: tuple[int, int], has_length: bool, two_ranks: RankPool
 ) -> None:
-    """At the first batch that a rank has not."""
-    found = two_ranks.run(left_jobs.fit_unevenly, {"stage": stage}, batches, has_length)
+    """At the first batch that a rank has not; also where the others have begun to reduce, in more buckets than two."""
+    given = {"stage": stage, "bucket_size_mb": 0.001}
+    found = two_ranks.run(left_jobs.fit_unevenly, given, batches, has_length)
     first, fewest = batches.index(min(batches)), min(batches)
     assert len(set(found)) == 1
     assert f"rank {first} is at the end of epoch 0, after {fewest} batches" in found[0]
