@@ -132,3 +132,32 @@ def test_a_rank_that_has_nothing_to_evaluate_ends_in_one_error_on_every_rank(sta
 
 def test_a_model_in_shards_is_traced_on_one_rank(two_ranks: RankPool) -> None:
     assert_as_ddp(two_ranks, left_jobs.trace_on_rank_0, stages=(3,))
+
+
+ENDINGS = [
+    ("forward", "killed", 2),
+    ("backward", "raises", 3),
+    ("step", "killed", 1),
+    ("validation", "raises", 2),
+    ("epoch end", "raises", 1),
+    ("loader", "killed", 3),
+    ("save", "raises", 3),
+]
+
+
+@pytest.mark.parametrize(("place", "how", "stage"), ENDINGS)
+def test_wherever_a_rank_fails_or_dies_the_other_one_ends_and_names_it(
+    place: str, how: str, stage: int, tmp_path: Path
+) -> None:
+    pool = RankPool(2)
+    try:
+        pool.begin(left_jobs.leave, {"stage": stage, "wait_timeout": 2}, place, how, tmp_path)
+        results = dict(pool._outbox.get(timeout=60)[:2] for _ in range(1 if how == "killed" else 2))
+    finally:
+        pool.kill()
+    told, seconds = results[0]
+    assert re.match(
+        r"RankTimeoutError: Rank 1 (failed|died \(connection \w+\)) during (validate after )?step \d, in", told
+    )
+    assert ("rank 1 has had enough" in told) == (how == "raises")
+    assert seconds < 30  # most of it is the run before
