@@ -5,6 +5,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -390,3 +391,49 @@ def trace_on_rank_0(strategy: Any) -> Any:
     model = Traced()
     trainer(strategy, 2, max_steps=3).fit(model, loader())
     return model.losses, model.outputs
+
+
+class Leaves(Classifier):
+    """Rank 1 raises, or its process is killed, at one place of its third step or of what follows it."""
+
+    def __init__(self, place: str, how: str) -> None:
+        super().__init__()
+        self.place, self.how = place, how
+
+    def at(self, place: str, batch_idx: int = 2) -> None:
+        if place == self.place and batch_idx == 2 and self.global_rank == 1:
+            if self.how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("rank 1 has had enough")
+
+    def train_dataloader(self) -> Any:
+        for number, batch in enumerate(list(loader())[:6]):
+            self.at("loader", number)
+            yield batch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.at("forward", batch_idx)
+        loss = super().training_step(batch, batch_idx)
+        loss.register_hook(lambda _: self.at("backward", batch_idx))
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.at("step", self.global_step)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if not self.trainer.sanity_checking:
+            self.at("validation", batch_idx)
+        super().validation_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.at("epoch end")
+
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        self.at("save")
+
+
+def leave(strategy: Any, place: str, how: str, folder: Path) -> tuple[str | None, float]:
+    """The error, and how long the run took; s."""
+    started = time.monotonic()
+    run = trainer(strategy, 2, default_root_dir=folder, enable_checkpointing=True)
+    return error_of(lambda: run.fit(Leaves(place, how), None, loader(seed=1))), time.monotonic() - started

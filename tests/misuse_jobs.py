@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from jobs import CLASSES, FEATURES, loader, state_of, trainer
 from kind_jobs import SAMPLES, WIDTH, Kind, OnQuantised, Quantised
+from lightning_zero.wire.comm import CollectiveMismatchError
 
 # -- other dtypes
 
@@ -227,3 +228,36 @@ def fit(strategy: Any, name: str, precision: str = "32-true") -> dict[str, Any]:
     except (RuntimeError, ValueError) as error:
         return {"error": str(error)}
     return {"losses": model.losses, "weights": state_of(model)}
+
+
+# -- collectives that differ
+
+
+class Disagreeing(Kind):
+    """Each rank issues a collective of its own in the second batch."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        strategy: Any = self.trainer.strategy
+        comm, rank, twins = strategy.comm, self.global_rank, torch.ones(2)
+        ways = {
+            "name": lambda: comm.all_reduce(twins, f"of rank {rank}"),
+            "size": lambda: comm.all_reduce(torch.ones(2 + rank), "mine"),
+            "dtype": lambda: comm.all_reduce(twins.double() if rank else twins, "mine"),
+            "kind": lambda: comm.broadcast(twins, "mine") if rank else comm.all_reduce(twins, "mine"),
+            "object": lambda: comm.all_gather_object(1, "mine") if rank else comm.all_reduce(twins, "mine"),
+            "method": lambda: strategy.barrier() if rank else strategy.reduce(twins),
+        }
+        if batch_idx == 1:
+            ways[self.how]()
+
+
+def disagree(strategy: Any, how: str) -> str | None:
+    try:
+        trainer({**strategy, "sanitize": True}, 2).fit(Disagreeing(how), loader(samples=SAMPLES))
+    except CollectiveMismatchError as error:
+        return str(error)
+    return None

@@ -87,12 +87,13 @@ UNEVEN = [((4, 2), True), ((2, 4), False), ((0, 4), False)]
 
 
 @pytest.mark.parametrize(("batches", "has_length"), UNEVEN)
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_uneven_training_batches_end_in_one_error_on_every_rank(
     stage: int, batches: tuple[int, int], has_length: bool, two_ranks: RankPool
 ) -> None:
-    """At the first batch that a rank has not."""
-    found = two_ranks.run(left_jobs.fit_unevenly, {"stage": stage}, batches, has_length)
+    """At the first batch that a rank has not; also where the others have begun to reduce, in more buckets than two."""
+    given = {"stage": stage, "bucket_size_mb": 0.001}
+    found = two_ranks.run(left_jobs.fit_unevenly, given, batches, has_length)
     first, fewest = batches.index(min(batches)), min(batches)
     assert len(set(found)) == 1
     assert f"rank {first} is at the end of epoch 0, after {fewest} batches" in found[0]
@@ -131,3 +132,32 @@ def test_a_rank_that_has_nothing_to_evaluate_ends_in_one_error_on_every_rank(sta
 
 def test_a_model_in_shards_is_traced_on_one_rank(two_ranks: RankPool) -> None:
     assert_as_ddp(two_ranks, left_jobs.trace_on_rank_0, stages=(3,))
+
+
+ENDINGS = [
+    ("forward", "killed", 2),
+    ("backward", "raises", 3),
+    ("step", "killed", 1),
+    ("validation", "raises", 2),
+    ("epoch end", "raises", 1),
+    ("loader", "killed", 3),
+    ("save", "raises", 3),
+]
+
+
+@pytest.mark.parametrize(("place", "how", "stage"), ENDINGS)
+def test_wherever_a_rank_fails_or_dies_the_other_one_ends_and_names_it(
+    place: str, how: str, stage: int, tmp_path: Path
+) -> None:
+    pool = RankPool(2)
+    try:
+        pool.begin(left_jobs.leave, {"stage": stage, "wait_timeout": 2}, place, how, tmp_path)
+        results = dict(pool._outbox.get(timeout=60)[:2] for _ in range(1 if how == "killed" else 2))
+    finally:
+        pool.kill()
+    told, seconds = results[0]
+    assert re.match(
+        r"RankTimeoutError: Rank 1 (failed|died \(connection \w+\)) during (validate after )?step \d, in", told
+    )
+    assert ("rank 1 has had enough" in told) == (how == "raises")
+    assert seconds < 30  # most of it is the run before

@@ -56,3 +56,22 @@ def test_what_only_looks_like_misuse_trains_as_under_ddp(name: str, two_ranks: R
         for mine, theirs in zip(two_ranks.run(misuse_jobs.fit, {"stage": stage}, name), expected, strict=True):
             assert mine["losses"] == theirs["losses"]
             assert differing(mine["weights"], theirs["weights"]) == []
+
+
+DIFFERING = {
+    "name": ("all_reduce of rank 0 (2,) torch.float32", "all_reduce of rank 1 (2,) torch.float32"),
+    "size": ("all_reduce mine (2,) torch.float32", "all_reduce mine (3,) torch.float32"),
+    "dtype": ("all_reduce mine (2,) torch.float32", "all_reduce mine (2,) torch.float64"),
+    "kind": ("all_reduce mine (2,) torch.float32", "broadcast mine (2,) torch.float32"),
+    "object": ("all_reduce mine (2,) torch.float32", "object mine"),
+    "method": ("all_reduce before Strategy.reduce", "all_reduce before Strategy.barrier"),
+}
+
+
+@pytest.mark.parametrize("how", DIFFERING)
+def test_sanitize_tells_every_rank_which_collectives_differ(how: str, two_ranks: RankPool) -> None:
+    first, second = DIFFERING[how]
+    for stage in STAGES:
+        (told,) = set(two_ranks.run(misuse_jobs.disagree, {"stage": stage}, how))
+        assert f"rank 0: {first}" in told
+        assert f"rank 1: {second}" in told

@@ -125,6 +125,7 @@ class CheckpointingStrategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole model in its declared dtypes: by default with lazy entries, in the format "full" on every rank."""
         assert self.lightning_module is not None
+        self._end_rendezvous()  # ranks may have read in hooks, alone
         self._checkpoints.saver.muster()
         engine = self._live_engine
         if engine is None:
@@ -328,6 +329,7 @@ class CheckpointingStrategy(DDPStrategy):
         """Waits for saves in the background. Call it on every rank: all of them raise what failed on one."""
         saver = self._checkpoints.saver
         if saver.has_agreed:
+            self._end_rendezvous()  # ranks may have read in hooks, alone
             saver.together("finish what is being saved", saver.finish)
         else:  # this rank has at most removed something
             saver.wait()

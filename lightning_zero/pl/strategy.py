@@ -588,5 +588,5 @@ def _moment_of(module: "pl.LightningModule | None") -> str:
     """What the trainer does now, for messages: "step 12"."""
     if module is None or module._trainer is None:
         return ""
-    trainer = module.trainer
-    return f"{'' if trainer.training else f'{trainer.state.stage} after '}step {trainer.global_step}"
+    trainer, stage = module.trainer, module.trainer.state.stage
+    return f"{'' if trainer.training or stage is None else f'{stage.value} after '}step {trainer.global_step}"

@@ -174,7 +174,7 @@ class Engine:
         self._buffers: int | None = None
         if self.options.broadcast_buffers and self.mesh.world.size > 1 and any(True for _ in module.buffers()):
             serve = partial(broadcast_buffers, module, self.mesh.world)
-            self._buffers = self.rendezvous.enroll("buffers", serve)
+            self._buffers = self.rendezvous.enroll("the broadcast of rank 0's buffers", serve)
         self._buffers_are_stale = True
         for group in self.groups:
             if not group.is_plain:

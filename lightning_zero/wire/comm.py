@@ -201,13 +201,18 @@ class Comm(ABC):
         self.bytes_sent[kind] += sent
         self.calls[kind] += 1
         name = f"{kind} {name}"
-        if self.sanitize and tensor is not None:
-            found = self.all_gather_object(f"{name} {tuple(tensor.shape)} {tensor.dtype}", "sanitize")
-            if len(set(found)) > 1:
-                told = "\n".join(f"  rank {rank}: {theirs}" for rank, theirs in enumerate(found))
-                raise CollectiveMismatchError(f"Ranks issue different collectives:\n{told}")
+        if self.sanitize:
+            self._compare(name if tensor is None else f"{name} {tuple(tensor.shape)} {tensor.dtype}")
         self._issued[name] += 1
         return f"{name} #{self._issued[name]}"
+
+    def _compare(self, signature: str) -> None:
+        self._issued["sanitize"] += 1
+        key = f"object sanitize #{self._issued['sanitize']}"
+        found = self.clock.time(partial(self._merge, {self.rank: signature}, key))
+        if len(set(found.values())) > 1:
+            told = "\n".join(f"  rank {rank}: {theirs}" for rank, theirs in sorted(found.items()))
+            raise CollectiveMismatchError(f"Ranks issue different collectives:\n{told}")
 
     @abstractmethod
     def _all_gather(self, full: Tensor, shard: Tensor, key: str, diverges: bool | None) -> Gather: ...
