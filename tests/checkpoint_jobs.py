@@ -471,13 +471,15 @@ class Signal(L.Callback):
             os.kill(os.getpid(), self.number)
 
 
-def fit_until_told_to_stop(strategy: Any, folder: Path, number: int, rank: int, **kwargs: Any) -> dict[str, Any]:
-    """How a job ends that gets a signal before its third step, and where it left its checkpoint."""
+def fit_until_told_to_stop(
+    strategy: Any, folder: Path, number: int, rank: int, step: int, **kwargs: Any
+) -> dict[str, Any]:
+    """How a job ends that gets a signal at the beginning of a step, and where it left its checkpoint."""
     before = signal.getsignal(number)
     L.seed_everything(1, verbose=False)
     model = Everything()
     keep = ModelCheckpoint(dirpath=folder, save_last=True)
-    callbacks = [keep, Signal(number, rank, 2)]
+    callbacks = [keep, Signal(number, rank, step - 1)]
     run = trainer(strategy, 2, max_epochs=2, callbacks=callbacks, enable_checkpointing=True, **kwargs)
     code: Any = "it went on"
     try:
@@ -492,12 +494,12 @@ def fit_until_told_to_stop(strategy: Any, folder: Path, number: int, rank: int, 
     }
 
 
-def fit_from_last(strategy: Any, folder: Path) -> dict[str, Any]:
+def fit_from_last(strategy: Any, folder: Path, **kwargs: Any) -> dict[str, Any]:
     """The same job, started again."""
     L.seed_everything(7, verbose=False)
     model = Everything()
     keep = ModelCheckpoint(dirpath=folder, save_last=True)
-    run = trainer(strategy, 2, max_epochs=2, callbacks=[keep], enable_checkpointing=True)
+    run = trainer(strategy, 2, max_epochs=2, callbacks=[keep], enable_checkpointing=True, **kwargs)
     run.fit(model, resumable(2, STEPS), ckpt_path="last")
     return {"losses": model.losses, "weights": state_of(model)}
 
@@ -514,8 +516,8 @@ def logged_losses(strategy: Any, world: int, epochs: int) -> list[float]:
     return logged
 
 
-def fit_undisturbed(strategy: Any) -> dict[str, Any]:
+def fit_undisturbed(strategy: Any, **kwargs: Any) -> dict[str, Any]:
     L.seed_everything(1, verbose=False)
     model = Everything()
-    trainer(strategy, 2, max_epochs=2).fit(model, resumable(2, STEPS))
+    trainer(strategy, 2, max_epochs=2, **kwargs).fit(model, resumable(2, STEPS))
     return {"losses": model.losses, "weights": state_of(model)}

@@ -175,18 +175,28 @@ def test_r39_weights_only_holds_no_optimizer_and_says_so(stage: int, two_ranks: 
     assert_same_bits(weights, stored.load()["state_dict"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "number", "settings"),
+    [
+        *((rank, number, {}) for rank in (0, 1) for number in (signal.SIGTERM, signal.SIGUSR1)),
+        (
+            1,
+            signal.SIGTERM,
+            {"accumulate_grad_batches": 3},
+        ),  # in the first of its micro-batches; heard of in the second
+    ],
+)
 def test_r44_a_signal_to_one_rank_saves_one_step_on_all_and_ends_with_zero(
-    rank: int, number: int, two_ranks: RankPool, tmp_path: Path
+    rank: int, number: int, settings: dict[str, int], two_ranks: RankPool, tmp_path: Path
 ) -> None:
-    stopped = two_ranks.run(jobs.fit_until_told_to_stop, {"stage": 2}, tmp_path, number, rank)
+    step = 1 if settings else 3
+    stopped = two_ranks.run(jobs.fit_until_told_to_stop, {"stage": 2}, tmp_path, number, rank, step, **settings)
     assert [run["code"] for run in stopped] == [None, None]  # what sys.exit makes 0 of
-    assert [run["step"] for run in stopped] == [3, 3]
+    assert [run["step"] for run in stopped] == [step, step]
     assert all(run["handler_is_back"] for run in stopped)
     assert verify(tmp_path / "preempted.ckpt") == []
-    again = two_ranks.run(jobs.fit_from_last, {"stage": 2}, tmp_path)
-    straight = two_ranks.run(jobs.fit_undisturbed, {"stage": 2})
+    again = two_ranks.run(jobs.fit_from_last, {"stage": 2}, tmp_path, **settings)
+    straight = two_ranks.run(jobs.fit_undisturbed, {"stage": 2}, **settings)
     for first, second, expected in zip(stopped, again, straight, strict=True):
         assert first["losses"] + second["losses"] == expected["losses"]
         assert_same_bits(second["weights"], expected["weights"])

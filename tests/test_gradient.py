@@ -18,7 +18,9 @@ from unit_jobs import assert_as_on_one_device, on_engine, on_one_device, state_o
 STAGES = [0, 1, 2, 3]
 
 
-def on_two_ranks(stage: int, act: Callable[[nn.Module, Engine, Any, Comm], Any], **options: Any) -> list[Any]:
+def on_two_ranks(
+    stage: int, act: Callable[[nn.Module, Engine, Any, Comm], Any], world: int = 2, **options: Any
+) -> list[Any]:
     start = assorted()
 
     def rank_main(comm: Comm) -> Any:
@@ -28,7 +30,7 @@ def on_two_ranks(stage: int, act: Callable[[nn.Module, Engine, Any, Comm], Any],
             model, Engine(model, [optimizer], stage=stage, comm=comm, options=Options(**options)), optimizer, comm
         )
 
-    return ThreadWorld(2, 10).run(rank_main)
+    return ThreadWorld(world, 10).run(rank_main)
 
 
 def average(*steps: int, ranks: int = 2) -> dict[str, Tensor | None]:
@@ -89,21 +91,24 @@ def test_writing_a_grad_in_place_reaches_the_step(stage: int) -> None:
     on_two_ranks(stage, act)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
-def test_backwards_without_zero_grad_add_their_averages(stage: int) -> None:
+def test_backwards_without_zero_grad_add_their_averages(stage: int, replicas: int) -> None:
+    ranks = 2 * replicas
+
     def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
         for step in range(3):
             loss_of(model, comm.rank, step).backward()
-        assert_grads(model, average(0, 1, 2))
+        assert_grads(model, average(0, 1, 2, ranks=ranks))
         optimizer.zero_grad()
         assert all(parameter.grad is None for parameter in model.parameters())
         loss_of(model, comm.rank, 1).backward()
-        assert_grads(model, average(1))
+        assert_grads(model, average(1, ranks=ranks))
         optimizer.zero_grad(set_to_none=False)
         loss_of(model, comm.rank, 2).backward()
-        assert_grads(model, average(2))
+        assert_grads(model, average(2, ranks=ranks))
 
-    on_two_ranks(stage, act)
+    on_two_ranks(stage, act, ranks, replicate_size=replicas)
 
 
 @pytest.mark.parametrize("accumulation", ["sharded", "local"])

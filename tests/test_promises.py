@@ -44,6 +44,9 @@ def test_r37_too_many_overflows_in_a_row_end_with_parameters_ranks_and_losses(tw
         assert "ranks [" in run["error"]
         assert run["scale"] == 2.0**10 / 2**3  # halved by each overflow
         assert run["precision_state"]["scale"] == run["scale"]
+    for run in two_ranks.run(jobs.fit_with_overflow, 2, (0, 1, 3, 4), 2):  # four, and never three in a row
+        assert run["error"] is None
+        assert run["skipped"] == 4
 
 
 def test_r37_the_loss_scale_is_saved_under_lightnings_own_name(two_ranks: RankPool, tmp_path: Path) -> None:
