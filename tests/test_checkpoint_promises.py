@@ -206,8 +206,10 @@ def test_r44_a_signal_to_one_rank_saves_one_step_on_all_and_ends_with_zero(
 def test_r10_saving_sends_next_to_nothing_and_needs_a_bucket_at_most(
     stage: int, two_ranks: RankPool, tmp_path: Path
 ) -> None:
+    """At stage 3 ranks expect the next step: they learn in its first two gathers (of 8) that all have come to save."""
+    learning = 2 * 1024 * 1024 * 4 // 2 if stage == 3 else 0  # bytes that a rank sends
     for cost in two_ranks.run(jobs.cost_of_saving, {"stage": stage}, tmp_path / "w.ckpt"):
-        assert cost["wire"] < 1000
+        assert cost["wire"] < learning + 1000
         assert cost["peak"] <= 25 * 2**20
 
 
