@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 CONTEXT = mp.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["lightning_zero", "frugal"])
+CONTEXT.set_forkserver_preload(["lightning_zero"])
 
 
 def free_port() -> int:
@@ -48,6 +48,8 @@ def die_with_parent() -> None:
 
 
 def _rank_main(rank: int, world: int, port: int, inbox: Any, outbox: Any) -> None:
+    import frugal  # noqa: F401  # here: the server, which this is forked from, does not find modules of the tests
+
     die_with_parent()
     os.environ.update(
         RANK=str(rank),

@@ -7,6 +7,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+import torch.distributed as dist
+
+from ranks import run_alone
+
 SESSION = """
 import time
 from multiprocessing import forkserver
@@ -42,3 +47,16 @@ def test_ranks_end_with_a_session_that_is_killed(tmp_path: Path) -> None:
     while any(map(is_alive, started)):
         assert time.monotonic() < until
         time.sleep(0.1)
+
+
+def niceness_of_receivers() -> list[int]:
+    dist.init_process_group("gloo")
+    threads = [thread for thread in Path("/proc/self/task").iterdir() if "gloo_tcp" in (thread / "comm").read_text()]
+    return [os.getpriority(os.PRIO_PROCESS, int(thread.name)) for thread in threads]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such priorities")
+def test_threads_that_receive_leave_the_cores_to_ranks() -> None:
+    (first, second), errors = run_alone(2, niceness_of_receivers)
+    assert errors == [None, None]
+    assert set(first) == set(second) == {19}
