@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.register_assert_rewrite("compare", "engine_checkpoints", "unit_jobs")
 
@@ -52,6 +53,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         with _locked(folder / "door", fcntl.LOCK_EX):
             held.enter_context(_locked(folder / "lanes", how))
         return (yield)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """A fit in this process leaves its group, which goes on listening, and the port of that in the environment: later
+    fits, and scripts that a test starts, would take the same one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "PL_GLOBAL_SEED"):
+        os.environ.pop(name, None)
 
 
 _POOLS: dict[int, RankPool] = {}
