@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpt import GPT, Size
+from benchmark_models import GPT, Size
 from lightning_zero.config import Offload, policy_from
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.wire.local import LocalComm

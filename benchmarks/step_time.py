@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from gpt import SIZES, Size, model_of
+from benchmark_models import SIZES, Size, model_of
 
 WARM_UP = 3  # steps before anything is measured
 WHOLE = ":tensor"

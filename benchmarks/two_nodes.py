@@ -24,7 +24,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from gpt import SIZES, model_of
+from benchmark_models import SIZES, model_of
 
 NODES = 2
 RANKS = 2  # of a node

@@ -28,9 +28,9 @@ def load(name: str) -> ModuleType:
 
 @pytest.mark.parametrize(("size", "millions"), [("large", 97.688), ("small", 29.48), ("modules", 0.043)])
 def test_gpt_has_the_number_of_parameters_its_size_states(size: str, millions: float) -> None:
-    gpt = load("gpt")
+    models = load("benchmark_models")
     with torch.device("meta"):
-        model = gpt.model_of(gpt.SIZES[size])
+        model = models.model_of(models.SIZES[size])
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 3) == millions
 
 
