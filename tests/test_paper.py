@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 PAPER = Path(__file__).parent.parent / "examples" / "paper.py"
 
@@ -12,7 +13,9 @@ PAPER = Path(__file__).parent.parent / "examples" / "paper.py"
 @pytest.mark.timeout(600)  # a minute where nothing else runs: twenty trainings of four ranks
 def test_the_largest_models_under_a_limit_of_memory_are_in_the_papers_order() -> None:
     options = "--limit-mb 4 --batch 16 --context 64"
-    done = subprocess.run([sys.executable, PAPER, *options.split()], capture_output=True, text=True, timeout=500)
+    command = [sys.executable, str(PAPER), *options.split()]
+    with warm.starts():
+        done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if line[:1] == "C"]
     blocks = {row[0]: int(row[4]) for row in rows}
