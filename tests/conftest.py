@@ -1,4 +1,5 @@
 import fcntl
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 pytest.register_assert_rewrite("compare", "engine_checkpoints", "unit_jobs")
 
+import frugal  # noqa: E402, F401
 from ranks import RankPool  # noqa: E402
 
 # Long files: one that came last would keep its lane busy after the end of the other.
@@ -32,6 +34,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what the modules of the tests have imported stays
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 import warm
 
 PAPER = Path(__file__).parent.parent / "examples" / "paper.py"

@@ -2,7 +2,6 @@
 
 import functools
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,15 +19,23 @@ T = TypeVar("T")
 
 
 @dataclass
+class _Meeting:
+    """One operation: what ranks have brought to it, until all have read it."""
+
+    payloads: dict[int, Any] = field(default_factory=dict)  # rank -> what it posted
+    is_over: threading.Event = field(default_factory=threading.Event)  # all have come, or one will not
+    readers: int = 0  # ranks that have read what was posted
+
+
+@dataclass
 class ThreadWorld:
     """Ranks as threads of one process, for large test matrices: `ThreadWorld(4).run(function)`."""
 
     size: int  # number of ranks
     wait_timeout: float = 60.0  # seconds a rank waits for the others
     learns_late: bool = False  # see `Comm`; True does as torch's own collectives do
-    posted: dict[str, dict[int, Any]] = field(default_factory=dict)  # operation -> rank -> payload
-    read: Counter[str] = field(default_factory=Counter)  # operation -> how many ranks have read what was posted
-    changed: threading.Condition = field(default_factory=threading.Condition)
+    meetings: dict[str, _Meeting] = field(default_factory=dict)  # by operation
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of `meetings`
     errors: list[BaseException] = field(default_factory=list)  # that ranks raised
     store: dist.Store = field(default_factory=dist.HashStore)
 
@@ -42,9 +49,10 @@ class ThreadWorld:
             try:
                 results[rank] = function(ThreadComm(world, rank))
             except BaseException as error:  # handed to the caller below
-                with world.changed:
+                with world.lock:
                     world.errors.append(error)
-                    world.changed.notify_all()
+                    for meeting in world.meetings.values():
+                        meeting.is_over.set()
 
         threads = [threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}") for rank in range(self.size)]
         for thread in threads:
@@ -77,24 +85,28 @@ class ThreadComm(Comm):
         return ThreadComm(self._world, rank, group_of(rank, groups))
 
     def _post(self, key: str, payload: Any) -> None:
-        with self._world.changed:
-            self._world.posted.setdefault(self._prefix + key, {})[self.rank] = payload
-            self._world.changed.notify_all()
+        world = self._world
+        with world.lock:
+            meeting = world.meetings.setdefault(self._prefix + key, _Meeting())
+            meeting.payloads[self.rank] = payload
+            # Wakes the ranks that wait for it once: at every post, each of N would wake N - 1 others.
+            if len(meeting.payloads) == self.size or world.errors:
+                meeting.is_over.set()
 
     def _collect(self, key: str) -> list[Any]:
         """Every rank's payload, in rank order, once all have posted it; the last reader clears it away."""
         key, world = self._prefix + key, self._world
-        with world.changed:
-            here = world.posted[key]
-            in_time = world.changed.wait_for(lambda: world.errors or len(here) == self.size, world.wait_timeout)
-            if len(here) < self.size:
-                missing = [member for rank, member in enumerate(self._members) if rank not in here]
-                why = "another rank failed" if in_time else f"wait_timeout={world.wait_timeout:g} s"
-                raise RankTimeoutError(f"Ranks {missing} never came ({why})", key)
-            world.read[key] += 1
-            if world.read[key] == self.size:
-                del world.posted[key], world.read[key]
-            return [here[rank] for rank in range(self.size)]
+        meeting = world.meetings[key]
+        in_time, here = meeting.is_over.wait(world.wait_timeout), meeting.payloads
+        if len(here) < self.size:
+            missing = [member for rank, member in enumerate(self._members) if rank not in here]
+            why = "another rank failed" if in_time else f"wait_timeout={world.wait_timeout:g} s"
+            raise RankTimeoutError(f"Ranks {missing} never came ({why})", key)
+        with world.lock:
+            meeting.readers += 1
+            if meeting.readers == self.size:
+                del world.meetings[key]
+        return [here[rank] for rank in range(self.size)]
 
     def _all_gather(self, full: Tensor, shard: Tensor, key: str, diverges: bool | None) -> Gather:
         self._post(key, (shard.clone(), diverges))
