@@ -142,8 +142,8 @@ def rests(strategy: Any) -> dict[str, int]:
     return run.strategy.memory_report()
 
 
-def what_fit_says(strategy: Any) -> list[str]:
-    return jobs.what_fit_says(strategy, "32-true")
+def what_fit_says(strategy: Any, **kwargs: Any) -> list[str]:
+    return jobs.what_fit_says(strategy, "32-true", **kwargs)
 
 
 def read_state_after_fit(strategy: Any) -> list[torch.Size]:

@@ -145,6 +145,17 @@ def test_fit_says_what_is_offloaded_and_how_it_is_stepped(two_ranks: RankPool, t
     assert "Averages with beta 0.999 cannot fall there: write 0.99 or less" in told
 
 
+def test_fit_says_where_an_offloaded_step_could_be_hidden_in_backward(two_ranks: RankPool, tmp_path: Path) -> None:
+    hint = "ZeroStrategy(step_in_backward=True) hides the offloaded step behind backward"
+    assert hint in one_line(two_ranks.run(jobs.what_fit_says, on_disk(tmp_path, 2)))
+    for said in (
+        two_ranks.run(jobs.what_fit_says, on_disk(tmp_path, 0)),  # whole gradients
+        two_ranks.run(jobs.what_fit_says, on_disk(tmp_path, 2), gradient_clip_val=1.0),
+        two_ranks.run(jobs.what_fit_says, {"stage": 2}),
+    ):
+        assert hint not in one_line(said)
+
+
 def test_state_on_disk_can_be_read_after_fit(two_ranks: RankPool, tmp_path: Path) -> None:
     for found in two_ranks.run(jobs.read_state_after_fit, on_disk(tmp_path, 2)):
         assert found

@@ -313,7 +313,12 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
             # that has failed as long as `timeout`, and without a word.
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
             self._undo.callback(vars(trainer.fit_loop.epoch_loop).pop, "_broadcast_sigterm_tensor", None)
-            self._refuse_needed_gradients(trainer, module)
+            needing = self._what_needs_gradients(trainer, module)
+            if needing and self._options.step_in_backward:
+                raise ValueError(
+                    f"step_in_backward=True takes each gradient as it comes, and {needing[0]} needs them all after "
+                    "backward. Leave one of the two out."
+                )
             self._refuse_undivided_averages(trainer)
         plugin, optimizers = self.precision_plugin, self.optimizers if fitting else []
         mixed = plugin.precision if isinstance(plugin, MixedPrecision) else None
@@ -342,7 +347,10 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
                 vars(lightnings).update({name: methods[name] for name in MODES if name in methods})
             self._warn_of_loggers(trainer.loggers)
             averages = [one.room(engine) for one in trainer.callbacks if isinstance(one, ZeroEMA)]  # type: ignore[attr-defined]
-            rank_zero_info(table_of(engine, self.stage, self.optimizers, averages))
+            needs_gradients = bool(self._what_needs_gradients(trainer, module))
+            rank_zero_info(
+                table_of(engine, self.stage, self.optimizers, averages, can_step_in_backward=not needs_gradients)
+            )
             if foreign := engine.foreign_parameters:
                 kinds = ", ".join(sorted({type(parameter).__name__ for parameter in foreign.values()}))
                 names = ", ".join(list(foreign)[:3]) + (", ..." if len(foreign) > 3 else "")
@@ -355,19 +363,15 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
             self._comm = make_comm(self.root_device, self._wait_timeout, backend=backend, sanitize=self._sanitize)
         return self._comm
 
-    def _refuse_needed_gradients(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
-        """Raises ValueError for what needs gradients after a backward that steps them."""
+    def _what_needs_gradients(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> list[str]:
+        """Of all that is asked for, what needs gradients after backward."""
         needed = {
             f"Trainer(gradient_clip_val={trainer.gradient_clip_val})": bool(trainer.gradient_clip_val),
             f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})": trainer.accumulate_grad_batches != 1,
             "precision='16-mixed'": self.precision_plugin.scaler is not None,
             "manual optimization": not module.automatic_optimization,
         }
-        for what in (name for name, is_used in needed.items() if is_used and self._options.step_in_backward):
-            raise ValueError(
-                f"step_in_backward=True takes each gradient as it comes, and {what} needs them all after backward. "
-                "Leave one of the two out."
-            )
+        return [name for name, is_used in needed.items() if is_used]
 
     def _refuse_undivided_averages(self, trainer: "pl.Trainer") -> None:
         """Raises ValueError for a callback whose copy of the model is older than `configure_model`."""

@@ -63,9 +63,12 @@ def table_of(
     stage: int,
     optimizers: Iterable[Optimizer],
     averages: Sequence[Mapping[tuple[Category, Tier], int]] = (),
+    *,
+    can_step_in_backward: bool = False,
 ) -> str:
     """What the start of fit says: who shares what, the bytes per rank beside DDP's (with `averages` of the model, see
-    `run.average.room_for_average`), and the dtypes."""
+    `run.average.room_for_average`), and the dtypes. Where nothing needs gradients after backward, fit
+    `can_step_in_backward`: who offloads is told of it."""
     optimizers = list(optimizers)
     expected = forecast(engine, optimizers, averages)
     told = [*_warnings(engine, expected), *_uncast_lines(engine)]
@@ -81,7 +84,13 @@ def table_of(
         )
     if any(group.setting.block > 1 for group in engine.groups):
         told.append("Pieces that optimizers step part no block of 256 elements")
-    told += _offload_lines(engine, optimizers) + _recompute_lines(engine)
+    told += _offload_lines(engine, optimizers)
+    if can_step_in_backward and _would_hide_in_backward(engine, optimizers):
+        told.append(
+            "Nothing here needs gradients after backward. ZeroStrategy(step_in_backward=True) hides the offloaded step "
+            "behind backward, which is longer than the next forward"
+        )
+    told += _recompute_lines(engine)
     lines = [
         *_mesh_lines(engine, expected),
         *bytes_table(expected.numel, ddp=expected.ddp, here=expected.here),
@@ -192,6 +201,18 @@ def _offload_lines(engine: Engine, optimizers: Iterable[Optimizer]) -> list[str]
         if stuck:
             lines.append(f"Averages with beta {', '.join(map(str, stuck))} cannot fall there: write 0.99 or less")
     return lines
+
+
+def _would_hide_in_backward(engine: Engine, optimizers: Sequence[Optimizer]) -> bool:
+    """Whether an offloaded step, which waits for the next forward, could be taken in backward."""
+    is_late = engine.options.offload is not None and engine.offloaded_numel > 0 and not engine.serial_because
+    return (
+        is_late
+        and engine.partition.gradient
+        and len(optimizers) == 1
+        and engine.imbalance is None  # whole tensors are exchanged after backward
+        and not engine.options.step_in_backward
+    )
 
 
 def _is_stuck(beta: float, dtype: torch.dtype | None) -> bool:
