@@ -124,12 +124,16 @@ class RankPool:
         results: list[Any] = [None] * self.world
         errors: list[str | None] = [None] * self.world
         for _ in range(self.world):
-            rank, packed, errors[rank] = self._outbox.get(timeout=timeout)
-            results[rank] = None if packed is None else _unpacked(packed)
+            rank, results[rank], errors[rank] = self.next_outcome(timeout)
         return results, errors
 
+    def next_outcome(self, timeout: float = 120.0) -> tuple[int, Any, str | None]:
+        """Of what has begun: the rank that ends next, its result and its traceback."""
+        rank, packed, error = self._outbox.get(timeout=timeout)
+        return rank, None if packed is None else _unpacked(packed), error
+
     def begin(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Ranks call it, and nobody waits for them: they are to be killed."""
+        """Ranks call it, and nobody waits for them all: they are to be killed."""
         task = _packed((function, args, kwargs))
         for inbox in self._inboxes:
             inbox.put(task)

@@ -152,7 +152,7 @@ def test_wherever_a_rank_fails_or_dies_the_other_one_ends_and_names_it(
     pool = RankPool(2)
     try:
         pool.begin(left_jobs.leave, {"stage": stage, "wait_timeout": 2}, place, how, tmp_path)
-        results = dict(pool._outbox.get(timeout=60)[:2] for _ in range(1 if how == "killed" else 2))
+        results = dict(pool.next_outcome()[:2] for _ in range(1 if how == "killed" else 2))
     finally:
         pool.kill()
     told, seconds = results[0]

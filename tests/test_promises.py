@@ -241,7 +241,7 @@ def test_a_rank_that_does_not_come_is_named(job: Any, stage: int, told: str) -> 
         if job is jobs.die_on_rank_1:
             pool.processes[1].join(60)
         died = time.monotonic()
-        rank, _, error = pool._outbox.get(timeout=60)
+        rank, _, error = pool.next_outcome()
     finally:
         for process in pool.processes:
             process.kill()

@@ -117,11 +117,9 @@ def test_reading_a_sharded_weight_where_other_ranks_do_not_answer_ends_in_an_err
     """They are in a collective of the user's own, which rank 0 comes to after its read."""
     pool = RankPool(2)
     try:
-        for inbox in pool._inboxes:
-            inbox.put((user_jobs.read_on_rank_0_after_each_batch, ({"stage": 3, "wait_timeout": 2}, True), {}))
-        rank, _, error = pool._outbox.get(timeout=60)  # rank 1 ends when rank 0's process does; here it lives on
+        pool.begin(user_jobs.read_on_rank_0_after_each_batch, {"stage": 3, "wait_timeout": 2}, True)
+        rank, _, error = pool.next_outcome()  # rank 1 ends when rank 0's process does; here it lives on
     finally:
-        for process in pool.processes:
-            process.kill()
+        pool.kill()
     assert rank == 0
     assert "Rank 1 did not come within wait_timeout=2 s during step 1, in the all-gather of net.0, on rank 0. " in error
