@@ -382,7 +382,9 @@ def fit_precisely(strategy: Any, precision: str, steps: int) -> dict[str, Any]:
     return {"seen": model.seen, "weight": model.ones.weight.item(), "sent": coordinates, "skipped": skipped}
 
 
-def what_fit_says(strategy: Any, precision: str, **kwargs: Any) -> list[str]:
+def what_fit_says(
+    strategy: Any, precision: str, kind: type[L.LightningModule] | None = None, **kwargs: Any
+) -> list[str]:
     """The messages that fit prints on this rank."""
     said: list[str] = []
 
@@ -393,7 +395,7 @@ def what_fit_says(strategy: Any, precision: str, **kwargs: Any) -> list[str]:
     logger, listener = logging.getLogger("lightning.pytorch"), Listener()
     logger.addHandler(listener)
     try:
-        trainer(strategy, 2, precision=precision, max_steps=1, **kwargs).fit(Classifier(), loader())
+        trainer(strategy, 2, precision=precision, max_steps=1, **kwargs).fit((kind or Classifier)(), loader())
     finally:
         logger.removeHandler(listener)
     return [message for message in said if "ZeRO" in message]

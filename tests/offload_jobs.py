@@ -24,6 +24,13 @@ class Fused(jobs.Classifier):
         return configured
 
 
+class Inattentive(jobs.Classifier):
+    """Looks at no gradients."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+
 class Onlooker(L.Callback):
     """Looks at weights and state wherever Lightning lets it."""
 

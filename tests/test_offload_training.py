@@ -154,6 +154,10 @@ def test_fit_says_where_an_offloaded_step_could_be_hidden_in_backward(two_ranks:
         two_ranks.run(jobs.what_fit_says, {"stage": 2}),
     ):
         assert hint not in one_line(said)
+    in_backward = on_disk(tmp_path, 2) | {"step_in_backward": True}
+    told = one_line(two_ranks.run(jobs.what_fit_says, in_backward, kind=jobs.Inattentive))
+    assert "is stepped by torch's fused kernel, in backward" in told
+    assert hint not in told
 
 
 def test_state_on_disk_can_be_read_after_fit(two_ranks: RankPool, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def table_of(
     can_step_in_backward: bool = False,
 ) -> str:
     """What the start of fit says: who shares what, the bytes per rank beside DDP's (with `averages` of the model, see
-    `run.average.room_for_average`), and the dtypes. Where nothing needs gradients after backward, fit
+    `run.average.room_for_average`), and the dtypes. Where the Trainer needs no gradients after backward, fit
     `can_step_in_backward`: who offloads is told of it."""
     optimizers = list(optimizers)
     expected = forecast(engine, optimizers, averages)
@@ -87,8 +87,8 @@ def table_of(
     told += _offload_lines(engine, optimizers)
     if can_step_in_backward and _would_hide_in_backward(engine, optimizers):
         told.append(
-            "Nothing here needs gradients after backward. ZeroStrategy(step_in_backward=True) hides the offloaded step "
-            "behind backward, which is longer than the next forward"
+            "If no hook of yours looks at gradients, ZeroStrategy(step_in_backward=True) hides the offloaded step behind "
+            "backward, which is longer than the next forward"
         )
     told += _recompute_lines(engine)
     lines = [
@@ -188,9 +188,11 @@ def _offload_lines(engine: Engine, optimizers: Iterable[Optimizer]) -> list[str]
         lines.append(f"Parameters are kept {rests[offload.parameters]} between uses")
     if offload.optimizer is not None:
         kernel = "torch's fused kernel" if engine.fuses else "the optimizer's own kernels"
-        when = (
-            f"in each call of step: {engine.serial_because}" if engine.serial_because else "when its values are wanted"
-        )
+        when = "when its values are wanted"
+        if engine.options.step_in_backward:
+            when = "in backward"
+        elif engine.serial_because:
+            when = f"in each call of step: {engine.serial_because}"
         narrow = "" if offload.state_torch_dtype is None else f", rounded to {offload.state_torch_dtype}"
         lines.append(
             f"Optimizer state of {engine.offloaded_numel:,} elements is kept {rests[offload.optimizer]}{narrow}, and "
