@@ -87,8 +87,8 @@ def table_of(
     told += _offload_lines(engine, optimizers)
     if can_step_in_backward and _would_hide_in_backward(engine, optimizers):
         told.append(
-            "If no hook of yours looks at gradients, ZeroStrategy(step_in_backward=True) hides the offloaded step behind "
-            "backward, which is longer than the next forward"
+            "If no hook of yours looks at gradients, ZeroStrategy(step_in_backward=True) hides the offloaded step "
+            "behind backward, which is longer than the next forward"
         )
     told += _recompute_lines(engine)
     lines = [
