@@ -347,10 +347,7 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
                 vars(lightnings).update({name: methods[name] for name in MODES if name in methods})
             self._warn_of_loggers(trainer.loggers)
             averages = [one.room(engine) for one in trainer.callbacks if isinstance(one, ZeroEMA)]  # type: ignore[attr-defined]
-            needs_gradients = bool(self._what_needs_gradients(trainer, module))
-            rank_zero_info(
-                table_of(engine, self.stage, self.optimizers, averages, can_step_in_backward=not needs_gradients)
-            )
+            rank_zero_info(table_of(engine, self.stage, self.optimizers, averages, can_step_in_backward=not needing))
             if foreign := engine.foreign_parameters:
                 kinds = ", ".join(sorted({type(parameter).__name__ for parameter in foreign.values()}))
                 names = ", ".join(list(foreign)[:3]) + (", ..." if len(foreign) > 3 else "")
