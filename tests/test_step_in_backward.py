@@ -1,8 +1,10 @@
 """Steps in backward (R62): the bits of steps after it, and never more than two buckets of gradients."""
 
+import copy
 import dataclasses
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import offload_jobs as jobs
+from compare import assert_same_bits
 from lightning_zero import ZeroStrategy
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.tiers.ledger import Category
@@ -143,3 +146,102 @@ def test_a_trainer_that_needs_gradients_is_refused_with_the_reason(how: dict[str
     run = jobs.trainer_of(ZeroStrategy(stage=2, step_in_backward=True), **how)
     with pytest.raises(ValueError, match=f"step_in_backward=True takes each gradient as it comes, and {what} needs"):
         run.fit(jobs.Fused(), jobs.loader())
+
+
+BATCHES = [torch.linspace(-1, number, 32).view(2, 16) for number in range(3)]
+
+
+class Tower(nn.Sequential):
+    """The layer before the last is left out."""
+
+    def __init__(self) -> None:
+        super().__init__(*[nn.Linear(16, 16) for _ in range(4)])
+
+    def forward(self, batch: Tensor) -> Tensor:
+        *below, _, top = self
+        for layer in below:
+            batch = layer(batch)
+        return top(batch)
+
+
+class Fades(torch.optim.SGD):
+    """Parameters fade in each step, with a gradient and without."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.9)
+        return loss
+
+
+def train_tower(
+    comm: Comm,
+    start: nn.Module,
+    make: Callable[..., torch.optim.Optimizer],
+    then: Callable[[nn.Module], None] = lambda _: None,
+    *,
+    stage: int,
+    **options: Any,
+) -> tuple[dict[str, Tensor], int]:
+    """Weights in the end, and bytes gathered in the last step. `then` happens after each backward."""
+    model = copy.deepcopy(start)
+    optimizer = make(model.parameters())
+    engine = Engine(model, [optimizer], stage=stage, comm=comm, options=Options(**options))
+    for batch in BATCHES:
+        comm.bytes_sent.clear()
+        with engine.forward():
+            loss = model(batch).square().sum()
+        with engine.backward():
+            loss.backward()
+        then(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    gathered = comm.bytes_sent["all_gather"]
+    with engine.full_parameters():
+        weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    engine.close()
+    return weights, gathered
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, partial(Fades, lr=0.01)], ids=["AdamW", "Fades"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_each_parameter_is_stepped_once_with_a_gradient_and_without(stage: int, make: Any) -> None:
+    start, trained = Tower(), {}
+    for is_early in (False, True):
+        act = partial(train_tower, start=start, make=make, stage=stage, bucket_bytes=1024)
+        trained[is_early], _ = ThreadWorld(2).run(partial(act, step_in_backward=is_early))[0]
+    assert_same_bits(trained[True], trained[False])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_are_published_once(stage: int) -> None:
+    start, gathered = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)]), {}
+    for is_early in (False, True):
+        act = partial(train_tower, start=start, make=torch.optim.AdamW, stage=stage, bucket_bytes=1024)
+        _, gathered[is_early] = ThreadWorld(2).run(partial(act, step_in_backward=is_early))[0]
+    assert gathered[True] == gathered[False] > 0
+
+
+@pytest.mark.parametrize("layer_left_out", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_gradient_that_a_user_gives_after_backward_is_refused(stage: int, layer_left_out: bool) -> None:
+    layer = 2 if layer_left_out else 1
+
+    def put_a_gradient(model: nn.Module) -> None:
+        model[layer].weight.grad = torch.ones(16, 16)
+
+    act = partial(train_tower, start=Tower(), make=torch.optim.AdamW, then=put_a_gradient, stage=stage)
+    with pytest.raises(RuntimeError, match=f"nothing left for what you have put into {layer}.weight.grad. Leave"):
+        ThreadWorld(2).run(partial(act, step_in_backward=True))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_second_backward_before_the_step_is_refused(stage: int) -> None:
+    def pass_again(model: nn.Module) -> None:
+        model(BATCHES[0]).sum().backward()
+
+    act = partial(train_tower, start=Tower(), make=torch.optim.AdamW, then=pass_again, stage=stage)
+    with pytest.raises(RuntimeError, match=r"nothing left for a second backward: .* has been stepped, and optimizer"):
+        ThreadWorld(2).run(partial(act, step_in_backward=True))

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, final
 
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.run.averages import Averages
 from lightning_zero.run.cache import UnitCache
+from lightning_zero.run.calls import StepCalls
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.modes import Modes
 from lightning_zero.run.phase import Phase, Phases
@@ -163,11 +164,17 @@ class Engine:
             module, self._steppers, stepped.whole, setting, self.options, self.schedule, self.reductions, self.loans
         )
         self.imbalance = self.regrouping.deal()
-        self._stepped: dict[ShardGroup, None] = {}  # in a backward, and not published yet
+        self._stepped: dict[Slot, None] = {}  # in backward, since the last call of an optimizer's step
         if self.options.step_in_backward:
             self.reductions.step = self._step_in_backward
-        self._entered: dict[Optimizer, ExitStack] = {}  # the step of each optimizer, while it is in one
-        self._step_hooks = [handle for optimizer in optimizers for handle in self._hook_step(optimizer)]
+        self._calls = [
+            StepCalls(optimizer, stepper, partial(self.step, optimizer), self._stepped.clear)
+            for optimizer, stepper in self._steppers.items()
+        ]
+        self._modes = [
+            Modes(optimizer, partial(self._change, optimizer), is_cut=any(slot.group.is_cut for slot in stepper.slots))
+            for optimizer, stepper in self._steppers.items()
+        ]
         self.averages = Averages(module, device, self.mesh, self.loans, self.reductions)
         self.states = States(module, self._steppers, self.mesh, self.loans)
         self._phases = Phases()
@@ -260,15 +267,17 @@ class Engine:
             is_settled_now = not self.partition.optimizer or self.options.step_in_backward
             if is_settled_now and self.reductions.stage is Stage.UNSETTLED:
                 self.rendezvous.meet()  # `p.grad` is what is reduced, and must not be added to meanwhile; or is stepped
-            self._publish(self._stepped)
-            self._stepped.clear()
+            self._publish(groups_of(self._stepped))
 
     def _recover(self) -> None:
-        """After a backward that failed (on every rank alike): forgets what it left half done."""
+        """After a backward or a step that failed (on every rank alike): forgets what it left half done."""
+        for calls in self._calls:
+            calls.recover()
         if self._phases.now is Phase.BACKWARD and not self.schedule.backward_is_known:
             self._phases.leave(Phase.BACKWARD)
             with no_interception():
                 self.reductions.forget()
+            self._stepped.clear()
 
     # -- step
 
@@ -282,8 +291,10 @@ class Engine:
         self.regrouping.refuse_strangers(self.foreign_parameters)
         self.regrouping.deal()
         stepper = self._steppers[optimizer]
-        slots = stepper.slots
-        for slot in slots:
+        slots = [slot for slot in stepper.slots if slot not in self._stepped]
+        for slot in stepper.slots:
+            if slot.local.grad is not None:
+                self.averages.refuse_stepped(f"what you have put into {slot.name}.grad")
             self.reductions.adopt(slot)
         groups = groups_of(slots)
         with self._phases.within(Phase.STEP), stepper.step(slots):
@@ -312,45 +323,20 @@ class Engine:
     def _step_in_backward(self, slots: Sequence[Slot]) -> None:
         (stepper,) = self._steppers.values()
         own = set(stepper.slots)
-        stepper.step_now([slot for slot in slots if slot in own])
-        self._stepped.update(dict.fromkeys(groups_of(slots)))
+        mine = [slot for slot in slots if slot in own]
+        again = next((slot for slot in mine if slot in self._stepped), None)
+        if again is not None:
+            self.averages.refuse_stepped(
+                f"a second backward: {again.name} has been stepped, and optimizer.step() has not returned since"
+            )
+        stepper.step_now(mine)
+        self._stepped.update(dict.fromkeys(mine))
 
     def catch_up(self) -> None:
         """Takes all steps that have been postponed: of what is offloaded, each is taken when the values are wanted."""
         self.loans.catch_up_all()
         for stepper in self._steppers.values():
             stepper.finish()
-
-    def _hook_step(self, optimizer: Optimizer) -> list[Any]:
-        entered, stepper = self._entered.setdefault(optimizer, ExitStack()), self._steppers[optimizer]
-
-        def enter() -> None:
-            if not stepper.is_stepping:  # else the step before was interrupted
-                entered.enter_context(self.step(optimizer))
-
-        def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            closure = args[1] if len(args) > 1 else kwargs.get("closure")
-            if closure is None:
-                enter()
-                return None
-
-            def closure_on_full() -> Any:
-                stepper.refuse_if_partial()
-                entered.close()  # an optimizer may call its closure several times
-                result = closure()
-                enter()
-                return result
-
-            if len(args) > 1:
-                return (args[0], closure_on_full, *args[2:]), kwargs
-            return args, {**kwargs, "closure": closure_on_full}
-
-        is_cut = any(slot.group.is_cut for slot in stepper.slots)
-        return [
-            optimizer.register_step_pre_hook(before),
-            optimizer.register_step_post_hook(lambda *_: entered.close()),
-            Modes(optimizer, partial(self._change, optimizer), is_cut=is_cut),
-        ]
 
     def _change(self, optimizer: Optimizer, call: Callable[[], Any]) -> Any:
         """Has `call` change what `optimizer` steps, as pieces that this rank owns, between two steps. A collective."""
@@ -435,14 +421,15 @@ class Engine:
             whole: the module gets its values back, in the declared dtypes (a collective). Without it (a rank failed,
                 others may be gone) only the hooks go; parameters that rest as shards raise when they are read.
         """
-        for optimizer, step in self._entered.items() if whole else ():
-            self._steppers[optimizer].is_interrupted = True
-            step.close()
+        for calls in self._calls if whole else ():
+            calls.interrupt()
         if whole:
             self.catch_up()
         self._bytes_at_close = self.bytes_by_category()
-        for handle in self._step_hooks:
-            handle.remove()
+        for calls in self._calls:
+            calls.remove()
+        for modes in self._modes:
+            modes.remove()
         self.reductions.step = None
         for stepper in self._steppers.values():
             stepper.leave()

@@ -9,7 +9,7 @@ and the same `step` is called for the others.
 import copy
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -86,7 +86,8 @@ class PieceStepper:
 
     @contextmanager
     def step(self, slots: Sequence[Slot]) -> Iterator[None]:
-        """Around the user's call of `optimizer.step`; `slots` are all of its parameters. Inside they are their pieces.
+        """Around the user's call of `optimizer.step`; `slots` are all of its parameters, but for what backward has
+        stepped. Inside they are their pieces.
 
         Where these rest in several tiers, or on disk, the call inside steps the first window of them. The others are
         stepped at its end; or, with `is_lazy`, when their values are wanted, each from what the call began with.
@@ -102,7 +103,7 @@ class PieceStepper:
             self._refuse_groups_apart()
         then = _Moment.kept(self.optimizer) if others else None
         self._is_partial = bool(others)
-        with self._stepping(first, is_all=not others):
+        with self._stepping(first, is_all=not others and len(slots) == len(self.slots)):
             yield
         if self.is_interrupted:
             return
@@ -304,7 +305,7 @@ def wrapped_in(optimizer: Optimizer) -> list[Optimizer]:
     return found
 
 
-def groups_of(slots: Sequence[Slot]) -> list[ShardGroup]:
+def groups_of(slots: Iterable[Slot]) -> list[ShardGroup]:
     """The groups whose values a step of these may have changed elsewhere than in the parameters themselves."""
     return list(dict.fromkeys(slot.group for slot in slots if not is_its_piece(slot)))
 

@@ -53,6 +53,7 @@ class _Shown(NamedTuple):
 
     grad: Tensor | None
     kind: type[Parameter]  # plain, or that of a parameter whose values are elsewhere
+    has_gradient: bool  # as a piece
 
 
 @final
@@ -229,8 +230,8 @@ class Window:
         parameter = slot.local.stepped
         with no_interception():
             shown = slot.local.grad
-            self._shown[slot] = _Shown(shown, type(parameter))
             piece, grad = self._stepped(slot, shown)
+            self._shown[slot] = _Shown(shown, type(parameter), grad is not None)
             parameter.grad = None
             parameter.__class__ = Parameter
             parameter.data = piece
@@ -263,8 +264,11 @@ class Window:
         self._options.clear()
         for parameter, stand_in in self._stand_ins.items():
             _move_state(self._optimizer, stand_in, parameter)
+        cleared = {slot: slot.local.stepped.grad is None for slot, shown in self._shown.items() if shown.has_gradient}
+        are_all_cleared = bool(cleared) and all(cleared.values())  # a rank has no gradient to clear without a piece
         for slot, shown in self._shown.items():
-            self._show_whole(slot, shown)
+            is_cleared = cleared.get(slot, are_all_cleared)
+            self._show_whole(slot, shown._replace(grad=None) if is_cleared else shown)
 
     def _show_whole(self, slot: Slot, shown: _Shown) -> None:
         parameter, full, gradient = slot.parameter, slot.group.full_param, slot.gradient

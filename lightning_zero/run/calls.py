@@ -1,0 +1,93 @@
+"""`StepCalls`: where the user's calls of `optimizer.step` enter the engine's step."""
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from types import FrameType
+from typing import Any, final
+
+from torch.optim import Optimizer
+
+from lightning_zero.shards.optimizer import PieceStepper
+
+
+@final
+class StepCalls:
+    """Hooks on the calls of one optimizer's `step`. Each is inside `step()`, but for the closure that it may call;
+    `then` is called after it.
+
+    torch wraps the `step` of every class that there has been an instance of. So in an optimizer whose class calls
+    `super().step()` the hooks are called once, or once more from within: the step ends with the outermost call, and not
+    before what follows `super().step()`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        stepper: PieceStepper,
+        step: Callable[[], AbstractContextManager[None]],
+        then: Callable[[], None],
+    ) -> None:
+        self._stepper = stepper
+        self._step = step
+        self._then = then
+        self._entered = ExitStack()
+        self._outermost: FrameType | None = None  # of the calls under way
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        ]
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def interrupt(self) -> None:
+        """Ends a call that an error has left, as it is."""
+        self._outermost = None
+        self._stepper.is_interrupted = True
+        self._entered.close()
+        self._stepper.is_interrupted = False
+
+    def recover(self) -> None:
+        """After a call that an error has left, of which torch tells nobody."""
+        if self._outermost is not None and not self._is_under_way:
+            self.interrupt()
+            self._then()
+
+    def _before(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.recover()
+        if self._outermost is None and not self._stepper.is_stepping:  # else it is in one of what is stepped apart
+            self._outermost = sys._getframe(1)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._enter()
+            return None
+
+        def closure_on_full() -> Any:
+            self._stepper.refuse_if_partial()
+            self._entered.close()  # an optimizer may call its closure several times
+            result = closure()
+            self._enter()
+            return result
+
+        if len(args) > 1:
+            return (args[0], closure_on_full, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure_on_full}
+
+    def _after(self, *_: Any) -> None:
+        if sys._getframe(1) is self._outermost:
+            self._outermost = None
+            self._entered.close()
+            self._then()
+
+    def _enter(self) -> None:
+        if not self._stepper.is_stepping:  # else within another call
+            self._entered.enter_context(self._step())
+
+    @property
+    def _is_under_way(self) -> bool:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self._outermost:
+            frame = frame.f_back
+        return frame is not None
