@@ -617,7 +617,7 @@ def peak_resident_bytes(strategy: Any) -> int:
     model = Wide(2048, 8)
     data = DataLoader(TensorDataset(torch.zeros(8, 1)), batch_size=1)
     before = _resident_peak()
-    trainer(strategy, 2, max_steps=4).fit(model, data)
+    trainer(strategy, 2, max_steps=2).fit(model, data)
     return _resident_peak() - before
 
 

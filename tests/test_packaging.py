@@ -17,7 +17,7 @@ import tomllib
 import venv
 import zipfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -150,18 +150,51 @@ def test_make_installs_every_extra_and_pins_all_that_the_project_names() -> None
 
 # --- a foreign app
 
+# Makes a strategy, and then runs the app, where no compiler can be found.
+APP = """
+import json, runpy, shutil, sys
+import hydra, lightning_zero, lightning_zero.conf
+assert type(hydra.utils.instantiate(json.load(sys.stdin))) is lightning_zero.ZeroStrategy
+places = [lightning_zero.__file__, *lightning_zero.conf.__path__]
+compilers = [name for name in ("cc", "gcc", "g++", "clang", "c++", "nvcc", "ninja") if shutil.which(name)]
+print(json.dumps({"places": places, "compilers": compilers}))
+runpy.run_path("foreign_app.py", run_name="__main__")
+"""
 
-@pytest.fixture
-def foreign(tmp_path: Path) -> Path:
-    shutil.copy(TESTS / "foreign_app.py", tmp_path)
-    shutil.copytree(TESTS / "foreign_conf", tmp_path / "foreign_conf")
-    return tmp_path
+
+class Found(NamedTuple):
+    """What a process sees of an installed package."""
+
+    places: list[Path]
+    compilers: list[str]
+    strategy: dict[str, Any]  # as an app has composed it
 
 
-def test_foreign_app_composes_zero2_from_the_installed_package(python: Path, foreign: Path) -> None:
-    printed = run(python, "foreign_app.py", cwd=foreign).splitlines()[-1]
-    assert json.loads(printed)["stage"] == 2
-    assert "ZeroStrategy" in printed
+def used_by(python: Path, folder: Path) -> Found:
+    shutil.copy(TESTS / "foreign_app.py", folder)
+    shutil.copytree(TESTS / "foreign_conf", folder / "foreign_conf")
+    (folder / "bin").mkdir()
+    strategy = json.dumps({"_target_": "lightning_zero.ZeroStrategy", "stage": 2})
+    unset = dict.fromkeys(("CC", "CXX", "CUDA_HOME", "CUDA_PATH"), "")
+    printed = run(python, "-c", APP, cwd=folder, stdin=strategy, PATH=str(folder / "bin"), **unset)
+    told, *_, composed = map(json.loads, (line for line in printed.splitlines() if line.startswith("{")))
+    return Found([Path(path) for path in told["places"]], told["compilers"], composed)
+
+
+@pytest.fixture(scope="module")
+def wheel_use(wheel_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return used_by(wheel_python, tmp_path_factory.mktemp("wheel-use"))
+
+
+@pytest.fixture(scope="module")
+def editable_use(editable_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return used_by(editable_python, tmp_path_factory.mktemp("editable-use"))
+
+
+@pytest.mark.parametrize("install", ["wheel", "editable"])
+def test_foreign_app_composes_zero2_from_the_installed_package(install: str, request: pytest.FixtureRequest) -> None:
+    found = request.getfixturevalue(f"{install}_use").strategy
+    assert found == {"class": "ZeroStrategy", "stage": 2}
 
 
 def test_mypy_resolves_both_installs(python: Path, tmp_path: Path) -> None:
@@ -171,46 +204,14 @@ def test_mypy_resolves_both_installs(python: Path, tmp_path: Path) -> None:
     assert printed == "Success: no issues found in 1 source file\n"
 
 
-INSTANTIATE = """
-import json, shutil, sys, hydra, lightning_zero, lightning_zero.conf
-strategy = hydra.utils.instantiate(json.load(sys.stdin))
-assert type(strategy) is lightning_zero.ZeroStrategy
-places = [lightning_zero.__file__, *lightning_zero.conf.__path__]
-compilers = [name for name in ("cc", "gcc", "g++", "clang", "c++", "nvcc", "ninja") if shutil.which(name)]
-print(json.dumps({"places": places, "compilers": compilers}))
-"""
-
-
-class Found(NamedTuple):
-    """What a process sees that has made a strategy."""
-
-    places: list[Path]
-    compilers: list[str]
-
-
-def made_with(python: Path, cwd: Path) -> Found:
-    """Makes a strategy where no compiler can be found."""
-    strategy = json.dumps({"_target_": "lightning_zero.ZeroStrategy", "stage": 2})
-    unset = dict.fromkeys(("CC", "CXX", "CUDA_HOME", "CUDA_PATH"), "")
-    (cwd / "bin").mkdir()
-    told = json.loads(run(python, "-c", INSTANTIATE, cwd=cwd, stdin=strategy, PATH=str(cwd / "bin"), **unset))
-    return Found([Path(path) for path in told["places"]], told["compilers"])
-
-
-@pytest.fixture(scope="module")
-def made_with_wheel(wheel_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return made_with(wheel_python, tmp_path_factory.mktemp("made"))
-
-
-def test_wheel_install_stands_alone(wheel_python: Path, made_with_wheel: Found) -> None:
-    assert len(made_with_wheel.places) == 2
-    for path in made_with_wheel.places:
+def test_wheel_install_stands_alone(wheel_python: Path, wheel_use: Found) -> None:
+    assert len(wheel_use.places) == 2
+    for path in wheel_use.places:
         assert path.is_relative_to(wheel_python.parent.parent)
 
 
-def test_editable_install_is_the_source_itself(editable_python: Path, source: Path, tmp_path: Path) -> None:
-    expected = [source / "lightning_zero" / "__init__.py", source / "lightning_zero" / "conf"]
-    assert made_with(editable_python, tmp_path).places == expected
+def test_editable_install_is_the_source_itself(source: Path, editable_use: Found) -> None:
+    assert editable_use.places == [source / "lightning_zero" / "__init__.py", source / "lightning_zero" / "conf"]
 
 
 # --- R33: importing
@@ -236,5 +237,5 @@ def test_r33_import_takes_less_than_a_second_beyond_lightning(wheel_python: Path
     assert statistics.median(seconds) < 1.0
 
 
-def test_r33_import_needs_no_compiler(made_with_wheel: Found) -> None:
-    assert made_with_wheel.compilers == []
+def test_r33_import_needs_no_compiler(wheel_use: Found) -> None:
+    assert wheel_use.compilers == []
