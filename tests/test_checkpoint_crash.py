@@ -872,6 +872,24 @@ def test_a_save_in_the_background_that_fails_keeps_what_was_to_go(fresh: Callabl
     assert version_at(path.with_name("other")) == 2
 
 
+def test_once_the_failure_of_a_save_is_known_checkpoints_are_removed_again(fresh: Callable[[], Path]) -> None:
+    path = fresh() / "again"
+
+    def rank_main(comm: Comm) -> str | None:
+        saver = Saver(comm.board, in_background=True)
+        saver.save(jobs.tree_of(3, comm.rank, 2), str(path.with_name("new")), {})
+        said = jobs.error_of(saver.wait)
+        if comm.rank == 0:
+            saver.remove(Folder(path))
+        saver.wait()
+        return said
+
+    with disk(path.parent, Nth(3, jobs.raising(errno.ENOSPC)), thread="lightning_zero saver"):
+        found = ThreadWorld(2, wait_timeout=5.0).run(rank_main)
+    assert all("No space left on device" in said for said in found)
+    assert not path.exists()
+
+
 def test_a_link_or_a_removal_that_fails_on_rank_0_is_heard_of_by_all(fresh: Callable[[], Path]) -> None:
     folder = fresh()
     (folder / "last").mkdir()
