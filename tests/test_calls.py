@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -91,6 +92,35 @@ def test_what_follows_the_parents_step_is_in_the_same_step(make: Callable[..., N
     expected, *found = (ThreadWorld(2).run(partial(act, stage=stage))[0] for stage in range(4))
     for weights in found:
         assert_same_bits(weights, expected)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_closure_may_run_its_backward_in_another_thread(stage: int) -> None:
+    """As autograd does on a GPU, where nobody has announced the backward to the engine."""
+
+    def train_in_threads(comm: Comm, stage: int) -> dict[str, Tensor]:
+        model = copy.deepcopy(start)
+        optimizer = Nudges(model.parameters(), lr=0.1)
+        engine = Engine(model, [optimizer], stage=stage, comm=comm)
+        for batch in BATCHES:
+
+            def closure(batch: Tensor = batch) -> Tensor:
+                optimizer.zero_grad()
+                with engine.forward():
+                    loss: Tensor = model(batch).square().sum()
+                with ThreadPoolExecutor(1) as thread:
+                    thread.submit(loss.backward).result()
+                return loss
+
+            optimizer.step(closure)
+        with engine.full_parameters():
+            weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        engine.close()
+        return weights
+
+    start = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    expected = ThreadWorld(2).run(partial(train_in_threads, stage=0))[0]
+    assert_same_bits(ThreadWorld(2).run(partial(train_in_threads, stage=stage))[0], expected)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

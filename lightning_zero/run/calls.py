@@ -1,6 +1,7 @@
 """`StepCalls`: where the user's calls of `optimizer.step` enter the engine's step."""
 
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
@@ -33,6 +34,7 @@ class StepCalls:
         self._then = then
         self._entered = ExitStack()
         self._outermost: FrameType | None = None  # of the calls under way
+        self._thread = 0  # that it is in
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -58,7 +60,7 @@ class StepCalls:
     def _before(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.recover()
         if self._outermost is None and not self._stepper.is_stepping:  # else it is in one of what is stepped apart
-            self._outermost = sys._getframe(1)
+            self._outermost, self._thread = sys._getframe(1), threading.get_ident()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._enter()
@@ -87,6 +89,8 @@ class StepCalls:
 
     @property
     def _is_under_way(self) -> bool:
+        if threading.get_ident() != self._thread:
+            return True  # its closure's backward runs in a thread of autograd's, as on a GPU
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame is not self._outermost:
             frame = frame.f_back
