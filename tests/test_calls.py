@@ -54,12 +54,19 @@ class NudgesBefore(Nudges):
 
 
 def train(
-    comm: Comm, start: nn.Module, make: Callable[..., Nudges], stage: int, closes: bool, fails_in: int = 0
+    comm: Comm,
+    start: nn.Module,
+    make: Callable[..., Nudges],
+    stage: int,
+    closes: bool,
+    fails_in: int = 0,
+    compiles: bool = False,
 ) -> dict[str, Tensor]:
     model = copy.deepcopy(start)
     optimizer = make(model.parameters(), lr=0.1)
     engine = Engine(model, [optimizer], stage=stage, comm=comm)
     optimizer.fails_in = fails_in
+    step = torch.compile(optimizer.step, backend="eager") if compiles else optimizer.step
     for batch in BATCHES:
 
         def closure(batch: Tensor = batch) -> Tensor:
@@ -72,10 +79,10 @@ def train(
 
         try:
             if closes:
-                optimizer.step(closure)
+                step(closure)
             else:
                 closure()
-                optimizer.step()
+                step()
         except ArithmeticError:
             pass
     with engine.full_parameters():
@@ -92,6 +99,14 @@ def test_what_follows_the_parents_step_is_in_the_same_step(make: Callable[..., N
     expected, *found = (ThreadWorld(2).run(partial(act, stage=stage))[0] for stage in range(4))
     for weights in found:
         assert_same_bits(weights, expected)
+
+
+@pytest.mark.parametrize("closes", [False, True], ids=["no closure", "closure"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_compiled_step_is_the_same_step(stage: int, closes: bool) -> None:
+    act = partial(train, start=nn.Linear(16, 16), make=Nudges, closes=closes, compiles=True)
+    expected = ThreadWorld(2).run(partial(act, stage=0))[0]
+    assert_same_bits(ThreadWorld(2).run(partial(act, stage=stage))[0], expected)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
 from typing import Any, final
 
+import torch
 from torch.optim import Optimizer
 
 from lightning_zero.shards.optimizer import PieceStepper
@@ -33,11 +34,12 @@ class StepCalls:
         self._step = step
         self._then = then
         self._entered = ExitStack()
-        self._outermost: FrameType | None = None  # of the calls under way
+        self._depth = 0  # calls under way
+        self._outermost: FrameType | None = None  # of them
         self._thread = 0  # that it is in
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
+        self._hooks = [  # which torch.compile(optimizer.step) leaves to Python
+            optimizer.register_step_pre_hook(torch.compiler.disable(self._before)),
+            optimizer.register_step_post_hook(torch.compiler.disable(self._after)),
         ]
 
     def remove(self) -> None:
@@ -46,26 +48,30 @@ class StepCalls:
 
     def interrupt(self) -> None:
         """Ends a call that an error has left, as it is."""
-        self._outermost = None
+        self._depth = 0
         self._stepper.is_interrupted = True
         self._entered.close()
         self._stepper.is_interrupted = False
 
     def recover(self) -> None:
         """After a call that an error has left, of which torch tells nobody."""
-        if self._outermost is not None and not self._is_under_way:
+        if self._depth and not self._is_under_way:
             self.interrupt()
             self._then()
 
     def _before(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.recover()
-        if self._outermost is None and not self._stepper.is_stepping:  # else it is in one of what is stepped apart
-            self._outermost, self._thread = sys._getframe(1), threading.get_ident()
+        if not self._depth:
+            if self._stepper.is_stepping:  # what is stepped apart
+                return None
+            self._outermost, self._thread = _caller(), threading.get_ident()
+        self._depth += 1
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._enter()
             return None
 
+        @torch.compiler.disable
         def closure_on_full() -> Any:
             self._stepper.refuse_if_partial()
             self._entered.close()  # an optimizer may call its closure several times
@@ -78,10 +84,12 @@ class StepCalls:
         return args, {**kwargs, "closure": closure_on_full}
 
     def _after(self, *_: Any) -> None:
-        if sys._getframe(1) is self._outermost:
-            self._outermost = None
+        if self._depth == 1:
+            self._depth, self._outermost = 0, None
             self._entered.close()
             self._then()
+        elif self._depth:
+            self._depth -= 1
 
     def _enter(self) -> None:
         if not self._stepper.is_stepping:  # else within another call
@@ -95,3 +103,12 @@ class StepCalls:
         while frame is not None and frame is not self._outermost:
             frame = frame.f_back
         return frame is not None
+
+
+def _caller() -> FrameType:
+    """Where torch calls the hooks, which lives as long as the call of `step` does."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch._dynamo"):
+        frame = frame.f_back
+    assert frame is not None
+    return frame
