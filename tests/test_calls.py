@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,13 @@ class Nudges(AdamW):
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:
                 parameter.addcmul_(self.state[parameter]["exp_avg"], parameter.grad, value=0.1)
+
+
+class NudgesThoughTheParentFails(Nudges):
+    def step(self, closure: Any = None) -> Any:
+        with suppress(TypeError):
+            super(Nudges, self).step(closure, "an argument too many")
+        return super().step(closure)
 
 
 class NudgesBefore(Nudges):
@@ -92,7 +100,7 @@ def train(
 
 
 @pytest.mark.parametrize("closes", [False, True], ids=["no closure", "closure"])
-@pytest.mark.parametrize("make", [Nudges, NudgesBefore])
+@pytest.mark.parametrize("make", [Nudges, NudgesBefore, NudgesThoughTheParentFails])
 def test_what_follows_the_parents_step_is_in_the_same_step(make: Callable[..., Nudges], closes: bool) -> None:
     AdamW([Parameter(torch.zeros(1))])  # from here on torch has hooks around the parent's step, too
     act = partial(train, start=nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), make=make, closes=closes)

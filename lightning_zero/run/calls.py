@@ -84,7 +84,7 @@ class StepCalls:
         return args, {**kwargs, "closure": closure_on_full}
 
     def _after(self, *_: Any) -> None:
-        if self._depth == 1:
+        if self._depth == 1 or (self._depth and _caller() is self._outermost):  # a call inside may have failed
             self._depth, self._outermost = 0, None
             self._entered.close()
             self._then()
