@@ -7,13 +7,14 @@ whether an fp16 step overflowed.
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
@@ -170,3 +171,23 @@ class ShardedGradients(Precision):
         trainer.callback_metrics["zero/skipped_steps"] = torch.tensor(float(self.skipped_steps))
         trainer.callback_metrics["zero/loss_scale"] = torch.tensor(scale)
         refuse_endless(self._in_a_row, self.max_skipped_steps, scale)
+
+
+def guard_schedulers(
+    plugin: ShardedGradients, module: "pl.LightningModule", configs: Callable[[], Sequence[LRSchedulerConfig]]
+) -> Callable[[], None]:
+    """A skipped fp16 step does not move those of the schedulers that step with it (a declared deviation from DDP).
+    `configs` tells them when asked: the learning rate finder puts others in their place. Returns what undoes it."""
+    if plugin.scaler is None:
+        return lambda: None
+    step, own = module.lr_scheduler_step, vars(module).get("lr_scheduler_step")
+
+    def step_unless_skipped(scheduler: Any, metric: Any) -> None:
+        by_step = any(config.scheduler is scheduler and config.interval == "step" for config in configs())
+        if not (plugin.skipped_last and by_step):
+            step(scheduler, metric)
+
+    module.lr_scheduler_step = step_unless_skipped  # type: ignore[method-assign]
+    if own is None:
+        return partial(delattr, module, "lr_scheduler_step")
+    return partial(setattr, module, "lr_scheduler_step", own)

@@ -12,8 +12,7 @@ import torch
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -33,7 +32,8 @@ from lightning_zero.pl.callbacks import OwnCallbacks
 from lightning_zero.pl.checkpointing import CheckpointingStrategy
 from lightning_zero.pl.elsewhere import answers
 from lightning_zero.pl.ema import ZeroEMA
-from lightning_zero.pl.precision import adapt
+from lightning_zero.pl.fitting import refuse_to_fit, tell_of_foreign, warn_of_undivided, what_needs_gradients
+from lightning_zero.pl.precision import adapt, guard_schedulers
 from lightning_zero.pl.ranks import (
     mesh_of,
     options_on_machine,
@@ -48,7 +48,6 @@ from lightning_zero.pl.table import table_of, told_of_whole
 from lightning_zero.run.construction import constructing
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.run.modes import NAMES as MODES
-from lightning_zero.shards.local import local_of
 from lightning_zero.stage import STAGES
 from lightning_zero.tiers.disk import DiskError
 from lightning_zero.wire.board import AgreementError
@@ -308,18 +307,7 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
         if self._failed:
             comm.report(None)  # it is not what ranks fail of from here on
         if fitting:
-            self.setup_optimizers(trainer)
-            # Lightning's broadcast of each batch, which `Preemption` has replaced: in it a rank would wait for one
-            # that has failed as long as `timeout`, and without a word.
-            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
-            self._undo.callback(vars(trainer.fit_loop.epoch_loop).pop, "_broadcast_sigterm_tensor", None)
-            needing = self._what_needs_gradients(trainer, module)
-            if needing and self._options.step_in_backward:
-                raise ValueError(
-                    f"step_in_backward=True takes each gradient as it comes, and {needing[0]} needs them all after "
-                    "backward. Leave one of the two out."
-                )
-            self._refuse_undivided_averages(trainer)
+            self._prepare_fit(trainer)
         plugin, optimizers = self.precision_plugin, self.optimizers if fitting else []
         mixed = plugin.precision if isinstance(plugin, MixedPrecision) else None
         options = options_on_machine(self._options, mixed, self.num_processes)
@@ -329,29 +317,36 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
         self.engine = engine
         _update_properties(module, device=self.root_device)  # `module.device`, as `module.to` does, which nobody calls
         randomness.share(engine.mesh.tensor, self.root_device)
-        if engine.mesh.tensor.size > 1 and all(local_of(parameter) is parameter for parameter in module.parameters()):
-            rank_zero_warn(
-                f"tensor_parallel_size={engine.mesh.tensor.size}, and no parameter is a DTensor: the ranks of a group "
-                "all do the same. Call parallelize_module(..., self.device_mesh['tensor_parallel'], plan) in "
-                "configure_model."
-            )
+        warn_of_undivided(engine, module)
         self._failed, self._runs, self._left_gradients = False, self._runs + 1, {}
         self.setup_precision_plugin()
         if fitting:
             self._trained = engine
-            if self.offload is None:
-                _optimizers_to_device(self.optimizers, self.root_device)
-            self._guard_schedulers(module)
-            for lightnings in self._lightning_optimizers:  # they inherit from the optimizer's class, and not from it
-                methods = vars(lightnings.optimizer)
-                vars(lightnings).update({name: methods[name] for name in MODES if name in methods})
-            self._warn_of_loggers(trainer.loggers)
-            averages = [one.room(engine) for one in trainer.callbacks if isinstance(one, ZeroEMA)]  # type: ignore[attr-defined]
-            rank_zero_info(table_of(engine, self.stage, self.optimizers, averages, can_step_in_backward=not needing))
-            if foreign := engine.foreign_parameters:
-                kinds = ", ".join(sorted({type(parameter).__name__ for parameter in foreign.values()}))
-                names = ", ".join(list(foreign)[:3]) + (", ..." if len(foreign) > 3 else "")
-                rank_zero_info(f"Tensors of their own kind ({kinds}) stay whole on every rank, as they are: {names}")
+            self._begin_fit(trainer, module)
+
+    def _prepare_fit(self, trainer: "pl.Trainer") -> None:
+        self.setup_optimizers(trainer)
+        # Lightning's broadcast of each batch, which `Preemption` has replaced: in it a rank would wait for one
+        # that has failed as long as `timeout`, and without a word.
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
+        self._undo.callback(vars(trainer.fit_loop.epoch_loop).pop, "_broadcast_sigterm_tensor", None)
+        refuse_to_fit(trainer, self._options, self.precision_plugin.scaler)
+
+    def _begin_fit(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
+        """With the engine there."""
+        engine, scaler = self._running_engine, self.precision_plugin.scaler
+        if self.offload is None:
+            _optimizers_to_device(self.optimizers, self.root_device)
+        guard = guard_schedulers(self.precision_plugin, module, lambda: self.lr_scheduler_configs)
+        self._undo.callback(guard)
+        for lightnings in self._lightning_optimizers:  # they inherit from the optimizer's class, and not from it
+            methods = vars(lightnings.optimizer)
+            vars(lightnings).update({name: methods[name] for name in MODES if name in methods})
+        self._warn_of_loggers(trainer.loggers)
+        averages = [one.room(engine) for one in trainer.callbacks if isinstance(one, ZeroEMA)]  # type: ignore[attr-defined]
+        is_free = not what_needs_gradients(trainer, scaler)
+        rank_zero_info(table_of(engine, self.stage, self.optimizers, averages, can_step_in_backward=is_free))
+        tell_of_foreign(engine)
 
     @override
     def _ensure_comm(self) -> Comm:
@@ -359,43 +354,6 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
             backend = self._process_group_backend
             self._comm = make_comm(self.root_device, self._wait_timeout, backend=backend, sanitize=self._sanitize)
         return self._comm
-
-    def _what_needs_gradients(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> list[str]:
-        """Of all that is asked for, what needs gradients after backward."""
-        needed = {
-            f"Trainer(gradient_clip_val={trainer.gradient_clip_val})": bool(trainer.gradient_clip_val),
-            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})": trainer.accumulate_grad_batches != 1,
-            "precision='16-mixed'": self.precision_plugin.scaler is not None,
-            "manual optimization": not module.automatic_optimization,
-        }
-        return [name for name, is_used in needed.items() if is_used]
-
-    def _refuse_undivided_averages(self, trainer: "pl.Trainer") -> None:
-        """Raises ValueError for a callback whose copy of the model is older than `configure_model`."""
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if self._options.tensor_parallel_size > 1 and any(isinstance(c, StochasticWeightAveraging) for c in callbacks):
-            raise ValueError(
-                "StochasticWeightAveraging averages a copy of the model that it makes before configure_model divides "
-                "it among tensor-parallel ranks. Use Lightning's WeightAveraging or EMAWeightAveraging."
-            )
-
-    def _guard_schedulers(self, module: "pl.LightningModule") -> None:
-        """A skipped fp16 step does not move the scheduler that steps with it (a declared deviation from DDP)."""
-        plugin = self.precision_plugin
-        if plugin.scaler is None:
-            return
-        step, own = module.lr_scheduler_step, vars(module).get("lr_scheduler_step")
-
-        def step_unless_skipped(scheduler: Any, metric: Any) -> None:
-            by_step = any(c.scheduler is scheduler and c.interval == "step" for c in self.lr_scheduler_configs)
-            if not (plugin.skipped_last and by_step):
-                step(scheduler, metric)
-
-        module.lr_scheduler_step = step_unless_skipped  # type: ignore[method-assign]
-        if own is None:
-            self._undo.callback(delattr, module, "lr_scheduler_step")
-        else:
-            self._undo.callback(setattr, module, "lr_scheduler_step", own)
 
     # -- steps
 

@@ -1,0 +1,68 @@
+"""What the start of fit refuses, and what it tells beside the table."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from torch.nn import Module
+
+from lightning_zero.run.engine import Engine, Options
+from lightning_zero.shards.local import local_of
+
+SHOWN = 3  # names of parameters
+
+
+def what_needs_gradients(trainer: "pl.Trainer", scaler: Any) -> list[str]:
+    """Of all that is asked for, what needs gradients after backward; `scaler` is the precision plugin's, or None."""
+    needed = {
+        f"Trainer(gradient_clip_val={trainer.gradient_clip_val})": bool(trainer.gradient_clip_val),
+        f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})": trainer.accumulate_grad_batches != 1,
+        "precision='16-mixed'": scaler is not None,
+        "manual optimization": not trainer.lightning_module.automatic_optimization,
+    }
+    return [name for name, is_used in needed.items() if is_used]
+
+
+def refuse_to_fit(trainer: "pl.Trainer", options: Options, scaler: Any) -> None:
+    """Refuses what would train something else than what was asked for.
+
+    Args:
+        trainer: with its module and callbacks.
+        options: of the engine to be made.
+        scaler: of the precision plugin, or None.
+
+    Raises:
+        ValueError: for gradients that are wanted after a backward that keeps none, and for a callback whose copy of
+            the model is older than `configure_model`, which divides it among tensor-parallel ranks.
+    """
+    needing = what_needs_gradients(trainer, scaler)
+    if needing and options.step_in_backward:
+        raise ValueError(
+            f"step_in_backward=True takes each gradient as it comes, and {needing[0]} needs them all after "
+            "backward. Leave one of the two out."
+        )
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if options.tensor_parallel_size > 1 and any(isinstance(c, StochasticWeightAveraging) for c in callbacks):
+        raise ValueError(
+            "StochasticWeightAveraging averages a copy of the model that it makes before configure_model divides "
+            "it among tensor-parallel ranks. Use Lightning's WeightAveraging or EMAWeightAveraging."
+        )
+
+
+def warn_of_undivided(engine: Engine, module: Module) -> None:
+    """Tensor-parallel ranks without anything to share."""
+    if engine.mesh.tensor.size > 1 and all(local_of(parameter) is parameter for parameter in module.parameters()):
+        rank_zero_warn(
+            f"tensor_parallel_size={engine.mesh.tensor.size}, and no parameter is a DTensor: the ranks of a group "
+            "all do the same. Call parallelize_module(..., self.device_mesh['tensor_parallel'], plan) in "
+            "configure_model."
+        )
+
+
+def tell_of_foreign(engine: Engine) -> None:
+    """Parameters that no stage shards."""
+    if foreign := engine.foreign_parameters:
+        kinds = ", ".join(sorted({type(parameter).__name__ for parameter in foreign.values()}))
+        names = ", ".join(list(foreign)[:SHOWN]) + (", ..." if len(foreign) > SHOWN else "")
+        rank_zero_info(f"Tensors of their own kind ({kinds}) stay whole on every rank, as they are: {names}")
