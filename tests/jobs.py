@@ -110,6 +110,9 @@ def trainer(strategy: Any, world: int, **kwargs: Any) -> L.Trainer:
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
+        # Two batches are enough to average over: a validation step costs what a training step does.
+        "num_sanity_val_steps": 1,
+        "limit_val_batches": 2,
     }
     if kwargs.get("precision") == "16-mixed":  # Lightning would make it bf16 on a CPU
         kwargs.pop("precision")
