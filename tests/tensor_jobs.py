@@ -35,6 +35,7 @@ from models import Maker, batch, clone, seeded, sgd
 from reference import Run, ddp
 
 WORDS, WIDTH = 16, 12
+STEPS = 2  # the second has momentum, and at stage 3 a plan
 
 
 class Block(nn.Module):
@@ -133,13 +134,11 @@ def make_engine(
     return model, optimizer, Engine(model, [optimizer], stage=stage, comm=comm, options=made)
 
 
-def train(
-    make: Maker, tensor: int, stage: int, *, accumulate: int = 1, clip: str | None = None, steps: int = 3, **how: Any
-) -> Run:
+def train(make: Maker, tensor: int, stage: int, *, accumulate: int = 1, clip: str | None = None, **how: Any) -> Run:
     """As `models` and `reference.ddp`; whole weights and state of a run."""
     model, optimizer, engine = make_engine(make, tensor, stage, **how)
     rank, run = engine.mesh.world.rank // tensor, Run()
-    for step in range(steps):
+    for step in range(STEPS):
         optimizer.zero_grad()
         for micro in range(accumulate):
             with engine.accumulating() if micro < accumulate - 1 else nullcontext():
@@ -159,9 +158,9 @@ def train(
     return run
 
 
-def reference(make: Maker, data: int, *, accumulate: int = 1, clip: str | None = None, steps: int = 3) -> Run:
+def reference(make: Maker, data: int, *, accumulate: int = 1, clip: str | None = None) -> Run:
     """One process on the whole batch."""
-    return ddp(clone(towers()), make, world=data, accumulate=accumulate, clip=clip, steps=steps)
+    return ddp(clone(towers()), make, world=data, accumulate=accumulate, clip=clip, steps=STEPS)
 
 
 def rests(tensor: int, stage: int) -> dict[str, int]:
@@ -279,7 +278,8 @@ def gradients_of_gpt(tensor: int, stage: int, *, sequence: bool, tie_head: bool)
 
 
 def recompute(tensor: int, stage: int, policy: dict[str, bool] | None, *, sequence: bool) -> dict[str, Any]:
-    """Three steps with, or for None without, activation checkpointing; and what is kept and sent for it in the last."""
+    """Three steps with, or for None without, activation checkpointing; and what is kept and sent for it in the last:
+    the array of contiguous checkpoints is made in the second, and filled again in the third."""
     how: dict[str, Any] = {"machine": Machine(host_is_apart=True)}
     if policy is not None:
         how["activation_checkpointing"] = ActivationCheckpointing(modules="Block", **policy)

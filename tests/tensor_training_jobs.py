@@ -27,12 +27,12 @@ from lightning_zero.run.notices import Notice
 from models import seeded
 from tensor_jobs import WORDS, Towers, mesh_of, parallelize, start, trainable, whole
 
-SAMPLES = 24
+SAMPLES = 16
 
 
-def loader(data: int, seed: int = 0, shuffle: bool = False) -> DataLoader:
+def loader(data: int, seed: int = 0, shuffle: bool = False, samples: int = SAMPLES) -> DataLoader:
     """Batches of 8 over all data-parallel ranks; sequences of 8, which 2 and 4 tensor-parallel ranks can divide."""
-    tokens = torch.randint(0, WORDS, (SAMPLES, 9), generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(0, WORDS, (samples, 9), generator=torch.Generator().manual_seed(seed))
     return DataLoader(TensorDataset(tokens), batch_size=8 // data, shuffle=shuffle)
 
 
@@ -85,7 +85,7 @@ def fit(
     L.seed_everything(1, verbose=False)
     model = Language(**(model or {}))
     strategy = strategy_of(stage, tensor, **(strategy or {}))
-    run = jobs.trainer(strategy, world, max_epochs=epochs, num_sanity_val_steps=0, limit_val_batches=2, **kwargs)
+    run = jobs.trainer(strategy, world, max_epochs=epochs, num_sanity_val_steps=0, limit_val_batches=1, **kwargs)
     data = world // tensor
     run.fit(model, loader(data, shuffle=shuffle), loader(data, seed=1), ckpt_path=resume)
     if save is not None:
@@ -235,7 +235,7 @@ def fit_averaged(*args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 def fit_averaged_in_shards(*args: Any, midway: Path, **kwargs: Any) -> dict[str, Any]:
-    return fit(*args, callbacks=[ZeroEMA(decay=0.5), Midway(midway, step=2)], **kwargs)
+    return fit(*args, callbacks=[ZeroEMA(decay=0.5), Midway(midway, step=3)], **kwargs)
 
 
 def fit_copied(stage: int) -> None:
@@ -268,11 +268,11 @@ class StopsOne(L.Callback):
 
 
 def stopped(stage: int, world: int, folder: Path) -> int:
-    """After how many steps each rank has left, all with a checkpoint of the same."""
+    """After how many of three steps each rank has left, all with a checkpoint of the same."""
     L.seed_everything(1, verbose=False)
     run = jobs.trainer(strategy_of(stage, 2), world, callbacks=[StopsOne()], default_root_dir=folder)
     with suppress(SIGTERMException, SystemExit):
-        run.fit(Language(), loader(world // 2))
+        run.fit(Language(), loader(world // 2, samples=3 * 8))
     return run.global_step
 
 

@@ -1,7 +1,7 @@
 """Models that people really train, beside DDP on two real ranks: same losses, weights, evaluations, generated text.
 
-One run serves all tests of a model, a precision and a stage. Half of its steps clip by norm; there DDP sums the norm
-in float64, as ZeroStrategy does, so that every bit must agree.
+One run serves all tests of a model, a precision and a stage. Its last step clips by norm; there DDP sums the norm in
+float64, as ZeroStrategy does, so that every bit must agree.
 """
 
 from collections.abc import Callable, Collection
@@ -69,8 +69,6 @@ def assert_same_tensors(found: list[Tensor], expected: list[Tensor]) -> None:
 @each_run_of(real_jobs.MODELS)
 def test_training_gives_ddps_bits(name: str, precision: str, stage: int, outcome: Outcome) -> None:
     for mine, theirs in both(outcome, stage, real_jobs.fit, name, precision=precision):
-        unclipped = 1 + real_jobs.STEPS // 2  # the losses before the first clipped step, and its own
-        assert mine["losses"][:unclipped] == theirs["losses"][:unclipped]
         assert_trained_alike(mine, theirs)
         assert len(set(mine["losses"])) == real_jobs.STEPS
 

@@ -2,9 +2,9 @@
 
 import copy
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +21,34 @@ from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
 from lightning_zero.wire.threads import ThreadWorld
 from ranks import RankPool
+from reference import Run
 from test_offload import WAYS, assert_same_run, at, on_ranks
+
+HOW: dict[str, dict[str, Any]] = {
+    "plain": WAYS["plain"],
+    "autocast": WAYS["autocast"],
+    "two bytes at once": {"param_dtype": torch.bfloat16},
+}
+
+
+@functools.cache
+def after_backward(world: int, stage: int, way: str) -> Run:
+    """With steps after it, made once for all tiers."""
+    return on_ranks(world, stage, **HOW[way])[0]
 
 
 @pytest.mark.parametrize("tiers", [None, "optimizer on the host", "optimizer on disk", "both on disk"])
-@pytest.mark.parametrize("way", ["plain", "autocast", "two bytes at once"])
+@pytest.mark.parametrize("way", HOW)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("world", [1, 2])
 def test_r62_steps_in_backward_give_the_bits_of_steps_after_it(
     world: int, stage: int, way: str, tiers: str | None, tmp_path: Path
 ) -> None:
-    how = {"two bytes at once": {"param_dtype": torch.bfloat16}}.get(way, WAYS.get(way, {}))
     offload = None if tiers is None else at(tiers, tmp_path)
     if stage == 2 and offload is not None and offload.parameters is not None:
         offload = dataclasses.replace(offload, parameters=None)
-    expected, _ = on_ranks(world, stage, **how)
-    found, _ = on_ranks(world, stage, step_in_backward=True, offload=offload, **how)
-    assert_same_run(found, expected)
+    found, _ = on_ranks(world, stage, step_in_backward=True, offload=offload, **HOW[way])
+    assert_same_run(found, after_backward(world, stage, way))
 
 
 def bytes_of_gradients(comm: Comm, layers: int, bucket: int) -> tuple[int, int]:
@@ -205,13 +216,13 @@ def train_tower(
     return weights, gathered
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, partial(Fades, lr=0.01)], ids=["AdamW", "Fades"])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, functools.partial(Fades, lr=0.01)], ids=["AdamW", "Fades"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_each_parameter_is_stepped_once_with_a_gradient_and_without(stage: int, make: Any) -> None:
     start, trained = Tower(), {}
     for is_early in (False, True):
-        act = partial(train_tower, start=start, make=make, stage=stage, bucket_bytes=1024)
-        trained[is_early], _ = ThreadWorld(2).run(partial(act, step_in_backward=is_early))[0]
+        act = functools.partial(train_tower, start=start, make=make, stage=stage, bucket_bytes=1024)
+        trained[is_early], _ = ThreadWorld(2).run(functools.partial(act, step_in_backward=is_early))[0]
     assert_same_bits(trained[True], trained[False])
 
 
@@ -219,8 +230,8 @@ def test_each_parameter_is_stepped_once_with_a_gradient_and_without(stage: int, 
 def test_weights_are_published_once(stage: int) -> None:
     start, gathered = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)]), {}
     for is_early in (False, True):
-        act = partial(train_tower, start=start, make=torch.optim.AdamW, stage=stage, bucket_bytes=1024)
-        _, gathered[is_early] = ThreadWorld(2).run(partial(act, step_in_backward=is_early))[0]
+        act = functools.partial(train_tower, start=start, make=torch.optim.AdamW, stage=stage, bucket_bytes=1024)
+        _, gathered[is_early] = ThreadWorld(2).run(functools.partial(act, step_in_backward=is_early))[0]
     assert gathered[True] == gathered[False] > 0
 
 
@@ -232,9 +243,9 @@ def test_a_gradient_that_a_user_gives_after_backward_is_refused(stage: int, laye
     def put_a_gradient(model: nn.Module) -> None:
         model[layer].weight.grad = torch.ones(16, 16)
 
-    act = partial(train_tower, start=Tower(), make=torch.optim.AdamW, then=put_a_gradient, stage=stage)
+    act = functools.partial(train_tower, start=Tower(), make=torch.optim.AdamW, then=put_a_gradient, stage=stage)
     with pytest.raises(RuntimeError, match=f"nothing left for what you have put into {layer}.weight.grad. Leave"):
-        ThreadWorld(2).run(partial(act, step_in_backward=True))
+        ThreadWorld(2).run(functools.partial(act, step_in_backward=True))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -242,6 +253,6 @@ def test_a_second_backward_before_the_step_is_refused(stage: int) -> None:
     def pass_again(model: nn.Module) -> None:
         model(BATCHES[0]).sum().backward()
 
-    act = partial(train_tower, start=Tower(), make=torch.optim.AdamW, then=pass_again, stage=stage)
+    act = functools.partial(train_tower, start=Tower(), make=torch.optim.AdamW, then=pass_again, stage=stage)
     with pytest.raises(RuntimeError, match=r"nothing left for a second backward: .* has been stepped, and optimizer"):
-        ThreadWorld(2).run(partial(act, step_in_backward=True))
+        ThreadWorld(2).run(functools.partial(act, step_in_backward=True))

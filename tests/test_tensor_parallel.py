@@ -211,7 +211,7 @@ def test_recomputation_from_divided_checkpoints_changes_no_bit_pairwise(
 ) -> None:
     world, stage = place
     without = pool_of(world).once(tensor_jobs.recompute, TENSOR, stage, None, sequence=sequence)
-    found = pool_of(world).run(tensor_jobs.recompute, TENSOR, stage, policy, sequence=sequence)
+    found = pool_of(world).once(tensor_jobs.recompute, TENSOR, stage, policy, sequence=sequence)
     for mine, theirs in zip(found, without, strict=True):
         assert mine["losses"] == theirs["losses"]
         assert_same_bits(mine["weights"], theirs["weights"])
@@ -220,7 +220,7 @@ def test_recomputation_from_divided_checkpoints_changes_no_bit_pairwise(
 def test_divided_checkpoints_are_a_share_each_and_cost_one_gather_each(pool_of: Pools) -> None:
     """Section 8 of the paper: one all-gather of a block's input before it is computed again."""
     whole, part, away = (
-        pool_of(2).run(tensor_jobs.recompute, TENSOR, 1, policy, sequence=False)[0] for policy in POLICIES[:3]
+        pool_of(2).once(tensor_jobs.recompute, TENSOR, 1, policy, sequence=False)[0] for policy in POLICIES[:3]
     )
     assert whole["kept"][Tier.DEVICE] > 0
     assert part["kept"] == {**whole["kept"], Tier.DEVICE: whole["kept"][Tier.DEVICE] // TENSOR}

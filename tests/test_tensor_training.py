@@ -1,12 +1,11 @@
 """Tensor parallelism under Trainer: Lightning's documented example, what each rank sees, precisions, and resuming at
 another degree."""
 
-import functools
 import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -44,6 +43,27 @@ def data_parallel(two_ranks: RankPool) -> list[dict[str, Any]]:
     return two_ranks.run(tensor_training_jobs.fit, 0, 2, 1, epochs=2)
 
 
+class Trained(NamedTuple):
+    path: Path  # of the checkpoint that was written in the end
+    runs: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def trained(pool_of: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
+    """Two epochs of pairs that share modules, each run made once."""
+    made: dict[tuple[Any, ...], Trained] = {}
+
+    def train(stage: int, world: int = 4, sequence: bool = True, kind: str = "sharded") -> Trained:
+        if (stage, world, sequence, kind) not in made:
+            path = tmp_path_factory.mktemp("trained") / "in pairs.ckpt"
+            how: dict[str, Any] = {"strategy": {"checkpoint": {"format": kind}}, "model": {"sequence": sequence}}
+            runs = pool_of(world).run(tensor_training_jobs.fit, stage, world, 2, epochs=2, save=path, **how)
+            made[stage, world, sequence, kind] = Trained(path, runs)
+        return made[stage, world, sequence, kind]
+
+    return train
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_documented_example_of_model_parallel_strategy_runs_with_one_line_changed(
     stage: int, two_ranks: RankPool
@@ -56,7 +76,7 @@ def test_the_documented_example_of_model_parallel_strategy_runs_with_one_line_ch
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_documented_example_on_one_rank_has_the_bits_of_one_device(stage: int, pool_of: Pools) -> None:
-    (found,), (expected,) = (pool_of(1).run(tensor_training_jobs.fit_alone, at) for at in (stage, None))
+    (found,), (expected,) = (pool_of(1).once(tensor_training_jobs.fit_alone, at) for at in (stage, None))
     assert found["losses"] == expected["losses"]
     assert_same_bits(found["weights"], expected["weights"])
 
@@ -64,9 +84,9 @@ def test_the_documented_example_on_one_rank_has_the_bits_of_one_device(stage: in
 @pytest.mark.parametrize(("world", "sequence"), [(2, True), (4, True), (4, False)])
 @pytest.mark.parametrize("stage", STAGES)
 def test_training_is_that_of_data_parallel_ranks_on_the_same_batches(
-    stage: int, world: int, sequence: bool, pool_of: Pools, data_parallel: list[dict[str, Any]]
+    stage: int, world: int, sequence: bool, trained: Callable[..., Trained], data_parallel: list[dict[str, Any]]
 ) -> None:
-    runs = pool_of(world).run(tensor_training_jobs.fit, stage, world, 2, epochs=2, model={"sequence": sequence})
+    _, runs = trained(stage, world, sequence)
     assert mean_losses(runs, 2) == pytest.approx(mean_losses(data_parallel, 1), **TO_ROUNDING)
     assert runs[0]["mesh"] == {"replicate": 1, "data_parallel": world // 2, "tensor_parallel": 2}
     for run in runs:
@@ -95,7 +115,7 @@ def test_workers_of_loaders_draw_the_same_for_ranks_that_share_modules(pool_of: 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_are_clipped_by_the_norm_of_all_ranks(stage: int, pool_of: Pools, two_ranks: RankPool) -> None:
-    expected = two_ranks.run(tensor_training_jobs.fit, 0, 2, 1, gradient_clip_val=0.1)
+    expected = two_ranks.once(tensor_training_jobs.fit, 0, 2, 1, gradient_clip_val=0.1)
     runs = pool_of(4).run(tensor_training_jobs.fit, stage, 4, 2, gradient_clip_val=0.1)
     assert mean_losses(runs, 2) == pytest.approx(mean_losses(expected, 1), **TO_ROUNDING)
 
@@ -114,19 +134,23 @@ def test_precisions_train_to_their_rounding(
 
 EPOCH = tensor_training_jobs.SAMPLES // 8  # steps
 
-Saved = Callable[..., tuple[Path, dict[str, Any]]]
+
+@pytest.fixture(scope="module")
+def gone_on(two_ranks: RankPool) -> list[dict[str, Any]]:
+    """As `data_parallel`, for an epoch more."""
+    return two_ranks.run(tensor_training_jobs.fit, 0, 2, 1, epochs=3)
 
 
 @pytest.fixture(scope="module")
-def saved_at_2_x_2(pool_of: Pools, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """A checkpoint after an epoch, and the run that wrote it; each made once."""
+def saved_without(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Path]:
+    """A checkpoint after an epoch of ranks that share nothing, made once for a strategy."""
+    paths: dict[str, Path] = {}
 
-    @functools.cache
-    def save(stage: int, kind: str = "sharded", sequence: bool = True) -> tuple[Path, dict[str, Any]]:
-        path = tmp_path_factory.mktemp("saved") / "at 2 x 2.ckpt"
-        how: dict[str, Any] = {"strategy": {"checkpoint": {"format": kind}}, "model": {"sequence": sequence}}
-        run, *_ = pool_of(4).run(tensor_training_jobs.fit, stage, 4, 2, save=path, **how)
-        return path, run
+    def save(strategy: Any) -> Path:
+        if str(strategy) not in paths:
+            paths[str(strategy)] = path = tmp_path_factory.mktemp("saved") / "at 2 x 1.ckpt"
+            two_ranks.run(tensor_training_jobs.save_without, strategy, path)
+        return paths[str(strategy)]
 
     return save
 
@@ -134,14 +158,14 @@ def saved_at_2_x_2(pool_of: Pools, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1), (2, 1), (1, 2)], ids="{0[0]} x {0[1]}".format)
 @pytest.mark.parametrize(("stage", "kind"), [(1, "sharded"), (3, "sharded"), (2, "full")])
 def test_a_run_goes_on_at_any_other_degree_with_the_same_losses(
-    stage: int, kind: str, shape: tuple[int, int], pool_of: Pools, data_parallel: list[dict[str, Any]],
-    saved_at_2_x_2: Saved,
+    stage: int, kind: str, shape: tuple[int, int], pool_of: Pools, gone_on: list[dict[str, Any]],
+    trained: Callable[..., Trained],
 ) -> None:  # fmt: skip
-    path, _ = saved_at_2_x_2(stage, kind)
+    path, _ = trained(stage, kind=kind)
     data, tensor = shape
-    runs = pool_of(data * tensor).run(tensor_training_jobs.fit, stage, data * tensor, tensor, epochs=2, resume=path)
-    assert mean_losses(runs, tensor) == pytest.approx(mean_losses(data_parallel, 1)[EPOCH:], **TO_ROUNDING)
-    assert_same_weights(runs[0]["weights"], data_parallel[0]["weights"])
+    runs = pool_of(data * tensor).run(tensor_training_jobs.fit, stage, data * tensor, tensor, epochs=3, resume=path)
+    assert mean_losses(runs, tensor) == pytest.approx(mean_losses(gone_on, 1)[2 * EPOCH :], **TO_ROUNDING)
+    assert_same_weights(runs[0]["weights"], gone_on[0]["weights"])
 
 
 def test_a_run_that_lost_a_machine_goes_on_at_other_degrees_with_the_same_losses(
@@ -164,20 +188,18 @@ def test_a_run_that_lost_a_machine_goes_on_at_other_degrees_with_the_same_losses
 @pytest.mark.parametrize("source", [{"stage": 2}, "ddp_find_unused_parameters_true"], ids=str)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_run_of_ranks_that_share_nothing_goes_on_with_tensor_parallelism(
-    stage: int, source: Any, pool_of: Pools, two_ranks: RankPool, data_parallel: list[dict[str, Any]], tmp_path: Path
+    stage: int, source: Any, pool_of: Pools, data_parallel: list[dict[str, Any]], saved_without: Callable[[Any], Path]
 ) -> None:
-    path = tmp_path / "at 2 x 1.ckpt"
-    two_ranks.run(tensor_training_jobs.save_without, source, path)
-    runs = pool_of(4).run(tensor_training_jobs.fit, stage, 4, 2, epochs=2, resume=path)
+    runs = pool_of(4).run(tensor_training_jobs.fit, stage, 4, 2, epochs=2, resume=saved_without(source))
     assert mean_losses(runs, 2) == pytest.approx(mean_losses(data_parallel, 1)[EPOCH:], **TO_ROUNDING)
 
 
 @pytest.mark.parametrize("sequence", [True, False])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_checkpoint_holds_the_whole_model_once(
-    stage: int, sequence: bool, saved_at_2_x_2: Saved, tmp_path: Path
+    stage: int, sequence: bool, trained: Callable[..., Trained], tmp_path: Path
 ) -> None:
-    path, run = saved_at_2_x_2(stage, sequence=sequence)
+    path, (run, *_) = trained(stage, sequence=sequence)
     assert verify(path) == []
     plain = tensor_training_jobs.Language.load_from_checkpoint(path, map_location="cpu")
     assert_same_weights(plain.state_dict(), run["weights"])
@@ -194,9 +216,10 @@ def test_a_checkpoint_holds_the_whole_model_once(
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_ranks_read_their_boxes_into_a_model_that_is_in_shards(stage: int, pool_of: Pools, tmp_path: Path) -> None:
-    path = tmp_path / "at 2 x 1.ckpt"
-    pool_of(2).run(tensor_training_jobs.save_without, {"stage": 2}, path)
+def test_ranks_read_their_boxes_into_a_model_that_is_in_shards(
+    stage: int, pool_of: Pools, saved_without: Callable[[Any], Path]
+) -> None:
+    path = saved_without({"stage": 2})
     saved = jobs.read_checkpoint(path)
     expected = saved["state_dict"] | {
         f"{index} {name}": value
@@ -208,10 +231,18 @@ def test_ranks_read_their_boxes_into_a_model_that_is_in_shards(stage: int, pool_
         assert all(torch.equal(torch.as_tensor(found[name]), torch.as_tensor(expected[name])) for name in expected)
 
 
+@pytest.fixture(scope="module")
+def averaged(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """Weights of two ranks that share nothing, saved after an epoch and gone on for another."""
+    path = tmp_path_factory.mktemp("averaged") / "at 2 x 1.ckpt"
+    two_ranks.run(tensor_training_jobs.fit_averaged, 0, 2, 1, save=path)
+    return two_ranks.run(tensor_training_jobs.fit_averaged, 0, 2, 1, epochs=2, resume=path)[0]["weights"]
+
+
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_averages_of_weights_are_divided_saved_whole_and_go_on(
-    stage: int, kind: str, pool_of: Pools, two_ranks: RankPool, tmp_path: Path
+    stage: int, kind: str, pool_of: Pools, averaged: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     path, strategy = tmp_path / "run.ckpt", {"checkpoint": {"format": kind}}
     run, *_ = pool_of(4).run(tensor_training_jobs.fit_averaged, stage, 4, 2, save=path, strategy=strategy)
@@ -221,26 +252,35 @@ def test_averages_of_weights_are_divided_saved_whole_and_go_on(
         assert {type(value) for value in saved[place].values()} == {torch.Tensor}
     if kind == "sharded":
         again, *_ = pool_of(4).run(tensor_training_jobs.fit_averaged, stage, 4, 2, epochs=2, resume=path)
-        two_ranks.run(tensor_training_jobs.fit_averaged, 0, 2, 1, save=tmp_path / "other.ckpt")
-        other, _ = two_ranks.run(tensor_training_jobs.fit_averaged, 0, 2, 1, epochs=2, resume=tmp_path / "other.ckpt")
-        assert_same_weights(again["weights"], other["weights"])
+        assert_same_weights(again["weights"], averaged)
+
+
+class Averaged(NamedTuple):
+    weights: dict[str, torch.Tensor]
+    went_on: dict[str, torch.Tensor]  # the weights of a run from there
+
+
+@pytest.fixture(scope="module")
+def averaged_in_shards(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Averaged:
+    """Two ranks that share nothing."""
+    average, folder = tensor_training_jobs.fit_averaged_in_shards, tmp_path_factory.mktemp("averaged in shards")
+    path, again = folder / "plain.ckpt", folder / "again.ckpt"
+    run, _ = two_ranks.run(average, 2, 2, 1, epochs=2, midway=path)
+    went_on, _ = two_ranks.run(average, 2, 2, 1, epochs=2, midway=again, resume=path)
+    return Averaged(run["weights"], went_on["weights"])
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_r21_a_sharded_average_is_of_this_ranks_part_and_goes_on_at_another_degree(
-    stage: int, pool_of: Pools, two_ranks: RankPool, tmp_path: Path
+    stage: int, pool_of: Pools, two_ranks: RankPool, averaged_in_shards: Averaged, tmp_path: Path
 ) -> None:
-    divided, plain, again = (tmp_path / f"{name}.ckpt" for name in ("divided", "plain", "again"))
-    average = tensor_training_jobs.fit_averaged_in_shards
-    found, *_ = pool_of(4).run(average, stage, 4, 2, midway=divided)
-    expected, _ = two_ranks.run(average, 2, 2, 1, midway=plain)
-    assert_same_weights(found["weights"], expected["weights"])
-    lightnings, _ = two_ranks.run(tensor_training_jobs.fit_averaged, 0, 2, 1)
-    assert_same_weights(expected["weights"], lightnings["weights"])
-    went_on, expected_then = (
-        two_ranks.run(average, 2, 2, 1, midway=again, resume=path)[0] for path in (divided, plain)
-    )
-    assert_same_weights(went_on["weights"], expected_then["weights"])
+    average, divided = tensor_training_jobs.fit_averaged_in_shards, tmp_path / "divided.ckpt"
+    found, *_ = pool_of(4).run(average, stage, 4, 2, epochs=2, midway=divided)
+    assert_same_weights(found["weights"], averaged_in_shards.weights)
+    lightnings, _ = two_ranks.once(tensor_training_jobs.fit_averaged, 0, 2, 1, epochs=2)
+    assert_same_weights(averaged_in_shards.weights, lightnings["weights"])
+    went_on, _ = two_ranks.run(average, 2, 2, 1, epochs=2, midway=tmp_path / "again.ckpt", resume=divided)
+    assert_same_weights(went_on["weights"], averaged_in_shards.went_on)
 
 
 def test_a_callback_that_copies_the_model_before_it_is_divided_is_refused(two_ranks: RankPool) -> None:
@@ -288,5 +328,5 @@ def test_sizes_that_do_not_divide_the_world_are_refused_before_anything_is_made(
 def test_what_one_rank_is_told_all_hear(stage: int, world: int, pool_of: Pools, tmp_path: Path) -> None:
     steps = pool_of(world).run(tensor_training_jobs.stopped, stage, world, tmp_path)
     assert len(set(steps)) == 1
-    assert 0 < steps[0] < EPOCH
+    assert 0 < steps[0] < 3
     assert verify(tmp_path / "checkpoints" / "preempted.ckpt") == []

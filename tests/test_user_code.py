@@ -18,7 +18,7 @@ STAGES = [1, 2, 3]
 def test_modules_train_unchanged_and_equal_ddp(name: str, precision: str, two_ranks: RankPool) -> None:
     expected = two_ranks.once(user_jobs.fit_module, DDP, name, precision=precision)[0]
     for stage in STAGES:
-        found = two_ranks.run(user_jobs.fit_module, {"stage": stage}, name, precision=precision)[0]
+        found = two_ranks.once(user_jobs.fit_module, {"stage": stage}, name, precision=precision)[0]
         # clip_grad_norm_ is torch's own here, on the same whole gradients: the same bits
         assert found["losses"] == expected["losses"], stage
         assert all(torch.equal(found["weights"][key], value) for key, value in expected["weights"].items()), stage
@@ -67,7 +67,7 @@ def test_a_rank_without_a_loss_contributes_zeros_to_the_average(settings: dict[s
     for stage in STAGES:
         given = {"stage": stage, "accumulation": "local", "bucket_size_mb": 0.001}  # more buckets than travel at once
         found = two_ranks.run(fit, given, skips, **settings)
-        expected = two_ranks.run(fit, {"stage": 0} if "precision" in settings else DDP, skips, True, **settings)
+        expected = two_ranks.once(fit, {"stage": 0} if "precision" in settings else DDP, skips, True, **settings)
         for mine, theirs in zip(found, expected, strict=True):
             assert mine["losses"] == theirs["losses"]
             assert differing(mine["weights"], theirs["weights"]) == []
@@ -95,8 +95,8 @@ def test_parameters_added_in_the_middle_of_a_step_are_refused_with_the_remedy(tw
 
 @pytest.mark.parametrize("arguments", [{"stage": 2}, {"stage": 3}])
 def test_sanitizing_a_sound_run_changes_nothing(arguments: dict[str, Any], two_ranks: RankPool) -> None:
-    plain = two_ranks.run(user_jobs.fit_module, arguments, "Penalised")[0]
-    checked = two_ranks.run(user_jobs.fit_module, {**arguments, "sanitize": True}, "Penalised")[0]
+    plain = two_ranks.once(user_jobs.fit_module, arguments, "Penalised", precision="32-true")[0]
+    checked = two_ranks.run(user_jobs.fit_module, {**arguments, "sanitize": True}, "Penalised", precision="32-true")[0]
     assert checked["losses"] == plain["losses"]
 
 

@@ -1,5 +1,6 @@
 """Optimizers that look at whole tensors train as under DDP: each tensor is stepped once, by one rank."""
 
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from lightning_zero.tiers.ledger import Category, Tier
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.threads import ThreadWorld
 from models import seeded
+from reference import Run
 from test_offload import APART, WAYS, Maker, assert_differs, assert_same_run, flat, on_ranks
 from zoo import WHOLE, made
 
@@ -88,21 +90,26 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
+@functools.cache
+def under_ddp(name: str, way: str | None = None, world: int = 2, rounds: bool = False) -> Run:
+    """At stage 0, made once: what runs of other stages and tiers are compared with, and none of them may change."""
+    make = rounding(MAKERS[name]) if rounds else MAKERS[name]
+    return on_ranks(world, 0, make, **(HOW[way] if way else {}))[0]
+
+
 @pytest.mark.parametrize("way", HOW)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world", [2, 3])
 def test_whole_tensors_are_stepped_as_under_ddp_in_every_way_of_training(world: int, stage: int, way: str) -> None:
     for name in ["LAMB", "both"] if way == "clipped" else ["LAMB", "Adafactor"]:
-        expected, _ = on_ranks(world, 0, MAKERS[name], **HOW[way])
         found, _ = on_ranks(world, stage, MAKERS[name], **HOW[way])
-        assert_same_run(found, expected)
+        assert_same_run(found, under_ddp(name, way, world))
 
 
 def test_pieces_would_be_wrong() -> None:
-    expected, _ = on_ranks(2, 0, MAKERS["LAMB"])
     with pytest.warns(UserWarning, match="Unheard looks at whole tensors, and steps pieces: not DDP's"):
         found, _ = on_ranks(2, 2, MAKERS["LAMB"], granularity="element")
-    assert_differs(found, expected)
+    assert_differs(found, under_ddp("LAMB"))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -114,10 +121,9 @@ def test_what_goes_by_element_may_be_stepped_whole(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_whole_tensors_are_stepped_in_the_tier_where_their_state_rests(stage: int) -> None:
-    expected, _ = on_ranks(2, 0, MAKERS["LAMB"], **HOW["clipped"])
     parameters = {"parameters": "cpu"} if stage == 3 else {}
     found, _ = on_ranks(2, stage, MAKERS["LAMB"], offload=Offload(optimizer="cpu", **parameters), **HOW["clipped"])
-    assert_same_run(found, expected)
+    assert_same_run(found, under_ddp("LAMB", "clipped"))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -399,11 +405,10 @@ def test_whole_tensors_whose_state_rests_on_disk_change_no_bit(stage: int, tmp_p
     parameters: dict[str, Any] = {"parameters": "nvme"} if stage == 3 else {}
     for name in OF_WHOLE:
         for way in ("clipped", "two bytes"):
-            expected, _ = on_ranks(2, 0, MAKERS[name], **HOW[way])
             for fraction in (1.0, 0.5):
                 offload = Offload(optimizer="nvme", path=tmp_path, fraction=fraction, **parameters)
                 found, _ = on_ranks(2, stage, MAKERS[name], offload=offload, **HOW[way])
-                assert_same_run(found, expected)
+                assert_same_run(found, under_ddp(name, way))
 
 
 def rounding(make: Maker) -> Maker:
@@ -427,8 +432,8 @@ def rounding(make: Maker) -> Maker:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_whole_state_in_two_bytes_is_the_state_rounded_after_each_step(stage: int, tmp_path: Path) -> None:
     for name in OF_WHOLE:
-        expected, _ = on_ranks(2, 0, rounding(MAKERS[name]), **HOW["clipped"])
-        assert_differs(expected, on_ranks(2, 0, MAKERS[name], **HOW["clipped"])[0])
+        expected = under_ddp(name, "clipped", rounds=True)
+        assert_differs(expected, under_ddp(name, "clipped"))
         for where in ({"optimizer": "cpu"}, {"optimizer": "nvme", "path": tmp_path}):
             offload = Offload(state_dtype="bf16", **where)  # type: ignore[arg-type]
             found, _ = on_ranks(2, stage, MAKERS[name], offload=offload, **HOW["clipped"])

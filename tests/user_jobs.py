@@ -152,7 +152,7 @@ MODULES = {
 def fit_module(strategy: Any, name: str, **kwargs: Any) -> dict[str, Any]:
     L.seed_everything(1, verbose=False)
     model = MODULES[name]()
-    trainer(strategy, 2, **kwargs).fit(model, loader())
+    trainer(strategy, 2, **kwargs).fit(model, loader(samples=32))  # four steps, of which the third has edits
     return {"losses": model.losses, "weights": state_of(model)}
 
 
@@ -167,7 +167,7 @@ def average_weights(strategy: Any) -> dict[str, Tensor]:
                 average[name] = before * 0.9 + parameter.detach() * 0.1
 
     L.seed_everything(1, verbose=False)
-    trainer(strategy, 2, callbacks=[Ema()]).fit(Classifier(), loader())
+    trainer(strategy, 2, callbacks=[Ema()]).fit(Classifier(), loader(samples=32))
     return average
 
 
@@ -460,7 +460,7 @@ def read_on_rank_0_after_each_batch(
     L.seed_everything(1, verbose=False)
     norms: list[float] = []
     model = Reader()
-    trainer(strategy, 2, **kwargs).fit(model, loader())
+    trainer(strategy, 2, **kwargs).fit(model, loader(samples=32))
     return [model.losses, norms]
 
 
@@ -540,5 +540,5 @@ def add_a_group_while_training(strategy: Any) -> str | None:
 
 
 def fit_and_count_what_is_open(strategy: Any) -> tuple[int, int]:
-    trainer(strategy, 2).fit(Classifier(), loader())
+    trainer(strategy, 2).fit(Classifier(), loader(samples=24))
     return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
