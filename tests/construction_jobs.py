@@ -9,7 +9,7 @@ import io
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -626,7 +626,7 @@ def fit(kind: type[Classifier], strategy: Any, precision: str = "32-true", **kwa
         run = trainer(strategy, int(os.environ["WORLD_SIZE"]), precision=precision)
         run.validate(model, loader(seed=1), verbose=False)
         evaluated = float(run.callback_metrics["val_loss"])
-        run.fit(model, loader(), **kwargs)
+        run.fit(model, loader(samples=32), **kwargs)
         run.strategy.barrier()
     return {
         "losses": model.losses,
@@ -645,19 +645,21 @@ def what_fit_says(kind: type[Classifier], strategy: Any) -> str:
     return "\n".join(said)
 
 
-def fit_and_resume(kind: type[Classifier], strategy: Any, path: Path) -> dict[str, Any]:
-    """From the checkpoint of a run to another one, which is built in configure_model."""
+def fit_and_resume(kinds: Sequence[type[Classifier]], strategy: Any, path: Path) -> list[dict[str, Any]]:
+    """From the checkpoint of a run to others, of one model each."""
+    found = []
     with few_bytes():
         L.seed_everything(1, verbose=False)
         run = trainer(strategy, 2)
-        run.fit(Outside(), loader())
+        run.fit(Outside(), loader(samples=32))
         run.save_checkpoint(path)
         run.strategy.barrier()
-        L.seed_everything(5, verbose=False)
-        model = kind()
-        again = trainer(strategy, 2, max_epochs=2)
-        again.fit(model, loader(), ckpt_path=path)
-    return {"losses": model.losses, "weights": state_of(model)}
+        for kind in kinds:
+            L.seed_everything(5, verbose=False)
+            model = kind()
+            trainer(strategy, 2, max_epochs=2).fit(model, loader(samples=32), ckpt_path=path)
+            found.append({"losses": model.losses, "weights": state_of(model)})
+    return found
 
 
 def fails_in_configure_model() -> tuple[str, float]:

@@ -53,7 +53,7 @@ def fit(kind: str, strategy: Any, folder: Path, precision: str = "32-true") -> d
         L.seed_everything(1 + int(os.environ["RANK"]), verbose=False)
         model = KINDS[kind](folder)
         run = trainer(strategy, int(os.environ["WORLD_SIZE"]), precision=precision)
-        run.fit(model, loader())
+        run.fit(model, loader(samples=24))
         run.strategy.barrier()
     return {"losses": model.losses, "weights": state_of(model)}
 
