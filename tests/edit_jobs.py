@@ -34,6 +34,8 @@ def body() -> nn.Sequential:
 class Trained(L.LightningModule):
     """What the edits are made on."""
 
+    goes_by_epochs = False  # whether something happens at the beginning or the end of one
+
     def __init__(self) -> None:
         super().__init__()
         self.net = body()
@@ -207,6 +209,8 @@ class ClampedWithoutGrad(Clamped):
 class Reinitialised(Trained):
     """At the start of the second epoch: `nn.init`, `reset_parameters`, `apply`; the optimizer forgets."""
 
+    goes_by_epochs = True
+
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
             nn.init.trunc_normal_(self.net[0].weight, std=0.3)
@@ -224,6 +228,8 @@ class Reinitialised(Trained):
 class Rewound(Trained):
     """Goes back to a snapshot that went through a file; at the end of an epoch, to where it began."""
 
+    goes_by_epochs = True
+
     def on_train_start(self) -> None:
         self.beginning = {name: value.clone() for name, value in self.state_dict().items()}
 
@@ -232,10 +238,10 @@ class Rewound(Trained):
             self.load_state_dict(self.beginning)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
+        if (self.current_epoch, batch_idx) == (0, 1):
             self.file = io.BytesIO()
             torch.save({"net": self.net.state_dict(), "head": self.net[4].weight}, self.file)
-        if batch_idx == 3:
+        if (self.current_epoch, batch_idx) == (1, 1):
             self.file.seek(0)
             snapshot = torch.load(self.file)
             self.net.load_state_dict(snapshot["net"])
@@ -310,6 +316,8 @@ class EditedBetweenForwards(Trained):
 class Pruned(Trained):
     """A mask over a weight, and more of it after every epoch; for another weight, made permanent at once."""
 
+    goes_by_epochs = True
+
     def on_train_epoch_end(self) -> None:
         prune.l1_unstructured(self.net[0], "weight", amount=0.3)
         prune.ln_structured(self.net[4], "weight", amount=0.3, n=2, dim=0)
@@ -321,11 +329,15 @@ class Pruned(Trained):
 
 
 class PrunedByCallback(Trained):
+    goes_by_epochs = True
+
     def callbacks_of_the_run(self) -> list[L.Callback]:
         return [ModelPruning("l1_unstructured", amount=0.2, use_lottery_ticket_hypothesis=False)]
 
 
 class LotteryTicket(Trained):
+    goes_by_epochs = True
+
     def callbacks_of_the_run(self) -> list[L.Callback]:
         # Once: the callback assigns its own copy to `.data`, and without us that copy trains from then on.
         once = lambda epoch: epoch == 0  # noqa: E731
@@ -461,6 +473,8 @@ class Climbs(WithState):
 class NeedsNoSchedule(WithState):
     """Its weights are others in evaluation."""
 
+    goes_by_epochs = True
+
     def on_train_epoch_start(self) -> None:
         self.optimizers().train()
 
@@ -480,6 +494,8 @@ class NeedsNoSchedule(WithState):
 class AveragedByHand(TeacherAveraged):
     """With torch's scheduler for it; BatchNorm of the average is estimated anew at the end."""
 
+    goes_by_epochs = True
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
         return [optimizer], [torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.02, anneal_epochs=2)]
@@ -493,16 +509,22 @@ class AveragedByHand(TeacherAveraged):
 
 
 class Averaged(Trained):
+    goes_by_epochs = True
+
     def callbacks_of_the_run(self) -> list[L.Callback]:
         return [WeightAveraging()]
 
 
 class AveragedExponentially(Trained):
+    goes_by_epochs = True
+
     def callbacks_of_the_run(self) -> list[L.Callback]:
         return [EMAWeightAveraging(decay=0.8)]
 
 
 class AveragedStochastically(Trained):
+    goes_by_epochs = True
+
     def callbacks_of_the_run(self) -> list[L.Callback]:
         return [StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1, annealing_epochs=1)]
 
@@ -529,15 +551,17 @@ MODULES = {
 
 
 def fit(strategy: Any, name: str, precision: str, path: Path) -> dict[str, Any]:
-    """Two epochs with validation, and a checkpoint; or the error they end in."""
+    """Three steps with validation after the second, or two epochs of two steps, and a checkpoint; or the error they end
+    in. There are two steps with nothing in between, and one that follows a validation."""
     path = path.with_suffix(".folder" if isinstance(strategy, dict) else ".file")
     L.seed_everything(1, verbose=False)
     model = MODULES[name]()
     callbacks = model.callbacks_of_the_run()
     outcome = {"error": None, "losses": model.losses, "seen": model.seen, "weights": {}, "saved": {}}
-    run = trainer(strategy, 2, precision=precision, max_epochs=2, callbacks=callbacks, num_sanity_val_steps=0)
+    length: dict[str, Any] = {"max_epochs": 2} if model.goes_by_epochs else {"max_epochs": 1, "val_check_interval": 2}
+    run = trainer(strategy, 2, precision=precision, callbacks=callbacks, num_sanity_val_steps=0, **length)
     try:
-        run.fit(model, loader(samples=24), loader(seed=1, samples=8))
+        run.fit(model, loader(samples=16 if model.goes_by_epochs else 24), loader(seed=1, samples=8))
     except RuntimeError as error:
         if IN_THE_WAY not in str(error):
             raise

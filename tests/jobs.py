@@ -454,8 +454,11 @@ def where_batches_go(strategy: Any) -> list[int]:
     return list(Keep.drawn)
 
 
+MICRO = 64  # batches of a step
+
+
 class ManyMicroGradients(L.LightningModule):
-    """A gradient of 1, then 255 of 1e-3: in bf16 the small ones would vanish against the sum."""
+    """A gradient of 1, then many of 1e-3: in bf16 the small ones would vanish against the sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -465,7 +468,7 @@ class ManyMicroGradients(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         size = 1.0 if batch_idx == 0 else 1e-3
         # The loss is divided by the number of micro-batches; the gradient is `size` exactly.
-        return (self.layer.weight.float() * torch.full((1, 4), size, device=self.device)).sum() * 256
+        return (self.layer.weight.float() * torch.full((1, 4), size, device=self.device)).sum() * MICRO
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.total = self.trainer.strategy.full_grad(self.layer.weight).clone()  # type: ignore[union-attr]
@@ -476,8 +479,8 @@ class ManyMicroGradients(L.LightningModule):
 
 def sum_micro_gradients(strategy: Any, precision: str) -> Tensor:
     model = ManyMicroGradients()
-    data = DataLoader(TensorDataset(torch.zeros(512, 1)), batch_size=1)
-    trainer(strategy, 2, precision=precision, accumulate_grad_batches=256).fit(model, data)
+    data = DataLoader(TensorDataset(torch.zeros(2 * MICRO, 1)), batch_size=1)
+    trainer(strategy, 2, precision=precision, accumulate_grad_batches=MICRO).fit(model, data)
     assert model.total is not None
     return model.total
 

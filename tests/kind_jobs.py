@@ -25,6 +25,8 @@ SAMPLES = 24  # three steps on two ranks
 class Kind(L.LightningModule):
     """Two layers; what is special goes between them, in `inside`."""
 
+    samples = 16  # two steps on two ranks
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, CLASSES)
@@ -376,6 +378,8 @@ class Shared(Kind):
 class HookedParameters(Kind):
     """Hooks on parameters from before set-up, from after, and for a while."""
 
+    samples = SAMPLES
+
     def __init__(self) -> None:
         super().__init__()
         self.first.weight.register_hook(lambda grad: grad * 2)
@@ -535,14 +539,14 @@ def fit(strategy: Any, name: str, precision: str, path: Path) -> dict[str, Any]:
     L.seed_everything(1 + int(os.environ["RANK"]), verbose=False)  # all start from rank 0's
     model = MODULES[name]()
     run = trainer(strategy, 2, precision=precision)
-    run.fit(model, loader(samples=SAMPLES))
+    run.fit(model, loader(samples=model.samples))
     run.save_checkpoint(path)
     run.strategy.barrier()
     checkpoint = read_checkpoint(path)
     L.seed_everything(2, verbose=False)
     again = MODULES[name]()
     resumed = trainer(strategy, 2, precision=precision, max_epochs=2)
-    resumed.fit(again, loader(samples=SAMPLES), ckpt_path=path)
+    resumed.fit(again, loader(samples=again.samples), ckpt_path=path)
     resumed.strategy.barrier()
     return {
         "losses": model.losses + again.losses,

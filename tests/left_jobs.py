@@ -145,11 +145,11 @@ def resume_without_a_word(strategy: Any, folder: Path) -> list[float]:
     path = place_of(strategy, folder)
     L.seed_everything(1, verbose=False)
     run = trainer(strategy, 2)
-    run.fit(LoadsWithoutAWord(), loader())
+    run.fit(LoadsWithoutAWord(), loader(samples=16))
     run.save_checkpoint(path)
     L.seed_everything(2, verbose=False)
     model = LoadsWithoutAWord()
-    trainer(strategy, 2, max_epochs=2).fit(model, loader(), ckpt_path=path)
+    trainer(strategy, 2, max_epochs=2).fit(model, loader(samples=16), ckpt_path=path)
     return model.losses
 
 
@@ -194,7 +194,7 @@ def left_after_fit(strategy: Any, folder: Path, precision: str) -> dict[str, Any
     L.seed_everything(1, verbose=False)
     model = Classifier()
     run = trainer(strategy, 2, precision=precision)
-    run.fit(model, loader())
+    run.fit(model, loader(samples=16))
     found = {
         "dtypes": {name: (p.dtype, p.grad_dtype) for name, p in model.named_parameters()},
         "threads": sorted(thread.name for thread in threading.enumerate() if thread not in before),
@@ -216,7 +216,7 @@ def left_after_fit(strategy: Any, folder: Path, precision: str) -> dict[str, Any
     run._checkpoint_connector.restore(path)
     found["restored"] = all(torch.equal(value, weights[name]) for name, value in state_of(model).items())
     run.fit_loop.max_epochs = 2
-    run.fit(model, loader(), ckpt_path=path)
+    run.fit(model, loader(samples=16), ckpt_path=path)
     return {**found, "losses": model.losses}
 
 
@@ -263,11 +263,12 @@ def go_on_after_an_error(strategy: Any, place: str) -> dict[str, Any]:
     if place == "inside":
         model.net[3] = FailsInside(model.net[3], [])
     run = trainer(strategy, 2)
-    said = error_of(lambda: run.fit(model, loader(), loader(seed=1)))
+    batches, others = loader(samples=24), loader(seed=1, samples=16)  # the third of three steps may fail
+    said = error_of(lambda: run.fit(model, batches, others))
     weights, model.place = state_of(model), ""
     output = model(next(iter(loader()))[0]).detach()
-    tested = run.test(model, loader(seed=2), verbose=False)[0]["test_loss"]
-    run.fit(model, loader(), loader(seed=1))
+    tested = run.test(model, loader(seed=2, samples=16), verbose=False)[0]["test_loss"]
+    run.fit(model, batches, others)
     return {"said": said, "weights": weights, "output": output, "tested": tested, "losses": model.losses}
 
 

@@ -129,7 +129,7 @@ def fit_pruning(strategy: Any, callback: type[ModelPruning]) -> dict[str, Any]:
     model = Classifier(tied=False)
     pruned = [(model.net[0], "weight"), (model.net[4], "weight")]
     prunes = callback("l1_unstructured", pruned, amount=0.3, use_lottery_ticket_hypothesis=True)
-    jobs.trainer(strategy, 2, max_epochs=3, callbacks=[prunes]).fit(model, jobs.loader())
+    jobs.trainer(strategy, 2, max_epochs=3, callbacks=[prunes]).fit(model, jobs.loader(samples=16))
     return jobs.state_of(model)
 
 
@@ -164,14 +164,19 @@ def test_callbacks_loggers_and_profilers_see_say_and_write_what_they_do_under_dd
         assert differences(found, expected) == [], stage
 
 
+@pytest.fixture(scope="module")
+def folder_of_ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ddp")
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_callbacks_that_end_a_run_end_it_where_they_do_under_ddp(
-    stage: int, two_ranks: RankPool, tmp_path: Path
+    stage: int, two_ranks: RankPool, tmp_path: Path, folder_of_ddp: Path
 ) -> None:
     spike, timer = callback_jobs.fit_until_a_spike, callback_jobs.fit_in_time
     strategy = {"stage": stage}
-    expected = two_ranks.run(spike, DDP, tmp_path / "ddp")
+    expected = two_ranks.once(spike, DDP, folder_of_ddp)
     assert expected[1]["error"].startswith("TrainingSpikeException")
     assert differences(two_ranks.run(spike, strategy, tmp_path / "mine"), expected) == []
     for interval in ("step", "epoch"):
-        assert differences(two_ranks.run(timer, strategy, interval), two_ranks.run(timer, DDP, interval)) == []
+        assert differences(two_ranks.run(timer, strategy, interval), two_ranks.once(timer, DDP, interval)) == []

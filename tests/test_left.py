@@ -36,22 +36,35 @@ PLACES = ["sanity check 0", "start", "step 2", "step 5", "nothing 3", "validatio
 PLACES += ["epoch end", "train end"]
 
 
+@pytest.fixture(scope="module")
+def signalled(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The end of a run in which all ranks are sent a signal, each run made once."""
+    folder = tmp_path_factory.mktemp("signalled")
+
+    def run(strategy: Any, place: str) -> list[Any]:
+        return two_ranks.once(left_jobs.run_until_signalled, strategy, place, (0, 1), folder)
+
+    return run
+
+
 @pytest.mark.parametrize("place", PLACES)
-def test_a_signal_to_all_ranks_is_heard_where_ddp_hears_it(place: str, two_ranks: RankPool, tmp_path: Path) -> None:
-    expected = assert_as_ddp(two_ranks, left_jobs.run_until_signalled, place, (0, 1), tmp_path, stages=(3,))
+def test_a_signal_to_all_ranks_is_heard_where_ddp_hears_it(place: str, signalled: Any) -> None:
+    expected = signalled(DDP, place)
+    assert differing(signalled({"stage": 3}, place), expected) == []
     assert all(one["received"] for one in expected)
     assert {one["ended"] for one in expected} == {"returned" if place == "train end" else "SIGTERMException None"}
 
 
 @pytest.mark.parametrize("place", ["step 2", "nothing 3", "validation 1", "test 1", "epoch end"])
 def test_a_signal_to_one_rank_stops_all_where_a_signal_to_all_would(
-    place: str, two_ranks: RankPool, tmp_path: Path
+    place: str, two_ranks: RankPool, tmp_path: Path, signalled: Any
 ) -> None:
     """Under DDP it would hang: the handler calls a collective."""
     for stage in (1, 3):
-        expected = two_ranks.run(left_jobs.run_until_signalled, {"stage": stage}, place, (0, 1), tmp_path)
-        assert two_ranks.run(left_jobs.run_until_signalled, {"stage": stage}, place, (1,), tmp_path) == expected
-    assert (tmp_path / "checkpoints" / "preempted.ckpt").exists() == ("test" not in place)
+        folder = tmp_path / str(stage)
+        found = two_ranks.run(left_jobs.run_until_signalled, {"stage": stage}, place, (1,), folder)
+        assert found == signalled({"stage": stage}, place)
+        assert (folder / "checkpoints" / "preempted.ckpt").exists() == ("test" not in place)
 
 
 def test_callbacks_of_a_trainer_are_its_users_own(two_ranks: RankPool) -> None:

@@ -12,6 +12,11 @@ from ranks import RankPool
 DDP = "ddp_find_unused_parameters_true"
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
 @pytest.mark.parametrize(
     "do",
     [
@@ -37,11 +42,12 @@ DDP = "ddp_find_unused_parameters_true"
     ],
     ids=lambda do: do.__name__,
 )
-def test_a_run_goes_on_as_under_ddp_when_users(do: Callable[..., Any], two_ranks: RankPool, tmp_path: Path) -> None:
-    expected = two_ranks.run(do, DDP, tmp_path / "ddp" / "a.ckpt")
+def test_a_run_goes_on_as_under_ddp_when_users(do: Callable[..., Any], two_ranks: RankPool, folder: Path) -> None:
+    own = folder / do.__name__
+    expected = two_ranks.run(do, DDP, own / "ddp" / "a.ckpt")
     for stage in (1, 2, 3):
         strategy = {"stage": stage, "checkpoint": {"async_save": stage == 2}}
-        assert two_ranks.run(do, strategy, tmp_path / str(stage) / "a.ckpt") == expected, stage
+        assert two_ranks.run(do, strategy, own / str(stage) / "a.ckpt") == expected, stage
 
 
 @pytest.mark.parametrize("form", ["sharded", "full"])
