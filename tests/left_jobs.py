@@ -75,7 +75,7 @@ def run_until_signalled(strategy: Any, place: str, ranks: tuple[int, ...], folde
     L.seed_everything(1, verbose=False)
     before = signal.getsignal(signal.SIGTERM)
     model = (SignalledByHand if "nothing" in place else Signalled)(place, ranks)
-    run = trainer(strategy, 2, default_root_dir=folder)
+    run = trainer(strategy, 2, default_root_dir=folder, limit_val_batches=1.0)
     ended = "returned"
     try:
         if "test" in place:
@@ -436,5 +436,5 @@ class Leaves(Classifier):
 def leave(strategy: Any, place: str, how: str, folder: Path) -> tuple[str | None, float]:
     """The error, and how long the run took; s."""
     started = time.monotonic()
-    run = trainer(strategy, 2, default_root_dir=folder, enable_checkpointing=True)
+    run = trainer(strategy, 2, default_root_dir=folder, enable_checkpointing=True, limit_val_batches=1.0)
     return error_of(lambda: run.fit(Leaves(place, how), None, loader(seed=1))), time.monotonic() - started

@@ -81,7 +81,9 @@ def test_offload_step_tells_the_price_of_each_tier_and_the_bound_of_the_disk(
 
 
 def test_offload_model_finds_the_largest_model_under_a_limit_of_memory(tmp_path: Path) -> None:
-    options = "largest --limit-gb 0.15 --ways none,3+nvme --length 8 --width 512 --vocabulary 64 --steps 1 --bucket-mb 1"
+    options = (
+        "largest --limit-gb 0.15 --ways none,3+nvme --length 8 --width 512 --vocabulary 64 --steps 1 --bucket-mb 1"
+    )
     found = run_offload_model(options, tmp_path)
     assert found["3+nvme"]["parameters"] > 2 * found["none"]["parameters"] > 0
 
