@@ -212,7 +212,7 @@ def whole_life(strategy: Any, world: int) -> dict[str, Any]:
     model = Classifier()
     calls: list[int] = []
     model.net[0].register_forward_hook(lambda *_: calls.append(1))
-    run = trainer(strategy, world)
+    run = trainer(strategy, world, limit_val_batches=2, limit_test_batches=2, limit_predict_batches=2)
     run.validate(model, loader(seed=1), verbose=False)
     run.fit(model, loader(), loader(seed=1))
     test_loss = run.test(model, loader(seed=2), verbose=False)[0]["test_loss"]

@@ -247,7 +247,7 @@ def fit_talkative(strategy: Any, precision: str) -> dict[str, Any]:
     L.seed_everything(1, verbose=False)
     model = Talkative()
     run = trainer(strategy, 2, precision=precision)
-    run.fit(model, loader(), loader(seed=1))
+    run.fit(model, loader(samples=24), loader(seed=1, samples=16))
     return {
         "losses": model.losses,
         "val_loss": float(run.callback_metrics["val_loss"]),
