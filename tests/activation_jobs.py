@@ -245,7 +245,7 @@ def fit(strategy: Any, precision: str, **kwargs: Any) -> dict[str, Any]:
     run = jobs.trainer(
         strategy, 2, precision=precision, accumulate_grad_batches=2, gradient_clip_val=0.1, max_epochs=2, **kwargs
     )
-    run.fit(model, jobs.loader(shuffle=True), jobs.loader(seed=1))
+    run.fit(model, jobs.loader(shuffle=True, samples=32), jobs.loader(seed=1, samples=16))
     return {
         "losses": model.losses,
         "val_loss": float(run.callback_metrics["val_loss"]),

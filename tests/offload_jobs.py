@@ -60,7 +60,7 @@ def fit(strategy: Any, world: int, looks: bool = False, clips: bool = True, **kw
     model.on_before_optimizer_step = lambda optimizer: None  # type: ignore[method-assign]  # it looks at gradients
     more = {"gradient_clip_val": 0.5} if clips else {}
     run = jobs.trainer(strategy, world, val_check_interval=3, callbacks=[onlooker] if looks else [], **more, **kwargs)
-    run.fit(model, jobs.loader(shuffle=True), jobs.loader(seed=1))
+    run.fit(model, jobs.loader(shuffle=True), jobs.loader(seed=1, samples=16))
     return {
         "losses": model.losses,
         "weights": jobs.state_of(model),

@@ -5,6 +5,7 @@ import functools
 import gc
 import pickle
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -78,17 +79,30 @@ def test_recomputation_changes_no_bit(stage: int, policy: dict[str, Any]) -> Non
     assert_same_bits(found, expected)
 
 
+BESIDE: dict[str, Callable[[int], dict[str, Any]]] = {
+    "nothing": lambda stage: {},
+    "units": lambda stage: {"unit_classes": ("Layer",)},
+    "offload": lambda stage: {"offload": Offload(optimizer="cpu")},
+    "steps in backward": lambda stage: {"step_in_backward": stage > 1},
+}
+
+
+def on_two_ranks(stage: int, beside: str, **options: Any) -> list[dict[str, Tensor]]:
+    settings = {"machine": APART, "bucket_bytes": 2**10, **BESIDE[beside](stage), **options}
+    return on_engine(seeded(lambda: Awkward(dropout=0.0)), train, stage, **settings)
+
+
+on_two_ranks_that_keep_all = functools.cache(on_two_ranks)  # once for all policies
+
+
 @each_policy
 @each_stage
 def test_recomputation_changes_no_bit_on_two_ranks(stage: int, policy: dict[str, Any]) -> None:
-    start = seeded(lambda: Awkward(dropout=0.0))
     checkpointing = ActivationCheckpointing(**policy)
-    for options in ({}, {"units": ("Layer",)}, {"offload": Offload(optimizer="cpu")}, {"step_in_backward": stage > 1}):
-        settings: dict[str, Any] = {"machine": APART, "bucket_bytes": 2**10, "unit_classes": options.pop("units", None)}
-        settings |= options
-        expected = on_engine(start, train, stage, **settings)
+    for beside in BESIDE:
+        expected = on_two_ranks_that_keep_all(stage, beside)
         for found, as_ever in zip(
-            on_engine(start, train, stage, activation_checkpointing=checkpointing, **settings), expected, strict=True
+            on_two_ranks(stage, beside, activation_checkpointing=checkpointing), expected, strict=True
         ):
             assert_same_bits(found, as_ever)
 
