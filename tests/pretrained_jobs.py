@@ -6,7 +6,8 @@ from typing import Any
 
 import lightning as L
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 import construction_jobs
 from construction_jobs import Wide, few_bytes, measuring_peak, warmed
@@ -14,6 +15,7 @@ from jobs import Classifier, loader, state_of, trainer
 from lightning_zero.checkpoint import load_pretrained
 from lightning_zero.run.construction import constructing
 from lightning_zero.run.engine import Engine
+from lightning_zero.wire.comm import Comm
 
 
 class OnMeta(construction_jobs.Inside):
@@ -64,9 +66,18 @@ def fit_and_save(path: Path) -> None:
     run.save_checkpoint(path)
 
 
+def load_small(folder: Path, ranks: Comm) -> None:
+    """So that what loading imports and maps the first time is there."""
+    folder.mkdir()
+    small = nn.Linear(600, 600)
+    save_file(small.state_dict(), folder / "model.safetensors")
+    load_pretrained(small, folder, comm=ranks)
+
+
 def resident_bytes(path: Path) -> dict[str, int]:
     """What is resident more than before, at the peak, from a model on the meta device to an engine that holds it."""
     ranks = warmed()
+    load_small(path / f"small on rank {ranks.rank}", ranks)
     with measuring_peak() as peak:
         with constructing(stage=3, comm=ranks) as construction:
             with torch.device("meta"):
