@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import json
-import os
 import re
 import subprocess
 import sys
@@ -154,18 +153,12 @@ def test_the_slurm_launcher_composes_and_starts_one_task_per_rank():
 
 
 def test_a_foreign_app_composes_the_groups_from_the_package(tmp_path):
-    as_installed(tmp_path / "site")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    """As installed: see test_packaging."""
     app = [sys.executable, str(ROOT / "tests" / "foreign_app.py")]
-    done = subprocess.run(app, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    with warm.starts():
+        done = subprocess.run(app, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {"class": "ZeroStrategy", "stage": 2}
-
-
-def as_installed(site: Path) -> None:
-    """The package as a wheel lays it out, by a link."""
-    site.mkdir()
-    (site / "lightning_zero").symlink_to(ROOT / "lightning_zero")
 
 
 def test_the_package_brings_no_group_that_an_app_has_for_itself():
