@@ -4,9 +4,11 @@
 # TORCH   what to install as torch, with pip options if need be. CI runs the default; for another build:
 #             make test TORCH='torch==2.11.0 --extra-index-url URL'
 #         It goes in first, and nothing installed after it may replace it or what it brought along.
+# LANES   of the tests, each with ranks of its own; one more than cores, since lanes also wait for ranks
 # ARGS    passed on to pytest, to the example (`make demo ARGS=trainer.max_steps=50`) or to the benchmark
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+LANES ?= 3
 ARGS ?=
 
 PINNED_TORCH := torch==2.13.0
@@ -32,7 +34,7 @@ sweep: setup  ## compare the stages with ddp on two ranks: a table and a picture
 	OMP_NUM_THREADS=1 $(PY) examples/train.py -m strategy=ddp,zero1,zero2,zero3 trainer.devices=2 experiment=compare $(ARGS)
 
 test: setup  ## run the tests (those that need a GPU are skipped where there is none)
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-gpu: setup  ## run the tests that need a GPU
 	$(PY) -m pytest -m gpu $(ARGS)

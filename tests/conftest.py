@@ -16,20 +16,22 @@ pytest.register_assert_rewrite("compare", "engine_checkpoints", "unit_jobs")
 import frugal  # noqa: E402, F401
 from ranks import RankPool  # noqa: E402
 
-# Long files: one that came last would keep its lane busy after the end of the other.
-FIRST = [
-    "test_example.py",
-    "test_sweep.py",
-    "test_packaging.py",
-    "test_elastic.py",
+# Files with tests that run alone, which wait for the end of what other lanes run: before the long ones.
+ALONE = ["test_bytes.py", "test_checkpoint_crash.py", "test_packaging.py", "test_pretrained.py"]
+# Long files: one that came last would keep its lane busy after the end of the others.
+LONG = [
     "test_construction.py",
-    "test_bytes.py",
+    "test_elastic.py",
+    "test_example.py",
+    "test_paper.py",
+    "test_sweep.py",
+    "test_tensor_training.py",
     "test_user_code.py",
 ]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in FIRST)
+    items.sort(key=lambda item: (item.path.name not in ALONE, item.path.name not in LONG))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

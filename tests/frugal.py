@@ -49,7 +49,7 @@ if hasattr(os, "SCHED_BATCH"):  # Linux
 
 
 def _taking_turns(run: Any) -> Any:
-    """Keeps ranks that are threads on one core, which differs between lanes of the tests. Only one of them has the
+    """Keeps ranks that are threads on one core; lanes of the tests share the cores out. Only one of the ranks has the
     interpreter, and every operation of torch lets go of it: on two cores each time wakes the other core up, which finds
     it taken again. That was a third of what they cost."""
     cores = sorted(os.sched_getaffinity(0))

@@ -66,7 +66,6 @@ def test_what_is_dropped_while_a_model_is_built_takes_no_memory(two_ranks: RankP
 # -- memory
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", jobs.WIDE)
 def test_r36_a_rank_never_holds_more_than_its_share_and_the_largest_unit(
