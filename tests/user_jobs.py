@@ -259,10 +259,10 @@ def fit_talkative(strategy: Any, precision: str) -> dict[str, Any]:
 class CompiledBlocks(L.LightningModule):
     """Blocks that are compiled one by one, around an embedding and a head that are not."""
 
-    def __init__(self, compiles: bool = True) -> None:
+    def __init__(self, compiles: bool = True, depth: int = 2) -> None:
         super().__init__()
         self.inner = nn.Linear(12, 16)
-        blocks = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(2)]
+        blocks = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(depth)]
         wrap: Any = (lambda block: torch.compile(block, backend="aot_eager")) if compiles else (lambda block: block)
         self.blocks = nn.ModuleList([wrap(block) for block in blocks])
         self.outer = nn.Linear(16, 5)
@@ -307,7 +307,7 @@ def resume_compiled(strategy: Any, path: Path, *, compiles: bool) -> list[float]
 def fit_compiled_module(strategy: Any) -> list[float]:
     torch._dynamo.reset()
     L.seed_everything(1, verbose=False)
-    model = CompiledBlocks(compiles=False)
+    model = CompiledBlocks(compiles=False, depth=1)
     run = trainer(strategy, 2, max_steps=2)
     run.fit(torch.compile(model, backend="aot_eager"), loader())  # type: ignore[arg-type]
     return model.losses
