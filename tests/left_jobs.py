@@ -365,7 +365,7 @@ class UnevenlyEvaluated(Classifier):
 
 def validate_unevenly(strategy: Any, batches: tuple[int, int]) -> float:
     L.seed_everything(1, verbose=False)
-    run = trainer(strategy, 2, use_distributed_sampler=False)
+    run = trainer(strategy, 2, use_distributed_sampler=False, limit_val_batches=1.0)
     return float(run.validate(UnevenlyEvaluated(batches), verbose=False)[0]["mean"])
 
 

@@ -269,7 +269,8 @@ MODES = ["min_size", "max_size_cycle", "max_size", "sequential", "stream"]
 
 
 def fit_over_loaders(strategy: Any, mode: str) -> dict[str, Any]:
-    return fit(strategy, lambda: OverLoaders(mode), max_epochs=2, reload_dataloaders_every_n_epochs=1)
+    all_batches = {"reload_dataloaders_every_n_epochs": 1, "limit_val_batches": 1.0}  # loaders differ in their length
+    return fit(strategy, lambda: OverLoaders(mode), max_epochs=2, **all_batches)
 
 
 # -- the tuner

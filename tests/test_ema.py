@@ -49,7 +49,7 @@ def test_r21_the_sharded_average_is_lightnings_to_the_bit_in_a_share_of_the_memo
     stage: int, precision: str, two_ranks: RankPool, folder: Path, of_ddp: Outcome
 ) -> None:
     """In validation, in checkpoints, after fit, in a test; whatever is saved beside it as well."""
-    found = two_ranks.run(jobs.fit, {"stage": stage}, precision, folder / f"{stage}-{precision}")
+    found = two_ranks.once(jobs.fit, {"stage": stage}, precision, folder / f"{stage}-{precision}")
     assert_alike(found, of_ddp(precision), rounds=precision == "bf16-true")
     held = list(jobs.Model().named_parameters())
     whole, buffers = 4 * sum(p.numel() for _, p in held), sum(b.nbytes for b in jobs.Model().buffers())
@@ -98,8 +98,8 @@ def test_r21_checkpoints_are_resumed_at_other_stages_and_worlds_and_by_lightning
     two_ranks: RankPool, pool_of: Callable[[int], RankPool], folder: Path, of_ddp: Outcome
 ) -> None:
     of_ddp()
-    single, shards = folder / "ddp-32-true.file", folder / "from.folder"
-    two_ranks.run(jobs.fit, {"stage": 2}, "32-true", shards)
+    single, shards = folder / "ddp-32-true.file", folder / "2-32-true.folder"
+    two_ranks.once(jobs.fit, {"stage": 2}, "32-true", folder / "2-32-true")
     expected = two_ranks.once(jobs.resume, DDP, 2, single)
     by_lightning = two_ranks.once(jobs.resume, DDP, 2, shards)
     for found in (
@@ -119,13 +119,13 @@ def test_r21_checkpoints_are_resumed_at_other_stages_and_worlds_and_by_lightning
             assert differing(began["own"], saved["current_model_state"]) == []
 
 
-def test_r21_exports_and_plain_loading_have_the_average(two_ranks: RankPool, tmp_path: Path) -> None:
-    folder = tmp_path / "run.folder"
-    two_ranks.run(jobs.fit, {"stage": 3}, "32-true", folder)
-    saved = read_checkpoint(folder)
+def test_r21_exports_and_plain_loading_have_the_average(two_ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    two_ranks.once(jobs.fit, {"stage": 3}, "32-true", folder / "3-32-true")
+    shards = folder / "3-32-true.folder"
+    saved = read_checkpoint(shards)
     assert differing(saved["state_dict"], saved["current_model_state"])
-    consolidate(folder, tmp_path / "one.ckpt")
-    export_safetensors(folder, tmp_path / "hf")
+    consolidate(shards, tmp_path / "one.ckpt")
+    export_safetensors(shards, tmp_path / "hf")
     loaded = jobs.Model.load_from_checkpoint(tmp_path / "one.ckpt").state_dict()
     assert differing(loaded, saved["state_dict"]) == []
     assert differing(load_file(tmp_path / "hf" / "model.safetensors"), saved["state_dict"]) == []

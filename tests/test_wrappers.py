@@ -58,7 +58,8 @@ def flat(state_dict: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def run(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
-    seen = train(model, optimizer, range(5))
+    """Slow weights, which go every other step, have gone once, are those that the state has, and a step follows."""
+    seen = train(model, optimizer, range(3))
     state = optimizer.state_dict() if engine is None else engine.states.full_optimizer(optimizer)
     return {**seen, **state_of(model, engine), **flat(copy.deepcopy(state))}
 
@@ -85,7 +86,8 @@ def test_a_wrapper_trains_so_where_some_parameters_are_stepped_after_the_others(
         options["offload"] = Offload(optimizer="nvme", path=tmp_path)
 
     def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
-        return {**train(model, optimizer, range(5)), **state_of(model, engine)}
+        # Slow weights go with the second step, and with the fourth, from where the second has left them.
+        return {**train(model, optimizer, range(4)), **state_of(model, engine)}
 
     def make(parameters: Any) -> Any:
         optimizer = WRAPPERS[name](parameters)

@@ -22,7 +22,7 @@ from models import seeded
 from reference import average_gradients
 from zoo import PIECES, WHOLE, Trusting, made
 
-STEPS = 6  # one of them begins to look at whole tensors with the fifth
+STEPS = 5  # one of them begins to look at whole tensors with the fifth
 
 
 def formula(name: str) -> Callable[[Any], Optimizer]:

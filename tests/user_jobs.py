@@ -174,8 +174,8 @@ def average_weights(strategy: Any) -> dict[str, Tensor]:
 def accumulate_by_epoch(strategy: Any) -> list[float]:
     L.seed_everything(1, verbose=False)
     model = Classifier()
-    schedule = GradientAccumulationScheduler({0: 1, 1: 4, 2: 2})
-    trainer(strategy, 2, max_epochs=3, callbacks=[schedule]).fit(model, loader())
+    schedule = GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})  # of four batches
+    trainer(strategy, 2, max_epochs=3, callbacks=[schedule]).fit(model, loader(samples=32))
     return model.losses
 
 
@@ -209,8 +209,9 @@ class Uneven(Classifier):
 def evaluate_unevenly(strategy: Any, precision: str) -> dict[str, Any]:
     L.seed_everything(1, verbose=False)
     model = Uneven()
-    run = trainer(strategy, 2, precision=precision, use_distributed_sampler=False, max_epochs=2)
-    run.fit(model, loader())
+    all_batches = {"use_distributed_sampler": False, "limit_val_batches": 1.0}
+    run = trainer(strategy, 2, precision=precision, max_epochs=2, **all_batches)
+    run.fit(model, loader(samples=8))
     val_loss = float(run.callback_metrics["val_loss"])
     run.test(model, verbose=False)
     predictions: Any = run.predict(model)
