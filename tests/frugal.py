@@ -5,14 +5,20 @@ Preloaded where ranks and warm scripts are forked, so that all of them have it; 
 
 import functools
 import gc
+import inspect
 import os
+import threading
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
 from lightning.fabric.utilities import registry
+from torch.optim import Optimizer
 
+from lightning_zero.shards import assembly
+from lightning_zero.shards.probe import ELEMENT_WISE, HOOKS
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.threads import ThreadWorld
 
@@ -68,5 +74,37 @@ def _taking_turns(run: Any) -> Any:
 
 if hasattr(os, "sched_setaffinity"):  # Linux
     ThreadWorld.run = _taking_turns(ThreadWorld.run)  # type: ignore[method-assign]
+
+_try_in_pieces = assembly.why_not_in_pieces
+_TRIED: weakref.WeakKeyDictionary[type, dict[Any, str | None]] = weakref.WeakKeyDictionary()
+_TRYING = threading.Lock()
+
+
+def _all_that_is_tried(optimizer: Optimizer) -> tuple[Any, ...] | None:
+    """Of an optimizer of some class, what a trial of it on small tensors copies; None where that does not show."""
+    left_out = ("state", "param_groups", "step", *HOOKS)
+    own = {name: value for name, value in vars(optimizer).items() if name not in left_out}
+    dims = [{min(p.dim(), 4) for p in group["params"]} for group in optimizer.param_groups]
+    options = [{**group, "params": None} for group in optimizer.param_groups]
+    told = repr((own, options))
+    hides = any(sign in told for sign in ("tensor(", "Parameter", " at 0x", "...", "\n"))
+    if hides or any(isinstance(name, str) for name in optimizer.state):
+        return None
+    return inspect.unwrap(type(optimizer).step).__code__, repr(dims), told
+
+
+def _tried_once(optimizer: Optimizer) -> str | None:
+    """An engine tries an optimizer that it does not know: half of what a small run on threads costs. Each process tries
+    the same one once."""
+    if type(optimizer) in ELEMENT_WISE:
+        return _try_in_pieces(optimizer)
+    with _TRYING:
+        known, key = _TRIED.setdefault(type(optimizer), {}), _all_that_is_tried(optimizer)
+        if key is None or key not in known:
+            known[key] = _try_in_pieces(optimizer)
+        return known[key]
+
+
+assembly.why_not_in_pieces = _tried_once
 
 gc.freeze()  # what has been imported stays: no collection looks at it again, nor copies what is shared

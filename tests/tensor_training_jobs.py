@@ -80,12 +80,13 @@ def strategy_of(stage: int, tensor: int, **others: Any) -> Any:
 
 def fit(
     stage: int, world: int, tensor: int, *, epochs: int = 1, save: Path | None = None, resume: Any = None,
-    shuffle: bool = False, model: Any = None, strategy: Any = None, **kwargs: Any,
+    shuffle: bool = False, validates: bool = True, model: Any = None, strategy: Any = None, **kwargs: Any,
 ) -> dict[str, Any]:  # fmt: skip
     L.seed_everything(1, verbose=False)
     model = Language(**(model or {}))
     strategy = strategy_of(stage, tensor, **(strategy or {}))
-    run = jobs.trainer(strategy, world, max_epochs=epochs, num_sanity_val_steps=0, limit_val_batches=1, **kwargs)
+    sizes = {"max_epochs": epochs, "num_sanity_val_steps": 0, "limit_val_batches": int(validates)}
+    run = jobs.trainer(strategy, world, **sizes, **kwargs)
     data = world // tensor
     run.fit(model, loader(data, shuffle=shuffle), loader(data, seed=1), ckpt_path=resume)
     if save is not None:
@@ -94,7 +95,7 @@ def fit(
         "losses": model.losses,
         "seen": torch.cat(model.seen),
         "weights": {name: whole(value).clone() for name, value in model.state_dict().items()},
-        "val_loss": float(run.callback_metrics["val_loss"]),
+        "val_loss": float(run.callback_metrics["val_loss"]) if validates else None,
         "mesh": dict(zip(model.device_mesh.mesh_dim_names, model.device_mesh.shape, strict=True)),
         "report": run.strategy.memory_report(),
     }
@@ -158,7 +159,7 @@ def fit_documented(stage: int | None) -> dict[str, Any]:
 def seed_of_workers(world: int, tensor: int) -> int:
     """The rank by which the workers of a loader are seeded. (Ranks of these tests cannot start workers.)"""
     L.seed_everything(1, workers=True, verbose=False)
-    run = jobs.trainer(strategy_of(2, tensor), world, max_steps=1)
+    run = jobs.trainer(strategy_of(2, tensor), world, max_steps=0)
     run.fit(Language(), loader(world // tensor))
     L.seed_everything(1, verbose=False)
     return run.train_dataloader.worker_init_fn.keywords["rank"]
@@ -167,7 +168,7 @@ def seed_of_workers(world: int, tensor: int) -> int:
 def fit_unseeded(stage: int, world: int, tensor: int) -> dict[str, Any]:
     """With dropout, from another random state on each rank."""
     with patch.object(L, "seed_everything", lambda *_, **__: _seed_by_rank()):
-        return fit(stage, world, tensor, model={"dropout": 0.5})
+        return fit(stage, world, tensor, model={"dropout": 0.5}, validates=False)
 
 
 def _seed_by_rank() -> None:
@@ -192,7 +193,7 @@ class Plain(Language):
 
 def use_after_fit(stage: int, folder: Path) -> dict[str, Any]:
     L.seed_everything(1, verbose=False)
-    model, run = Language(), jobs.trainer(strategy_of(stage, 2), 4)
+    model, run = Language(), jobs.trainer(strategy_of(stage, 2), 4, limit_val_batches=1)
     run.fit(model, loader(2), loader(2, seed=1))
     found = {
         "val_loss": float(run.callback_metrics["val_loss"]),
@@ -201,7 +202,7 @@ def use_after_fit(stage: int, folder: Path) -> dict[str, Any]:
     }
     run.save_checkpoint(folder / "after.ckpt")
     run.strategy.barrier()
-    again = jobs.trainer(strategy_of(stage, 2), 4)
+    again = jobs.trainer(strategy_of(stage, 2), 4, limit_val_batches=1)
     found["from file"] = again.validate(Language(), loader(2, seed=1), ckpt_path=folder / "after.ckpt", verbose=False)[
         0
     ]["val_loss"]

@@ -43,8 +43,10 @@ def trainable(model: nn.Module) -> list[Parameter]:
 
 
 def maker(name: str) -> Maker:
+    unheard = made("Unheard", WHOLE[name])
+
     def make(model: nn.Module) -> tuple[Optimizer, None]:
-        return made("Unheard", WHOLE[name])(trainable(model), lr=0.01), None
+        return unheard(trainable(model), lr=0.01), None
 
     return make
 
