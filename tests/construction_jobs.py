@@ -10,7 +10,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -387,6 +387,7 @@ def _status(key: str) -> int:
 @dataclass
 class Peak:
     before: int  # resident bytes
+    mapped: int  # of them, of files
     nbytes: int = 0  # more than before, at the peak
 
 
@@ -394,15 +395,16 @@ M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 @contextlib.contextmanager
-def measuring_peak(since: int | None = None) -> Iterator[Peak]:
+def measuring_peak(since: Peak | None = None) -> Iterator[Peak]:
     # glibc keeps freed blocks of tens of MB for later; with a fixed threshold what is resident is what is live
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1_000_000) == 1
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
-    peak = Peak(_status("VmRSS") if since is None else since)
+    peak = Peak(_status("VmRSS"), _status("RssFile")) if since is None else replace(since)
     yield peak
-    peak.nbytes = _status("VmHWM") - peak.before
+    # Code that ran for the first time, or again after the system had dropped it, stays mapped and is no tensor.
+    peak.nbytes = _status("VmHWM") - peak.before - max(0, _status("RssFile") - peak.mapped)
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 32 * 2**20) == 1  # as large as it gets by itself
 
 
@@ -419,7 +421,7 @@ def resident_bytes(name: str) -> dict[str, int]:
     ranks = warmed()
     with measuring_peak() as built, constructing(stage=3, comm=ranks):
         model = WIDE[name]()
-    with measuring_peak(since=built.before) as taken:
+    with measuring_peak(since=built) as taken:
         engine = Engine(model, [], stage=3, comm=ranks)
     units = [sum(parameter.nbytes for parameter in unit.parameters()) for unit in model.units]
     units += [units[-1]] * (name == "copied")  # the block that the others are copies of is there at the same time

@@ -1,7 +1,6 @@
 """Engines that train, save and resume on ranks as threads; and what they save, to be compared in every bit."""
 
 import copy
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from torch.optim import Optimizer
 from lightning_zero.checkpoint import Saver, StoredCheckpoint
 from lightning_zero.config import Offload
 from lightning_zero.run.engine import Engine, Options
-from lightning_zero.shards import assembly
 from lightning_zero.shards.group import slot_of
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
@@ -104,25 +102,6 @@ class Toy(Optimizer):
                 state["decay"] /= 3
                 state["warm"] = True
                 parameter.sub_(state["trace"], alpha=group["lr"])
-
-
-_why_not_in_pieces = assembly.why_not_in_pieces
-
-
-@functools.cache
-def _found_of_toy(dims: tuple[frozenset[int], ...]) -> str | None:
-    return _why_not_in_pieces(Toy([{"params": [Parameter(torch.ones((2,) * dim)) for dim in group]} for group in dims]))
-
-
-def _known_of_toy(optimizer: Optimizer) -> str | None:
-    """What an engine finds when it tries an optimizer goes by its class and by the dimensions of what it steps: Toy is
-    tried once on each, and not by every engine of every rank, which was a third of what a resume cost."""
-    if type(optimizer) is not Toy:
-        return _why_not_in_pieces(optimizer)
-    return _found_of_toy(tuple(frozenset(p.dim() for p in group["params"]) for group in optimizer.param_groups))
-
-
-assembly.why_not_in_pieces = _known_of_toy
 
 
 def trainable(model: nn.Module) -> list[Parameter]:

@@ -87,7 +87,7 @@ def _all_that_is_tried(optimizer: Optimizer) -> tuple[Any, ...] | None:
     dims = [{min(p.dim(), 4) for p in group["params"]} for group in optimizer.param_groups]
     options = [{**group, "params": None} for group in optimizer.param_groups]
     told = repr((own, options))
-    hides = any(sign in told for sign in ("tensor(", "Parameter", " at 0x", "...", "\n"))
+    hides = any(sign in told for sign in ("Parameter", " at 0x", "...", "\n"))
     if hides or any(isinstance(name, str) for name in optimizer.state):
         return None
     return inspect.unwrap(type(optimizer).step).__code__, repr(dims), told

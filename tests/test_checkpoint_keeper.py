@@ -138,7 +138,7 @@ def test_ranks_wait_for_one_that_works_longer_than_the_timeout(
         keeper.saver.together("wait", keeper.saver.finish)
 
     monkeypatch.setattr(Folder, method, slowly)
-    on_ranks(do, in_background=slow == "removal in background", timeout=1.0)
+    on_ranks(do, in_background=slow == "removal in background", timeout=2.0)
     assert sorted(os.listdir(tmp_path)) == ["b", "c", "last"]
 
 
