@@ -1,6 +1,7 @@
 # On a fresh machine with CPython and make: `make demo`, `make sweep`, `make test`.
 #
-# PYTHON  the interpreter that creates .venv (CPython 3.11, 3.12 or 3.13)
+# PYTHON  the interpreter that creates .venv (CPython 3.11, 3.12 or 3.13); one that was optimised by profile, as those of
+#         distributions are, takes a fifth less time over the tests
 # TORCH   what to install as torch, with pip options if need be. CI runs the default; for another build:
 #             make test TORCH='torch==2.11.0 --extra-index-url URL'
 #         It goes in first, and nothing installed after it may replace it or what it brought along.
