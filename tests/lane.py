@@ -1,0 +1,59 @@
+"""What a process that runs tests has, and one that hands them out to lanes does without: torch, and ranks."""
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.register_assert_rewrite("compare", "engine_checkpoints", "unit_jobs")
+
+import frugal  # noqa: E402, F401
+from ranks import RankPool  # noqa: E402
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what the modules of the tests have imported stays
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """A fit in this process leaves its group, which goes on listening, and the port of that in the environment: later
+    fits, and scripts that a test starts, would take the same one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "PL_GLOBAL_SEED"):
+        os.environ.pop(name, None)
+
+
+_POOLS: dict[int, RankPool] = {}
+
+
+@pytest.fixture(scope="session")
+def pool_of() -> Iterator[Callable[[int], RankPool]]:
+    """`pool_of(world)`: ranks shared by the whole session, started when first asked for."""
+
+    def get(world: int) -> RankPool:
+        if world not in _POOLS:
+            _POOLS[world] = RankPool(world)
+        return _POOLS[world]
+
+    yield get
+    for pool in _POOLS.values():
+        pool.close()
+    _POOLS.clear()
+
+
+@pytest.fixture(scope="session")
+def two_ranks(pool_of: Callable[[int], RankPool]) -> RankPool:
+    return pool_of(2)
