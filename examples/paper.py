@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gpt import GPT, VOCABULARY, Block
 from lightning_zero import ActivationCheckpointing
@@ -88,10 +88,11 @@ def on_rank(rank: int, folder: Path, options: argparse.Namespace) -> None:
     meeting = f"file://{folder / 'meeting'}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=TENSOR_RANKS * DATA_RANKS)
     comm, found = make_comm(torch.device("cpu"), timedelta(seconds=60)), {}
+    mesh = init_device_mesh("cpu", (DATA_RANKS, TENSOR_RANKS), mesh_dim_names=("data_parallel", "tensor_parallel"))
     for name, how in PAPER.items():
 
         def trial(depth: int, how: Configuration = how) -> tuple[int, int]:
-            return train(depth, how, comm, options)
+            return train(depth, how, mesh["tensor_parallel"], comm, options)
 
         found[name] = largest_within(trial, int(options.limit_mb * MIB))
     if rank == 0:
@@ -115,13 +116,14 @@ def largest_within(trial: Callable[[int], tuple[int, int]], limit: int) -> tuple
     return (depth, *peaks[depth]) if peaks[depth][1] <= limit else (0, 0, 0)
 
 
-def train(depth: int, how: Configuration, comm: Comm, options: argparse.Namespace) -> tuple[int, int]:
+def train(
+    depth: int, how: Configuration, tensor_mesh: DeviceMesh, comm: Comm, options: argparse.Namespace
+) -> tuple[int, int]:
     """Two steps; parameters, and bytes on the device of the rank that has most there."""
-    mesh = init_device_mesh("cpu", (DATA_RANKS, TENSOR_RANKS), mesh_dim_names=("data_parallel", "tensor_parallel"))
     torch.manual_seed(0)
     model = GPT(width=options.width, depth=depth, heads=4, context=options.context)
     numel = sum(parameter.numel() for parameter in model.parameters())
-    model.parallelize(mesh["tensor_parallel"])
+    model.parallelize(tensor_mesh)
     optimizer = torch.optim.AdamW(model.parameters())
     checkpointing = ActivationCheckpointing(
         modules={Block}, partition=how.partition, offload=how.offload, contiguous=True
