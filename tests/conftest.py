@@ -20,7 +20,7 @@ FIRST = """
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("dist", "no") == "no":  # not that which hands out: it and then its lanes would import for five seconds each
+    if config.getoption("dist", "no") == "no":  # who hands tests out would import for five seconds, and its lanes wait
         config.pluginmanager.import_plugin("lane")
 
 

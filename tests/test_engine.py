@@ -1,6 +1,8 @@
 """Parity first: every stage against DDP, on ranks as threads of this process."""
 
 import functools
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -207,6 +209,28 @@ def test_parameters_keep_their_identity_and_whole_values_after_close() -> None:
     assert [id(parameter) for group in optimizer.param_groups for parameter in group["params"]] == listed
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("end", ["closed", "closed after a rank was lost", "forgotten"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_nothing_is_left_of_a_model_and_an_engine_that_nobody_has_any_more(stage: int, end: str) -> None:
+    def train_and_leave(comm: Comm) -> list[weakref.ref[Any]]:
+        model = clone(assorted())
+        optimizer, _ = adamw(model)
+        engine = Engine(model, [optimizer], stage=stage, comm=comm)
+        with engine.forward():
+            loss = loss_of(model, 0, comm.rank)
+        with engine.backward():
+            loss.backward()
+        optimizer.step()
+        if end != "forgotten":
+            engine.close(whole=end == "closed")
+        return [weakref.ref(it) for it in (model, engine, *model.parameters(), *engine.groups)]
+
+    left = ThreadWorld(2, 20).run(train_and_leave)
+    gc.collect()
+    for refs in left:
+        assert [type(it()).__name__ for it in refs if it() is not None] == []
 
 
 def test_optimizer_over_foreign_parameters_is_refused_with_the_remedy() -> None:

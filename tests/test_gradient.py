@@ -1,5 +1,6 @@
 """`p.grad` as the user sees it, and what accumulates when."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -243,3 +244,22 @@ def test_sparse_gradients_are_averaged_as_dense_ones(stage: int) -> None:
         for found in on_engine(model, act, stage, make):
             for name, value in expected.items():  # sparse kernels round otherwise
                 torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+
+
+def test_a_gradient_whose_engine_is_gone_says_so_and_may_be_replaced() -> None:
+    """At stage 3 a parameter that is held holds what its values are in."""
+
+    def keep(model: nn.Module, engine: Engine, optimizer: Any, comm: Comm) -> nn.Parameter:
+        with engine.forward():
+            loss = loss_of(model, comm.rank, 0)
+        with engine.backward():
+            loss.backward()
+        assert model.norm.weight.grad.norm() > 0
+        return model.norm.weight
+
+    for weight in on_two_ranks(2, keep):
+        gc.collect()
+        assert "norm.weight" in repr(weight.grad)
+        with pytest.raises(RuntimeError, match=r"'norm.weight' .* engine that is gone.*set p\.grad to None"):
+            weight.grad.norm()
+        weight.grad = None

@@ -232,7 +232,7 @@ class Reductions:
         assert slot.gradient is not None
         if slot.gradient.is_spread:
             shown = slot.local.grad
-            if not (isinstance(shown, ShardedGradient) and shown.slot is slot):
+            if not (isinstance(shown, ShardedGradient) and shown.is_of(slot)):
                 slot.local.grad = ShardedGradient(slot, self._lender)
         else:
             assert slot.gradient.full_grad is not None

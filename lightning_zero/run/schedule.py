@@ -173,13 +173,14 @@ class Schedule:
                     self._hook_gradient(slot)
 
     def _hook_gradient(self, slot: Slot) -> None:
+        # Python's collector of cycles does not see what such a hook of torch's holds: an engine in it, whose parameter
+        # has the hook, would never be freed if nobody closed it.
+        held_weakly, slot_held_weakly = weakref.ref(self), weakref.ref(slot)
+
         def collect(_: Tensor) -> None:
-            with no_interception():
-                if slot.parameter.grad is None:
-                    return  # a hook of the user's has had it
-            self._enter_backward(slot)
-            if self._reductions.collect(slot):
-                self._rendezvous.start_reductions(self._reductions.count_complete())
+            schedule, slot = held_weakly(), slot_held_weakly()
+            if schedule is not None and slot is not None:
+                schedule._collect(slot)
 
         parameter, trains_now = slot.parameter, slot.parameter.requires_grad
         parameter.requires_grad_(True)  # torch hooks only what trains; `toggle_optimizer` may thaw it later
@@ -187,6 +188,14 @@ class Schedule:
         self._handles.append(handle)
         self._collectors.append((parameter, handle.id))
         parameter.requires_grad_(trains_now)
+
+    def _collect(self, slot: Slot) -> None:
+        with no_interception():
+            if slot.parameter.grad is None:
+                return  # a hook of the user's has had it
+        self._enter_backward(slot)
+        if self._reductions.collect(slot):
+            self._rendezvous.start_reductions(self._reductions.count_complete())
 
     # -- the beginning and the end of backward
 

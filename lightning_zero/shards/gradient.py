@@ -30,7 +30,9 @@ from lightning_zero.wire.comm import Work
 class AveragedGradient(Tensor):
     """What `p.grad` is after a reduction, where the values rest as shards; see `views.gradient`."""
 
-    slot: Slot  # of the parameter
+    def is_of(self, slot: Slot) -> bool:
+        """Whether it is the gradient of the parameter at `slot`."""
+        raise NotImplementedError
 
 
 @final
@@ -399,7 +401,7 @@ class GradientShard:
         if not self.travels:
             return True
         if isinstance(grad, AveragedGradient):
-            return grad.slot is slot
+            return grad.is_of(slot)
         return self.full_grad is not None and grad.data_ptr() == slot.view(self.full_grad).data_ptr()
 
     def write(self, slot: Slot, grad: Tensor) -> None:

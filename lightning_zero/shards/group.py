@@ -13,6 +13,7 @@ On one rank shard and full array are the same storage.
 """
 
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, final
@@ -228,12 +229,13 @@ class Slot:
         return made.copy_(view)
 
 
-_SLOTS = WeakIdKeyDictionary()  # Parameter -> Slot
+_SLOTS = WeakIdKeyDictionary()  # Parameter -> weak reference to its Slot, which would keep it alive for good
 
 
 def slot_of(parameter: Parameter) -> Slot | None:
     """Where a parameter lives; None for one that no engine holds."""
-    return _SLOTS.get(parameter)
+    slot = _SLOTS.get(parameter)
+    return None if slot is None else slot()
 
 
 @final
@@ -267,7 +269,7 @@ class ShardGroup:
         )
         self.slots = [Slot(self, index, parameter) for index, parameter in enumerate(parameters.values())]
         for slot in self.slots:
-            _SLOTS[slot.parameter] = slot
+            _SLOTS[slot.parameter] = weakref.ref(slot)
         self.full_param: Tensor | None = None
         self._postponed: list[_Postponed] = []  # steps of it
         self.is_behind = False  # what is there in full is older than the latest step

@@ -3,9 +3,10 @@
 Reading it is a collective: do it on every rank.
 """
 
+import weakref
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from torch import Tensor
 from lightning_zero.shards.gradient import AveragedGradient
 from lightning_zero.shards.group import Slot
 from lightning_zero.views.intercept import Lent, call
+
+T = TypeVar("T")
 
 
 class GradientLender(ABC):
@@ -29,9 +32,14 @@ class GradientLender(ABC):
 
 @final
 class ShardedGradient(AveragedGradient):
-    """The averaged gradient of the parameter at `slot`; see the module's docstring."""
+    """The averaged gradient of the parameter at `slot`; see the module's docstring.
 
-    _lender: GradientLender
+    Held by the parameter where Python's collector of cycles does not look, so it must not hold the engine in turn: that
+    would never be freed."""
+
+    _slot: weakref.ref[Slot]
+    _lender: weakref.ref[GradientLender]
+    _parameter: str
 
     @staticmethod
     def __new__(cls, slot: Slot, lender: GradientLender) -> "ShardedGradient":
@@ -39,14 +47,34 @@ class ShardedGradient(AveragedGradient):
         place = slot.group.setting.places.gathered
         with torch.inference_mode(False):
             self = torch.Tensor._make_wrapper_subclass(cls, slot.shape, dtype=slot.gradient.dtype, device=place.device)
-        self.slot, self._lender = slot, lender
+        self._slot, self._lender, self._parameter = weakref.ref(slot), weakref.ref(lender), slot.name
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ShardedGradient({self.slot.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}; reading gathers)"
+        return f"ShardedGradient({self._parameter!r}, shape={tuple(self.shape)}, dtype={self.dtype}; reading gathers)"
+
+    def is_of(self, slot: Slot) -> bool:
+        return self._slot() is slot
+
+    @property
+    def slot(self) -> Slot:
+        return self._there(self._slot)
+
+    @property
+    def lender(self) -> GradientLender:
+        return self._there(self._lender)
+
+    def _there(self, held: "weakref.ref[T]") -> T:
+        it = held()
+        if it is None:
+            raise RuntimeError(
+                f"The averaged gradient of {self._parameter!r} rested as shards in an engine that is gone. "
+                "Read gradients while the engine is there, and set p.grad to None after it."
+            )
+        return it
 
     def _again(self) -> "ShardedGradient":
-        return ShardedGradient(self.slot, self._lender)
+        return ShardedGradient(self.slot, self.lender)
 
     @property
     def data(self) -> "ShardedGradient":
@@ -79,11 +107,11 @@ class ShardedGradient(AveragedGradient):
     def borrow(self, is_edited: bool = False) -> Lent:
         """Its values, for one call; `is_edited`: they are to be taken for edited."""
         with torch.inference_mode(False):
-            return Lent(self, self._lender.lend_gradient(self.slot), partial(_end, is_edited=is_edited))
+            return Lent(self, self.lender.lend_gradient(self.slot), partial(_end, is_edited=is_edited))
 
 
 def _end(loan: Lent, result: Any, *, is_edited: bool) -> None:
     gradient, is_visible = loan.tensor, loan.is_visible_in(result)
     assert isinstance(gradient, ShardedGradient)
     if is_edited or loan.is_edited or is_visible:
-        gradient._lender.take_gradient(gradient.slot, loan.values, is_visible=is_visible)
+        gradient.lender.take_gradient(gradient.slot, loan.values, is_visible=is_visible)
