@@ -247,7 +247,7 @@ def test_sparse_gradients_are_averaged_as_dense_ones(stage: int) -> None:
 
 
 def test_a_gradient_whose_engine_is_gone_says_so_and_may_be_replaced() -> None:
-    """At stage 3 a parameter that is held holds what its values are in."""
+    """Stage 2. At stage 3 whoever has the parameter has the engine's shards with it, and reading goes on gathering."""
 
     def keep(model: nn.Module, engine: Engine, optimizer: Any, comm: Comm) -> nn.Parameter:
         with engine.forward():

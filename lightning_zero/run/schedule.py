@@ -173,14 +173,14 @@ class Schedule:
                     self._hook_gradient(slot)
 
     def _hook_gradient(self, slot: Slot) -> None:
-        # Python's collector of cycles does not see what such a hook of torch's holds: an engine in it, whose parameter
-        # has the hook, would never be freed if nobody closed it.
-        held_weakly, slot_held_weakly = weakref.ref(self), weakref.ref(slot)
+        # torch does not show Python's collector of cycles what such a hook holds. Holding this schedule, it would keep
+        # the engine, and so the parameter that has the hook, for good, unless somebody closed the engine.
+        schedule_ref, slot_ref = weakref.ref(self), weakref.ref(slot)
 
         def collect(_: Tensor) -> None:
-            schedule, slot = held_weakly(), slot_held_weakly()
-            if schedule is not None and slot is not None:
-                schedule._collect(slot)
+            schedule, its_slot = schedule_ref(), slot_ref()
+            if schedule is not None and its_slot is not None:
+                schedule._collect(its_slot)
 
         parameter, trains_now = slot.parameter, slot.parameter.requires_grad
         parameter.requires_grad_(True)  # torch hooks only what trains; `toggle_optimizer` may thaw it later

@@ -34,8 +34,8 @@ class GradientLender(ABC):
 class ShardedGradient(AveragedGradient):
     """The averaged gradient of the parameter at `slot`; see the module's docstring.
 
-    Held by the parameter where Python's collector of cycles does not look, so it must not hold the engine in turn: that
-    would never be freed."""
+    torch does not show Python's collector of cycles what `p.grad` holds, so this holds the engine's parts weakly: an
+    engine that it held would never be freed."""
 
     _slot: weakref.ref[Slot]
     _lender: weakref.ref[GradientLender]
