@@ -731,9 +731,3 @@ def test_modules_that_are_not_in_the_model_are_refused_at_set_up() -> None:
 def test_what_cannot_be_is_refused_at_construction(given: Any, error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=told):
         ZeroStrategy(activation_checkpointing=given)
-
-
-def test_partition_without_others_is_refused_by_the_engine() -> None:
-    options = Options(activation_checkpointing=ActivationCheckpointing(partition=True))
-    with pytest.raises(ValueError, match="Write offload=True"):
-        Engine(Adapted("plain"), [], stage=0, comm=LocalComm(), options=options)

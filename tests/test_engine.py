@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import re
 import weakref
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from compare import assert_same_bits
+from lightning_zero import ActivationCheckpointing, ZeroStrategy
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
@@ -273,6 +275,25 @@ def test_hybrid_sharding_equals_ddp(stage: int, world: int, replicas: int) -> No
 def test_replicas_that_do_not_divide_the_ranks_are_refused_on_every_rank() -> None:
     with pytest.raises(ValueError, match=r"replicate_size=3 does not divide the 4 ranks. Write one of \[1, 2, 4\]"):
         ThreadWorld(4, 5).run(lambda comm: train(assorted(), sgd, comm, 2, replicate_size=3))
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        {"prefetch": -1},
+        {"overlap": "yes"},
+        {"accumulation": "global"},
+        {"granularity": "row"},
+        {"replicate_size": 0},
+        {"activation_checkpointing": ActivationCheckpointing(partition=True)},
+    ],
+    ids=lambda refused: next(iter(refused)),
+)
+def test_options_refuse_what_the_strategy_refuses_in_its_words(refused: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="=") as told:
+        ZeroStrategy(**refused)
+    with pytest.raises(ValueError, match=re.escape(str(told.value))):
+        Options(**refused)
 
 
 @pytest.mark.parametrize(("broadcasts", "shared"), [(True, True), (False, False)])

@@ -180,17 +180,10 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
             start_method=cast(Any, start_method_here(start_method)),
             timeout=config.seconds_from(timeout, "timeout"),
         )
-        switches = {"overlap": overlap, "broadcast_buffers": broadcast_buffers, "sanitize": sanitize}
-        for name, value in {**switches, "step_in_backward": step_in_backward}.items():
-            config.is_switch(name, value)
+        config.is_switch("sanitize", sanitize)
         config.one_of("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
         config.one_of("process_group_backend", process_group_backend, (None, "gloo", "nccl"))
-        config.one_of("accumulation", accumulation, ("sharded", "local"))
-        config.one_of("granularity", granularity, ("auto", "element", "block", "tensor"))
-        config.at_least("prefetch", prefetch, 0)
         config.at_least("max_skipped_steps", max_skipped_steps, 1)
-        config.at_least("tensor_parallel_size", tensor_parallel_size, 1)
-        config.at_least("replicate_size", replicate_size, 1)
         if stage == "auto":
             raise NotImplementedError("stage='auto' is not there yet. Write stage=1, 2 or 3.")
         self.stage = config.stage_from(stage, STAGES)
@@ -203,8 +196,6 @@ class ZeroStrategy(Readings, CheckpointingStrategy):
         self.activation_checkpointing = config.policy_from(
             ActivationCheckpointing, activation_checkpointing, "activation_checkpointing"
         )
-        if self.activation_checkpointing and self.activation_checkpointing.partition and tensor_parallel_size == 1:
-            raise ValueError(self.activation_checkpointing.why_not_partitioned)
         self.checkpoint = config.policy_from(Checkpoint, checkpoint, "checkpoint") or Checkpoint()
         self._may_choose_format = checkpoint is None
         self.checkpoint_io = checkpoint_io  # the property has its say

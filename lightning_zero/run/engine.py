@@ -16,28 +16,26 @@ from lightning_zero.run.calls import StepCalls
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.modes import Modes
 from lightning_zero.run.phase import Phase, Phases
-from lightning_zero.run.recompute import recompute_for
 from lightning_zero.run.reductions import Reductions, Stage
 from lightning_zero.run.regrouping import Regrouping
 from lightning_zero.run.rendezvous import Rendezvous
-from lightning_zero.run.replicated import broadcast_buffers, broadcast_states, move_replicated
+from lightning_zero.run.replicated import broadcast_buffers, move_replicated
 from lightning_zero.run.schedule import Schedule
-from lightning_zero.run.states import States, failing_together
-from lightning_zero.shards import assembly
-from lightning_zero.shards import offload as offloading
+from lightning_zero.run.setup import set_up
+from lightning_zero.run.states import States
 from lightning_zero.shards.assembly import Options
-from lightning_zero.shards.group import Kind, Setting, ShardGroup, Slot, no_interception, publish, slot_of
+from lightning_zero.shards.group import Kind, ShardGroup, Slot, no_interception, publish, slot_of
 from lightning_zero.shards.local import local_of
+from lightning_zero.shards.offload import why_serial
 from lightning_zero.shards.optimizer import PieceStepper, groups_of
 from lightning_zero.shards.units import modules_in_compiled_regions
 from lightning_zero.shards.window import may_fuse
-from lightning_zero.stage import STAGES, Partition
-from lightning_zero.tiers.ledger import Category, Ledger, Tier, return_freed_memory
+from lightning_zero.stage import Partition
+from lightning_zero.tiers.ledger import Category, Tier, return_freed_memory
 from lightning_zero.views.parameter import Interception
 from lightning_zero.views.saved import SavedParameters
 from lightning_zero.views.state import RestingState
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.mesh import Mesh
 
 __all__ = ["Engine", "Options"]
 
@@ -102,45 +100,19 @@ class Engine:
         self.module = module
         self.device = device
         self.options = options or Options()
-        self.mesh = Mesh.of(comm, self.options.replicate_size, self.options.tensor_parallel_size)
-        self.comm = self.mesh.shard  # who owns what; replicas have the same values, and decide alike
-        is_replicated = self.options.replicate_size > 1 and self.mesh.replicate.size == 1
-        self.partition: Partition = STAGES[0 if is_replicated else stage]
-        self.ledger = Ledger()
-        self.recompute = recompute_for(module, self.options, device, self.ledger, self.mesh.tensor)
-        managed = assembly.managed_parameters(module, optimizers, self.mesh.tensor_ranks)
-        self.foreign_parameters = assembly.foreign_parameters(module)
-        if self.options.step_in_backward and (len(optimizers) > 1 or not self.partition.gradient):
-            raise ValueError(
-                f"step_in_backward=True needs a single optimizer, which has {len(optimizers)} here, and gradients that "
-                "are sharded (stage=2 or 3). Leave step_in_backward out."
-            )
-        is_cut = self.partition.optimizer and self.comm.size > 1
-        is_divided = any(local_of(parameter) is not parameter for parameter in managed)
-        stepped = assembly.choose_stepped(optimizers if is_cut or is_divided else [], self.options, is_divided)
-        broadcast_states(module, self.foreign_parameters, self.mesh)
-        offload = self.options.offload
-        together = nullcontext if offload is None else partial(failing_together, self.mesh.world, "setting up")
-        with together():
-            places = offloading.places_for(offload, device, self.partition, self.options.machine)
-        self._disk = places.disk
-        bucket_bytes, as_declared = assembly.bucket_bytes_for(managed, self.options), self.options.param_dtype is None
-        keeps = not self.options.step_in_backward
-        aside = torch.cuda.Stream(device) if device.type == "cuda" else None
-        setting = Setting(
-            self.partition, self.mesh, self.ledger, places, bucket_bytes, as_declared, aside, stepped.block, keeps
-        )
-        trainable = assembly.trainable_of(managed, optimizers)
-        with together():
-            made = assembly.assemble(module, managed, trainable, setting, self.options)
-        if offload is not None:
-            with together():  # all ranks of a machine have what is taken at once: what is free is for the state
-                offloading.refuse_too_little_room(offload, made.shards, optimizers, setting, self.options.machine)
-        nbytes = sum(local_of(slot.parameter).nbytes for shard in made.shards for slot in shard.group.slots)
-        self._leaves_much = device == HOST and self.partition.gradient and nbytes > MUCH
-        self._arena = made.arena
+        parts = set_up(module, optimizers, stage, comm, device, self.options)
+        setting, made = parts.setting, parts.assembly
+        self.recompute = parts.recompute
+        self.partition: Partition = setting.partition
+        self.mesh = setting.mesh
+        self.ledger = setting.ledger
+        self.foreign_parameters = parts.foreign
         self.groups = made.groups
         self.resident_numel, self.uncast = made.resident, made.uncast
+        self._arena = made.arena
+        self._disk = setting.places.disk
+        nbytes = sum(local_of(slot.parameter).nbytes for shard in made.shards for slot in shard.group.slots)
+        self._leaves_much = device == HOST and self.partition.gradient and nbytes > MUCH
         self.loans = Loans(self.groups)
         self._interception = Interception(self.loans)
         saved = SavedParameters(lambda unit: self.schedule.bring(unit), self.loans.gather_old)
@@ -149,9 +121,10 @@ class Engine:
         self.rendezvous = Rendezvous(self.mesh, self.cache, self.reductions)
         self.loans.join(self.cache, self.rendezvous, saved, self._interception)
         move_replicated(module, device)
-        self.serial_because = None if offload is None else offloading.why_serial(module, made.shards)
-        is_lazy = offload is not None and self.serial_because is None
-        is_large = self.comm.size > 1 and nbytes >= self.options.late_publish_bytes
+        offloads = self.options.offload is not None
+        self.serial_because = why_serial(module, made.shards) if offloads else None
+        is_lazy = offloads and self.serial_because is None
+        is_large = self.mesh.shard.size > 1 and nbytes >= self.options.late_publish_bytes
         self._publishes_late = is_large and not made.units and not modules_in_compiled_regions(module)
         late, ends = module if is_lazy or self._publishes_late else None, (self._begin_backward, self._end_backward)
         self.schedule = Schedule(made, self.reductions, self.loans, *ends, late=late)
@@ -160,8 +133,9 @@ class Engine:
         self._steppers = {optimizer: PieceStepper(optimizer, setting, RestingState) for optimizer in optimizers}
         for stepper in self._steppers.values():
             stepper.is_lazy = is_lazy
+        whole = parts.stepped.whole
         self.regrouping = Regrouping(
-            module, self._steppers, stepped.whole, setting, self.options, self.schedule, self.reductions, self.loans
+            module, self._steppers, whole, setting, self.options, self.schedule, self.reductions, self.loans
         )
         self.imbalance = self.regrouping.deal()
         self._stepped: dict[Slot, None] = {}  # in backward, since the last call of an optimizer's step

@@ -54,13 +54,7 @@ def recompute_for(
 def store_for(
     policy: ActivationCheckpointing, ledger: Ledger, device: torch.device, host: Place, alike: Comm
 ) -> ActivationStore:
-    """Where checkpoints rest. `host` is the host's memory, `alike` the ranks that have the same activations.
-
-    Raises:
-        ValueError: if they are to be partitioned, and no other rank has the same.
-    """
-    if policy.partition and alike.size == 1:
-        raise ValueError(policy.why_not_partitioned)
+    """Where checkpoints rest. `host` is the host's memory, `alike` the ranks that have the same activations."""
     here = Place(device)
     comm = alike if policy.partition else LocalComm()
     return ActivationStore(ledger, here, host if policy.offload else here, comm, contiguous=policy.contiguous)

@@ -14,7 +14,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_zero.config import ActivationCheckpointing, Offload
+from lightning_zero.config import ActivationCheckpointing, Offload, at_least, is_switch, one_of
 from lightning_zero.shards import units
 from lightning_zero.shards.arena import Arena
 from lightning_zero.shards.early import class_of, early_of, take_over
@@ -32,7 +32,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How an engine works; none of it changes results, except the two dtypes."""
+    """How an engine works; none of it changes results, except the two dtypes. Raises ValueError for what cannot be."""
 
     unit_classes: tuple[type | str, ...] | None = None  # see `units.find_units`
     bucket_bytes: int = 25 * MIB  # largest collective
@@ -53,6 +53,18 @@ class Options:
     machine: Machine = field(default_factory=Machine)  # what offload may count on
     activation_checkpointing: ActivationCheckpointing | None = None  # see `ZeroStrategy`
     merges_units: bool = False  # if `unit_classes` is None: small neighbours are one unit, and what is tiny stays whole
+
+    def __post_init__(self) -> None:
+        for name in ("overlap", "broadcast_buffers", "step_in_backward"):
+            is_switch(name, getattr(self, name))
+        one_of("accumulation", self.accumulation, ("sharded", "local"))
+        one_of("granularity", self.granularity, ("auto", "element", "block", "tensor"))
+        at_least("prefetch", self.prefetch, 0)
+        at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        at_least("replicate_size", self.replicate_size, 1)
+        policy = self.activation_checkpointing
+        if policy is not None and policy.partition and self.tensor_parallel_size == 1:
+            raise ValueError(policy.why_not_partitioned)
 
 
 class Uncast(NamedTuple):

@@ -1,0 +1,80 @@
+"""`set_up`: what an engine stands on: which parameters it has, where each rests, and what of them optimizers step."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from lightning_zero.run.recompute import Recompute, recompute_for
+from lightning_zero.run.replicated import broadcast_states
+from lightning_zero.run.states import failing_together
+from lightning_zero.shards import assembly, offload
+from lightning_zero.shards.assembly import Assembly, Options, Stepped
+from lightning_zero.shards.group import Setting
+from lightning_zero.shards.local import local_of
+from lightning_zero.stage import STAGES, Partition
+from lightning_zero.tiers.ledger import Ledger
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What `set_up` makes of a module and its optimizers."""
+
+    setting: Setting
+    assembly: Assembly
+    stepped: Stepped
+    foreign: dict[str, Parameter]  # of kinds of their own, which every rank keeps whole
+    recompute: Recompute | None  # has not begun
+
+
+def set_up(
+    module: Module, optimizers: Sequence[Optimizer], stage: int, comm: Comm, device: torch.device, options: Options
+) -> Setup:
+    """Takes over the parameters of `module`, with rank 0's values; see `Engine`. A collective."""
+    mesh = Mesh.of(comm, options.replicate_size, options.tensor_parallel_size)
+    is_replicated = options.replicate_size > 1 and mesh.replicate.size == 1
+    partition = STAGES[0 if is_replicated else stage]
+    ledger = Ledger()
+    recompute = recompute_for(module, options, device, ledger, mesh.tensor)
+    managed = assembly.managed_parameters(module, optimizers, mesh.tensor_ranks)
+    foreign = assembly.foreign_parameters(module)
+    _refuse_steps_in_backward(optimizers, partition, options)
+    is_cut = partition.optimizer and mesh.shard.size > 1
+    is_divided = any(local_of(parameter) is not parameter for parameter in managed)
+    stepped = assembly.choose_stepped(optimizers if is_cut or is_divided else [], options, is_divided)
+    broadcast_states(module, foreign, mesh)
+    together = nullcontext if options.offload is None else partial(failing_together, mesh.world, "setting up")
+    with together():
+        places = offload.places_for(options.offload, device, partition, options.machine)
+    setting = Setting(
+        partition,
+        mesh,
+        ledger,
+        places,
+        assembly.bucket_bytes_for(managed, options),
+        as_declared=options.param_dtype is None,
+        aside=torch.cuda.Stream(device) if device.type == "cuda" else None,
+        block=stepped.block,
+        keeps_gradients=not options.step_in_backward,
+    )
+    trainable = assembly.trainable_of(managed, optimizers)
+    with together():
+        made = assembly.assemble(module, managed, trainable, setting, options)
+    if options.offload is not None:
+        with together():  # all ranks of a machine have what is taken at once: what is free is for the state
+            offload.refuse_too_little_room(options.offload, made.shards, optimizers, setting, options.machine)
+    return Setup(setting, made, stepped, foreign, recompute)
+
+
+def _refuse_steps_in_backward(optimizers: Sequence[Optimizer], partition: Partition, options: Options) -> None:
+    if options.step_in_backward and (len(optimizers) > 1 or not partition.gradient):
+        raise ValueError(
+            f"step_in_backward=True needs a single optimizer, which has {len(optimizers)} here, and gradients that "
+            "are sharded (stage=2 or 3). Leave step_in_backward out."
+        )
