@@ -161,7 +161,7 @@ def show(table: dict[str, dict[str, float]], options: argparse.Namespace) -> Non
         )
         if "x_pieces" in row:
             print(f"{'':<10}{row['x_pieces']:.2f} x the same stage that steps pieces")
-    print("rest, peak: MB of the largest rank; wire: bytes over loopback per step / bytes of the parameters, all ranks")
+    print("rest, peak: MB of the largest rank; wire: bytes that all ranks send per step / bytes of the parameters")
 
 
 # --- the child: one rank of one configuration ---
@@ -233,11 +233,11 @@ class Meter(L.Callback):
     ) -> None:
         on_gpu = trainer.strategy.root_device.type == "cuda"
         if trainer.global_step == WARM_UP:
-            self.wire_before = loopback_bytes()
+            self.wire_before = bytes_sent(trainer)
         if trainer.global_step >= WARM_UP:
             self.marks.append(cuda_mark() if on_gpu else time.perf_counter())
         if trainer.global_step == WARM_UP + self.steps:
-            wire = (loopback_bytes() - self.wire_before) / self.steps / self.parameter_bytes
+            wire = (bytes_sent(trainer) - self.wire_before) / self.steps / self.parameter_bytes
             found = {
                 "seconds": median_interval(self.marks),
                 "wire": wire,
@@ -270,6 +270,13 @@ def memory(on_gpu: bool) -> dict[str, float]:
         if "kB" in line
     }
     return {"rest_mb": int(kilobytes["VmRSS"]) * 1024 / 1e6, "peak_mb": int(kilobytes["VmHWM"]) * 1024 / 1e6}
+
+
+def bytes_sent(trainer: L.Trainer) -> int:
+    """By all ranks so far. Ours do not use the network on one machine, and count themselves."""
+    if hasattr(trainer.strategy, "communication_report"):
+        return sum(trainer.strategy.communication_report().values()) * trainer.world_size
+    return loopback_bytes()
 
 
 def loopback_bytes() -> int:

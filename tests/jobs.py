@@ -5,13 +5,14 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import Folder, StoredCheckpoint
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.gloo import GlooComm, own_group
+from lightning_zero.wire.links import ONLY_TCP, Links
 from lightning_zero.wire.native import NativeComm, make_comm
 
 SAMPLES, FEATURES, CLASSES = 48, 12, 5
@@ -594,7 +596,8 @@ def _loopback_bytes() -> int:
 
 
 def bytes_on_loopback(strategy: Any, steps: int) -> float:
-    """Bytes that cross the loopback device per step, between two barriers."""
+    """Bytes that cross the loopback device per step, between two barriers, of ranks that have not linked yet."""
+    os.environ[ONLY_TCP] = "1"
     seen: list[int] = []
 
     class Count(L.Callback):
@@ -636,6 +639,26 @@ def on_native(job: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return NativeComm(own_group("gloo", range(control.size)), control)
 
     with patch.object(lightning_zero.pl.strategy, "make_comm", make_native):
+        return job(*args, **kwargs)
+
+
+def over_tcp(job: Callable[..., Any], *args: Any, but: Sequence[Collection[int]] = (), **kwargs: Any) -> Any:
+    """`job` where ranks have no links, `but` within these groups: as if each of those were a machine."""
+
+    class Within:
+        def __init__(self, links: Links) -> None:
+            self._own = next((group for group in but if dist.get_rank() in group), ())
+            self.receive, self.send = links.receive, links.send
+
+        def __contains__(self, peer: int) -> bool:
+            return peer in self._own
+
+    make = GlooComm.__init__
+
+    def init(comm: GlooComm, group: Any, wait_timeout: Any, links: Any = None, **options: Any) -> None:
+        make(comm, group, wait_timeout, None if links is None else Within(links), **options)
+
+    with patch.object(GlooComm, "__init__", init):
         return job(*args, **kwargs)
 
 

@@ -99,11 +99,16 @@ def exercise_gloo() -> dict[str, Any]:
     return exercise(on_gloo())
 
 
+def exercise_tcp() -> dict[str, Any]:
+    on_gloo()
+    return exercise(GlooComm(own_group("gloo"), datetime.timedelta(seconds=20)))
+
+
 def exercise_native() -> dict[str, Any]:
     return exercise(on_native())
 
 
-@pytest.mark.parametrize("function", [exercise_gloo, exercise_native])
+@pytest.mark.parametrize("function", [exercise_gloo, exercise_tcp, exercise_native])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_real_ranks_compute_every_collective(size: int, function: Any, pool_of: Any) -> None:
     for rank, found in enumerate(pool_of(size).run(function)):

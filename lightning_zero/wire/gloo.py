@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_zero.wire.board import Board
 from lightning_zero.wire.comm import Combine, Comm, Gather, RankTimeoutError, Work, place_of
+from lightning_zero.wire.links import Links, Message
 
 _MADE = itertools.count()  # communicators of this process; all ranks make the same ones, in the same order
 _GRACE_S = 3.0  # s, after a timed-out wait: how long to listen for what the other ranks report
@@ -34,7 +35,7 @@ _FAILED = " failed: "  # in what a rank reports of an error of its own
 _NOISE = re.compile(r"^\[[^]]*\] *|\. This is typically .*|\.$")  # a place in gloo's source; its advice
 _CLOSED = re.compile(r"connection (closed|reset)|broken pipe", re.IGNORECASE)  # what gloo says of a peer that has gone
 
-_Pending = list[tuple[int, dist.Work]]  # messages under way, each with the peer that it is to or from
+_Pending = list[tuple[int, dist.Work | Message]]  # messages under way, each with the peer that it is to or from
 
 
 @final
@@ -45,10 +46,19 @@ class GlooComm(Comm):
     `wait_timeout` says who is missing.
     """
 
-    def __init__(self, group: dist.ProcessGroup, wait_timeout: timedelta, *, sanitize: bool = False) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        wait_timeout: timedelta,
+        links: Links | None = None,
+        *,
+        sanitize: bool = False,
+    ) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), sanitize=sanitize)
         self.scratch_rows = self.size - 1
         self._group = group
+        self._links = links
+        self._in_world = dist.get_process_group_ranks(group)
         self.wait_timeout = wait_timeout
         self._number = next(_MADE)
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
@@ -58,7 +68,8 @@ class GlooComm(Comm):
         return Board(self._store, self.rank, self.size, self.wait_timeout)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Comm:
-        return GlooComm(own_subgroup("gloo", self.rank, groups), self.wait_timeout, sanitize=self.sanitize)
+        group = own_subgroup("gloo", self.rank, groups)
+        return GlooComm(group, self.wait_timeout, self._links, sanitize=self.sanitize)
 
     # -- arrays
 
@@ -91,10 +102,12 @@ class GlooComm(Comm):
 
         def finish() -> None:
             self._wait(pending, key)
-            total = torch.add(slots[0], slots[1])  # in rank order: the sum does not depend on who came first
+            total = shard if shard.device == rows.device else torch.empty_like(rows[0])
+            torch.add(slots[0], slots[1], out=total)  # in rank order: the sum does not depend on who came first
             for rank in range(2, self.size):
                 total.add_(slots[rank])
-            shard.copy_(total)
+            if total is not shard:
+                shard.copy_(total)
 
         return Work(finish)
 
@@ -174,11 +187,21 @@ class GlooComm(Comm):
         pending = []
         # By number: a run that failed may have left messages that nobody has taken, in the group that all runs share.
         tag = zlib.crc32(f"{self._number} {key}".encode()) & 0x7FFFFFFF
-        for begin, tensors in ((self._group.recv, receives), (self._group.send, sends)):
+        for begin, tensors in ((self._receive, receives), (self._send, sends)):
             for peer, tensor in tensors.items():
                 with self.explaining(key, peer):  # fails where an earlier wait timed out and closed it
-                    pending.append((peer, begin([tensor], peer, tag)))
+                    pending.append((peer, begin(peer, tensor, tag)))
         return pending
+
+    def _receive(self, peer: int, into: Tensor, tag: int) -> dist.Work | Message:
+        if self._links is not None and (linked := self._in_world[peer]) in self._links:
+            return self._links.receive(linked, into, tag)
+        return self._group.recv([into], peer, tag)
+
+    def _send(self, peer: int, tensor: Tensor, tag: int) -> dist.Work | Message:
+        if self._links is not None and (linked := self._in_world[peer]) in self._links:
+            return self._links.send(linked, tensor, tag)
+        return self._group.send([tensor], peer, tag)
 
     def _wait(self, pending: _Pending, key: str) -> None:
         for peer, work in pending:

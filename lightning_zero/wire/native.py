@@ -11,7 +11,8 @@ from torch import Tensor
 from lightning_zero.wire.board import Board
 from lightning_zero.wire.clock import Clock
 from lightning_zero.wire.comm import Combine, Comm, Gather, Work
-from lightning_zero.wire.gloo import GlooComm, own_group, own_subgroup
+from lightning_zero.wire.gloo import GlooComm, once_per_world, own_group, own_subgroup
+from lightning_zero.wire.links import Links
 from lightning_zero.wire.local import LocalComm
 
 # torch 2.13 renamed the two single-tensor collectives; both names are tried, 2.11 has only the older.
@@ -131,7 +132,9 @@ def make_comm(
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return LocalComm()
-    control = GlooComm(own_group("gloo"), wait_timeout, sanitize=sanitize)
+    group = own_group("gloo")
+    links = once_per_world("links", lambda: Links(GlooComm(group, wait_timeout)))
+    control = GlooComm(group, wait_timeout, links, sanitize=sanitize)
     if device.type == "cuda" and backend == "nccl":
         return NativeComm(own_group("nccl", device_id=device), control)
     return control

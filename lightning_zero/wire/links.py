@@ -1,0 +1,304 @@
+"""`Links`: messages between ranks on one machine that do not go through the network.
+
+TCP copies each byte twice and cuts it into packets. On a link a small tensor travels in one datagram of a Unix socket;
+of a large one only the address does: the receiver copies it straight out of the sender's memory (Linux,
+`process_vm_readv`), and answers when it has.
+
+    sender     offer: tag, address, bytes  ->                       <-  taken: tag
+    receiver                                   process_vm_readv  ---'
+
+One thread per rank takes what arrives, while the ranks go on with their work. Ranks without a link to each other
+(another machine, a container whose memory may not be read, macOS) send through gloo.
+"""
+
+import ctypes
+import os
+import secrets
+import selectors
+import socket
+import struct
+import sys
+import threading
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple, final
+
+from torch import Tensor
+
+from lightning_zero.wire.comm import Comm
+
+ONLY_TCP = "LIGHTNING_ZERO_ONLY_TCP"  # environment variable: "1" for no links at all
+INLINE = 2**15  # bytes, at most, that travel in a datagram: for those a copy takes less time than an answer
+_TIMEOUT_S = 60.0  # for the other end's thread to make room for a datagram, and for a peer to connect at set-up
+_HEADER = struct.Struct("=cQQQ")  # kind, tag, address, bytes
+_PAYLOAD, _OFFER, _TAKEN = b"p", b"o", b"t"
+_QUIT = b"q"
+_PR_SET_PTRACER, _ANY_PROCESS = 0x59616D61, ctypes.c_ulong(2**64 - 1)  # of prctl.h
+
+_Key = tuple[int, int]  # peer and tag; messages with the same key arrive in the order in which they are sent
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _IoVec(ctypes.Structure):
+    """`struct iovec`: a range of memory."""
+
+    _fields_ = (("start", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+def _read(pid: int, address: int, into: int, nbytes: int) -> None:
+    """Copies `nbytes` from `address` in another process to `into` in this one. Raises OSError if the kernel refuses."""
+    done = 0
+    while done < nbytes:  # one call copies at most 2 GiB
+        mine, theirs = (_IoVec(start + done, nbytes - done) for start in (into, address))
+        copied = _libc.process_vm_readv(pid, ctypes.byref(mine), 1, ctypes.byref(theirs), 1, 0)
+        if copied <= 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        done += copied
+
+
+@final
+class Message:
+    """A contiguous tensor on its way, which is kept alive until it has arrived."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.address, self.nbytes = tensor.data_ptr(), tensor.nbytes
+        self._tensor = tensor
+        self._is_over = threading.Event()
+        self._error: str | None = None
+
+    def end(self, error: str | None = None) -> None:
+        self._error = error
+        self._is_over.set()
+
+    def wait(self, timeout: timedelta) -> None:
+        """Returns when a received tensor is filled, and a sent one may change. Raises RuntimeError if that failed."""
+        if not self._is_over.wait(timeout.total_seconds()):
+            raise RuntimeError(f"timed out after {timeout.total_seconds():g} s")
+        if self._error is not None:
+            raise RuntimeError(self._error)
+
+
+class _Arrival(NamedTuple):
+    """What a peer has sent: the bytes themselves, or where they are in its memory."""
+
+    payload: bytes | None
+    address: int
+    nbytes: int
+
+
+@final
+class _Exchange:
+    """Matches what arrives with what this rank waits for. `run` is the thread; the rest is called by any other."""
+
+    def __init__(self, sockets: Mapping[int, socket.socket], pids: Mapping[int, int]) -> None:
+        self.sockets = sockets  # by peer
+        self._pids = pids
+        self._lock = threading.Lock()
+        self._arrived: defaultdict[_Key, deque[_Arrival]] = defaultdict(deque)  # and nobody has asked for it yet
+        self._awaited: defaultdict[_Key, deque[Message]] = defaultdict(deque)
+        self._offered: defaultdict[_Key, deque[Message]] = defaultdict(deque)  # sent, and not taken yet
+        self._matched: deque[tuple[_Key, Message, _Arrival]] = deque()  # to be copied by the thread
+        self._closed: dict[int, str] = {}  # peer -> why
+        self._wake, self._woken = socket.socketpair()
+
+    def receive(self, peer: int, into: Tensor, tag: int) -> Message:
+        message, key = Message(into), (peer, tag)
+        with self._lock:
+            if key in self._arrived:
+                self._matched.append((key, message, _pop(self._arrived, key)))
+            elif peer in self._closed:
+                message.end(self._closed[peer])
+            else:
+                self._awaited[key].append(message)
+        if self._matched:
+            self._wake.send(b".")
+        return message
+
+    def send(self, peer: int, tensor: Tensor, tag: int) -> Message:
+        message, is_small = Message(tensor), tensor.nbytes <= INLINE
+        header = _HEADER.pack(_PAYLOAD if is_small else _OFFER, tag, message.address, message.nbytes)
+        payload = (ctypes.c_char * (message.nbytes if is_small else 0)).from_address(message.address)
+        if not is_small:
+            with self._lock:
+                self._offered[peer, tag].append(message)
+        try:
+            self.sockets[peer].sendmsg([header, payload])
+        except OSError as error:
+            message.end(f"connection closed ({error})")
+        else:
+            if is_small:
+                message.end()
+        return message
+
+    def quit(self) -> None:
+        """Ends the thread."""
+        with suppress(OSError):
+            self._wake.send(_QUIT)
+
+    def run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ)
+            for peer, link in self.sockets.items():
+                selector.register(link, selectors.EVENT_READ, peer)
+            while True:
+                for key, _ in selector.select():
+                    if key.data is None:
+                        if _QUIT in self._woken.recv(4096):
+                            return
+                    elif not self._hear(key.data):
+                        selector.unregister(key.fileobj)
+                while self._matched:
+                    self._take(*self._matched.popleft())
+
+    def _hear(self, peer: int) -> bool:
+        """Takes one datagram; False if the peer has closed the link."""
+        datagram = b""
+        with suppress(OSError):
+            datagram = self.sockets[peer].recv(_HEADER.size + INLINE)
+        if not datagram:
+            self._close(peer, "connection closed by peer")
+            return False
+        kind, tag, address, nbytes = _HEADER.unpack_from(datagram)
+        key = peer, tag
+        with self._lock:
+            if kind == _TAKEN:
+                _pop(self._offered, key).end()
+                return True
+            arrival = _Arrival(datagram[_HEADER.size :] if kind == _PAYLOAD else None, address, nbytes)
+            if key in self._awaited:
+                self._matched.append((key, _pop(self._awaited, key), arrival))
+            else:
+                self._arrived[key].append(arrival)
+        return True
+
+    def _take(self, key: _Key, message: Message, arrival: _Arrival) -> None:
+        peer, tag = key
+        if arrival.nbytes != message.nbytes:
+            message.end(f"rank {peer} sent {arrival.nbytes} bytes where {message.nbytes} were expected")
+            return
+        try:
+            if arrival.payload is not None:
+                ctypes.memmove(message.address, arrival.payload, message.nbytes)
+            else:
+                _read(self._pids[peer], arrival.address, message.address, message.nbytes)
+                self.sockets[peer].send(_HEADER.pack(_TAKEN, tag, 0, 0))
+        except OSError as error:
+            message.end(f"connection closed ({error})")
+        else:
+            message.end()
+
+    def _close(self, peer: int, why: str) -> None:
+        with self._lock:
+            self._closed[peer] = why
+            for messages in (self._awaited, self._offered):
+                for key in [key for key in messages if key[0] == peer]:
+                    for message in messages.pop(key):
+                        message.end(why)
+
+
+def _pop(queues: defaultdict[_Key, deque[Any]], key: _Key) -> Any:
+    first = queues[key].popleft()
+    if not queues[key]:
+        del queues[key]
+    return first
+
+
+class _Card(NamedTuple):
+    """How the other ranks reach this one, if they are on its machine."""
+
+    token: bytes  # names its socket, and lies in its memory
+    address: int  # of the token
+
+
+@final
+class Links:
+    """This rank's links to those of `comm` that it can reach and whose memory it can read, and they its own. All ranks
+    make theirs together. Of `peer in links`, messages with one tag arrive in the order in which they are sent."""
+
+    def __init__(self, comm: Comm) -> None:
+        token = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
+        listener = _listen(token.raw)
+        card = None if listener is None else _Card(token.raw, ctypes.addressof(token))
+        cards = comm.all_gather_object(card, "links")
+        others = {peer: theirs for peer, theirs in enumerate(cards) if card is not None and theirs is not None}
+        sockets = {}
+        for peer, theirs in others.items():
+            if card is not None and peer < comm.rank and (link := _connect(theirs, card)) is not None:
+                sockets[peer] = link
+        connected = comm.all_gather_object([*sockets], "connected links")
+        if listener is not None:
+            awaited = {others[peer].token: peer for peer, reached in enumerate(connected) if comm.rank in reached}
+            sockets |= _accept(listener, awaited)
+        pids = {peer: _pid_of(link) for peer, link in sockets.items()}
+        readable = {peer for peer, pid in pids.items() if _can_read(pid, others[peer])}
+        readers = comm.all_gather_object(readable, "readable links")
+        mutual = {peer: link for peer, link in sockets.items() if peer in readable and comm.rank in readers[peer]}
+        exchange = _Exchange(mutual, pids)
+        self._peers = mutual.keys()
+        self.receive, self.send = exchange.receive, exchange.send
+        if mutual:
+            threading.Thread(target=exchange.run, name="lightning_zero links", daemon=True).start()
+            weakref.finalize(self, exchange.quit)
+
+    def __contains__(self, peer: int) -> bool:
+        return peer in self._peers
+
+
+def _listen(token: bytes) -> socket.socket | None:
+    """Where other ranks of this machine connect to this one; None where there can be no links."""
+    if sys.platform != "linux" or os.environ.get(ONLY_TCP) == "1":
+        return None
+    # Yama (on Ubuntu, say) lets only parents read a process, unless it agrees. Elsewhere the call does nothing.
+    _libc.prctl(_PR_SET_PTRACER, _ANY_PROCESS, 0, 0, 0)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(_name_of(token))
+    listener.listen(socket.SOMAXCONN)
+    listener.settimeout(_TIMEOUT_S)
+    return listener
+
+
+def _name_of(token: bytes) -> bytes:
+    return b"\0lightning_zero-" + token.hex().encode()  # no file: the kernel forgets the name with the process
+
+
+def _connect(peer: _Card, own: _Card) -> socket.socket | None:
+    """A link to a rank; None for one of another machine."""
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link.settimeout(_TIMEOUT_S)
+    try:
+        link.connect(_name_of(peer.token))
+    except OSError:
+        link.close()
+        return None
+    link.send(own.token)
+    return link
+
+
+def _accept(listener: socket.socket, awaited: dict[bytes, int]) -> dict[int, socket.socket]:
+    """The links of those that have connected, by their tokens."""
+    links = {}
+    with listener:
+        while awaited:
+            link, _ = listener.accept()
+            link.settimeout(_TIMEOUT_S)
+            peer = awaited.pop(link.recv(16), None)
+            if peer is not None:  # otherwise a process that is none of ours
+                links[peer] = link
+    return links
+
+
+def _pid_of(link: socket.socket) -> int:
+    """The process at the other end, as this one knows it: containers number theirs anew."""
+    credentials = struct.Struct("3i")
+    pid, _, _ = credentials.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
+    return int(pid)
+
+
+def _can_read(pid: int, card: _Card) -> bool:
+    found = ctypes.create_string_buffer(len(card.token))
+    with suppress(OSError):
+        _read(pid, card.address, ctypes.addressof(found), len(card.token))
+    return found.raw == card.token
