@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_zero.checkpoint import Saver, StoredCheckpoint
 from lightning_zero.config import Offload
 from lightning_zero.run.engine import Engine, Options
-from lightning_zero.shards.group import slot_of
+from lightning_zero.shards.slot import slot_of
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
 from lightning_zero.wire.threads import ThreadWorld

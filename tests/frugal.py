@@ -17,7 +17,7 @@ import torch.distributed.distributed_c10d as c10d
 from lightning.fabric.utilities import registry
 from torch.optim import Optimizer
 
-from lightning_zero.shards import assembly
+from lightning_zero.shards import granularity
 from lightning_zero.shards.probe import ELEMENT_WISE, HOOKS
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.threads import ThreadWorld
@@ -75,7 +75,7 @@ def _taking_turns(run: Any) -> Any:
 if hasattr(os, "sched_setaffinity"):  # Linux
     ThreadWorld.run = _taking_turns(ThreadWorld.run)  # type: ignore[method-assign]
 
-_try_in_pieces = assembly.why_not_in_pieces
+_try_in_pieces = granularity.why_not_in_pieces
 _TRIED: weakref.WeakKeyDictionary[type, dict[Any, str | None]] = weakref.WeakKeyDictionary()
 _TRYING = threading.Lock()
 
@@ -105,6 +105,6 @@ def _tried_once(optimizer: Optimizer) -> str | None:
         return known[key]
 
 
-assembly.why_not_in_pieces = _tried_once
+granularity.why_not_in_pieces = _tried_once
 
 gc.freeze()  # what has been imported stays: no collection looks at it again, nor copies what is shared

@@ -4,6 +4,7 @@ Made for 60 columns and no colour: it ends up in logs.
 """
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,12 +15,12 @@ from torch.optim import Optimizer
 from lightning_zero.run.engine import Engine
 from lightning_zero.run.forecast import STATES, Forecast, forecast, states_in
 from lightning_zero.shards.early import whole_bytes_of
+from lightning_zero.shards.setting import Kind
 from lightning_zero.shards.units import scripted
+from lightning_zero.shards.window import may_fuse
 from lightning_zero.tiers.ledger import Category, Tier
 
 WORTH_TELLING = 2**30  # bytes that are whole on every rank, and need not be
-
-
 WIDTH = 60  # columns that every terminal has
 SHOWN = 4  # sorts of modules that rest in fp32
 
@@ -133,7 +134,11 @@ def bytes_table(numel: int, **reports: Mapping[str, int]) -> list[str]:
 
 def _dtype_lines(engine: Engine) -> list[str]:
     rows = [["elements", "storage", "compute", "reduce", "master"]]
-    for numel, kind, reduce in engine.dtype_table():
+    grads = {shard.group: shard.dtype for shard in engine.reductions.shards}
+    numels: Counter[tuple[Kind, torch.dtype | None]] = Counter()
+    for group in engine.groups:
+        numels[group.kind, grads.get(group)] += sum(slot.numel for slot in group.slots)
+    for (kind, reduce), numel in numels.items():
         cells = (f"{numel:,}", kind.resting, kind.resting, reduce or "-", kind.declared if reduce else "-")
         rows.append([str(cell).removeprefix("torch.") for cell in cells])
     return aligned(rows)
@@ -177,7 +182,7 @@ def _warnings(engine: Engine, expected: Forecast) -> list[str]:
     return told
 
 
-def _offload_lines(engine: Engine, optimizers: Iterable[Optimizer]) -> list[str]:
+def _offload_lines(engine: Engine, optimizers: Sequence[Optimizer]) -> list[str]:
     """What is offloaded, where to, and how it is stepped."""
     offload = engine.options.offload
     if offload is None:
@@ -187,7 +192,8 @@ def _offload_lines(engine: Engine, optimizers: Iterable[Optimizer]) -> list[str]
     if offload.parameters is not None:
         lines.append(f"Parameters are kept {rests[offload.parameters]} between uses")
     if offload.optimizer is not None:
-        kernel = "torch's fused kernel" if engine.fuses else "the optimizer's own kernels"
+        fuses = any(may_fuse(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups)
+        kernel = "torch's fused kernel" if fuses else "the optimizer's own kernels"
         when = "when its values are wanted"
         if engine.options.step_in_backward:
             when = "in backward"
@@ -195,7 +201,7 @@ def _offload_lines(engine: Engine, optimizers: Iterable[Optimizer]) -> list[str]
             when = f"in each call of step: {engine.serial_because}"
         narrow = "" if offload.state_torch_dtype is None else f", rounded to {offload.state_torch_dtype}"
         lines.append(
-            f"Optimizer state of {engine.offloaded_numel:,} elements is kept {rests[offload.optimizer]}{narrow}, and "
+            f"Optimizer state of {_offloaded_numel(engine):,} elements is kept {rests[offload.optimizer]}{narrow}, and "
             f"is stepped by {kernel}, {when}"
         )
         betas = {beta for one in optimizers for group in one.param_groups for beta in group.get("betas", ())}
@@ -205,9 +211,14 @@ def _offload_lines(engine: Engine, optimizers: Iterable[Optimizer]) -> list[str]
     return lines
 
 
+def _offloaded_numel(engine: Engine) -> int:
+    """Elements whose optimizer state is offloaded."""
+    return sum(slot.numel for group in engine.groups if group.kind.is_offloaded for slot in group.slots)
+
+
 def _would_hide_in_backward(engine: Engine, optimizers: Sequence[Optimizer]) -> bool:
     """Whether an offloaded step, which waits for the next forward, could be taken in backward."""
-    is_late = engine.options.offload is not None and engine.offloaded_numel > 0 and not engine.serial_because
+    is_late = engine.options.offload is not None and _offloaded_numel(engine) > 0 and not engine.serial_because
     return (
         is_late
         and engine.partition.gradient

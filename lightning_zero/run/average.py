@@ -13,8 +13,9 @@ from torch.nn import Module, Parameter
 from lightning_zero.run.engine import Engine
 from lightning_zero.run.spread import ModelValues
 from lightning_zero.run.states import failing_together
-from lightning_zero.shards.group import ShardGroup, no_interception, publish, slot_of
+from lightning_zero.shards.group import ShardGroup, publish
 from lightning_zero.shards.local import Box, local_of
+from lightning_zero.shards.slot import no_interception, slot_of
 from lightning_zero.shards.units import as_written
 from lightning_zero.tiers.array import Array, empty
 from lightning_zero.tiers.ledger import Category, Place, Tier

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.reductions import Reductions
 from lightning_zero.shards import norm
-from lightning_zero.shards.group import Slot, no_interception
 from lightning_zero.shards.optimizer import training_slot
+from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.wire.mesh import Mesh
 
 

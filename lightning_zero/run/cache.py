@@ -7,7 +7,7 @@ import torch
 
 from lightning_zero.run.plan import Residents
 from lightning_zero.shards.arena import Arena
-from lightning_zero.shards.group import no_interception
+from lightning_zero.shards.slot import no_interception
 from lightning_zero.shards.unit import Unit
 from lightning_zero.views.parameter import Interception
 from lightning_zero.views.saved import SavedParameters

@@ -29,9 +29,10 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from lightning_zero.shards.assembly import Options, is_plain
 from lightning_zero.shards.early import EarlyParameter, early_of, nothing
-from lightning_zero.shards.group import no_interception, slot_of
+from lightning_zero.shards.managed import is_plain
+from lightning_zero.shards.options import Options
+from lightning_zero.shards.slot import no_interception, slot_of
 from lightning_zero.stage import STAGES
 from lightning_zero.tiers.ledger import Ledger, return_freed_memory
 from lightning_zero.views.constructed import ConstructedClasses, ConstructedParameter, Keeper

@@ -1,6 +1,5 @@
 """`Engine`: the stages for one module and its optimizers. Knows nothing of Lightning."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -23,13 +22,13 @@ from lightning_zero.run.replicated import broadcast_buffers, move_replicated
 from lightning_zero.run.schedule import Schedule
 from lightning_zero.run.setup import set_up
 from lightning_zero.run.states import States
-from lightning_zero.shards.assembly import Options
-from lightning_zero.shards.group import Kind, ShardGroup, Slot, no_interception, publish, slot_of
+from lightning_zero.shards.group import ShardGroup, publish
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.offload import why_serial
 from lightning_zero.shards.optimizer import PieceStepper, groups_of
+from lightning_zero.shards.options import Options
+from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.units import modules_in_compiled_regions
-from lightning_zero.shards.window import may_fuse
 from lightning_zero.stage import Partition
 from lightning_zero.tiers.ledger import Category, Tier, return_freed_memory
 from lightning_zero.views.parameter import Interception
@@ -358,24 +357,6 @@ class Engine:
                     local_of(parameter.grad).nbytes if is_own and parameter.grad is not None else 0
                 )
         return live
-
-    def dtype_table(self) -> list[tuple[int, Kind, torch.dtype | None]]:
-        """Elements, kind and gradient dtype of every sort of parameter in the engine."""
-        grads = {shard.group: shard.dtype for shard in self.reductions.shards}
-        rows: Counter[tuple[Kind, torch.dtype | None]] = Counter()
-        for group in self.groups:
-            rows[group.kind, grads.get(group)] += sum(slot.numel for slot in group.slots)
-        return [(numel, kind, dtype) for (kind, dtype), numel in rows.items()]
-
-    @property
-    def offloaded_numel(self) -> int:
-        """Elements whose optimizer state is offloaded."""
-        return sum(slot.numel for group in self.groups if group.kind.is_offloaded for slot in group.slots)
-
-    @property
-    def fuses(self) -> bool:
-        """Whether a kernel was chosen for what is offloaded, where the user has left the choice to torch."""
-        return any(may_fuse(optimizer, group) for optimizer in self._steppers for group in optimizer.param_groups)
 
     @property
     def optimizers(self) -> list[Optimizer]:

@@ -8,10 +8,10 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.run.engine import Engine
-from lightning_zero.shards.group import no_interception, slot_of
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.optimizer import training_slot
 from lightning_zero.shards.probe import state_tensors_of
+from lightning_zero.shards.slot import no_interception, slot_of
 from lightning_zero.tiers.ledger import Category, Tier
 
 STATES = (Category.PARAMETER, Category.GRADIENT, Category.MASTER, Category.OPTIMIZER_STATE)

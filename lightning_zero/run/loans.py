@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.rendezvous import Rendezvous
-from lightning_zero.shards.group import ShardGroup, Slot, no_interception, publish
+from lightning_zero.shards.group import ShardGroup, publish
+from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.shards.unit import Unit
 from lightning_zero.tiers.array import Array
 from lightning_zero.tiers.ledger import Category

@@ -10,9 +10,10 @@ from torch.nn import Parameter
 
 from lightning_zero.run.spread import WHOLE, SpreadBlocks, SpreadState
 from lightning_zero.shards.extents import Extent
-from lightning_zero.shards.group import Slot
 from lightning_zero.shards.local import local_of
-from lightning_zero.shards.optimizer import PieceStepper, wrapped_in
+from lightning_zero.shards.moment import wrapped_in
+from lightning_zero.shards.optimizer import PieceStepper
+from lightning_zero.shards.slot import Slot
 from lightning_zero.shards.units import as_written
 from lightning_zero.tiers.composed import is_composed
 from lightning_zero.views.lazy import LazyTensor, OfOneRank, Partial, Stored, materialize

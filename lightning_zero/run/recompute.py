@@ -26,9 +26,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.config import ActivationCheckpointing, classes_from
 from lightning_zero.run.surrounding import Around
-from lightning_zero.shards.assembly import Options
-from lightning_zero.shards.group import no_interception
 from lightning_zero.shards.offload import host_of
+from lightning_zero.shards.options import Options
+from lightning_zero.shards.slot import no_interception
 from lightning_zero.shards.units import as_written, find_blocks, modules_in_compiled_regions
 from lightning_zero.tiers.activations import ActivationStore, version_of
 from lightning_zero.tiers.ledger import Ledger, Place

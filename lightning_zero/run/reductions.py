@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lightning_zero.run.notices import Notice, Notices
 from lightning_zero.shards.assembly import Assembly
-from lightning_zero.shards.gradient import BucketPool, GradientShard
-from lightning_zero.shards.group import Slot, no_interception
+from lightning_zero.shards.bucket import BucketPool
+from lightning_zero.shards.gradient import GradientShard
+from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.views.gradient import GradientLender, ShardedGradient
 from lightning_zero.views.parameter import Interception
 from lightning_zero.wire.comm import Comm

@@ -11,9 +11,11 @@ from lightning_zero.run.reductions import Reductions
 from lightning_zero.run.replicated import broadcast_new, refuse_strangers
 from lightning_zero.run.schedule import Schedule
 from lightning_zero.shards import assembly
-from lightning_zero.shards.assembly import Options
-from lightning_zero.shards.group import Setting, ShardGroup
+from lightning_zero.shards.group import ShardGroup
+from lightning_zero.shards.managed import newly_trainable
 from lightning_zero.shards.optimizer import PieceStepper
+from lightning_zero.shards.options import Options
+from lightning_zero.shards.setting import Setting
 from lightning_zero.shards.whole import Imbalance, deal
 
 
@@ -51,7 +53,7 @@ class Regrouping:
         Raises:
             RuntimeError: if there is any, and parameters are offloaded.
         """
-        newly = assembly.newly_trainable(self._module, self._steppers, self._trained) if self._steppers else {}
+        newly = newly_trainable(self._module, self._steppers, self._trained) if self._steppers else {}
         if newly and self._options.offload is not None and self._options.offload.parameters is not None:
             raise RuntimeError(
                 f"{', '.join(list(newly)[:3])} began to train after set-up, and parameters are offloaded: not yet. "

@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.plan import Plan, Residents, Step, make_plan
 from lightning_zero.run.reductions import Reductions, Stage
-from lightning_zero.shards.group import no_interception
+from lightning_zero.shards.slot import no_interception
 from lightning_zero.shards.unit import Unit
 from lightning_zero.wire.comm import Gather, RankTimeoutError
 from lightning_zero.wire.mesh import Mesh

@@ -9,9 +9,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_zero.shards.early import early_of
-from lightning_zero.shards.group import no_interception, slot_of
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.optimizer import PieceStepper
+from lightning_zero.shards.slot import no_interception, slot_of
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.mesh import Mesh
 

@@ -15,7 +15,8 @@ from lightning_zero.run.reductions import Reductions
 from lightning_zero.run.surrounding import Surrounding
 from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.gradient import GradientShard
-from lightning_zero.shards.group import ShardGroup, Slot, no_interception, slot_of
+from lightning_zero.shards.group import ShardGroup
+from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
 
 

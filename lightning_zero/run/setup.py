@@ -13,9 +13,12 @@ from lightning_zero.run.recompute import Recompute, recompute_for
 from lightning_zero.run.replicated import broadcast_states
 from lightning_zero.run.states import failing_together
 from lightning_zero.shards import assembly, offload
-from lightning_zero.shards.assembly import Assembly, Options, Stepped
-from lightning_zero.shards.group import Setting
+from lightning_zero.shards.assembly import Assembly
+from lightning_zero.shards.granularity import Stepped, choose_stepped
 from lightning_zero.shards.local import local_of
+from lightning_zero.shards.managed import foreign_parameters, managed_parameters, trainable_of
+from lightning_zero.shards.options import Options
+from lightning_zero.shards.setting import Setting
 from lightning_zero.stage import STAGES, Partition
 from lightning_zero.tiers.ledger import Ledger
 from lightning_zero.wire.comm import Comm
@@ -42,12 +45,12 @@ def set_up(
     partition = STAGES[0 if is_replicated else stage]
     ledger = Ledger()
     recompute = recompute_for(module, options, device, ledger, mesh.tensor)
-    managed = assembly.managed_parameters(module, optimizers, mesh.tensor_ranks)
-    foreign = assembly.foreign_parameters(module)
+    managed = managed_parameters(module, optimizers, mesh.tensor_ranks)
+    foreign = foreign_parameters(module)
     _refuse_steps_in_backward(optimizers, partition, options)
     is_cut = partition.optimizer and mesh.shard.size > 1
     is_divided = any(local_of(parameter) is not parameter for parameter in managed)
-    stepped = assembly.choose_stepped(optimizers if is_cut or is_divided else [], options, is_divided)
+    stepped = choose_stepped(optimizers if is_cut or is_divided else [], options, is_divided)
     broadcast_states(module, foreign, mesh)
     together = nullcontext if options.offload is None else partial(failing_together, mesh.world, "setting up")
     with together():
@@ -63,7 +66,7 @@ def set_up(
         block=stepped.block,
         keeps_gradients=not options.step_in_backward,
     )
-    trainable = assembly.trainable_of(managed, optimizers)
+    trainable = trainable_of(managed, optimizers)
     with together():
         made = assembly.assemble(module, managed, trainable, setting, options)
     if options.offload is not None:

@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_zero.shards.extents import Extent
-from lightning_zero.shards.group import ShardGroup, Slot
+from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.layout import Piece
 from lightning_zero.shards.local import Box
+from lightning_zero.shards.slot import Slot
 from lightning_zero.shards.units import as_written
 from lightning_zero.shards.window import StateElsewhere
 from lightning_zero.tiers.array import Array, Part, read_late

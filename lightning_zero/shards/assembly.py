@@ -1,70 +1,28 @@
 """How a module's parameters become units, groups, gradient shards and buckets; the engine's set-up."""
 
-import itertools
-import warnings
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from torch.nn import Module, Parameter
-from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
-from lightning_zero.config import ActivationCheckpointing, Offload, at_least, is_switch, one_of
 from lightning_zero.shards import units
 from lightning_zero.shards.arena import Arena
-from lightning_zero.shards.early import class_of, early_of, take_over
-from lightning_zero.shards.gradient import Bucket, BucketPool, GradientShard
-from lightning_zero.shards.group import Kind, Setting, ShardGroup, slot_of
-from lightning_zero.shards.local import local_of, refuse_other_meshes
-from lightning_zero.shards.offload import Machine, choose_offloaded
-from lightning_zero.shards.probe import BLOCK, BY_ALL, BY_BLOCK, BY_TENSOR, NOTHING, why_not_in_pieces
+from lightning_zero.shards.bucket import Bucket, BucketPool
+from lightning_zero.shards.early import take_over
+from lightning_zero.shards.gradient import GradientShard
+from lightning_zero.shards.group import ShardGroup
+from lightning_zero.shards.local import local_of
+from lightning_zero.shards.offload import choose_offloaded
+from lightning_zero.shards.options import MIB, Options
+from lightning_zero.shards.setting import Kind, Setting
+from lightning_zero.shards.slot import slot_of
 from lightning_zero.shards.unit import Unit
 from lightning_zero.shards.units import UnitSpec
 from lightning_zero.shards.window import set_grad_dtype
-
-MIB = 2**20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How an engine works; none of it changes results, except the two dtypes. Raises ValueError for what cannot be."""
-
-    unit_classes: tuple[type | str, ...] | None = None  # see `units.find_units`
-    bucket_bytes: int = 25 * MIB  # largest collective
-    prefetch: int = 1  # units gathered ahead at stage 3
-    overlap: bool = True  # let reductions run while backward goes on
-    accumulation: Literal["sharded", "local"] = "sharded"  # reduce each backward, or keep full gradients till the last
-    param_dtype: torch.dtype | None = None  # floating-point parameters rest and compute in it; None: `autocast_dtype`
-    autocast_dtype: torch.dtype | None = None  # weights that autocast casts at each use rest in it already (`*-mixed`)
-    tensor_parallel_size: int = 1  # ranks, neighbours, that share each tensor-parallel module
-    replicate_size: int = 1  # groups of ranks that each hold all shards
-    reduce_dtype: torch.dtype | None = None  # of gradients; None: fp32, or the parameter's where that is wider
-    broadcast_buffers: bool = True  # take rank 0's buffers before a training forward
-    offload: Offload | None = None  # see `ZeroStrategy`
-    late_publish_bytes: int = 32 * MIB  # models of at least so many wait for new weights when they want them
-    # What optimizers step: what each needs, pieces, pieces of whole blocks, or whole tensors.
-    granularity: Literal["auto", "element", "block", "tensor"] = "auto"
-    step_in_backward: bool = False  # step each group as soon as its gradients are averaged, and keep none
-    machine: Machine = field(default_factory=Machine)  # what offload may count on
-    activation_checkpointing: ActivationCheckpointing | None = None  # see `ZeroStrategy`
-    merges_units: bool = False  # if `unit_classes` is None: small neighbours are one unit, and what is tiny stays whole
-
-    def __post_init__(self) -> None:
-        for name in ("overlap", "broadcast_buffers", "step_in_backward"):
-            is_switch(name, getattr(self, name))
-        one_of("accumulation", self.accumulation, ("sharded", "local"))
-        one_of("granularity", self.granularity, ("auto", "element", "block", "tensor"))
-        at_least("prefetch", self.prefetch, 0)
-        at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
-        at_least("replicate_size", self.replicate_size, 1)
-        policy = self.activation_checkpointing
-        if policy is not None and policy.partition and self.tensor_parallel_size == 1:
-            raise ValueError(policy.why_not_partitioned)
 
 
 class Uncast(NamedTuple):
@@ -259,159 +217,3 @@ def add(newly: Mapping[str, Parameter], pools: Iterable[BucketPool], setting: Se
     groups = _make_groups(next(iter(others), ""), kinds, setting, stays_full=True)
     shards = [_make_gradient(group, options.reduce_dtype) for group in [*trains_now, *groups]]
     return Addition(groups, shards, _make_pools(shards, setting, 2 if options.overlap else 1, pools))
-
-
-def newly_trainable(module: Module, optimizers: Iterable[Optimizer], trained: Container[int]) -> dict[str, Parameter]:
-    """What asks for gradients, or is an optimizer's, and is not among those that are `trained` (ids)."""
-    others = {name: parameter for name, parameter in module.named_parameters() if id(parameter) not in trained}
-    if not others:
-        return {}
-    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    return {
-        name: parameter
-        for name, parameter in others.items()
-        if (parameter.requires_grad or id(parameter) in stepped)
-        and (parameter.is_floating_point() or parameter.is_complex())
-        and (slot_of(parameter) is not None or (not is_lazy(parameter) and is_plain(parameter)))
-    }
-
-
-class Stepped(NamedTuple):
-    """What of parameters is never parted for the optimizers' steps."""
-
-    whole: list[Optimizer]  # that step whole tensors
-    block: int  # elements that pieces never part, whoever steps them
-
-
-def choose_stepped(optimizers: Sequence[Optimizer], options: Options, is_divided: bool) -> Stepped:
-    """What optimizers step; where tensors are divided among tensor-parallel ranks, only element-wise ones can. Raises
-    ValueError for those that cannot do with that, and warns of those that the user knows better."""
-    whole, blocked, asked = [], [], options.granularity
-    for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.SparseAdam):
-            raise ValueError(
-                "SparseAdam steps sparse gradients alone, and averaged ones are dense. Use SGD or Adagrad, which leave "
-                "rows without a gradient as they are, or Adam."
-            )
-        reason, kind = why_not_in_pieces(optimizer), type(optimizer).__name__
-        if asked == "tensor" or (asked == "auto" and reason == BY_TENSOR):
-            whole.append(optimizer)
-        elif asked == "block" or (asked == "auto" and reason == BY_BLOCK):
-            blocked.append(optimizer)
-        if reason is not None and (asked == "element" or (asked == "block" and reason != BY_BLOCK)):
-            told = f"{kind} {reason}, and steps pieces: not DDP's numbers. granularity='auto' gives it what it needs"
-            warnings.warn(f"{told}; granularity={asked!r} was asked for.", stacklevel=2)
-        elif reason == NOTHING and asked == "auto":
-            warnings.warn(
-                f"{kind} {NOTHING}: whether it looks at whole ones is not known, and it steps pieces. If it looks at "
-                "whole ones, write granularity='tensor'.",
-                stacklevel=2,
-            )
-        elif reason not in (None, BY_TENSOR, BY_BLOCK) and not (asked == "tensor" and reason != BY_ALL):
-            raise ValueError(
-                f"{kind} {reason}, and each rank steps only a part of them: the result would be wrong. Use stage=0, or "
-                "another optimizer; or, if you know that it looks at one tensor at a time, granularity='tensor'."
-            )
-    if is_divided and (whole or blocked):
-        raise ValueError(
-            f"{type((whole + blocked)[0]).__name__} steps whole {'tensors' if whole else 'blocks'}, which "
-            "tensor-parallel ranks have parts of: not yet. Use an element-wise optimizer (AdamW, SGD, RMSprop, ...), "
-            "or no tensor parallelism."
-        )
-    if whole and options.step_in_backward:
-        raise ValueError(
-            f"{type(whole[0]).__name__} steps whole tensors, which travel to the rank that steps them: not in the "
-            "middle of a backward, where ranks wait for each other's gradients. Leave step_in_backward=True out."
-        )
-    return Stepped(whole, BLOCK if blocked else 1)
-
-
-def trainable_of(managed: Sequence[Parameter], optimizers: Sequence[Optimizer]) -> set[int]:
-    """Ids of what an optimizer has, or what asks for gradients: freezing for a while never regroups."""
-    if not optimizers:
-        return set()
-    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    can_train = [parameter for parameter in managed if parameter.is_floating_point() or parameter.is_complex()]
-    return {id(parameter) for parameter in can_train if parameter.requires_grad or id(parameter) in stepped}
-
-
-def managed_parameters(module: Module, optimizers: Sequence[Optimizer], tensor_ranks: Sequence[int]) -> list[Parameter]:
-    """The parameters that the engine takes over: torch's own kind, and DTensors over `tensor_ranks`; each once."""
-    named = dict(module.named_parameters())
-    for name, parameter in named.items():
-        if is_lazy(parameter):
-            raise ValueError(f"Parameter {name!r} has no shape yet (a lazy module). Run one forward before fit.")
-    refuse_meta(module)
-    known = {id(parameter) for parameter in named.values()}
-    for number, optimizer in enumerate(optimizers):
-        if "_optimizer_step_pre_hooks" not in vars(optimizer):
-            raise ValueError(
-                f"Optimizer {number} ({type(optimizer).__name__}) has none of torch's hooks, in which its parameters "
-                "become what this rank owns. Have its __init__ call super().__init__(params, defaults) first."
-            )
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in known:
-                    raise ValueError(
-                        f"Optimizer {number} ({type(optimizer).__name__}) has a parameter of shape "
-                        f"{tuple(parameter.shape)} that is not the module's. Give it parameters of the LightningModule "
-                        "(self.parameters()), and register what it should train as a submodule or nn.Parameter."
-                    )
-    for name, parameter in named.items():
-        if slot_of(parameter) is not None:
-            raise ValueError(
-                f"Parameter {name!r} is in shards since an earlier run, which ended with an error; what other ranks "
-                "had of it is lost. Make the model anew, and go on from a checkpoint: fit(model, ckpt_path=...)."
-            )
-        refuse_other_meshes(name, parameter, tensor_ranks)
-        if not is_plain(parameter) and parameter.requires_grad:
-            raise ValueError(
-                f"Parameter {name!r} is a {type(parameter).__name__}, a tensor of its own kind, and trains: it cannot "
-                "be sharded. Freeze it (requires_grad_(False)), or make it a torch.nn.Parameter."
-            )
-    managed = {name: parameter for name, parameter in named.items() if is_plain(parameter)}
-    _refuse_shared_memory(managed)
-    return list(managed.values())
-
-
-def refuse_meta(module: Module) -> None:
-    """Raises ValueError for what has a shape and no values."""
-    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
-    if names := [name for name, tensor in tensors if tensor.is_meta]:
-        raise ValueError(
-            f"{names} are on the meta device, and have no values. Give them some in configure_model(): "
-            "strategy.load_pretrained(path), or of each module to_empty(device=..., recurse=False) and "
-            "reset_parameters()."
-        )
-
-
-def _refuse_shared_memory(named: Mapping[str, Parameter]) -> None:
-    """Two parameters over the same memory would part in silence."""
-    owners: dict[int, str] = {}
-    for name, parameter in named.items():
-        if not parameter.numel() or early_of(parameter) is not None:  # those have memory of their own
-            continue
-        other = owners.setdefault(local_of(parameter).data_ptr(), name)
-        if other != name and (parameter.requires_grad or named[other].requires_grad):
-            raise ValueError(
-                f"Parameters {other!r} and {name!r} are two that share their memory, and sharded they would part. Make "
-                "them one (decoder.weight = encoder.weight), or give each its own values (.data.clone())."
-            )
-
-
-def foreign_parameters(module: Module) -> dict[str, Parameter]:
-    """Quantised tensors and others of their own kind: every rank keeps them whole, as the user made them."""
-    return {name: parameter for name, parameter in module.named_parameters() if not is_plain(parameter)}
-
-
-def is_plain(parameter: Parameter) -> bool:
-    """Whether it is an ordinary tensor, of torch's class or of one that only gives it a name, or has one here."""
-    kind = class_of(parameter)
-    if isinstance(parameter, DTensor):
-        return True
-    return (
-        kind.__torch_function__ is Parameter.__torch_function__
-        and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
-        and parameter.layout == torch.strided
-        and not parameter.is_quantized
-    )

@@ -12,7 +12,6 @@ On one rank nothing travels but to another tier: the gradient is what autograd h
 arrays.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
@@ -20,8 +19,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from lightning_zero.shards.group import Setting, ShardGroup, Slot
+from lightning_zero.shards.bucket import Bucket, BucketPool
+from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.layout import Chunk, Slice
+from lightning_zero.shards.slot import Slot
 from lightning_zero.tiers.array import Array, InMemory, zeros
 from lightning_zero.tiers.ledger import Category, Tier
 from lightning_zero.wire.comm import Work
@@ -33,68 +34,6 @@ class AveragedGradient(Tensor):
     def is_of(self, slot: Slot) -> bool:
         """Whether it is the gradient of the parameter at `slot`."""
         raise NotImplementedError
-
-
-@final
-class Bucket:
-    """Constant-size room for the reduction of a chunk of ``(N, width)`` (CB, ZeRO section 6.2). It `packs` where
-    gradients are copied into it; otherwise they travel from where they are."""
-
-    def __init__(self, width: int, dtype: torch.dtype, setting: Setting, *, packs: bool) -> None:
-        comm, place = setting.mesh.shard, setting.places.gathered
-        self.full, self.scratch, self.total = (
-            setting.ledger.allocate(Category.BUCKET, rows * width, dtype, place)
-            for rows in (comm.size if packs else 0, comm.scratch_rows, 1)
-        )
-        self.finish: Callable[[], None] | None = None
-        self._stored: torch.cuda.Event | None = None  # on another stream
-
-    def settle(self) -> None:
-        """Waits for the operation that this bucket carries, if any, and stores its result."""
-        finish, self.finish = self.finish, None
-        if finish is not None:
-            finish()
-        if self._stored is not None:
-            torch.cuda.current_stream(self.total.device).wait_event(self._stored)
-            self._stored = None
-
-    def settle_on(self, stream: torch.cuda.Stream) -> None:
-        """`settle`, on another stream, on which what is under way is waited for: the device goes on meanwhile."""
-        finish, self.finish = self.finish, None
-        assert finish is not None
-        stream.wait_stream(torch.cuda.current_stream(self.total.device))
-        with torch.cuda.stream(stream):
-            finish()
-            self._stored = stream.record_event()
-
-
-@final
-class BucketPool:
-    """A fixed number of buckets, allocated once; when all are in flight, the oldest is waited for."""
-
-    def __init__(self, buckets: list[Bucket]) -> None:
-        self._buckets = deque(buckets)  # oldest first
-
-    def fits(self, width: int, dtype: torch.dtype, *, packs: bool) -> bool:
-        """Whether chunks of `width` can travel in it; `packs`: also those that are put together there."""
-        bucket = self._buckets[0]
-        is_wide = bucket.total.dtype == dtype and bucket.total.numel() >= width
-        return is_wide and (bucket.full.numel() > 0 or not packs)
-
-    @property
-    def size(self) -> int:
-        """How many chunks can be in flight."""
-        return len(self._buckets)
-
-    def take(self) -> Bucket:
-        self._buckets.rotate(-1)
-        self._buckets[-1].settle()
-        return self._buckets[-1]
-
-    def drain(self) -> None:
-        """Settles all, oldest first."""
-        for _ in range(len(self._buckets)):
-            self.take()
 
 
 @final
@@ -298,7 +237,7 @@ class GradientShard:
             work.wait()
             if self.group.replicate.size > 1:
                 self._reduce_between_replicas(total, name)
-            self._store(total.div_(self.group.comm.size * self.group.replicate.size), chunk, carries)
+            self._store(total, chunk, carries)
 
         return finish
 
@@ -310,23 +249,28 @@ class GradientShard:
         replicate.reduce_scatter(mine, rows, scratch, name).wait()
         replicate.all_gather(rows, mine, name).wait()
 
-    def _store(self, average: Tensor, chunk: Chunk, carries: frozenset[int]) -> None:
+    def _store(self, total: Tensor, chunk: Chunk, carries: frozenset[int]) -> None:
+        """Stores the average of what all ranks' gradients sum up to."""
         group = self.group
+        contributions = group.comm.size * group.replicate.size
         if not self.is_spread:
             assert self.full_grad is not None
             rows = group.matrix(self.full_grad, chunk.of)
-            rows[group.comm.rank, chunk.start : chunk.stop] = average
+            torch.div(total, contributions, out=rows[group.comm.rank, chunk.start : chunk.stop])
             if chunk.stop == chunk.of.width:  # the slice's last
                 group.comm.all_gather(rows, rows[group.comm.rank], f"gradient {group.name}[{chunk.of.start}]").wait()
-        elif not carries:
-            self.owned_grad.write(chunk.in_shard, average)
-        else:
+        elif carries:
             with self.owned_grad.edit(chunk.in_shard) as owned:
                 for slot in group.slots:
                     if slot.index not in carries:
                         start, stop = _overlap(slot.piece.in_shard, chunk.in_shard)
                         owned[start - chunk.in_shard.start : stop - chunk.in_shard.start].zero_()
-                owned.add_(average.to(owned.device))
+                owned.add_(total.div_(contributions).to(owned.device))
+        elif isinstance(self.owned_grad, InMemory) and self.owned_grad.place.device == total.device:
+            with self.owned_grad.edit(chunk.in_shard) as owned:
+                torch.div(total, contributions, out=owned)  # without a copy after it
+        else:
+            self.owned_grad.write(chunk.in_shard, total.div_(contributions))
 
     def wait(self) -> None:
         """All that has begun is stored."""

@@ -13,83 +13,25 @@ On one rank shard and full array are the same storage.
 """
 
 import math
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_zero.shards.early import class_of, nothing, take_over
-from lightning_zero.shards.layout import Layout, Piece, Slice
-from lightning_zero.shards.local import local_of, make_local
-from lightning_zero.stage import Partition
+from lightning_zero.shards.early import take_over
+from lightning_zero.shards.layout import Layout, Slice
+from lightning_zero.shards.local import local_of
+from lightning_zero.shards.setting import Kind, Setting
+from lightning_zero.shards.slot import Slot, forget_slot, no_interception, point_at_nothing, slot_of
 from lightning_zero.tiers.array import ALL, Array, InMemory, zeros
-from lightning_zero.tiers.disk import Disk
-from lightning_zero.tiers.ledger import Category, Ledger, Place, return_freed_memory
+from lightning_zero.tiers.ledger import Category, Place, return_freed_memory
 from lightning_zero.wire.comm import Gather
-from lightning_zero.wire.mesh import Mesh
-
-if TYPE_CHECKING:
-    from lightning_zero.shards.gradient import GradientShard
-
-no_interception = torch._C.DisableTorchFunctionSubclass
 
 MUCH = 4 * 2**20  # bytes of a parameter, which are freed
 ALIGNMENT_BYTES = 64  # a cache line; what torch's own allocator gives each tensor on the host
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What the parameters of one group have in common. Groups never mix kinds."""
-
-    declared: torch.dtype  # what the user made, what the optimizer steps and checkpoints hold
-    resting: torch.dtype  # what rests, travels and enters forward
-    trainable: bool
-    is_offloaded: bool = False  # what the optimizer works on rests in the tier that was asked for
-
-    @property
-    def is_cast(self) -> bool:
-        return self.resting != self.declared
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where the parts of a group live."""
-
-    gathered: Place  # parameters while they are used, and gradients while they travel
-    parameter: Place  # parameters between uses, where they rest as shards
-    gradient: Place  # averaged ones
-    optimizer: Place  # masters and optimizer state
-    state_dtype: torch.dtype | None = None  # of optimizer state, where it rests in another than it is stepped in
-
-    @property
-    def steps_apart(self) -> bool:
-        """Whether what is stepped is brought to where, or to the dtype in which, it is."""
-        return self.optimizer != self.gathered or self.state_dtype is not None
-
-    @property
-    def disk(self) -> Disk | None:
-        """The file among the places."""
-        return self.optimizer.disk or self.parameter.disk
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What every group of an engine shares."""
-
-    partition: Partition  # what rests as shards
-    mesh: Mesh
-    ledger: Ledger
-    places: Places
-    bucket_bytes: int  # largest reduction
-    as_declared: bool  # users read parameters in their declared dtype where they rest in another one
-    aside: torch.cuda.Stream | None = None  # where a device copies and adds up beside its work; None on the host
-    block: int = 1  # elements of a parameter that pieces never part
-    keeps_gradients: bool = True  # averaged ones, from backward to the step; else they are stepped as they come
 
 
 class _Postponed(NamedTuple):
@@ -103,139 +45,6 @@ class Rest:
 
     owned_param: Array
     master: Array
-
-
-@final
-class Slot:
-    """A parameter (the user's own object) in its group."""
-
-    def __init__(self, group: "ShardGroup", index: int, parameter: Parameter) -> None:
-        span = group.layout.spans[index]
-        self.group = group
-        self.index = index
-        self.parameter = parameter
-        self.local = make_local(parameter, group.setting.mesh.tensor)  # what is packed, reduced and stepped of it
-        self.name, self.shape, self.numel = span.name, span.shape, span.numel
-        self.offset = span.offset  # in full arrays of the group
-        # What this rank steps of it: its part, or all of it where the optimizer is not partitioned.
-        self.piece = self._owned_piece() if group.is_cut else Piece(start=0, stop=span.numel, shard_start=span.offset)
-        self.plain_class = class_of(parameter)  # what the user made it an instance of
-        self.gradient: GradientShard | None = None  # of the group; None where it does not train
-        self.stepper: int | None = None  # the rank that steps all of it; None: every rank steps its piece
-        self._strides = self.local.values.stride()  # as the user made it: values rest in C order
-
-    def _owned_piece(self) -> Piece:
-        return self.group.layout.piece(self.index, self.group.comm.rank)
-
-    def view(self, full: Tensor) -> Tensor:
-        """This parameter in a full array of its group, in its shape."""
-        return full[self.offset : self.offset + self.numel].view(self.shape)
-
-    def own_part(self, full: Tensor) -> Tensor:
-        """What this rank steps of this parameter, in a full array of its group, flat."""
-        return self.view(full).view(-1)[self.piece.start : self.piece.stop]
-
-    def stepped(self, owned: Array) -> Tensor:
-        """The piece of this parameter in an owned array of its group, in `stepped_shape`."""
-        return owned.read(self.piece.in_shard).view(self.stepped_shape)
-
-    @property
-    def stepped_shape(self) -> tuple[int, ...]:
-        """Flat, or the parameter's own where no rank steps only a part of it."""
-        return (self.piece.numel,) if self.group.is_cut else self.shape
-
-    @property
-    def share(self) -> Piece:
-        """What this rank writes into checkpoints, in place in an owned array: of what it owns, its part among the
-        ranks that own the same."""
-        owned, (copy, copies) = self._owned_piece(), self._copy
-        start, stop = (owned.start + owned.numel * at // copies for at in (copy, copy + 1))
-        return Piece(start=start, stop=stop, shard_start=self.piece.shard_start + start - self.piece.start)
-
-    @property
-    def is_first_copy(self) -> bool:
-        """Whether what this rank has is written by it, where ranks that have the same do not divide it."""
-        return self._copy[0] == 0
-
-    @property
-    def _copy(self) -> tuple[int, int]:
-        """Which copy of its values this rank has, among how many: replicas', and those of tensor-parallel ranks."""
-        replicate, tensor = self.group.replicate, self.group.setting.mesh.tensor
-        if self.local.is_divided:
-            return replicate.rank, replicate.size
-        return replicate.rank * tensor.size + tensor.rank, replicate.size * tensor.size
-
-    @property
-    def writes_once(self) -> bool:
-        """Whether this rank writes what checkpoints hold once of this parameter: the rank that writes its first
-        element, or rank 0 where it has none."""
-        if self.local.is_divided and self.group.setting.mesh.tensor.rank:
-            return False
-        if not self.numel:
-            return self.group.comm.rank == self._copy[0] == 0
-        return self.share.start == 0 and self.share.numel > 0
-
-    @property
-    def state_piece(self) -> Piece:
-        """Of which elements this rank has the optimizer's state, and where they lie in it."""
-        if self.stepper is None:
-            return self.piece
-        return Piece(start=0, stop=self.numel if self.stepper == self.group.comm.rank else 0, shard_start=0)
-
-    @property
-    def state_shape(self) -> tuple[int, ...]:
-        """Of state that is cut as the parameter is, on a rank that `steps_any` of it."""
-        return self.stepped_shape if self.stepper is None else self.shape
-
-    @property
-    def state_share(self) -> Piece:
-        """What this rank writes of such state into checkpoints; see `share`."""
-        if self.stepper is None:
-            return self.share
-        return replace(self.state_piece, stop=self.state_piece.stop if self._copy[0] == 0 else 0)
-
-    @property
-    def has_blocks(self) -> bool:
-        """Whether it is stepped in pieces of whole blocks."""
-        return self.group.is_cut and self.group.setting.block > 1 and self.stepper is None
-
-    @property
-    def blocks(self) -> int:
-        """How many there are of the whole parameter."""
-        return -(-self.numel // self.group.setting.block)
-
-    @property
-    def own_blocks(self) -> slice:
-        """Those of this rank's piece, which begins with one."""
-        size, piece = self.group.setting.block, self.piece
-        return slice(piece.start // size, -(-piece.stop // size)) if piece.numel else slice(0, 0)
-
-    @property
-    def writes_state_once(self) -> bool:
-        """Whether this rank writes what checkpoints hold once of its state; see `writes_once`."""
-        is_stepper = self.stepper == self.group.comm.rank and self._copy[0] == 0
-        return self.writes_once if self.stepper is None else is_stepper
-
-    @property
-    def steps_any(self) -> bool:
-        """Whether this rank steps any of it; an empty parameter counts, as state is made for it too."""
-        if self.stepper is not None:
-            return self.stepper == self.group.comm.rank
-        return self.piece.numel > 0 or not self.numel
-
-    def whole(self, view: Tensor, device: torch.device) -> Tensor:
-        """A copy of its values in storage of its own, and in the memory format that the user made it in."""
-        made = torch.empty_strided(self.shape, self._strides, dtype=view.dtype, device=device)
-        return made.copy_(view)
-
-
-_SLOTS = WeakIdKeyDictionary()  # Parameter -> weak reference to its Slot, which would keep it alive for good
-
-
-def slot_of(parameter: Parameter) -> Slot | None:
-    """Where a parameter lives; None for one that no engine holds."""
-    slot = _SLOTS.get(parameter)
-    return None if slot is None else slot()
 
 
 @final
@@ -268,8 +77,6 @@ class ShardGroup:
             in_one=stays_full,
         )
         self.slots = [Slot(self, index, parameter) for index, parameter in enumerate(parameters.values())]
-        for slot in self.slots:
-            _SLOTS[slot.parameter] = weakref.ref(slot)
         self.full_param: Tensor | None = None
         self._postponed: list[_Postponed] = []  # steps of it
         self.is_behind = False  # what is there in full is older than the latest step
@@ -540,7 +347,7 @@ class ShardGroup:
     def free(self) -> None:
         """Lets go of all values for good; the layout stays, for what was made by it (optimizer state)."""
         for slot in self.slots:
-            _SLOTS.pop(slot.parameter, None)
+            forget_slot(slot)
         self.full_param = None
         nothing = InMemory(torch.empty(0, dtype=self.kind.resting), self.places.gathered)
         self.rest = Rest(nothing, nothing)
@@ -548,14 +355,6 @@ class ShardGroup:
     @property
     def is_freed(self) -> bool:
         return bool(self.slots) and slot_of(self.slots[0].parameter) is not self.slots[0]
-
-
-def point_at_nothing(slot: Slot) -> None:
-    """The parameter keeps shape and dtype, and holds no memory. Its class keeps readers away (`views.parameter`); what
-    goes past that finds NaN, and no memory of somebody else's."""
-    dtype, device = slot.group.kind.resting, slot.group.setting.places.gathered.device
-    with no_interception(), torch.inference_mode(False):
-        slot.local.values = nothing(slot.shape, dtype, device)
 
 
 def publish(groups: Iterable[ShardGroup]) -> None:

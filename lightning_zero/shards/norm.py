@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.shards.gradient import GradientShard
-from lightning_zero.shards.group import Slot
+from lightning_zero.shards.slot import Slot
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.mesh import Mesh
 

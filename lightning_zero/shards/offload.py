@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import Offload
 from lightning_zero.shards.gradient import GradientShard
-from lightning_zero.shards.group import Places, Setting
 from lightning_zero.shards.probe import state_tensors_of
+from lightning_zero.shards.setting import Places, Setting
 from lightning_zero.shards.units import modules_in_compiled_regions
 from lightning_zero.stage import Partition
 from lightning_zero.tiers.disk import Disk

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn import Module, Parameter
 
-from lightning_zero.shards.group import Kind
 from lightning_zero.shards.layout import fill
 from lightning_zero.shards.local import local_of
+from lightning_zero.shards.setting import Kind
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.shards.group import Setting, ShardGroup, Slot
+from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.layout import fill
+from lightning_zero.shards.setting import Setting
+from lightning_zero.shards.slot import Slot
 from lightning_zero.shards.window import Staging, Window
 from lightning_zero.tiers.ledger import Category, Place, Tier
 

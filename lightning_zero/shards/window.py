@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from lightning_zero.shards.group import ShardGroup, Slot, no_interception, point_at_nothing
+from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.layout import round_up
+from lightning_zero.shards.slot import Slot, no_interception, point_at_nothing
 from lightning_zero.tiers.array import ALL, Array, OnDisk, empty
 from lightning_zero.tiers.composed import is_composed
 from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.shards.gradient import AveragedGradient
-from lightning_zero.shards.group import Slot
+from lightning_zero.shards.slot import Slot
 from lightning_zero.views.intercept import Lent, call
 
 T = TypeVar("T")

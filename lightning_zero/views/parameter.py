@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from lightning_zero.shards.group import ShardGroup, Slot, no_interception, slot_of
+from lightning_zero.shards.group import ShardGroup
+from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.views.intercept import METADATA, STRIDES, Lent, asks_for_dtype, call
 from lightning_zero.views.lazy import LazyTensor, Stored
 

@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.nn import Parameter
 
-from lightning_zero.shards.group import ShardGroup, no_interception, slot_of
+from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.local import local_of
+from lightning_zero.shards.slot import no_interception, slot_of
 from lightning_zero.shards.unit import Unit
 from lightning_zero.tiers.array import Array
 

@@ -1,0 +1,61 @@
+"""Whether each optimizer steps pieces, pieces of whole blocks, or whole tensors."""
+
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_zero.shards.options import Options
+from lightning_zero.shards.probe import BLOCK, BY_ALL, BY_BLOCK, BY_TENSOR, NOTHING, why_not_in_pieces
+
+
+class Stepped(NamedTuple):
+    """What of parameters is never parted for the optimizers' steps."""
+
+    whole: list[Optimizer]  # that step whole tensors
+    block: int  # elements that pieces never part, whoever steps them
+
+
+def choose_stepped(optimizers: Sequence[Optimizer], options: Options, is_divided: bool) -> Stepped:
+    """What optimizers step; where tensors are divided among tensor-parallel ranks, only element-wise ones can. Raises
+    ValueError for those that cannot do with that, and warns of those that the user knows better."""
+    whole, blocked, asked = [], [], options.granularity
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise ValueError(
+                "SparseAdam steps sparse gradients alone, and averaged ones are dense. Use SGD or Adagrad, which leave "
+                "rows without a gradient as they are, or Adam."
+            )
+        reason, kind = why_not_in_pieces(optimizer), type(optimizer).__name__
+        if asked == "tensor" or (asked == "auto" and reason == BY_TENSOR):
+            whole.append(optimizer)
+        elif asked == "block" or (asked == "auto" and reason == BY_BLOCK):
+            blocked.append(optimizer)
+        if reason is not None and (asked == "element" or (asked == "block" and reason != BY_BLOCK)):
+            told = f"{kind} {reason}, and steps pieces: not DDP's numbers. granularity='auto' gives it what it needs"
+            warnings.warn(f"{told}; granularity={asked!r} was asked for.", stacklevel=2)
+        elif reason == NOTHING and asked == "auto":
+            warnings.warn(
+                f"{kind} {NOTHING}: whether it looks at whole ones is not known, and it steps pieces. If it looks at "
+                "whole ones, write granularity='tensor'.",
+                stacklevel=2,
+            )
+        elif reason not in (None, BY_TENSOR, BY_BLOCK) and not (asked == "tensor" and reason != BY_ALL):
+            raise ValueError(
+                f"{kind} {reason}, and each rank steps only a part of them: the result would be wrong. Use stage=0, or "
+                "another optimizer; or, if you know that it looks at one tensor at a time, granularity='tensor'."
+            )
+    if is_divided and (whole or blocked):
+        raise ValueError(
+            f"{type((whole + blocked)[0]).__name__} steps whole {'tensors' if whole else 'blocks'}, which "
+            "tensor-parallel ranks have parts of: not yet. Use an element-wise optimizer (AdamW, SGD, RMSprop, ...), "
+            "or no tensor parallelism."
+        )
+    if whole and options.step_in_backward:
+        raise ValueError(
+            f"{type(whole[0]).__name__} steps whole tensors, which travel to the rank that steps them: not in the "
+            "middle of a backward, where ranks wait for each other's gradients. Leave step_in_backward=True out."
+        )
+    return Stepped(whole, BLOCK if blocked else 1)

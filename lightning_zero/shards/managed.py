@@ -1,0 +1,121 @@
+"""Which parameters of a module the engine takes over, which of them train, and which cannot be sharded."""
+
+import itertools
+from collections.abc import Container, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lightning_zero.shards.early import class_of, early_of
+from lightning_zero.shards.local import local_of, refuse_other_meshes
+from lightning_zero.shards.slot import slot_of
+
+
+def trainable_of(managed: Sequence[Parameter], optimizers: Sequence[Optimizer]) -> set[int]:
+    """Ids of what an optimizer has, or what asks for gradients: freezing for a while never regroups."""
+    if not optimizers:
+        return set()
+    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    can_train = [parameter for parameter in managed if parameter.is_floating_point() or parameter.is_complex()]
+    return {id(parameter) for parameter in can_train if parameter.requires_grad or id(parameter) in stepped}
+
+
+def managed_parameters(module: Module, optimizers: Sequence[Optimizer], tensor_ranks: Sequence[int]) -> list[Parameter]:
+    """The parameters that the engine takes over: torch's own kind, and DTensors over `tensor_ranks`; each once."""
+    named = dict(module.named_parameters())
+    for name, parameter in named.items():
+        if is_lazy(parameter):
+            raise ValueError(f"Parameter {name!r} has no shape yet (a lazy module). Run one forward before fit.")
+    refuse_meta(module)
+    known = {id(parameter) for parameter in named.values()}
+    for number, optimizer in enumerate(optimizers):
+        if "_optimizer_step_pre_hooks" not in vars(optimizer):
+            raise ValueError(
+                f"Optimizer {number} ({type(optimizer).__name__}) has none of torch's hooks, in which its parameters "
+                "become what this rank owns. Have its __init__ call super().__init__(params, defaults) first."
+            )
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in known:
+                    raise ValueError(
+                        f"Optimizer {number} ({type(optimizer).__name__}) has a parameter of shape "
+                        f"{tuple(parameter.shape)} that is not the module's. Give it parameters of the LightningModule "
+                        "(self.parameters()), and register what it should train as a submodule or nn.Parameter."
+                    )
+    for name, parameter in named.items():
+        if slot_of(parameter) is not None:
+            raise ValueError(
+                f"Parameter {name!r} is in shards since an earlier run, which ended with an error; what other ranks "
+                "had of it is lost. Make the model anew, and go on from a checkpoint: fit(model, ckpt_path=...)."
+            )
+        refuse_other_meshes(name, parameter, tensor_ranks)
+        if not is_plain(parameter) and parameter.requires_grad:
+            raise ValueError(
+                f"Parameter {name!r} is a {type(parameter).__name__}, a tensor of its own kind, and trains: it cannot "
+                "be sharded. Freeze it (requires_grad_(False)), or make it a torch.nn.Parameter."
+            )
+    managed = {name: parameter for name, parameter in named.items() if is_plain(parameter)}
+    _refuse_shared_memory(managed)
+    return list(managed.values())
+
+
+def refuse_meta(module: Module) -> None:
+    """Raises ValueError for what has a shape and no values."""
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    if names := [name for name, tensor in tensors if tensor.is_meta]:
+        raise ValueError(
+            f"{names} are on the meta device, and have no values. Give them some in configure_model(): "
+            "strategy.load_pretrained(path), or of each module to_empty(device=..., recurse=False) and "
+            "reset_parameters()."
+        )
+
+
+def _refuse_shared_memory(named: Mapping[str, Parameter]) -> None:
+    """Two parameters over the same memory would part in silence."""
+    owners: dict[int, str] = {}
+    for name, parameter in named.items():
+        if not parameter.numel() or early_of(parameter) is not None:  # those have memory of their own
+            continue
+        other = owners.setdefault(local_of(parameter).data_ptr(), name)
+        if other != name and (parameter.requires_grad or named[other].requires_grad):
+            raise ValueError(
+                f"Parameters {other!r} and {name!r} are two that share their memory, and sharded they would part. Make "
+                "them one (decoder.weight = encoder.weight), or give each its own values (.data.clone())."
+            )
+
+
+def foreign_parameters(module: Module) -> dict[str, Parameter]:
+    """Quantised tensors and others of their own kind: every rank keeps them whole, as the user made them."""
+    return {name: parameter for name, parameter in module.named_parameters() if not is_plain(parameter)}
+
+
+def is_plain(parameter: Parameter) -> bool:
+    """Whether it is an ordinary tensor, of torch's class or of one that only gives it a name, or has one here."""
+    kind = class_of(parameter)
+    if isinstance(parameter, DTensor):
+        return True
+    return (
+        kind.__torch_function__ is Parameter.__torch_function__
+        and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+        and parameter.layout == torch.strided
+        and not parameter.is_quantized
+    )
+
+
+def newly_trainable(module: Module, optimizers: Iterable[Optimizer], trained: Container[int]) -> dict[str, Parameter]:
+    """What asks for gradients, or is an optimizer's, and is not among those that are `trained` (ids)."""
+    others = {name: parameter for name, parameter in module.named_parameters() if id(parameter) not in trained}
+    if not others:
+        return {}
+    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    return {
+        name: parameter
+        for name, parameter in others.items()
+        if (parameter.requires_grad or id(parameter) in stepped)
+        and (parameter.is_floating_point() or parameter.is_complex())
+        and (slot_of(parameter) is not None or (not is_lazy(parameter) and is_plain(parameter)))
+    }

@@ -1,0 +1,48 @@
+"""`Options`: how an engine works."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from lightning_zero.config import ActivationCheckpointing, Offload, at_least, is_switch, one_of
+from lightning_zero.shards.offload import Machine
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How an engine works; none of it changes results, except the two dtypes. Raises ValueError for what cannot be."""
+
+    unit_classes: tuple[type | str, ...] | None = None  # see `units.find_units`
+    bucket_bytes: int = 25 * MIB  # largest collective
+    prefetch: int = 1  # units gathered ahead at stage 3
+    overlap: bool = True  # let reductions run while backward goes on
+    accumulation: Literal["sharded", "local"] = "sharded"  # reduce each backward, or keep full gradients till the last
+    param_dtype: torch.dtype | None = None  # floating-point parameters rest and compute in it; None: `autocast_dtype`
+    autocast_dtype: torch.dtype | None = None  # weights that autocast casts at each use rest in it already (`*-mixed`)
+    tensor_parallel_size: int = 1  # ranks, neighbours, that share each tensor-parallel module
+    replicate_size: int = 1  # groups of ranks that each hold all shards
+    reduce_dtype: torch.dtype | None = None  # of gradients; None: fp32, or the parameter's where that is wider
+    broadcast_buffers: bool = True  # take rank 0's buffers before a training forward
+    offload: Offload | None = None  # see `ZeroStrategy`
+    late_publish_bytes: int = 32 * MIB  # models of at least so many wait for new weights when they want them
+    # What optimizers step: what each needs, pieces, pieces of whole blocks, or whole tensors.
+    granularity: Literal["auto", "element", "block", "tensor"] = "auto"
+    step_in_backward: bool = False  # step each group as soon as its gradients are averaged, and keep none
+    machine: Machine = field(default_factory=Machine)  # what offload may count on
+    activation_checkpointing: ActivationCheckpointing | None = None  # see `ZeroStrategy`
+    merges_units: bool = False  # if `unit_classes` is None: small neighbours are one unit, and what is tiny stays whole
+
+    def __post_init__(self) -> None:
+        for name in ("overlap", "broadcast_buffers", "step_in_backward"):
+            is_switch(name, getattr(self, name))
+        one_of("accumulation", self.accumulation, ("sharded", "local"))
+        one_of("granularity", self.granularity, ("auto", "element", "block", "tensor"))
+        at_least("prefetch", self.prefetch, 0)
+        at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        at_least("replicate_size", self.replicate_size, 1)
+        policy = self.activation_checkpointing
+        if policy is not None and policy.partition and self.tensor_parallel_size == 1:
+            raise ValueError(policy.why_not_partitioned)
