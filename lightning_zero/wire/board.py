@@ -1,8 +1,8 @@
-"""`Board`: a few words between ranks through the store of the process group, never through a collective.
+"""`Board`: agreements between ranks through the store of the process group, without any collective.
 
-Saving a checkpoint needs agreements: that every rank has come, and that every rank has written. They must hold when
-ranks are slow, dead, or not there at all, next to collectives under way, and from a background thread. So every rank
-writes one key, rank 0 reads them all, and one key carries its verdict back:
+Saving a checkpoint needs the ranks to agree that all have come, and that all have written. This must work when ranks
+are slow or dead, beside collectives under way, and from a background thread. So every rank posts a record under a key
+of its own, rank 0 reads them all, and one key carries its verdict back:
 
     rank 1   post ------------.            .--> verdict
     rank 0   post -> all there? -> decide -+--> verdict         missing after `wait_timeout`: the verdict says who
@@ -20,59 +20,58 @@ from typing import Any, final
 
 from torch.distributed import DistError, PrefixStore, Store
 
-Record = dict[str, Any]  # plain data, small
+Record = dict[str, Any]  # small and plain: it is sent as JSON
 Decide = Callable[[list[Record]], Record]
 
-_LOOK_AGAIN = 0.002  # s; grows up to _LOOK_SLOWLY
-_GROWS = 1.25  # a pause is then at most a fourth of the wait before it: who waits for a save of 0.2 s loses little
-_LOOK_SLOWLY = 0.25  # s
-_LONGEST_WORK = 1800.0  # s; for so long work is believed in that cannot tell how it gets on
-_BEATS_IN_TIMEOUT = 5  # so that one late beat is not taken for death
+_FIRST_PAUSE = 0.002  # s, between two looks at the store
+_LONGEST_PAUSE = 0.25  # s
+_GROWTH = 1.25  # of pauses: each is at most a fourth of the wait before it, so a save of 0.2 s is noticed soon
+_LONGEST_WORK = 1800.0  # s, after which `alive` stops its beats
+_BEATS_IN_TIMEOUT = 5  # so that one late beat does not count as death
 
 
 class AgreementError(RuntimeError):
-    """What ranks wanted to do together did not happen: one was missing, or one had an error. The same on all ranks."""
+    """An agreement that failed: a rank was missing, or had an error. All ranks raise it with the same message."""
 
-    is_verdict = False  # what rank 0 decided. Otherwise rank 0 was lost, and nobody knows what it decided, if anything
+    is_verdict = False  # whether rank 0 decided this; otherwise rank 0 was lost, and its decision is unknown
 
 
 @final
 class Board:
-    """One rank's view of the store that all ranks share. A rank that shows no sign of life for `wait_timeout` is taken
-    for dead."""
+    """One rank's view of the store that all ranks share. A rank without a sign of life for `wait_timeout` counts as
+    dead."""
 
     def __init__(self, store: Store, rank: int, size: int, wait_timeout: timedelta) -> None:
         self._store, self.rank, self.size, self._wait_timeout = store, rank, size, wait_timeout
         self._beat_seconds = wait_timeout.total_seconds() / _BEATS_IN_TIMEOUT
-        self._beats = 0
         self._last_beat = -math.inf
-        self._waits_at = ""  # the topic
-        self._heard: str | None = None  # the latest verdict's key
-        self._has_given_up = False  # and left word of it
+        self._waits_at = ""  # the topic of the agreement that this rank is in
+        self._last_verdict: str | None = None  # the key of the latest verdict
+        self._has_given_up = False  # and has posted why
 
     def clone(self, wait_timeout: timedelta | None = None) -> "Board":
-        """A board for another thread of each rank, or for another patience: a store answers one thread at a time. The
-        signs of life are its own, too, or a rank whose other thread goes on would seem alive here."""
+        """Returns a board for another thread of each rank, or with another time limit. A store answers one thread at a
+        time. The clone has beats of its own, because a rank whose other thread still works must not seem alive here."""
         store = PrefixStore("clone", self._store.clone())  # type: ignore[attr-defined]
         return Board(store, self.rank, self.size, wait_timeout or self._wait_timeout)
 
     def agree(self, topic: str, record: Record, decide: Decide, absent: str = "ranks {missing} never came") -> Record:
-        """Every rank calls it with its record; rank 0 calls `decide(records)`; every rank returns what that returns.
+        """Returns rank 0's `decide(records)` on every rank. Collective: call it on every rank.
 
         Args:
             topic: names this agreement; never used before.
-            record: what this rank has to say. Under the key "error" it says why there is nothing to decide.
-            decide: called on rank 0 once all records are there, in rank order, and none has an error.
-            absent: says, with ``{missing}``, what it means that ranks did not come.
+            record: what this rank contributes. Under the key "error" it says why there is nothing to decide.
+            decide: called on rank 0 with the records in rank order, once all are there and none has an error.
+            absent: the message when ranks, ``{missing}``, did not come.
 
         Raises:
-            AgreementError: on every rank that came, with the same words, when a rank shows no life for
+            AgreementError: on every rank that came, with the same message, when a rank shows no life for
                 `wait_timeout`, when a record has an error, or when `decide` raises.
         """
         self._waits_at, self._last_beat = topic, -math.inf
         try:
             self.beat()
-            if self._has_given_up:  # a user has caught that error: it must not be named as the cause of a later one
+            if self._has_given_up:  # the user has caught that error: it must not be named as the cause of a later one
                 self._store.delete_key(f"lost/{self.rank}")
                 self._has_given_up = False
             self._store.set(f"{topic}/{self.rank}", json.dumps(record))
@@ -92,32 +91,33 @@ class Board:
         return verdict
 
     def beat(self) -> None:
-        """Says that this rank is alive; to be called in the course of long work. Costs a few messages a timeout."""
+        """Tells the other ranks that this one is alive. Call it often during long work: it sends at most a few messages
+        per `wait_timeout`."""
         now = time.monotonic()
         if now - self._last_beat >= self._beat_seconds:
             self._last_beat = now
-            self._beats += 1
-            self._store.set(f"beat/{self.rank}", f"{self._beats} {self._waits_at}")
+            self._store.set(f"beat/{self.rank}", f"{now} {self._waits_at}")
 
     def raise_flag(self, name: str) -> None:
-        """Leaves word for ranks that look at `has_flag`, until one of them lowers it."""
+        """Sets a flag that `has_flag` shows to every rank, until any rank lowers it."""
         self._store.set(f"flag/{name}", "up")
 
     def has_flag(self, name: str) -> bool:
-        """Whether a rank has raised it. One message to rank 0; False where that does not answer."""
+        """Whether any rank has raised the flag. Sends one message to rank 0; False if that does not answer."""
         with suppress(DistError):
             return self.size > 1 and self._has(f"flag/{name}")
         return False
 
     def lower_flag(self, name: str) -> None:
-        """The reverse of `raise_flag`, whoever has raised it."""
+        """Removes the flag, whichever rank has raised it."""
         self._store.delete_key(f"flag/{name}")
 
     @contextmanager
     def alive(self) -> Iterator[None]:
-        """Says that this rank is alive in the course of work that cannot call `beat`. Nothing inside may use the board.
+        """Beats in the background while the body runs, for work that cannot call `beat`. The body must not use this
+        board.
 
-        Nobody sees whether such work gets on: after half an hour it says nothing more.
+        Nobody can see whether such work progresses, so the beats stop after half an hour.
         """
         if self.size == 1:
             yield
@@ -134,7 +134,7 @@ class Board:
     def _beat_until(self, done: threading.Event) -> None:
         end = time.monotonic() + _LONGEST_WORK
         while not done.wait(self._beat_seconds) and time.monotonic() < end:
-            with suppress(DistError):  # the agreement that follows will say so
+            with suppress(DistError):  # the next agreement will raise it
                 self.beat()
 
     def _decide(self, topic: str, decide: Decide, absent: str) -> Record:
@@ -147,23 +147,23 @@ class Board:
             verdict = {"refused": errors} if errors else decide(records)
         except AgreementError as error:
             verdict = {"refused": str(error)}
-        except Exception as error:  # every rank must hear of it
+        except Exception as error:  # must reach every rank
             verdict = {"refused": f"{type(error).__name__}: {error}"}
         self._store.set(f"{topic}/verdict", json.dumps(verdict))
         for key in keys.values():
             self._store.delete_key(key)
-        if records and self._heard is not None:  # all have come, so all have heard the one before
-            self._store.delete_key(self._heard)
-        self._heard = f"{topic}/verdict"
+        if records and self._last_verdict is not None:  # all ranks have come here, so all have read it
+            self._store.delete_key(self._last_verdict)
+        self._last_verdict = f"{topic}/verdict"
         return verdict
 
     def _has(self, key: str) -> bool:
         return bool(self._store.check([key]))
 
     def _wait_for(self, keys: dict[int, str], topic: str, absent: str) -> None:
-        """Until each of these ranks has posted its key, or one of them has shown no life for too long."""
-        pause = _LOOK_AGAIN
-        beats: dict[int, str] = {}
+        """Waits until each of these ranks has posted its key. Gives up when one has shown no life for too long."""
+        pause = _FIRST_PAUSE
+        beats: dict[int, str] = {}  # rank -> its latest beat
         seen: dict[int, float] = {}  # rank -> when it last showed life
         ranks = set(keys)
         while ranks := {rank for rank in ranks if not self._has(keys[rank])}:
@@ -172,8 +172,8 @@ class Board:
             for rank in ranks:
                 key = f"beat/{rank}"
                 beat = self._store.get(key).decode() if self._has(key) else ""
-                # Who waits elsewhere will not come: without this, two ranks that wait at two topics would take each
-                # other's signs of life for work, and wait for ever.
+                # A rank that waits at another topic will not come. If its beats counted, two ranks that wait at two
+                # topics would wait for each other for ever.
                 is_elsewhere = beat.partition(" ")[2] not in ("", topic)
                 if rank not in seen or (beats[rank] != beat and not is_elsewhere):
                     seen[rank] = now
@@ -181,11 +181,11 @@ class Board:
             if lost := {rank for rank in ranks if now - seen[rank] > self._wait_timeout.total_seconds()}:
                 self._give_up(topic, lost, alive=ranks - lost, absent=absent)
             time.sleep(pause)
-            pause = min(_GROWS * pause, _LOOK_SLOWLY)
+            pause = min(_GROWTH * pause, _LONGEST_PAUSE)
 
     def _give_up(self, topic: str, lost: set[int], alive: set[int], absent: str) -> None:
-        """Raises, and leaves word for ranks that wait for this one elsewhere."""
-        # Of those that this rank has not watched, who posted nothing is missing too.
+        """Raises AgreementError, after posting its message for ranks that wait for this one in a collective."""
+        # Ranks that this one did not watch are missing too if they posted nothing.
         silent = {rank for rank in range(self.size) if not self._has(f"{topic}/{rank}")}
         told = absent.format(missing=sorted(silent - alive) or sorted(lost))
         self._store.set(f"lost/{self.rank}", told)
@@ -194,11 +194,11 @@ class Board:
 
 
 def _errors_of(records: list[Record]) -> str:
-    """Who said what; what several ranks say alike, once."""
-    said: dict[str, list[int]] = {}
+    """Returns the errors in the records with the ranks that had each, or an empty string."""
+    ranks_of: dict[str, list[int]] = {}
     for rank, record in enumerate(records):
         if "error" in record:
-            said.setdefault(record["error"], []).append(rank)
+            ranks_of.setdefault(record["error"], []).append(rank)
     return "; ".join(
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {told}" for told, ranks in said.items()
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {error}" for error, ranks in ranks_of.items()
     )

@@ -1,9 +1,9 @@
-"""`Clock`: seconds of what is measured again and again, on the host or on a device that works behind it."""
+"""`Clock`: adds up seconds that are measured again and again, on the host or on a device that works asynchronously."""
 
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar, final
+from typing import TypeVar, final
 
 import torch
 
@@ -11,27 +11,20 @@ T = TypeVar("T")
 Mark = float | torch.cuda.Event | None  # a moment; None: one that is not measured
 
 
-class _Span(NamedTuple):
-    """Two marks in a device's stream."""
-
-    begin: torch.cuda.Event
-    end: torch.cuda.Event
-
-
 @final
 class Clock:
-    """Adds up seconds, and never waits for a device: what it has not come to yet counts later.
+    """Adds up seconds without ever waiting for a device: a measurement counts once the device has passed its end.
 
     Args:
-        device: whose default stream is measured, while it is the current one: other streams work beside it. None, and
-            any that is not a GPU: the host.
-        keeps: how many of the latest durations stay in `latest`.
+        device: a GPU, whose default stream is measured while it is the current one, since other streams work beside it.
+            None, or any other device, measures the host.
+        keeps: how many of the latest durations `latest` keeps.
     """
 
     def __init__(self, device: torch.device | None = None, *, keeps: int = 0) -> None:
         self._device = device if device is not None and device.type == "cuda" else None
         self._seconds = 0.0
-        self._spans: deque[_Span] = deque()  # that the device is still to come to
+        self._running: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # begin and end, not passed yet
         self._latest: deque[float] = deque(maxlen=keeps)
 
     def start(self) -> Mark:
@@ -39,30 +32,31 @@ class Clock:
         return time.perf_counter() if self._device is None else self._mark(self._device)
 
     def stop(self, started: Mark) -> None:
+        """Ends the measurement that `start` began."""
         if isinstance(started, float):
             self._add(time.perf_counter() - started)
         elif self._device is not None and started is not None:
             ended = self._mark(self._device)
             if ended is not None:
-                self._spans.append(_Span(started, ended))
+                self._running.append((started, ended))
             self._settle()
 
-    def time(self, what: Callable[[], T]) -> T:
-        """Measures a call."""
+    def time(self, function: Callable[[], T]) -> T:
+        """Calls `function`, measures the call, and returns its result."""
         started = self.start()
-        result = what()
+        result = function()
         self.stop(started)
         return result
 
     @property
     def seconds(self) -> float:
-        """All that is known to be over."""
+        """The sum of all finished measurements, s."""
         self._settle()
         return self._seconds
 
     @property
     def latest(self) -> list[float]:
-        """Durations that are known, s, the latest last."""
+        """The latest finished measurements, s, the newest last."""
         self._settle()
         return list(self._latest)
 
@@ -80,6 +74,6 @@ class Clock:
         self._latest.append(seconds)
 
     def _settle(self) -> None:
-        while self._spans and self._spans[0].end.query():
-            span = self._spans.popleft()
-            self._add(span.begin.elapsed_time(span.end) / 1000)
+        while self._running and self._running[0][1].query():
+            begin, end = self._running.popleft()
+            self._add(begin.elapsed_time(end) / 1000)

@@ -1,12 +1,12 @@
-"""The protocol of all communication between ranks. Only this room names a collective of torch.
+"""`Comm`: the collectives between ranks. Only this room names a collective of torch.
 
 Implementations: one rank (`local.LocalComm`), gloo message by message (`gloo.GlooComm`), torch's own collectives
-(`native.NativeComm`: NCCL), ranks as threads of one process (`threads.ThreadComm`), and a count of what would be sent
-(`local.CountingComm`).
+(`native.NativeComm`: NCCL), ranks as threads of one process (`threads.ThreadComm`), and a rank that only counts the
+bytes it would send (`local.CountingComm`).
 
 Shapes: N ranks; a *full* array is ``(N, columns)``, contiguous, with one row per rank; a *shard* is ``(columns,)``.
-Every operation has a name, the same on all ranks; where messages are ours it goes into their tags, so that two ranks
-that issue different operations wait for each other and say so, instead of silently swapping data.
+Every operation has a name, the same on all ranks. `GlooComm` puts it into the tags of messages: two ranks that issue
+different operations then time out and say so, instead of silently swapping data.
 """
 
 from abc import ABC, abstractmethod
@@ -30,19 +30,19 @@ COMBINE: dict[Reduction, Combine] = {"sum": torch.add, "max": torch.maximum, "mi
 
 
 class RankTimeoutError(RuntimeError):
-    """A rank waited longer than `wait_timeout` for another one, or has lost it. Fatal: data of that operation is lost.
+    """A rank waited longer than `wait_timeout` for another one, or lost it. Fatal: the operation's data is lost.
 
     Args:
-        lost: who, and why: "Rank 1 died (connection reset)".
-        key: of the operation.
-        details: what is known besides.
+        lost: which rank is lost, and why: "Rank 1 died (connection reset)".
+        key: of the operation, from `Comm._begin`.
+        details: sentences with what else is known, without their full stops.
     """
 
     def __init__(self, lost: str, key: str, *details: str) -> None:
         super().__init__(lost, key, *details)
         self.lost = lost
-        self.place = place_of(key)  # what this rank was in; who knows more says it
-        self.moment = ""  # "step 12", from whoever counts
+        self.place = place_of(key)  # where this rank was; a catcher that knows more replaces it
+        self.moment = ""  # "step 12"; set by a catcher that counts steps
         self.details = [*details, f"Operation: {key!r}"]
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class RankTimeoutError(RuntimeError):
         return f"{self.lost}{moment}, in {self.place}. {'. '.join(self.details)}."
 
 
-# What an operation is for, by its kind and what its name begins with; the first that fits.
+# The purpose of an operation, by its kind and the beginning of its name. The first entry that fits counts.
 _PLACES = {
     ("reduce_scatter", "reduce"): "the reduction of the gradients of {}",
     ("all_gather", "reduce"): "the reduction of the gradients of {}",
@@ -75,7 +75,7 @@ _PLACES = {
 
 
 def place_of(key: str) -> str:
-    """Where a rank is that issues the operation `key`, by the model's names: "the reduction of the gradients of x"."""
+    """Describes the operation `key` by the model's names: "the reduction of the gradients of x"."""
     kind, _, name = key.rpartition(" #")[0].partition(" ")
     for (of_kind, purpose), place in _PLACES.items():
         if of_kind == kind and f"{name} ".startswith(f"{purpose} "):
@@ -84,40 +84,40 @@ def place_of(key: str) -> str:
 
 
 class CollectiveMismatchError(RuntimeError):
-    """Ranks issued different collectives at the same point (found by ``sanitize=True``)."""
+    """Ranks issued different collectives at the same time (found by ``sanitize=True``)."""
 
 
 @dataclass(eq=False)
 class Work:
-    """An operation under way, and what is left to do with its results, which may be read only after `wait`."""
+    """An operation under way. Its results may be read after `wait`, which finishes it."""
 
     _finish: Callable[[], None] | None = None
-    clock: Clock | None = field(default=None, kw_only=True)  # of whoever issued it: counts what is waited here
+    clock: Clock | None = field(default=None, kw_only=True)  # measures the time spent in `wait`
 
     def wait(self) -> None:
-        finish, self._finish = self._finish, None  # it finishes once
+        finish, self._finish = self._finish, None  # a second call does nothing
         if finish is not None:
             finish() if self.clock is None else self.clock.time(finish)
 
 
 @dataclass(eq=False)
 class Gather(Work):
-    """An all-gather under way, with which any rank may have told all others that it diverges."""
+    """An all-gather under way, in which any rank may have told all others that it diverges."""
 
-    has_divergence: Callable[[], bool] = lambda: False  # after `wait`: whether a rank said so; the same on every rank
+    has_divergence: Callable[[], bool] = lambda: False  # after `wait`: whether any rank diverges; equal on all ranks
 
 
 class Comm(ABC):
-    """Collectives among `size` ranks, counted in bytes sent by this one.
+    """Collectives among `size` ranks, and counts of the bytes that this rank sends.
 
-    With `sanitize`, name, shape and dtype of every collective are compared across ranks before it starts.
+    With `sanitize`, ranks compare name, shape and dtype of every collective before it starts.
     """
 
     scratch_rows = 0  # rows ``(columns,)`` of scratch that `reduce_scatter` needs
-    # How `all_gather` tells that a rank diverges. False: once the gather is complete, and its rows are then void.
-    # True: on the device, so reading it at once would synchronise with it; the rows are valid.
+    # How `Gather.has_divergence` learns that a rank diverges. False: from the gathered rows, which are then void.
+    # True: from a flag on the device; the rows are valid, but reading the flag at once would synchronise.
     learns_late = False
-    # Whether an operation on arrays waits for those that this rank has issued before it.
+    # Whether a collective on arrays waits for those that this rank has issued before it.
     keeps_order = False
 
     def __init__(self, rank: int, size: int, *, sanitize: bool = False) -> None:
@@ -126,14 +126,14 @@ class Comm(ABC):
         self.sanitize = sanitize
         self.bytes_sent: Counter[str] = Counter()  # kind of operation -> bytes that left this rank
         self.calls: Counter[str] = Counter()  # kind of operation -> how many were issued
-        self.clock = Clock()  # what this rank has waited for collectives: communication that no work has hidden
+        self.clock = Clock()  # seconds that this rank has waited: communication that computation did not hide
         self._issued: Counter[str] = Counter()  # operation name -> how many were issued
 
     def all_gather(self, full: Tensor, shard: Tensor, name: str, *, diverges: bool | None = None) -> Gather:
-        """Fills row j of `full` ``(N, columns)`` with rank j's `shard` ``(columns,)``, which may be its own row.
+        """Starts to fill row j of `full` ``(N, columns)`` with rank j's `shard` ``(columns,)``, which may be that row.
 
-        `diverges` tells all ranks whether this one diverges, and needs a shard of at least 8 bytes; None, on every
-        rank, sends nothing of the kind.
+        `diverges` tells all ranks whether this one diverges, and needs a shard of at least 8 bytes. None sends no such
+        mark; then all ranks pass None.
         """
         key = self._begin("all_gather", name, shard, (self.size - 1) * shard.nbytes)
         gather = self._all_gather(full, shard, key, diverges)
@@ -141,16 +141,16 @@ class Comm(ABC):
         return gather
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, name: str) -> Work:
-        """Sums over ranks row j of their `full` ``(N, columns)``, which must stay untouched until done, into rank j's
-        `shard` ``(columns,)``. `scratch` is ``(scratch_rows, columns)``."""
+        """Starts to sum row j of all ranks' `full` ``(N, columns)`` into rank j's `shard` ``(columns,)``. `full` must
+        not change until `wait` returns. `scratch` is ``(scratch_rows, columns)``."""
         key = self._begin("reduce_scatter", name, full, full.nbytes - full[0].nbytes)
         work = self._reduce_scatter(shard, full, scratch, key)
         work.clock = self.clock
         return work
 
     def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], name: str) -> None:
-        """Fills `received[j]` with what rank j has sent to this one, `sent[this rank]` there: contiguous tensors of any
-        size, also none, which both ends know."""
+        """Fills `received[j]` with the tensor that rank j sends to this one, its `sent[this rank]`. Tensors are
+        contiguous; sender and receiver know their size, which may be 0."""
         nbytes = sum(tensor.nbytes for peer, tensor in enumerate(sent) if peer != self.rank)
         key = self._begin("all_to_all", name, None, nbytes)
         received[self.rank].copy_(sent[self.rank])
@@ -164,8 +164,8 @@ class Comm(ABC):
             self.clock.time(partial(self._broadcast, tensor, source, key))
 
     def all_reduce(self, tensor: Tensor, name: str, reduction: Reduction = "sum") -> Tensor:
-        """Returns the reduction of a small host tensor over ranks, with the same bits on every rank, for O(log N)
-        messages of each."""
+        """Returns the reduction of a small host tensor over ranks, with the same bits on every rank. Costs each rank
+        O(log N) messages."""
         value = tensor.detach().contiguous()
         key = self._begin("all_reduce", name, value, (self.size - 1).bit_length() * value.nbytes)
         if not value.numel():
@@ -173,31 +173,32 @@ class Comm(ABC):
         return self.clock.time(partial(self._all_reduce, value, COMBINE[reduction], key))
 
     def all_gather_object(self, value: T, name: str) -> list[T]:
-        """Returns every rank's `value`, in rank order; for small plain objects. Costs this rank O(log N) messages."""
+        """Returns every rank's `value`, a small plain object, in rank order. Costs each rank O(log N) messages."""
         key = self._begin("object", name, None, 0)
         merged = self.clock.time(partial(self._merge, {self.rank: value}, key))
         return [merged[rank] for rank in range(self.size)]
 
     @property
     def host(self) -> "Comm":
-        """These ranks' communicator for tensors in host memory."""
+        """The communicator of the same ranks for tensors in host memory."""
         return self
 
     @property
     @abstractmethod
     def board(self) -> Board:
-        """For agreements among these ranks that are no collectives."""
+        """The board of these ranks, for agreements without collectives."""
 
     def report(self, told: str | None) -> None:  # noqa: B027
-        """Leaves word of why this rank will not come any more, for ranks that wait for it; None takes it back. Nobody
-        waits where there is nothing to be done."""
+        """Tells ranks that wait for this one why it will not come; None takes that back. Does nothing where ranks are
+        not processes: there they cannot wait for one that is lost."""
 
     @abstractmethod
     def split(self, groups: Sequence[Sequence[int]]) -> "Comm":
-        """The communicator of the one among `groups` (of ranks) that holds this rank. Call it on every rank, with the
-        same groups; each rank is in exactly one."""
+        """Returns the communicator of the group of ranks that holds this one. Collective: call it on every rank, with
+        the same `groups`, each rank in exactly one."""
 
     def _begin(self, kind: str, name: str, tensor: Tensor | None, sent: int) -> str:
+        """Counts an operation, and returns its key: kind, name, and how often the two have been issued."""
         self.bytes_sent[kind] += sent
         self.calls[kind] += 1
         name = f"{kind} {name}"
@@ -231,9 +232,15 @@ class Comm(ABC):
 
     @abstractmethod
     def _merge(self, mine: dict[int, Any], key: str) -> dict[int, Any]:
-        """The union of all ranks' dictionaries."""
+        """Returns the union of all ranks' dictionaries."""
 
 
 def group_of(rank: int, groups: Sequence[Sequence[int]]) -> Sequence[int]:
-    """The one of `groups` that `rank` is in."""
+    """Returns the group that `rank` is in."""
     return next(ranks for ranks in groups if rank in ranks)
+
+
+def copy_unless_same(target: Tensor, source: Tensor) -> None:
+    """Copies `source` into `target`, unless they are the same memory."""
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)

@@ -1,14 +1,14 @@
-"""`Links`: messages between ranks on one machine that do not go through the network.
+"""`Links`: messages between ranks of one machine that bypass the network.
 
-TCP copies each byte twice and cuts it into packets. On a link a small tensor travels in one datagram of a Unix socket;
-of a large one only the address does: the receiver copies it straight out of the sender's memory (Linux,
-`process_vm_readv`), and answers when it has.
+TCP copies each byte twice and cuts it into packets. A link sends a small tensor in one datagram of a Unix socket. For a
+large tensor it sends only the address: the receiver copies the bytes straight out of the sender's memory (Linux,
+`process_vm_readv`), and then answers.
 
     sender     offer: tag, address, bytes  ->                       <-  taken: tag
     receiver                                   process_vm_readv  ---'
 
-One thread per rank takes what arrives, while the ranks go on with their work. Ranks without a link to each other
-(another machine, a container whose memory may not be read, macOS) send through gloo.
+One thread per rank receives, while the rank computes. Ranks without a link to each other (on different machines, in
+containers whose memory may not be read, on macOS) send through gloo.
 """
 
 import ctypes
@@ -30,20 +30,21 @@ from torch import Tensor
 
 from lightning_zero.wire.comm import Comm
 
-ONLY_TCP = "LIGHTNING_ZERO_ONLY_TCP"  # environment variable: "1" for no links at all
-INLINE = 2**15  # bytes, at most, that travel in a datagram: for those a copy takes less time than an answer
-_TIMEOUT_S = 60.0  # for the other end's thread to make room for a datagram, and for a peer to connect at set-up
+ONLY_TCP = "LIGHTNING_ZERO_ONLY_TCP"  # environment variable: "1" turns links off
+INLINE = 2**15  # bytes, at most, of a tensor in a datagram: up to here a copy takes less time than an answer
+_TIMEOUT_S = 60.0  # of sending a datagram while the peer's thread has no room for it, and of connecting at set-up
 _HEADER = struct.Struct("=cQQQ")  # kind, tag, address, bytes
 _PAYLOAD, _OFFER, _TAKEN = b"p", b"o", b"t"
 _QUIT = b"q"
-_PR_SET_PTRACER, _ANY_PROCESS = 0x59616D61, ctypes.c_ulong(2**64 - 1)  # of prctl.h
+_CLOSED = "connection closed by peer"  # an error that gloo has, too
+_PR_SET_PTRACER, _ANY_PROCESS = 0x59616D61, ctypes.c_ulong(2**64 - 1)  # from prctl.h
 
 _Key = tuple[int, int]  # peer and tag; messages with the same key arrive in the order in which they are sent
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _IoVec(ctypes.Structure):
-    """`struct iovec`: a range of memory."""
+    """C's `struct iovec`: a range of memory."""
 
     _fields_ = (("start", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
@@ -61,11 +62,11 @@ def _read(pid: int, address: int, into: int, nbytes: int) -> None:
 
 @final
 class Message:
-    """A contiguous tensor on its way, which is kept alive until it has arrived."""
+    """A contiguous tensor that is being sent or received."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.address, self.nbytes = tensor.data_ptr(), tensor.nbytes
-        self._tensor = tensor
+        self._tensor = tensor  # kept alive, since the other end reads or this one writes its memory
         self._is_over = threading.Event()
         self._error: str | None = None
 
@@ -74,7 +75,7 @@ class Message:
         self._is_over.set()
 
     def wait(self, timeout: timedelta) -> None:
-        """Returns when a received tensor is filled, and a sent one may change. Raises RuntimeError if that failed."""
+        """Waits until a received tensor is filled, or a sent one may change. Raises RuntimeError if that failed."""
         if not self._is_over.wait(timeout.total_seconds()):
             raise RuntimeError(f"timed out after {timeout.total_seconds():g} s")
         if self._error is not None:
@@ -82,7 +83,7 @@ class Message:
 
 
 class _Arrival(NamedTuple):
-    """What a peer has sent: the bytes themselves, or where they are in its memory."""
+    """A datagram from a peer: the bytes of a tensor, or their address in the peer's memory."""
 
     payload: bytes | None
     address: int
@@ -91,18 +92,18 @@ class _Arrival(NamedTuple):
 
 @final
 class _Exchange:
-    """Matches what arrives with what this rank waits for. `run` is the thread; the rest is called by any other."""
+    """Matches arriving datagrams with the calls of `receive`. One thread does `run`; other threads call the rest."""
 
     def __init__(self, sockets: Mapping[int, socket.socket], pids: Mapping[int, int]) -> None:
-        self.sockets = sockets  # by peer
-        self._pids = pids
+        self._sockets = sockets  # by peer
+        self._pids = pids  # by peer
         self._lock = threading.Lock()
-        self._arrived: defaultdict[_Key, deque[_Arrival]] = defaultdict(deque)  # and nobody has asked for it yet
-        self._awaited: defaultdict[_Key, deque[Message]] = defaultdict(deque)
-        self._offered: defaultdict[_Key, deque[Message]] = defaultdict(deque)  # sent, and not taken yet
+        self._arrived: defaultdict[_Key, deque[_Arrival]] = defaultdict(deque)  # before `receive` was called
+        self._awaited: defaultdict[_Key, deque[Message]] = defaultdict(deque)  # received, and not arrived yet
+        self._offered: defaultdict[_Key, deque[Message]] = defaultdict(deque)  # sent, and not copied by the peer yet
         self._matched: deque[tuple[_Key, Message, _Arrival]] = deque()  # to be copied by the thread
-        self._closed: dict[int, str] = {}  # peer -> why
-        self._wake, self._woken = socket.socketpair()
+        self._closed: set[int] = set()  # peers that have closed their links
+        self._wake, self._woken = socket.socketpair()  # wakes the thread
 
     def receive(self, peer: int, into: Tensor, tag: int) -> Message:
         message, key = Message(into), (peer, tag)
@@ -110,7 +111,7 @@ class _Exchange:
             if key in self._arrived:
                 self._matched.append((key, message, _pop(self._arrived, key)))
             elif peer in self._closed:
-                message.end(self._closed[peer])
+                message.end(_CLOSED)
             else:
                 self._awaited[key].append(message)
         if self._matched:
@@ -125,7 +126,7 @@ class _Exchange:
             with self._lock:
                 self._offered[peer, tag].append(message)
         try:
-            self.sockets[peer].sendmsg([header, payload])
+            self._sockets[peer].sendmsg([header, payload])
         except OSError as error:
             message.end(f"connection closed ({error})")
         else:
@@ -141,25 +142,25 @@ class _Exchange:
     def run(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ)
-            for peer, link in self.sockets.items():
+            for peer, link in self._sockets.items():
                 selector.register(link, selectors.EVENT_READ, peer)
             while True:
                 for key, _ in selector.select():
                     if key.data is None:
                         if _QUIT in self._woken.recv(4096):
                             return
-                    elif not self._hear(key.data):
+                    elif not self._read_datagram(key.data):
                         selector.unregister(key.fileobj)
                 while self._matched:
-                    self._take(*self._matched.popleft())
+                    self._copy(*self._matched.popleft())
 
-    def _hear(self, peer: int) -> bool:
-        """Takes one datagram; False if the peer has closed the link."""
+    def _read_datagram(self, peer: int) -> bool:
+        """Reads one datagram. Returns False if the peer has closed the link."""
         datagram = b""
         with suppress(OSError):
-            datagram = self.sockets[peer].recv(_HEADER.size + INLINE)
+            datagram = self._sockets[peer].recv(_HEADER.size + INLINE)
         if not datagram:
-            self._close(peer, "connection closed by peer")
+            self._close(peer)
             return False
         kind, tag, address, nbytes = _HEADER.unpack_from(datagram)
         key = peer, tag
@@ -174,7 +175,8 @@ class _Exchange:
                 self._arrived[key].append(arrival)
         return True
 
-    def _take(self, key: _Key, message: Message, arrival: _Arrival) -> None:
+    def _copy(self, key: _Key, message: Message, arrival: _Arrival) -> None:
+        """Fills the tensor of `message`."""
         peer, tag = key
         if arrival.nbytes != message.nbytes:
             message.end(f"rank {peer} sent {arrival.nbytes} bytes where {message.nbytes} were expected")
@@ -184,19 +186,19 @@ class _Exchange:
                 ctypes.memmove(message.address, arrival.payload, message.nbytes)
             else:
                 _read(self._pids[peer], arrival.address, message.address, message.nbytes)
-                self.sockets[peer].send(_HEADER.pack(_TAKEN, tag, 0, 0))
+                self._sockets[peer].send(_HEADER.pack(_TAKEN, tag, 0, 0))
         except OSError as error:
             message.end(f"connection closed ({error})")
         else:
             message.end()
 
-    def _close(self, peer: int, why: str) -> None:
+    def _close(self, peer: int) -> None:
         with self._lock:
-            self._closed[peer] = why
+            self._closed.add(peer)
             for messages in (self._awaited, self._offered):
                 for key in [key for key in messages if key[0] == peer]:
                     for message in messages.pop(key):
-                        message.end(why)
+                        message.end(_CLOSED)
 
 
 def _pop(queues: defaultdict[_Key, deque[Any]], key: _Key) -> Any:
@@ -207,16 +209,19 @@ def _pop(queues: defaultdict[_Key, deque[Any]], key: _Key) -> Any:
 
 
 class _Card(NamedTuple):
-    """How the other ranks reach this one, if they are on its machine."""
+    """The address of a rank for the other ranks of its machine."""
 
-    token: bytes  # names its socket, and lies in its memory
-    address: int  # of the token
+    token: bytes  # 16 random bytes: they name its socket, and prove that its memory can be read
+    address: int  # of the token in its memory
 
 
 @final
 class Links:
-    """This rank's links to those of `comm` that it can reach and whose memory it can read, and they its own. All ranks
-    make theirs together. Of `peer in links`, messages with one tag arrive in the order in which they are sent."""
+    """This rank's links to the ranks of `comm` on its machine. Two ranks have a link if each can read the other's
+    memory. Collective: construct it on every rank.
+
+    `peer in links` says whether there is one; `send` and `receive` use it. Messages with the same tag arrive in order.
+    """
 
     def __init__(self, comm: Comm) -> None:
         token = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
@@ -226,7 +231,7 @@ class Links:
         others = {peer: theirs for peer, theirs in enumerate(cards) if card is not None and theirs is not None}
         sockets = {}
         for peer, theirs in others.items():
-            if card is not None and peer < comm.rank and (link := _connect(theirs, card)) is not None:
+            if card is not None and peer < comm.rank and (link := _connect(theirs, card)) is not None:  # once a pair
                 sockets[peer] = link
         connected = comm.all_gather_object([*sockets], "connected links")
         if listener is not None:
@@ -248,10 +253,10 @@ class Links:
 
 
 def _listen(token: bytes) -> socket.socket | None:
-    """Where other ranks of this machine connect to this one; None where there can be no links."""
+    """Opens the socket to which other ranks of this machine connect. Returns None where there can be no links."""
     if sys.platform != "linux" or os.environ.get(ONLY_TCP) == "1":
         return None
-    # Yama (on Ubuntu, say) lets only parents read a process, unless it agrees. Elsewhere the call does nothing.
+    # Where Yama is (on Ubuntu, for example), only parents may read a process, unless it allows that by this call.
     _libc.prctl(_PR_SET_PTRACER, _ANY_PROCESS, 0, 0, 0)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(_name_of(token))
@@ -261,11 +266,11 @@ def _listen(token: bytes) -> socket.socket | None:
 
 
 def _name_of(token: bytes) -> bytes:
-    return b"\0lightning_zero-" + token.hex().encode()  # no file: the kernel forgets the name with the process
+    return b"\0lightning_zero-" + token.hex().encode()  # the "\0": a name without a file, gone with the process
 
 
 def _connect(peer: _Card, own: _Card) -> socket.socket | None:
-    """A link to a rank; None for one of another machine."""
+    """Connects to a rank. Returns None if it is on another machine."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link.settimeout(_TIMEOUT_S)
     try:
@@ -278,26 +283,27 @@ def _connect(peer: _Card, own: _Card) -> socket.socket | None:
 
 
 def _accept(listener: socket.socket, awaited: dict[bytes, int]) -> dict[int, socket.socket]:
-    """The links of those that have connected, by their tokens."""
+    """Returns the links of the ranks that connect, given their tokens. Waits for all of them."""
     links = {}
     with listener:
         while awaited:
             link, _ = listener.accept()
             link.settimeout(_TIMEOUT_S)
             peer = awaited.pop(link.recv(16), None)
-            if peer is not None:  # otherwise a process that is none of ours
+            if peer is not None:  # otherwise some other process has connected
                 links[peer] = link
     return links
 
 
 def _pid_of(link: socket.socket) -> int:
-    """The process at the other end, as this one knows it: containers number theirs anew."""
+    """Returns the id of the process at the other end, as seen from here: containers have ids of their own."""
     credentials = struct.Struct("3i")
     pid, _, _ = credentials.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
     return int(pid)
 
 
 def _can_read(pid: int, card: _Card) -> bool:
+    """Whether this process can read the memory of process `pid`, where the token of `card` must be."""
     found = ctypes.create_string_buffer(len(card.token))
     with suppress(OSError):
         _read(pid, card.address, ctypes.addressof(found), len(card.token))

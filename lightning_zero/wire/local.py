@@ -1,4 +1,4 @@
-"""Communicators that send nothing: a world of one rank, and a rank of an imagined world that counts."""
+"""Communicators that send nothing: `LocalComm` for a world of one rank, `CountingComm` for an imagined world."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.wire.board import Board
-from lightning_zero.wire.comm import Combine, Comm, Gather, Work, group_of
+from lightning_zero.wire.comm import Combine, Comm, Gather, Work, copy_unless_same, group_of
 
 
 class _Silent(Comm):
-    """Sends nothing, and takes it that all ranks do what this one does."""
+    """Sends nothing, and assumes that all ranks do what this one does."""
 
     def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], key: str) -> None:
         pass
@@ -30,7 +30,7 @@ class _Silent(Comm):
 
 @final
 class LocalComm(_Silent):
-    """A world of one: the shard is the full array, and nothing travels."""
+    """A world of one rank: the shard is the full array."""
 
     def __init__(self) -> None:
         super().__init__(rank=0, size=1)
@@ -43,17 +43,17 @@ class LocalComm(_Silent):
         return self
 
     def _all_gather(self, full: Tensor, shard: Tensor, key: str, diverges: bool | None) -> Gather:
-        _copy_unless_same(full[0], shard)
+        copy_unless_same(full[0], shard)
         return Gather()
 
     def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str) -> Work:
-        _copy_unless_same(shard, full[0])
+        copy_unless_same(shard, full[0])
         return Work()
 
 
 @final
 class CountingComm(_Silent):
-    """Rank `rank` of an imagined world in which all ranks do what this one does: counts, and moves nothing."""
+    """One rank of an imagined world, in which all ranks do the same. Counts bytes and calls, and copies nothing."""
 
     @property
     def board(self) -> Board:
@@ -68,8 +68,3 @@ class CountingComm(_Silent):
 
     def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str) -> Work:
         return Work()
-
-
-def _copy_unless_same(target: Tensor, source: Tensor) -> None:
-    if target.data_ptr() != source.data_ptr():
-        target.copy_(source)

@@ -1,4 +1,4 @@
-"""Torch's own collectives, in place on single tensors: NCCL on CUDA devices, and gloo's where tests run this code."""
+"""`NativeComm`: torch's own collectives on single tensors: NCCL on CUDA devices, gloo's where tests run this code."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -15,19 +15,17 @@ from lightning_zero.wire.gloo import GlooComm, once_per_world, own_group, own_su
 from lightning_zero.wire.links import Links
 from lightning_zero.wire.local import LocalComm
 
-# torch 2.13 renamed the two single-tensor collectives; both names are tried, 2.11 has only the older.
+# torch 2.13 renamed the two single-tensor collectives; torch 2.11 has only the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @final
 class NativeComm(Comm):
-    """Collectives on the group's own stream; small host messages go over `control`.
+    """Runs collectives on the stream of `group`, and sends small host messages through `control`, of the same ranks.
 
-    Sums over more than two ranks are in the backend's order. Whether a rank diverges travels as one more byte per rank
-    in the same launch as the gather (NCCL), and is copied to the host without waiting for it.
-
-    `group` is one of its own; `control` is of the same ranks.
+    Sums over more than two ranks are in the backend's order. Whether a rank diverges is one more byte per rank, in the
+    same launch as the gather (NCCL), and is copied to the host without blocking it. `group` is used by nothing else.
     """
 
     learns_late = True
@@ -38,7 +36,7 @@ class NativeComm(Comm):
         self._group = group
         self._control = control
         self._on_device = dist.get_backend(group) == "nccl"
-        self.bytes_sent, self.calls = control.bytes_sent, control.calls  # of both together
+        self.bytes_sent, self.calls = control.bytes_sent, control.calls  # both count into the same
         self.clock = Clock(torch.device("cuda", torch.cuda.current_device())) if self._on_device else control.clock
 
     @property
@@ -116,7 +114,7 @@ class NativeComm(Comm):
     def _wait(self, works: Sequence[Any], key: str) -> None:
         for work in works:
             if self._on_device:
-                work.wait()  # of the current stream; with a time limit it would block this thread
+                work.wait()  # lets the current stream wait; with a time limit it would block this thread
             else:
                 with self._control.explaining(key, None):
                     work.wait(self._control.wait_timeout)
@@ -125,10 +123,10 @@ class NativeComm(Comm):
 def make_comm(
     device: torch.device, wait_timeout: timedelta, *, backend: str | None = None, sanitize: bool = False
 ) -> Comm:
-    """The communicator of this process among all ranks, on process groups of its own, for tensors on `device`.
+    """Returns this process's communicator among all ranks, for tensors on `device`, on process groups of its own.
 
-    Call it on every rank, after `torch.distributed` is initialised (or not at all, for a world of one). `backend` is
-    the default process group's: ``"nccl"`` gives NCCL, everything else gloo.
+    Collective: call it on every rank, after `torch.distributed` is initialised; a world of one need not initialise it.
+    `backend` is the default process group's: ``"nccl"`` gives NCCL, everything else gloo.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return LocalComm()

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: for large test matrices, and to try things out where there is one machine."""
+"""Ranks as threads of one process: for large test matrices, and to try things out on one machine."""
 
 import functools
 import threading
@@ -20,35 +20,35 @@ T = TypeVar("T")
 
 @dataclass
 class _Meeting:
-    """One operation: what ranks have brought to it, until all have read it."""
+    """One operation under way: the payload of each rank, until all ranks have read all payloads."""
 
-    payloads: dict[int, Any] = field(default_factory=dict)  # rank -> what it posted
-    is_over: threading.Event = field(default_factory=threading.Event)  # all have come, or one will not
-    readers: int = 0  # ranks that have read what was posted
+    payloads: dict[int, Any] = field(default_factory=dict)  # by rank
+    is_over: threading.Event = field(default_factory=threading.Event)  # set when all have posted, or one has failed
+    readers: int = 0  # number of ranks that have read the payloads
 
 
 @dataclass
 class ThreadWorld:
-    """Ranks as threads of one process, for large test matrices: `ThreadWorld(4).run(function)`."""
+    """A world of ranks that are threads of this process: `ThreadWorld(4).run(function)`."""
 
     size: int  # number of ranks
-    wait_timeout: float = 60.0  # seconds a rank waits for the others
-    learns_late: bool = False  # see `Comm`; True does as torch's own collectives do
+    wait_timeout: float = 60.0  # s, that a rank waits for the others
+    learns_late: bool = False  # see `Comm`; True behaves as torch's own collectives
     meetings: dict[str, _Meeting] = field(default_factory=dict)  # by operation
-    lock: threading.Lock = field(default_factory=threading.Lock)  # of `meetings`
-    errors: list[BaseException] = field(default_factory=list)  # that ranks raised
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of `meetings` and `errors`
+    errors: list[BaseException] = field(default_factory=list)  # raised by ranks
     store: dist.Store = field(default_factory=dist.HashStore)
 
     def run(self, function: Callable[[Comm], T]) -> list[T]:
-        """Calls `function(comm)` on every rank and returns the results in rank order. Raises the first exception that a
-        rank raised; the other ranks stop waiting."""
-        world = ThreadWorld(self.size, self.wait_timeout, self.learns_late)  # nothing of an earlier run is in it
+        """Calls `function(comm)` on every rank, and returns the results in rank order. Raises the first exception that
+        a rank raised; the other ranks stop waiting."""
+        world = ThreadWorld(self.size, self.wait_timeout, self.learns_late)  # without remains of an earlier run
         results: list[Any] = [None] * self.size
 
         def rank_main(rank: int) -> None:
             try:
                 results[rank] = function(ThreadComm(world, rank))
-            except BaseException as error:  # handed to the caller below
+            except BaseException as error:  # raised below, in the caller's thread
                 with world.lock:
                     world.errors.append(error)
                     for meeting in world.meetings.values():
@@ -89,12 +89,12 @@ class ThreadComm(Comm):
         with world.lock:
             meeting = world.meetings.setdefault(self._prefix + key, _Meeting())
             meeting.payloads[self.rank] = payload
-            # Wakes the ranks that wait for it once: at every post, each of N would wake N - 1 others.
+            # Wakes waiting ranks once, when all have posted: otherwise each of N posts would wake N - 1 ranks.
             if len(meeting.payloads) == self.size or world.errors:
                 meeting.is_over.set()
 
     def _collect(self, key: str) -> list[Any]:
-        """Every rank's payload, in rank order, once all have posted it; the last reader clears it away."""
+        """Returns every rank's payload, in rank order, once all have posted. The last reader removes the meeting."""
         key, world = self._prefix + key, self._world
         meeting = world.meetings[key]
         in_time, here = meeting.is_over.wait(world.wait_timeout), meeting.payloads
