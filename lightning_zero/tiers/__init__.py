@@ -1,1 +1,1 @@
-"""Where tensors rest: device, host, disk; and what is booked there."""
+"""The tiers in which tensors are kept (device, host, disk), and the ledger of their bytes."""

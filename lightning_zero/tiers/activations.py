@@ -1,6 +1,6 @@
-"""Activation checkpoints: the inputs of blocks from their forward to their recomputation (ZeRO-R, section 6.1).
+"""Activation checkpoints: the inputs of blocks, kept from forward to recomputation (ZeRO-R, section 6.1).
 
-Where one rests, for a block's input of A bytes on each of the M ranks of a tensor-parallel group, which all have it:
+A block's input of A bytes, which all M ranks of a tensor-parallel group have alike, takes on each of them:
 
     policy                  on the device   on the host   sent by each rank, per checkpoint
     (none)                  A               -             -
@@ -8,10 +8,10 @@ Where one rests, for a block's input of A bytes on each of the M ranks of a tens
     partition (P_a)         A / M           -             (M - 1) A / M: one all-gather, before recomputation
     both (P_a+cpu)          -               A / M         the same
 
-On the device and whole, a checkpoint is a reference, as autograd's own. Otherwise the bytes of its memory are copied; a
-tensor that several blocks are given (an attention mask) once. What stays a reference under any policy: parameters,
-tensors of other layouts and devices, tiny ones, and of P_a those which are not the same on all ranks (sequence
-parallelism divides them already).
+Without a policy a checkpoint is a reference to the tensor, as autograd keeps. Otherwise its bytes are copied, once if
+several blocks are given the tensor (an attention mask). Some tensors are references under every policy: parameters,
+tiny tensors, tensors of other layouts and devices; under P_a also tensors that differ between the ranks, since sequence
+parallelism has divided them already.
 """
 
 import hashlib
@@ -29,81 +29,81 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_zero.tiers.ledger import Category, Ledger, Place
-from lightning_zero.tiers.stack import Loose, Room, Stack
+from lightning_zero.tiers.stack import Stack
 from lightning_zero.wire.comm import Comm
 
 TINY = 256  # bytes; to move or to gather less costs more than it saves
 
 
 class Kept(ABC):
-    """A tensor, from a forward to the recomputations of those that were given it."""
+    """A tensor that is kept from forward to the recomputations that need it."""
 
-    is_shared = False  # by several calls
+    is_shared = False  # whether several calls were given it
 
-    def begin(self) -> None:  # noqa: B027  # nothing, where the values are here
-        """Starts to bring the values."""
+    def begin(self) -> None:  # noqa: B027  # does nothing if the values are on the device
+        """Starts to bring the values to the device."""
 
     @abstractmethod
     def values(self) -> Tensor:
-        """Another tensor with the same values, strides and `requires_grad`, detached from the graph."""
+        """Returns another tensor with the same values, strides and `requires_grad`, detached from the graph."""
 
 
 @final
 class KeptArguments:
-    """The arguments of one call, `(args, kwargs)`: a pytree, of which tensors are kept and the rest is as it was."""
+    """The arguments `(args, kwargs)` of one call, as a pytree whose tensors are `Kept`. Other leaves are unchanged."""
 
     def __init__(self, leaves: list[Any], spec: Any, before: "weakref.ref[KeptArguments] | None") -> None:
         self._leaves = leaves
         self._spec = spec
-        self._before = before  # those of the call before this one: the next that backward will come to
+        self._before = before  # the arguments of the call before this one, which backward recomputes next
 
     def begin(self) -> None:
-        """Starts to bring the values."""
+        """Starts to bring the values to the device."""
         for leaf in self._leaves:
             if isinstance(leaf, Kept):
                 leaf.begin()
 
     def bring(self) -> Any:
-        """The arguments, for a recomputation; starts to bring those of the next one."""
+        """Returns the arguments for a recomputation, and starts to bring those of the next one."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self.begin()
             before = None if self._before is None else self._before()
             if before is not None:
                 before.begin()
             kept = dict.fromkeys(leaf for leaf in self._leaves if isinstance(leaf, Kept))  # ranks gather in this order
-            brought = {leaf: leaf.values() for leaf in kept}  # what was one tensor is one again
+            brought = {leaf: leaf.values() for leaf in kept}  # a tensor that came twice becomes one tensor again
             leaves = [brought[leaf] if isinstance(leaf, Kept) else leaf for leaf in self._leaves]
         return tree_unflatten(leaves, self._spec)
 
 
 @final
 class ActivationStore:
-    """Keeps the arguments of calls, until what holds them (a graph) is gone.
+    """Keeps the arguments of calls for as long as their `KeptArguments` are referred to, by a graph.
 
     Args:
-        ledger: where all is booked.
-        here: where calls are made.
-        rests: where checkpoints rest.
-        comm: the ranks that have the same activations, and divide them; of one rank where none do.
-        contiguous: all that is copied lies in one array.
+        ledger: books the checkpoints.
+        here: the device that calls the blocks.
+        rests: where checkpoints are kept.
+        comm: the ranks that have the same activations and divide them; a world of one if none do.
+        contiguous: copies are kept in one array.
     """
 
     def __init__(self, ledger: Ledger, here: Place, rests: Place, comm: Comm, *, contiguous: bool = False) -> None:
         self.ledger = ledger
         self.here = here
         self.comm = comm
-        self.room: Room = (Stack if contiguous else Loose)(ledger, rests)
+        self.room = Stack(ledger, rests, contiguous=contiguous)
         self.is_away = rests != here
         self._copies = contiguous or self.is_away or comm.size > 1
-        self._known = WeakTensorKeyDictionary()  # tensor -> its state, and a reference to what is kept of it
-        self._is_alike: dict[str, bool] = {}  # argument of a block -> whether all ranks have the same
-        self._holds: weakref.WeakValueDictionary[int, _Hold] = weakref.WeakValueDictionary()  # storage -> its booking
+        self._known = WeakTensorKeyDictionary()  # tensor -> its state, and a weak reference to its `Kept`
+        self._is_alike: dict[str, bool] = {}  # argument of a block -> whether all ranks have the same values
+        self._holds: weakref.WeakValueDictionary[int, _Hold] = weakref.WeakValueDictionary()  # by storage
         self._last: weakref.ref[KeptArguments] | None = None
         self._aside = torch.cuda.Stream(here.device) if self.is_away and here.device.type == "cuda" else None
-        self._leaving: list[Tensor] = []  # what is being copied from here on the other stream
+        self._leaving: list[Tensor] = []  # tensors that the other stream is copying from the device
 
     def keep(self, name: str, arguments: Any) -> KeptArguments:
-        """Keeps the arguments of a call of the block `name`; `settle` must follow."""
+        """Keeps the arguments of a call of the block `name`. Call `settle` after it."""
         leaves, spec = tree_flatten(arguments)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             kept = [self._keep(f"{name} (argument {at})", leaf) for at, leaf in enumerate(leaves)]
@@ -112,7 +112,7 @@ class ActivationStore:
         return result
 
     def _keep(self, name: str, leaf: Any) -> Any:
-        """What is kept of a leaf: of a tensor a `Kept`."""
+        """Returns a `Kept` for a tensor, and any other leaf itself."""
         is_made_of_others: bool = is_traceable_wrapper_subclass(leaf)
         if not isinstance(leaf, Tensor):
             return leaf
@@ -131,30 +131,28 @@ class ActivationStore:
         return made
 
     def _keep_wrapper(self, name: str, tensor: Any) -> Kept:
-        _arrived(tensor)
+        _awaited(tensor)
         names, context = tensor.__tensor_flatten__()
         return _Wrapper(tensor, {key: self._keep(f"{name}.{key}", getattr(tensor, key)) for key in names}, context)
 
     def _make(self, name: str, tensor: Tensor) -> Kept:
-        is_copied = self._copies and tensor.nbytes > TINY and tensor.device.type == self.here.device.type
-        if not is_copied:
-            return _Reference(name, tensor, tensor.detach(), self._hold(tensor))
-        geometry = _Geometry(tensor)
-        memory = geometry.memory_of(tensor)
-        is_parted = self.comm.size > 1 and self._all_have(name, memory)
-        if self.comm.size > 1 and not is_parted and not self.is_away:
-            return _Reference(name, tensor, tensor.detach(), self._hold(tensor))
-        return _Copy(self, name, geometry, memory, is_parted=is_parted)
+        if self._copies and tensor.nbytes > TINY and tensor.device.type == self.here.device.type:
+            geometry = _Geometry(tensor)
+            memory = geometry.memory_of(tensor)
+            is_parted = self.comm.size > 1 and self._all_have(name, memory)
+            if is_parted or self.is_away or self.comm.size == 1:
+                return _Copy(self, name, geometry, memory, is_parted=is_parted)
+        return _Reference(name, tensor, tensor.detach(), self._hold(tensor))
 
     def _all_have(self, name: str, memory: Tensor) -> bool:
-        """Whether all ranks have this argument alike, as they had the first time."""
+        """Whether all ranks have the same values of this argument. Ranks compare the first values only."""
         if name not in self._is_alike:
             digest = hashlib.blake2b(memory.cpu().numpy().tobytes()).hexdigest()
             self._is_alike[name] = len(set(self.comm.all_gather_object(digest, "same activations"))) == 1
         return self._is_alike[name]
 
     def _hold(self, tensor: Tensor) -> "_Hold | None":
-        """Books what a reference keeps alive, a storage once."""
+        """Books the storage that a reference keeps alive, unless it is booked. Returns the owner of that booking."""
         storage = tensor.untyped_storage()
         if self.ledger.has_booked(storage):
             return None
@@ -164,10 +162,10 @@ class ActivationStore:
             self.ledger.book(Category.ACTIVATION_CHECKPOINT, self.here.tier, storage.nbytes(), hold)
         return hold
 
-    # -- copies, beside the device's work where there is another stream
+    # -- copies, on a stream of their own on a GPU
 
     def leave(self, target: Tensor, source: Tensor) -> None:
-        """Copies to where checkpoints rest. `source` must stay as it is until `settle`."""
+        """Copies `source` to `target`, where checkpoints are kept. `source` must not change until `settle`."""
         if self._aside is None:
             target.copy_(source)
             return
@@ -177,22 +175,22 @@ class ActivationStore:
         self._leaving.append(source)
 
     def settle(self) -> None:
-        """What comes after on this stream may change what `keep` was given."""
+        """Lets the current stream wait for the copies that `keep` has started: then it may change their sources."""
         if self._leaving:
             assert self._aside is not None
             torch.cuda.current_stream(self._leaving[0].device).wait_stream(self._aside)
             self._leaving.clear()
 
     def room_here(self, nbytes: int) -> Tensor:
-        """Memory ``(nbytes,)`` for what comes back."""
+        """Allocates memory ``(nbytes,)`` uint8 on the device for a checkpoint that is brought back."""
         return self.ledger.allocate(Category.GATHERED, nbytes, torch.uint8, self.here)
 
     def fetch(self, memory: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """A copy of what rests elsewhere, and when it will be there."""
+        """Returns a copy of `memory` on the device, and the event that ends the copying (None: it has ended)."""
         target = self.room_here(memory.numel())
         if self._aside is None:
             return target.copy_(memory), None
-        self._aside.wait_stream(torch.cuda.current_stream(target.device))  # whoever had the memory before is done
+        self._aside.wait_stream(torch.cuda.current_stream(target.device))  # it may still use the memory of `target`
         with torch.cuda.stream(self._aside):
             target.copy_(memory, non_blocking=True)
             target.record_stream(self._aside)
@@ -201,12 +199,12 @@ class ActivationStore:
 
 @final
 class _Hold:
-    """The owner of a booking."""
+    """The owner of the booking of one storage."""
 
 
 @final
 class _Geometry:
-    """How a plain tensor lies in memory."""
+    """The layout of a plain tensor in memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.dtype = tensor.dtype
@@ -214,12 +212,12 @@ class _Geometry:
         self.stride = tensor.stride()
         self.requires_grad = tensor.requires_grad
         reach = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-        # Expanded tensors reach over fewer elements than they have, slices of larger ones over more.
+        # An expanded tensor spans fewer elements than it has, a slice of a larger tensor more.
         self._is_dense = reach < tensor.numel()
         self._numel = 1 + reach if self._is_dense else tensor.numel()
 
     def memory_of(self, tensor: Tensor) -> Tensor:
-        """The bytes of all values, ``(nbytes,)``: the tensor's own memory where it has no gaps."""
+        """Returns the bytes of all values, ``(nbytes,)``: the tensor's own memory if that has no gaps."""
         if self._is_dense:
             flat = tensor.detach().as_strided((self._numel,), (1,), tensor.storage_offset())
         else:
@@ -227,7 +225,7 @@ class _Geometry:
         return flat.view(torch.uint8)
 
     def tensor_of(self, memory: Tensor) -> Tensor:
-        """The reverse; `memory` may be longer."""
+        """Returns the tensor whose bytes are `memory`, which may be longer."""
         flat = memory[: self._numel * self.dtype.itemsize].view(self.dtype)
         if self._is_dense:
             return flat.as_strided(self.shape, self.stride)
@@ -237,7 +235,8 @@ class _Geometry:
 
 @final
 class _Reference(Kept):
-    """The values stay where they are. `kept` is detached, or what cannot be: it is then given again itself."""
+    """A reference to a tensor, whose values stay where they are. `kept` is `tensor` detached, or, where that cannot be
+    done, `tensor` itself, which `values` then returns."""
 
     def __init__(self, name: str, tensor: Tensor, kept: Tensor, hold: _Hold | None = None) -> None:
         self._name = name
@@ -259,7 +258,7 @@ class _Reference(Kept):
 
 @final
 class _Wrapper(Kept):
-    """A tensor that is made of others: a DTensor of its local one, or the result of a collective."""
+    """A tensor that is made of others: a DTensor (of its local tensor), or the result of one of torch's collectives."""
 
     def __init__(self, tensor: Tensor, inner: Mapping[str, Any], context: Any) -> None:
         self._inner = inner
@@ -276,17 +275,17 @@ class _Wrapper(Kept):
     def values(self) -> Tensor:
         parts = {key: part.values() if isinstance(part, Kept) else part for key, part in self._inner.items()}
         made = self._kind.__tensor_unflatten__(parts, self._context, self._shape, self._stride)
-        return _arrived(made).detach().requires_grad_(self._requires_grad)
+        return _awaited(made).detach().requires_grad_(self._requires_grad)
 
 
-def _arrived(tensor: Tensor) -> Tensor:
-    """The plain tensor, if it is the result of one of torch's collectives that may be under way."""
+def _awaited(tensor: Tensor) -> Tensor:
+    """Waits for the collective of torch that makes `tensor`, if there is one, and returns the plain tensor."""
     return tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor
 
 
 @final
 class _Copy(Kept):
-    """The bytes rest elsewhere, or this rank's part of them: ``(ceil(nbytes / M),)``."""
+    """A copy of a tensor's bytes where checkpoints are kept: of all, or of this rank's part ``(ceil(nbytes / M),)``."""
 
     def __init__(
         self, store: ActivationStore, name: str, geometry: _Geometry, memory: Tensor, *, is_parted: bool
@@ -301,7 +300,7 @@ class _Copy(Kept):
         self._region = store.room.take(columns)
         store.leave(self._region.memory[: own.numel()], own)
         self._coming: tuple[Tensor, torch.cuda.Event | None] | None = None
-        self._here: Tensor | None = None  # what several calls share, from the first that wants it to the last
+        self._here: Tensor | None = None  # the values on the device, once brought, if several calls share them
 
     def begin(self) -> None:
         if self._store.is_away and self._coming is None and self._here is None:
@@ -315,31 +314,29 @@ class _Copy(Kept):
         return values.detach().requires_grad_(self._geometry.requires_grad)
 
     def _bring(self) -> Tensor:
-        """All bytes, in memory that is nobody else's."""
-        memory = self._region.memory
+        """Returns all bytes, on the device, in memory of their own."""
+        memory, comm = self._region.memory, self._store.comm
         if self._store.is_away:
             self.begin()
             assert self._coming is not None
             (memory, arrives), self._coming = self._coming, None
             if arrives is not None:
                 torch.cuda.current_stream(memory.device).wait_event(arrives)
-        elif not self._is_parted:
-            return memory.clone()  # users may hold on to what they are given, and the array is used again
-        if not self._is_parted:
-            return memory
-        comm = self._store.comm
-        full = self._store.room_here(comm.size * memory.numel())
-        comm.all_gather(full.view(comm.size, -1), memory, f"activation checkpoint {self._name}").wait()
-        return full
+        if self._is_parted:
+            full = self._store.room_here(comm.size * memory.numel())
+            comm.all_gather(full.view(comm.size, -1), memory, f"activation checkpoint {self._name}").wait()
+            return full
+        # Users may keep a reference to what a block is given, and the region is reused.
+        return memory if self._store.is_away else memory.clone()
 
 
 def version_of(tensor: Tensor) -> int:
-    """Another one after each edit in place; 0 where torch counts none."""
+    """Returns torch's count of in-place edits of `tensor`; 0 for an inference tensor, which has none."""
     with torch._C.DisableTorchFunctionSubclass():
         return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its values are bytes in memory, and nothing else is known of it."""
+    """Whether a tensor is nothing but a block of memory with a dtype, shape and strides."""
     is_strided = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_quantized
     return is_strided and tensor.device.type != "meta" and not (tensor.is_conj() or tensor.is_neg())

@@ -1,4 +1,4 @@
-"""`Array`: flat values that rest in a tier, in memory or in a file; read, written and edited part by part."""
+"""`Array`: flat values that are kept in a tier, in memory or in a file, and are read, written and edited in parts."""
 
 import weakref
 from abc import ABC, abstractmethod
@@ -13,11 +13,11 @@ from lightning_zero.tiers.disk import Disk
 from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
 
 ALL = slice(None)
-ZEROS = 2**22  # elements that are written at a time
+ZEROS = 2**22  # elements that `zeros` writes at a time
 
 
 class Array(ABC):
-    """Values ``(numel,)`` that rest at `place`."""
+    """Values ``(numel,)`` that are kept at `place`."""
 
     def __init__(self, numel: int, dtype: torch.dtype, place: Place) -> None:
         self.numel = numel
@@ -27,20 +27,20 @@ class Array(ABC):
     @property
     @abstractmethod
     def version(self) -> int:
-        """Another one after each change."""
+        """A number that each change of the values changes."""
 
     @abstractmethod
     def read(self, part: slice = ALL) -> Tensor:
-        """The values of a part, on `place.device`, not to be written to; a view where they are in memory."""
+        """Returns the values of a part, on `place.device`; a view if they are in memory. Do not write to them."""
 
     @abstractmethod
     def write(self, part: slice, values: Tensor, *, stays: bool = False) -> None:
-        """Replaces the values of a part by others, of any dtype and device. Unless it `stays` as it is until a device
-        has read it, `values` is the caller's again at once."""
+        """Replaces the values of a part by `values`, of any dtype and device. If `stays`, the caller leaves `values` as
+        they are until the device has read them; otherwise it may change them at once."""
 
     @contextmanager
     def edit(self, part: slice = ALL) -> Iterator[Tensor]:
-        """Inside, the values of a part; what becomes of them there stays."""
+        """Yields the values of a part, and keeps changes that the body makes to them."""
         values = self.read(part)
         yield values
         self.write(part, values)
@@ -48,12 +48,12 @@ class Array(ABC):
 
 @final
 class InMemory(Array):
-    """Of the device, or of its host."""
+    """An array in the memory of the device or of its host."""
 
     def __init__(self, values: Tensor, place: Place) -> None:
         super().__init__(values.numel(), values.dtype, place)
         self._values = values
-        self._written: torch.cuda.Event | None = None  # by a copy from a device, which may be under way
+        self._written: torch.cuda.Event | None = None  # ends the latest copy from the device, which may be under way
 
     @property
     def version(self) -> int:
@@ -78,22 +78,19 @@ class InMemory(Array):
 
 @final
 class OnDisk(Array):
-    """In the file of `place.disk`, for as long as this engine runs."""
+    """An array in the file of `place.disk`."""
+
+    version = 0
 
     def __init__(self, numel: int, dtype: torch.dtype, place: Place) -> None:
         super().__init__(numel, dtype, place)
         assert place.disk is not None
         self.disk: Disk = place.disk
         self._start = self.disk.reserve(numel * dtype.itemsize)
-        self._version = 0
         weakref.finalize(self, self.disk.give_back, self._start, numel * dtype.itemsize)
 
-    @property
-    def version(self) -> int:
-        return self._version
-
     def at(self, part: slice) -> int:
-        """Where a part lies in the file."""
+        """Returns the offset in the file, in bytes, of a part."""
         return self._start + part.indices(self.numel)[0] * self.dtype.itemsize
 
     def read(self, part: slice = ALL) -> Tensor:
@@ -103,16 +100,16 @@ class OnDisk(Array):
         return values
 
     def write(self, part: slice, values: Tensor, *, stays: bool = False) -> None:
-        self._version += 1
+        self.version += 1
         self.disk.write(self.at(part), values.to("cpu", self.dtype).contiguous())
 
     def note_write(self) -> None:
-        """Somebody else has written to the file."""
-        self._version += 1
+        """Counts a write that goes to the file directly."""
+        self.version += 1
 
 
 class Part(NamedTuple):
-    """Values that are to be read when they are needed, a part of an array, in a dtype that may be wider than its."""
+    """A part of an array, to be read when it is needed, in a `dtype` that may be wider than the array's."""
 
     array: Array
     part: slice
@@ -123,12 +120,12 @@ class Part(NamedTuple):
 
 
 def read_late(array: Array, part: slice) -> "Tensor | Part":
-    """The values of a part; of what rests on disk, where they are."""
+    """Returns the values of a part, or, if they are on disk, a `Part` that reads them later."""
     return Part(array, part, array.dtype) if isinstance(array, OnDisk) else array.read(part)
 
 
 def empty(category: Category, numel: int, dtype: torch.dtype, place: Place, ledger: Ledger) -> Array:
-    """An array of whatever was there before, booked."""
+    """Returns an uninitialised array, and books it."""
     if place.tier is Tier.DISK:
         array = OnDisk(numel, dtype, place)
         ledger.book(category, Tier.DISK, numel * dtype.itemsize, array)
@@ -137,11 +134,11 @@ def empty(category: Category, numel: int, dtype: torch.dtype, place: Place, ledg
 
 
 def zeros(category: Category, numel: int, dtype: torch.dtype, place: Place, ledger: Ledger) -> Array:
-    """An array of zeros, booked."""
+    """Returns an array of zeros, and books it."""
     array = empty(category, numel, dtype, place, ledger)
     if isinstance(array, InMemory):
         array.read().zero_()
     else:
-        for start in range(0, numel, ZEROS):  # the room may have been another's
+        for start in range(0, numel, ZEROS):  # this range of the file may have held another array
             array.write(slice(start, start + ZEROS), torch.zeros(min(ZEROS, numel - start), dtype=dtype))
     return array

@@ -1,7 +1,7 @@
-"""`Disk`: a file of this rank in which tensors rest, and the threads that read ahead and write behind.
+"""`Disk`: a file of this rank that keeps tensors, and the threads that read ahead and write behind.
 
-An ordinary file, read and written with `preadv` and `pwritev`: any file system will do, and nothing is compiled. It has
-no name from the moment it is open, so nothing stays behind, however the process ends.
+It is an ordinary file, read and written with `preadv` and `pwritev`, so any file system will do and nothing is
+compiled. It has no name from the moment it is open, so nothing is left, however the process ends.
 """
 
 import errno
@@ -16,17 +16,17 @@ from typing import final
 import torch
 from torch import Tensor
 
-AT_MOST = 2**30  # bytes of one call; Linux moves no more than 2 GiB in one
+AT_MOST = 2**30  # bytes read or written by one call; Linux moves no more than 2 GiB
 
 
 class DiskError(RuntimeError):
-    """A disk that is a tier is full, or has failed. Fatal to the run: what was kept there is lost."""
+    """The disk of the disk tier is full, or has failed. Fatal to the run: tensors that were kept there are lost."""
 
 
 @final
 class Disk:
-    """Room in `folder`, which must exist. Reading and writing may raise `DiskError`, later ones too: work that was
-    begun ahead tells of its failure when it is waited for."""
+    """A file in `folder`, which must exist. Reading and writing may raise `DiskError`; work in the background raises it
+    when it is waited for."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -35,20 +35,20 @@ class Disk:
         except OSError as error:
             raise DiskError(f"Offload(path={str(folder)!r}): no file can be made there: {_said(error)}.") from error
         self.size = 0  # bytes
-        self._free: defaultdict[int, list[int]] = defaultdict(list)  # size of room -> where there is some
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # bytes -> starts of free ranges of that size
         self._reader = ThreadPoolExecutor(1, "read ahead")
         self._writer = ThreadPoolExecutor(1, "write behind")
         self._writes: list[Future[None]] = []
 
     @property
     def free_bytes(self) -> int:
-        """What the file system has left for us."""
+        """Bytes that the file system has left for this process."""
         found = os.statvfs(self._file.fileno())
         return found.f_bavail * found.f_frsize
 
     def reserve(self, nbytes: int) -> int:
-        """Room for so many bytes; returns where. Raises DiskError unless the disk has it: once it is reserved, writing
-        cannot find the disk full."""
+        """Reserves a range of the file, and returns its start. Raises DiskError if the disk has no room. After this,
+        writing into the range cannot find the disk full."""
         if self._free[nbytes]:
             return self._free[nbytes].pop()
         start, free = self.size, self.free_bytes
@@ -66,43 +66,43 @@ class Disk:
     def _allocate(self, start: int, nbytes: int) -> None:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(self._file.fileno(), start, nbytes)
-        elif nbytes > self.free_bytes:  # macOS cannot set room aside: another program may still fill the disk
+        elif nbytes > self.free_bytes:  # macOS cannot reserve: another program may still fill the disk
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         else:
             os.ftruncate(self._file.fileno(), start + nbytes)
 
     def give_back(self, start: int, nbytes: int) -> None:
-        """The room is the next one's who needs as much."""
+        """Frees a range, for the next `reserve` of the same size."""
         self._free[nbytes].append(start)
 
     def read(self, start: int, into: Tensor) -> None:
-        """Fills a contiguous host tensor from what lies at `start`, what is still being written included."""
+        """Fills a contiguous host tensor from the file at `start`, after all pending writes."""
         self.drain()
         self._move(os.preadv, "reading", start, into)
 
     def write(self, start: int, values: Tensor) -> None:
-        """Puts a contiguous host tensor to `start`."""
+        """Writes a contiguous host tensor to the file at `start`, after all pending writes."""
         self.drain()
         self._move(os.pwritev, "writing", start, values)
 
     def begin_read(self, start: int, into: Tensor) -> "Future[None]":
-        """`read` in the background, past what is being written."""
+        """Starts a `read` in the background, which does not wait for pending writes."""
         return self._reader.submit(self._move, os.preadv, "reading", start, into)
 
     def begin_write(self, start: int, values: Tensor) -> "Future[None]":
-        """`write` in the background. The values must stay until then, or until `drain`."""
+        """Starts a `write` in the background. The values must not change until it is done, or until `drain`."""
         self._writes.append(self._writer.submit(self._move, os.pwritev, "writing", start, values))
         return self._writes[-1]
 
     def drain(self) -> None:
-        """Waits until all is written."""
+        """Waits for all pending writes."""
         writes, self._writes = self._writes, []
         for write in writes:
             write.result()
 
     def close(self, *, drains: bool = True) -> None:
-        """Ends the threads. What rests there can be read until nothing refers to it; unless this `drains`, what was
-        being written may be lost, and nobody hears of it."""
+        """Ends the threads. Tensors in the file can still be read. Unless `drains`, pending writes may be lost without
+        an error."""
         if drains:
             self.drain()
         for threads in (self._reader, self._writer):

@@ -1,8 +1,4 @@
-"""Bytes by category and tier: every large or long-lived tensor of the engine is made here, so the books are true.
-
-Allocation happens outside inference mode: a buffer first made during the sanity check of validation would
-otherwise stay an inference tensor for ever, and training could not write to it.
-"""
+"""`Ledger`: bytes by category and tier. It makes all large or long-lived tensors of the engine, so none is missing."""
 
 import ctypes
 import weakref
@@ -17,34 +13,34 @@ from torch import Tensor
 if TYPE_CHECKING:
     from lightning_zero.tiers.disk import Disk
 
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc; None elsewhere
 _mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
 _M_MMAP_THRESHOLD = -3
 LARGE = 2**20  # bytes
 
 
 def return_freed_memory() -> None:
-    """Gives the memory of freed tensors back to the system, where the C library is glibc.
+    """Returns the memory of freed tensors to the system. Does nothing unless the C library is glibc.
 
-    glibc keeps it in holes of its heap: of a GPT with 97.7M parameters on two ranks, 150 to 250 MB stay resident at the
-    end of a step, more at stage 3 than at stage 2. The call takes about 10 ms there.
+    glibc keeps that memory in holes of its heap: for a GPT with 97.7M parameters on two ranks, 150 to 250 MB stay
+    resident at the end of a step, more at stage 3 than at stage 2. The call takes about 10 ms there.
     """
     if _malloc_trim is not None:
         _malloc_trim(0)
 
 
 def keep_no_freed_memory() -> None:
-    """From here on large blocks are the system's again as soon as they are freed, where the C library is glibc.
+    """Makes large blocks return to the system as soon as they are freed. Does nothing unless the C library is glibc.
 
-    glibc maps large blocks only until the first of them is freed; from then on its heap keeps those of up to 32 MiB.
-    Of a GPT with 50.5M parameters that rests on disk, 475 MB are resident at the peak of a step, and 120 MB with this.
+    glibc maps large blocks only until the first of them is freed; after that its heap keeps blocks of up to 32 MiB.
+    With a GPT of 50.5M parameters offloaded to disk, 475 MB are resident at the peak of a step, and 120 MB after this.
     """
     if _mallopt is not None:
         _mallopt(_M_MMAP_THRESHOLD, LARGE)
 
 
 class Category(StrEnum):
-    """What a tensor is for; the rows of the memory report."""
+    """The purpose of a tensor: a row of the memory report."""
 
     PARAMETER = "parameter"
     GRADIENT = "gradient"
@@ -57,7 +53,7 @@ class Category(StrEnum):
 
 
 class Tier(StrEnum):
-    """What kind of memory a tensor lives in. On a CPU the device is the host."""
+    """The kind of memory that holds a tensor. When training on a CPU, host memory is the tier DEVICE."""
 
     DEVICE = "device"
     HOST = "host"
@@ -66,35 +62,37 @@ class Tier(StrEnum):
 
 @dataclass(frozen=True)
 class Place:
-    """Where tensors live, and on which device they are worked on."""
+    """Where tensors are kept, and on which device they are read and written."""
 
     device: torch.device
     tier: Tier = Tier.DEVICE
-    pinned: bool = False  # page-locked, so that copies to and from a device need no copy between
-    disk: "Disk | None" = None  # the file, of the tier of that name
+    pinned: bool = False  # page-locked, so that copies to and from a device need no copy in between
+    disk: "Disk | None" = None  # the file, of the tier DISK
 
 
 class Ledger:
-    """Live and peak bytes on this rank."""
+    """Live and peak bytes of this rank's tensors."""
 
     def __init__(self) -> None:
         self.live: dict[Category, int] = dict.fromkeys(Category, 0)  # over all tiers
-        self.peak: dict[Category, int] = dict.fromkeys(Category, 0)  # the most there ever were
+        self.peak: dict[Category, int] = dict.fromkeys(Category, 0)
         self.tiers: dict[Tier, int] = dict.fromkeys(Tier, 0)  # live, over all categories
         self.tier_peak: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self.live_in: Counter[tuple[Category, Tier]] = Counter()
         self.peak_in: Counter[tuple[Category, Tier]] = Counter()
-        self._booked: set[int] = set()  # storages
+        self._booked: set[int] = set()  # addresses of storages
 
     def allocate(self, category: Category, numel: int, dtype: torch.dtype, place: Place) -> Tensor:
-        """An uninitialised flat tensor of ``(numel,)``, in memory."""
+        """Allocates an uninitialised flat tensor ``(numel,)`` in memory, and books it."""
+        # Otherwise a buffer that is first made in the sanity check of validation would stay an inference tensor, and
+        # training could not write to it.
         with torch.inference_mode(False):
             tensor = torch.empty(numel, dtype=dtype, device=place.device, pin_memory=place.pinned)
         self.adopt(category, tensor, place.tier)
         return tensor
 
     def adopt(self, category: Category, tensor: Tensor, tier: Tier = Tier.DEVICE) -> None:
-        """Books a tensor that somebody else made; a storage is booked once, whatever views of it there are."""
+        """Books a tensor that was made elsewhere. Books each storage once, even if several views of it come."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._booked:
@@ -103,11 +101,11 @@ class Ledger:
             weakref.finalize(storage, self._booked.discard, key)
 
     def has_booked(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the books have this storage already."""
+        """Whether `adopt` or `allocate` has booked this storage."""
         return storage._cdata in self._booked
 
     def book(self, category: Category, tier: Tier, nbytes: int, owner: object) -> None:
-        """Books bytes that are there as long as `owner` is."""
+        """Books bytes for as long as `owner` is alive."""
         self._add(category, tier, nbytes)
         weakref.finalize(owner, self._add, category, tier, -nbytes)
 

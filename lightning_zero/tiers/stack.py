@@ -1,8 +1,6 @@
-"""Room for activation checkpoints: each in memory of its own, or all in one array (memory defragmentation, MD; ZeRO
-section 6.3)."""
+"""`Stack`: memory for activation checkpoints, also all in one array (memory defragmentation, MD; ZeRO, section 6.3)."""
 
 import weakref
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import final
 
@@ -11,38 +9,15 @@ from torch import Tensor
 
 from lightning_zero.tiers.ledger import Category, Ledger, Place
 
-ALIGNMENT_BYTES = 64  # a cache line; what torch's own allocator gives each tensor on the host
+ALIGNMENT_BYTES = 64  # a cache line; torch's own allocator aligns tensors on the host to it
 
 
 @final
 class Region:
-    """Memory ``(nbytes,)`` uint8, which is its holder's for as long as the region is referred to."""
+    """Memory ``(nbytes,)`` uint8, reserved for as long as the region is referred to."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-
-
-class Room(ABC):
-    """Memory at a place."""
-
-    def __init__(self, ledger: Ledger, place: Place) -> None:
-        self._ledger = ledger
-        self._place = place
-
-    @abstractmethod
-    def take(self, nbytes: int) -> Region:
-        """A region of uninitialised memory."""
-
-    def _allocate(self, nbytes: int) -> Tensor:
-        return self._ledger.allocate(Category.ACTIVATION_CHECKPOINT, nbytes, torch.uint8, self._place)
-
-
-@final
-class Loose(Room):
-    """Each region is an allocation of its own."""
-
-    def take(self, nbytes: int) -> Region:
-        return Region(self._allocate(nbytes))
 
 
 @dataclass(eq=False)
@@ -54,20 +29,26 @@ class _End:
 
 
 @final
-class Stack(Room):
-    """All regions lie one behind the other in one array; what was taken last is given back first, as backward does.
+class Stack:
+    """Gives out regions of memory at `place`. Each is an allocation of its own, unless `contiguous`.
 
-    How large the array must be is learnt in the first step, whose regions are allocations of their own; it is allocated
-    when the second begins. It is allocated anew only where a later step has needed more.
+    Contiguous regions lie one behind the other in one array; backward gives back first what was taken last. The first
+    step shows how large the array must be: its regions are allocations of their own. The array is allocated when the
+    second step begins, and again only after a later step has needed more.
     """
 
-    def __init__(self, ledger: Ledger, place: Place) -> None:
-        super().__init__(ledger, place)
+    def __init__(self, ledger: Ledger, place: Place, *, contiguous: bool) -> None:
+        self._ledger = ledger
+        self._place = place
+        self._is_contiguous = contiguous
         self._array: Tensor | None = None  # (nbytes,) uint8
-        self._ends: list[_End] = []  # of the regions that have been taken, in order
-        self._most = 0  # bytes that regions have reached to
+        self._ends: list[_End] = []  # of the regions that are taken, in order
+        self._most = 0  # bytes of the array that regions have needed at most
 
     def take(self, nbytes: int) -> Region:
+        """Returns a region of uninitialised memory."""
+        if not self._is_contiguous:
+            return Region(self._allocate(nbytes))
         if not self._ends:
             self._fit()
         start = self._ends[-1].at if self._ends else 0
@@ -79,13 +60,16 @@ class Stack(Room):
         weakref.finalize(region, self._give_back, end)
         return region
 
+    def _allocate(self, nbytes: int) -> Tensor:
+        return self._ledger.allocate(Category.ACTIVATION_CHECKPOINT, nbytes, torch.uint8, self._place)
+
     def _give_back(self, end: _End) -> None:
         end.is_free = True
         while self._ends and self._ends[-1].is_free:
             self._ends.pop()
 
     def _fit(self) -> None:
-        """Nothing is taken now: the array may become another one."""
+        """Makes the array as large as needed. No region may be taken now."""
         if self._most > (0 if self._array is None else self._array.numel()):
-            self._array = None  # before, so that never both are there
+            self._array = None  # freed before the new one is allocated
             self._array = self._allocate(self._most)
