@@ -5,7 +5,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"  # pyproject.toml has it from here
+__version__ = "0.1.0"  # read by pyproject.toml
 
 __all__ = [
     "ActivationCheckpointing",
@@ -21,7 +21,7 @@ __all__ = [
     "verify",
 ]
 
-# In `lightning-zero` the names come when they are asked for: its help need not wait for torch and Lightning.
+# The command `lightning-zero` imports these names only when they are used: its help does not need torch and Lightning.
 _comes_later = "_comes_later" not in globals() and (
     "".join(sys.argv[:1]).rpartition(os.sep)[2] == "lightning-zero" or sys.orig_argv[1:3] == ["-m", "lightning_zero"]
 )
@@ -40,7 +40,7 @@ if TYPE_CHECKING or not _comes_later:
 else:
 
     def __getattr__(name: str) -> object:
-        """One of the names above, in a module that is unpickled with the objects of a checkpoint."""
+        """Imports one of the names above: modules that are unpickled with the objects of a checkpoint may use them."""
         if name not in __all__ or not _comes_later:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(importlib.reload(sys.modules[__name__]), name)

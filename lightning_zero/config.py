@@ -1,7 +1,7 @@
-"""The frozen policies a user passes to `ZeroStrategy`, checked once, at construction.
+"""The frozen policies that a user passes to `ZeroStrategy`, and checks of its other arguments.
 
-Every policy is also accepted as a plain mapping (a Hydra or OmegaConf node), checked by the same
-dataclass: an unknown key or an impossible combination names what was found and what to write.
+A policy may also be given as a plain mapping (a Hydra or OmegaConf node). All checks happen at construction: the error
+for an unknown key or an impossible combination says what was found and what to write.
 """
 
 import difflib
@@ -28,21 +28,22 @@ class Offload:
     """Where tensors are kept between uses (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857).
 
     Args:
-        optimizer: tier of what the optimizer works on: masters, its state, and at stages 2 and 3 gradients. ``"cpu"``
-            is host memory, ``"nvme"`` a file in `path`, ``None`` the device.
+        optimizer: tier of the masters, the optimizer state, and at stages 2 and 3 the gradients. ``"cpu"`` is host
+            memory, ``"nvme"`` a file in `path`, ``None`` the device.
         parameters: tier of the parameter shards (stage 3); ``None`` is the device.
-        path: folder for the ``"nvme"`` tier, on any file system; required by it and only by it. Nothing stays there.
-        fraction: share of the optimizer state that is offloaded, in (0, 1], to within a parameter: the last ones of the
-            model, whose values are wanted last.
-        pin_memory: page-lock the host copies, so that copies to and from a device run beside its work.
-        state_dtype: ``torch.bfloat16``: what is offloaded of the optimizer state, masters apart, is kept in it. It is
-            stepped in the dtype that the optimizer made it in, and rounded to nearest after each step: Adam's take 8
-            bytes per parameter and not 12. An average that keeps more than 0.996 of itself stops falling (bfloat16 has
-            8 bits): write ``betas=(0.9, 0.95)``. None: nothing is rounded.
+        path: folder of the ``"nvme"`` tier, on any file system. Required by that tier, and only by it. No file remains
+            in it.
+        fraction: share of the optimizer state that is offloaded, in (0, 1], to the nearest parameter. The last
+            parameters of the model are chosen, since the next forward needs them last.
+        pin_memory: page-lock host memory, so that copies to and from the device overlap its computation.
+        state_dtype: ``torch.bfloat16`` keeps offloaded optimizer state, but not masters, in that dtype. The optimizer
+            still steps in its own dtype; the state is rounded to nearest after each step. With Adam, masters and state
+            take 8 bytes per parameter instead of 12. As bfloat16 has 8 bits, an average that keeps more than 0.996 of
+            itself in a step stops falling: write ``betas=(0.9, 0.95)``. None rounds nothing.
 
     Raises:
-        ValueError: for an unknown tier, a `path` without ``"nvme"`` (or the reverse), a `fraction` outside (0, 1], or a
-            `state_dtype` that is another one, or without `optimizer`.
+        ValueError: for an unknown tier, a `path` without ``"nvme"``, ``"nvme"`` without a `path`, a `fraction` outside
+            (0, 1], or a `state_dtype` that is not bfloat16 or comes without `optimizer`.
     """
 
     optimizer: Tier | None = None
@@ -80,7 +81,7 @@ class Offload:
 
     @property
     def state_torch_dtype(self) -> torch.dtype | None:
-        """`state_dtype`, which may be given by its name."""
+        """`state_dtype` as a dtype, even if it was given by name."""
         return dtype_from(self.state_dtype, "Offload(state_dtype)")
 
 
@@ -88,20 +89,20 @@ class Offload:
 class ActivationCheckpointing:
     """Which modules recompute their activations in backward, and where the checkpoints are kept (ZeRO-R, section 6.1).
 
-    Where gradients are recorded, a block keeps its inputs alone, and is computed again in backward with the same random
-    numbers and buffers: no bit changes.
+    When gradients are recorded, such a module keeps only its inputs, and backward computes it again with the same
+    random numbers and buffers: no bit changes.
 
     Args:
-        modules: module classes, their names or import paths; ``"auto"`` takes the elements of module lists that are
-            made of several modules. Of modules inside one another the outermost.
-        partition: each rank of a tensor-parallel group keeps its part of each checkpoint, and they are gathered before
-            they are needed (P_a). Needs tensor parallelism.
+        modules: module classes, their names or import paths. ``"auto"`` chooses the elements of module lists that
+            consist of several modules. If a chosen module contains another, only the outer one recomputes.
+        partition: each rank of a tensor-parallel group keeps a part of each checkpoint, and the parts are gathered
+            before they are needed (P_a). Needs tensor parallelism.
         offload: keep checkpoints in host memory (with `partition`: P_a+cpu).
         contiguous: keep checkpoints in one array, allocated once (MD).
 
     Raises:
-        TypeError: for `modules` that are no module classes, or a switch that is neither True nor False.
-        ValueError: for an import path that leads nowhere.
+        TypeError: for `modules` that are not module classes, or another argument that is neither True nor False.
+        ValueError: for an import path that cannot be imported.
     """
 
     modules: Any = "auto"
@@ -118,7 +119,7 @@ class ActivationCheckpointing:
 
     @property
     def why_not_partitioned(self) -> str:
-        """What to tell who asks for `partition` without tensor parallelism."""
+        """The error message for `partition` without tensor parallelism."""
         return (
             f"{self} divides what the ranks of a tensor-parallel group have alike, and there is no such group: "
             "data-parallel ranks have activations of their own samples. Write offload=True in place of partition=True, "
@@ -131,9 +132,10 @@ class Checkpoint:
     """How `Trainer.save_checkpoint` writes.
 
     Args:
-        format: ``"sharded"``: a folder to which every rank writes what it owns, complete or absent whatever is killed
-            when; ``"full"``: Lightning's ordinary single file, for which every rank gathers the whole model.
-        async_save: during fit, go on training while a copy of what is saved is written (sharded only).
+        format: ``"sharded"`` is a folder to which every rank writes its shards. It is complete or absent, even if ranks
+            are killed while they write. ``"full"`` is Lightning's ordinary single file, for which every rank gathers
+            the whole model.
+        async_save: during fit, write a copy in the background while training continues (sharded only).
 
     Raises:
         ValueError: for an unknown format, or ``async_save`` with ``"full"``.
@@ -155,6 +157,7 @@ class Checkpoint:
             )
 
 
+# Words that may be given in place of a policy.
 _IN_SHORT: dict[type, dict[Any, Mapping[str, Any] | None]] = {
     Offload: {"cpu": {"optimizer": "cpu"}, "nvme": {"optimizer": "nvme"}},
     ActivationCheckpointing: {True: {}, False: None},
@@ -163,8 +166,8 @@ _IN_SHORT: dict[type, dict[Any, Mapping[str, Any] | None]] = {
 
 
 def policy_from(kind: type[Policy], value: Any, argument: str) -> Policy | None:
-    """`value` as a `kind`, built from a plain mapping or from a word for one (``"cpu"``, ``"full"``, ``True``);
-    TypeError for another type or an unknown key."""
+    """Returns `value` as a policy of class `kind`. It may be one, a plain mapping, a word for one (``"cpu"``,
+    ``"full"``, ``True``), or None. Raises TypeError for another type or an unknown key."""
     in_short = _IN_SHORT.get(kind, {})
     if isinstance(value, str | bool) and value in in_short:
         value = in_short[value]
@@ -181,13 +184,14 @@ def policy_from(kind: type[Policy], value: Any, argument: str) -> Policy | None:
 
 
 def did_you_mean(word: str, allowed: Iterable[str]) -> str:
-    """A hint to append to an error: `; did you mean 'x'?`, or a full stop."""
+    """Returns the end of an error message: `; did you mean 'x'?` if an allowed word is close, or a full stop."""
     close = difflib.get_close_matches(word, list(allowed), n=1)
     return f"; did you mean {close[0]!r}?" if close else "."
 
 
 def dtype_from(value: torch.dtype | str | None, argument: str) -> torch.dtype | None:
-    """The dtype that ``torch.bfloat16``, ``"bf16"``, ``"bfloat16"``, ``"torch.bfloat16"`` and their like mean."""
+    """Returns the floating-point dtype given as ``torch.bfloat16``, ``"bf16"``, ``"bfloat16"``, ``"torch.bfloat16"``
+    and so on. Raises ValueError for anything else but None."""
     if value is None:
         return None
     found = _DTYPES.get(value.removeprefix("torch.")) if isinstance(value, str) else value
@@ -201,7 +205,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def seconds_from(value: timedelta | float, argument: str) -> timedelta:
-    """Seconds, or what is a `timedelta` already; ValueError unless they are a positive, finite duration."""
+    """Returns seconds, or a `timedelta`, as a `timedelta`. Raises ValueError unless it is positive and finite."""
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
     if not _is_positive(seconds):
         raise ValueError(f"{argument}={value!r} must be a positive duration: seconds, or a timedelta.")
@@ -209,7 +213,7 @@ def seconds_from(value: timedelta | float, argument: str) -> timedelta:
 
 
 def bytes_from_mib(value: Any, argument: str) -> int:
-    """The bytes of a positive number of MiB, of at most a TiB; ValueError for anything else."""
+    """Converts MiB to bytes. Raises ValueError unless they are a positive number of at most a TiB."""
     if not _is_positive(value):
         raise ValueError(f"{argument}={value!r} must be a positive number of MiB; the default is 25.")
     if value > 2**20:
@@ -224,7 +228,7 @@ def one_of(name: str, value: Any, allowed: tuple[str | None, ...]) -> None:
 
 
 def stage_from(value: Any, stages: Collection[int]) -> int:
-    """One of `stages`, which may be given as text; ValueError for anything else."""
+    """Returns `value`, which may be text, as one of `stages`. Raises ValueError for anything else."""
     is_number = isinstance(value, int) and not isinstance(value, bool)
     found = int(value) if is_number or (isinstance(value, str) and value.isdecimal()) else None
     if found is None or found not in stages:
@@ -245,10 +249,8 @@ def at_least(name: str, value: Any, least: int) -> None:
 
 
 def classes_from(value: Any, argument: str) -> tuple[type | str, ...] | None:
-    """Module classes given as classes, import paths (resolved here) or bare class names (matched later).
-
-    Returns None for ``"auto"`` and ``"modules"``, which name none.
-    """
+    """Returns module classes given as classes or import paths, and bare class names (to be matched later) as they are.
+    Returns None for ``"auto"`` and ``"modules"``, which name no class."""
     if value in ("auto", "modules"):
         return None
     items = [value] if isinstance(value, str | type) else value

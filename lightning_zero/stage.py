@@ -1,7 +1,7 @@
-"""What each ZeRO stage partitions: the only place that knows stages by number.
+"""What each ZeRO stage partitions (ZeRO, arXiv 1910.02054, sections 5.1-5.3).
 
-A stage is a row of a table (ZeRO, arXiv 1910.02054, sections 5.1-5.3). Everything else asks
-`if partition.gradient`, which says why; it never asks `stage >= 2`.
+A stage is a row of a table, and only this table knows stages by number. Other code asks `if partition.gradient`, which
+says why; it never asks `stage >= 2`.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """Which of the three model states rest as a shard (1/N on each rank) instead of in full."""
+    """Which of the three model states are sharded (1/N on each rank), not whole on every rank."""
 
     optimizer: bool = False
     gradient: bool = False
