@@ -19,6 +19,8 @@ import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, final
 
 import torch
@@ -28,6 +30,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_zero.tiers.composed import taken_apart
 from lightning_zero.tiers.ledger import Category, Ledger, Place
 from lightning_zero.tiers.stack import Stack
 from lightning_zero.wire.comm import Comm
@@ -49,17 +52,16 @@ class Kept(ABC):
 
 
 @final
+@dataclass(eq=False)
 class KeptArguments:
-    """The arguments `(args, kwargs)` of one call, as a pytree whose tensors are `Kept`. Other leaves are unchanged."""
+    """The arguments `(args, kwargs)` of one call, as a flat pytree whose tensors are `Kept`."""
 
-    def __init__(self, leaves: list[Any], spec: Any, before: "weakref.ref[KeptArguments] | None") -> None:
-        self._leaves = leaves
-        self._spec = spec
-        self._before = before  # the arguments of the call before this one, which backward recomputes next
+    leaves: list[Any]
+    spec: Any
+    before: "weakref.ref[KeptArguments] | None"  # the arguments of the call before this one; backward needs them next
 
     def begin(self) -> None:
-        """Starts to bring the values to the device."""
-        for leaf in self._leaves:
+        for leaf in self.leaves:
             if isinstance(leaf, Kept):
                 leaf.begin()
 
@@ -67,18 +69,18 @@ class KeptArguments:
         """Returns the arguments for a recomputation, and starts to bring those of the next one."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self.begin()
-            before = None if self._before is None else self._before()
+            before = None if self.before is None else self.before()
             if before is not None:
                 before.begin()
-            kept = dict.fromkeys(leaf for leaf in self._leaves if isinstance(leaf, Kept))  # ranks gather in this order
-            brought = {leaf: leaf.values() for leaf in kept}  # a tensor that came twice becomes one tensor again
-            leaves = [brought[leaf] if isinstance(leaf, Kept) else leaf for leaf in self._leaves]
-        return tree_unflatten(leaves, self._spec)
+            # A tensor that came twice becomes one tensor again. Ranks gather parts in the order of the leaves.
+            values = cache(lambda kept: kept.values())
+            leaves = [values(leaf) if isinstance(leaf, Kept) else leaf for leaf in self.leaves]
+        return tree_unflatten(leaves, self.spec)
 
 
 @final
 class ActivationStore:
-    """Keeps the arguments of calls for as long as their `KeptArguments` are referred to, by a graph.
+    """Keeps the arguments of calls until the graphs that refer to their `KeptArguments` are gone.
 
     Args:
         ledger: books the checkpoints.
@@ -132,8 +134,8 @@ class ActivationStore:
 
     def _keep_wrapper(self, name: str, tensor: Any) -> Kept:
         _awaited(tensor)
-        names, context = tensor.__tensor_flatten__()
-        return _Wrapper(tensor, {key: self._keep(f"{name}.{key}", getattr(tensor, key)) for key in names}, context)
+        parts, context = taken_apart(tensor)
+        return _Wrapper(tensor, {key: self._keep(f"{name}.{key}", part) for key, part in parts.items()}, context)
 
     def _make(self, name: str, tensor: Tensor) -> Kept:
         if self._copies and tensor.nbytes > TINY and tensor.device.type == self.here.device.type:

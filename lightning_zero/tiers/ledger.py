@@ -1,17 +1,15 @@
-"""`Ledger`: bytes by category and tier. It makes all large or long-lived tensors of the engine, so none is missing."""
+"""`Ledger`: bytes by category and tier. It makes or adopts every large or long-lived tensor, so its sums are complete."""
 
 import ctypes
 import weakref
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from lightning_zero.tiers.disk import Disk
+from lightning_zero.tiers.disk import Disk
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc; None elsewhere
 _mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -67,7 +65,7 @@ class Place:
     device: torch.device
     tier: Tier = Tier.DEVICE
     pinned: bool = False  # page-locked, so that copies to and from a device need no copy in between
-    disk: "Disk | None" = None  # the file, of the tier DISK
+    disk: Disk | None = None  # the file, of the tier DISK
 
 
 class Ledger:

@@ -13,11 +13,11 @@ ALIGNMENT_BYTES = 64  # a cache line; torch's own allocator aligns tensors on th
 
 
 @final
+@dataclass(eq=False)
 class Region:
-    """Memory ``(nbytes,)`` uint8, reserved for as long as the region is referred to."""
+    """Memory that is reserved for as long as the region is referred to."""
 
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
+    memory: Tensor  # (nbytes,) uint8
 
 
 @dataclass(eq=False)

@@ -38,8 +38,7 @@ class AgreementError(RuntimeError):
 
 @final
 class Board:
-    """One rank's view of the store that all ranks share. A rank without a sign of life for `wait_timeout` counts as
-    dead."""
+    """One rank's view of the store that ranks share. A rank that shows no life for `wait_timeout` counts as dead."""
 
     def __init__(self, store: Store, rank: int, size: int, wait_timeout: timedelta) -> None:
         self._store, self.rank, self.size, self._wait_timeout = store, rank, size, wait_timeout
@@ -91,8 +90,7 @@ class Board:
         return verdict
 
     def beat(self) -> None:
-        """Tells the other ranks that this one is alive. Call it often during long work: it sends at most a few messages
-        per `wait_timeout`."""
+        """Tells the other ranks that this one is alive. Call it during long work; it sends few messages per timeout."""
         now = time.monotonic()
         if now - self._last_beat >= self._beat_seconds:
             self._last_beat = now

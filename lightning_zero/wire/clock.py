@@ -29,16 +29,21 @@ class Clock:
 
     def start(self) -> Mark:
         """Begins a measurement, which `stop` ends."""
-        return time.perf_counter() if self._device is None else self._mark(self._device)
+        if self._device is None:
+            return time.perf_counter()
+        stream = torch.cuda.current_stream(self._device)
+        if stream != torch.cuda.default_stream(self._device):
+            return None
+        mark = torch.cuda.Event(enable_timing=True)
+        mark.record(stream)
+        return mark
 
     def stop(self, started: Mark) -> None:
-        """Ends the measurement that `start` began."""
-        if isinstance(started, float):
-            self._add(time.perf_counter() - started)
-        elif self._device is not None and started is not None:
-            ended = self._mark(self._device)
-            if ended is not None:
-                self._running.append((started, ended))
+        ended = None if started is None else self.start()
+        if isinstance(started, float) and isinstance(ended, float):
+            self._add(ended - started)
+        elif isinstance(started, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
+            self._running.append((started, ended))
             self._settle()
 
     def time(self, function: Callable[[], T]) -> T:
@@ -59,15 +64,6 @@ class Clock:
         """The latest finished measurements, s, the newest last."""
         self._settle()
         return list(self._latest)
-
-    @staticmethod
-    def _mark(device: torch.device) -> torch.cuda.Event | None:
-        stream = torch.cuda.current_stream(device)
-        if stream != torch.cuda.default_stream(device):
-            return None
-        mark = torch.cuda.Event(enable_timing=True)
-        mark.record(stream)
-        return mark
 
     def _add(self, seconds: float) -> None:
         self._seconds += seconds

@@ -132,8 +132,8 @@ class Comm(ABC):
     def all_gather(self, full: Tensor, shard: Tensor, name: str, *, diverges: bool | None = None) -> Gather:
         """Starts to fill row j of `full` ``(N, columns)`` with rank j's `shard` ``(columns,)``, which may be that row.
 
-        `diverges` tells all ranks whether this one diverges, and needs a shard of at least 8 bytes. None sends no such
-        mark; then all ranks pass None.
+        `diverges` tells all ranks whether this one diverges, and needs a shard of at least 8 bytes; None, on all ranks,
+        sends no such mark.
         """
         key = self._begin("all_gather", name, shard, (self.size - 1) * shard.nbytes)
         gather = self._all_gather(full, shard, key, diverges)
@@ -164,8 +164,7 @@ class Comm(ABC):
             self.clock.time(partial(self._broadcast, tensor, source, key))
 
     def all_reduce(self, tensor: Tensor, name: str, reduction: Reduction = "sum") -> Tensor:
-        """Returns the reduction of a small host tensor over ranks, with the same bits on every rank. Costs each rank
-        O(log N) messages."""
+        """Reduces a small host tensor over ranks, to the same bits on every rank, for O(log N) messages of each."""
         value = tensor.detach().contiguous()
         key = self._begin("all_reduce", name, value, (self.size - 1).bit_length() * value.nbytes)
         if not value.numel():
@@ -173,7 +172,7 @@ class Comm(ABC):
         return self.clock.time(partial(self._all_reduce, value, COMBINE[reduction], key))
 
     def all_gather_object(self, value: T, name: str) -> list[T]:
-        """Returns every rank's `value`, a small plain object, in rank order. Costs each rank O(log N) messages."""
+        """Returns every rank's `value`, a small plain object, in rank order, for O(log N) messages of each rank."""
         key = self._begin("object", name, None, 0)
         merged = self.clock.time(partial(self._merge, {self.rank: value}, key))
         return [merged[rank] for rank in range(self.size)]

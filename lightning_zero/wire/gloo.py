@@ -70,31 +70,28 @@ class GlooComm(Comm):
     # -- arrays
 
     def _all_gather(self, full: Tensor, shard: Tensor, key: str, diverges: bool | None) -> Gather:
-        if full.device.type != "cpu":
-            host = torch.empty(full.shape, dtype=full.dtype, pin_memory=full.is_cuda)
-            gather = self._all_gather(host, shard.cpu(), key, diverges)
-
-            def finish() -> None:
-                gather.wait()
-                full.copy_(host)
-
-            return Gather(finish, gather.has_divergence)
+        is_on_host = full.device.type == "cpu"
+        rows = full if is_on_host else torch.empty(full.shape, dtype=full.dtype, pin_memory=full.is_cuda)
+        mine = shard.cpu()
         if diverges:
-            shard = shard.clone()
-            shard.view(_WORD)[0] = _DIVERGES
-        copy_unless_same(full[self.rank], shard)
-        pending = self._start({peer: full[peer] for peer in self._peers}, dict.fromkeys(self._peers, shard), key)
+            mine = mine.clone()
+            mine.view(_WORD)[0] = _DIVERGES
+        copy_unless_same(rows[self.rank], mine)
+        pending = self._start({peer: rows[peer] for peer in self._peers}, dict.fromkeys(self._peers, mine), key)
+
+        def finish() -> None:
+            self._wait(pending, key)
+            if not is_on_host:
+                full.copy_(rows)
 
         def has_divergence() -> bool:
-            return diverges is not None and bool((full.view(_WORD)[:, 0] == _DIVERGES).any())
+            return diverges is not None and bool((rows.view(_WORD)[:, 0] == _DIVERGES).any())
 
-        return Gather(lambda: self._wait(pending, key), has_divergence)
+        return Gather(finish, has_divergence)
 
     def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str) -> Work:
-        rows, landing = full, scratch
-        if full.device.type != "cpu":
-            rows, landing = full.cpu(), scratch.cpu()
-        received = dict(zip(self._peers, landing, strict=True))
+        rows = full.cpu()  # `full` itself if it is on the host
+        received = dict(zip(self._peers, scratch.cpu(), strict=True))
         pending = self._start(received, {peer: rows[peer] for peer in self._peers}, key)
         terms = received | {self.rank: rows[self.rank]}
 

@@ -36,7 +36,7 @@ _TIMEOUT_S = 60.0  # of sending a datagram while the peer's thread has no room f
 _HEADER = struct.Struct("=cQQQ")  # kind, tag, address, bytes
 _PAYLOAD, _OFFER, _TAKEN = b"p", b"o", b"t"
 _QUIT = b"q"
-_CLOSED = "connection closed by peer"  # an error that gloo has, too
+_CLOSED = "connection closed by peer"  # matches `gloo._CLOSED`
 _PR_SET_PTRACER, _ANY_PROCESS = 0x59616D61, ctypes.c_ulong(2**64 - 1)  # from prctl.h
 
 _Key = tuple[int, int]  # peer and tag; messages with the same key arrive in the order in which they are sent
@@ -127,11 +127,10 @@ class _Exchange:
                 self._offered[peer, tag].append(message)
         try:
             self._sockets[peer].sendmsg([header, payload])
-        except OSError as error:
-            message.end(f"connection closed ({error})")
-        else:
             if is_small:
                 message.end()
+        except OSError as error:
+            message.end(f"connection closed ({error})")
         return message
 
     def quit(self) -> None:
@@ -176,21 +175,18 @@ class _Exchange:
         return True
 
     def _copy(self, key: _Key, message: Message, arrival: _Arrival) -> None:
-        """Fills the tensor of `message`."""
-        peer, tag = key
-        if arrival.nbytes != message.nbytes:
-            message.end(f"rank {peer} sent {arrival.nbytes} bytes where {message.nbytes} were expected")
-            return
+        (peer, tag), error = key, None
         try:
-            if arrival.payload is not None:
+            if arrival.nbytes != message.nbytes:
+                error = f"rank {peer} sent {arrival.nbytes} bytes where {message.nbytes} were expected"
+            elif arrival.payload is not None:
                 ctypes.memmove(message.address, arrival.payload, message.nbytes)
             else:
                 _read(self._pids[peer], arrival.address, message.address, message.nbytes)
                 self._sockets[peer].send(_HEADER.pack(_TAKEN, tag, 0, 0))
-        except OSError as error:
-            message.end(f"connection closed ({error})")
-        else:
-            message.end()
+        except OSError as failure:
+            error = f"connection closed ({failure})"
+        message.end(error)
 
     def _close(self, peer: int) -> None:
         with self._lock:
@@ -231,7 +227,7 @@ class Links:
         others = {peer: theirs for peer, theirs in enumerate(cards) if card is not None and theirs is not None}
         sockets = {}
         for peer, theirs in others.items():
-            if card is not None and peer < comm.rank and (link := _connect(theirs, card)) is not None:  # once a pair
+            if peer < comm.rank and (link := _connect(theirs.token, token.raw)) is not None:  # once for each pair
                 sockets[peer] = link
         connected = comm.all_gather_object([*sockets], "connected links")
         if listener is not None:
@@ -269,16 +265,16 @@ def _name_of(token: bytes) -> bytes:
     return b"\0lightning_zero-" + token.hex().encode()  # the "\0": a name without a file, gone with the process
 
 
-def _connect(peer: _Card, own: _Card) -> socket.socket | None:
-    """Connects to a rank. Returns None if it is on another machine."""
+def _connect(token: bytes, own_token: bytes) -> socket.socket | None:
+    """Connects to the rank of a token. Returns None if it is on another machine."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link.settimeout(_TIMEOUT_S)
     try:
-        link.connect(_name_of(peer.token))
+        link.connect(_name_of(token))
     except OSError:
         link.close()
         return None
-    link.send(own.token)
+    link.send(own_token)
     return link
 
 

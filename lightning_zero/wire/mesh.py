@@ -67,8 +67,11 @@ class Mesh:
 
 
 def shape_of(ranks: int, replicate_size: int, tensor_size: int) -> tuple[int, int, int]:
-    """Returns the number of ranks along "replicate", "data_parallel" and "tensor_parallel". Raises ValueError if the
-    ranks cannot be divided so."""
+    """Returns the number of ranks along "replicate", "data_parallel" and "tensor_parallel".
+
+    Raises:
+        ValueError: if the ranks cannot be divided so.
+    """
     if ranks % tensor_size:
         raise ValueError(
             f"tensor_parallel_size={tensor_size} does not divide the {ranks} ranks. Write one of {_divisors(ranks)}."

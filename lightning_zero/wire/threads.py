@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 @dataclass
 class _Meeting:
-    """One operation under way: the payload of each rank, until all ranks have read all payloads."""
+    """One operation under way: what each rank has posted for it."""
 
+    key: str
     payloads: dict[int, Any] = field(default_factory=dict)  # by rank
     is_over: threading.Event = field(default_factory=threading.Event)  # set when all have posted, or one has failed
-    readers: int = 0  # number of ranks that have read the payloads
 
 
 @dataclass
@@ -84,36 +84,39 @@ class ThreadComm(Comm):
         rank = self._members[self.rank]
         return ThreadComm(self._world, rank, group_of(rank, groups))
 
-    def _post(self, key: str, payload: Any) -> None:
-        world = self._world
+    def _post(self, key: str, payload: Any) -> _Meeting:
+        """Posts what this rank contributes to an operation."""
+        world, key = self._world, self._prefix + key
         with world.lock:
-            meeting = world.meetings.setdefault(self._prefix + key, _Meeting())
+            meeting = world.meetings.setdefault(key, _Meeting(key))
             meeting.payloads[self.rank] = payload
-            # Wakes waiting ranks once, when all have posted: otherwise each of N posts would wake N - 1 ranks.
-            if len(meeting.payloads) == self.size or world.errors:
-                meeting.is_over.set()
-
-    def _collect(self, key: str) -> list[Any]:
-        """Returns every rank's payload, in rank order, once all have posted. The last reader removes the meeting."""
-        key, world = self._prefix + key, self._world
-        meeting = world.meetings[key]
-        in_time, here = meeting.is_over.wait(world.wait_timeout), meeting.payloads
-        if len(here) < self.size:
-            missing = [member for rank, member in enumerate(self._members) if rank not in here]
-            why = "another rank failed" if in_time else f"wait_timeout={world.wait_timeout:g} s"
-            raise RankTimeoutError(f"Ranks {missing} never came ({why})", key)
-        with world.lock:
-            meeting.readers += 1
-            if meeting.readers == self.size:
+            is_complete = len(meeting.payloads) == self.size
+            if is_complete:
                 del world.meetings[key]
-        return [here[rank] for rank in range(self.size)]
+            # Wakes waiting ranks once, when all have posted: otherwise each of N posts would wake N - 1 ranks.
+            if is_complete or world.errors:
+                meeting.is_over.set()
+        return meeting
+
+    def _collect(self, meeting: _Meeting) -> list[Any]:
+        """Returns every rank's payload, in rank order, once all have posted."""
+        wait_timeout, payloads = self._world.wait_timeout, meeting.payloads
+        in_time = meeting.is_over.wait(wait_timeout)
+        if len(payloads) < self.size:
+            missing = [member for rank, member in enumerate(self._members) if rank not in payloads]
+            why = "another rank failed" if in_time else f"wait_timeout={wait_timeout:g} s"
+            raise RankTimeoutError(f"Ranks {missing} never came ({why})", meeting.key)
+        return [payloads[rank] for rank in range(self.size)]
+
+    def _swap(self, key: str, payload: Any) -> list[Any]:
+        return self._collect(self._post(key, payload))
 
     def _all_gather(self, full: Tensor, shard: Tensor, key: str, diverges: bool | None) -> Gather:
-        self._post(key, (shard.clone(), diverges))
+        meeting = self._post(key, (shard.clone(), diverges))
         told: list[bool] = []
 
         def finish() -> None:
-            rows = self._collect(key)
+            rows = self._collect(meeting)
             told.append(any(theirs for _, theirs in rows))
             if self.learns_late or not told[0]:
                 torch.stack([row for row, _ in rows], out=full)
@@ -121,26 +124,22 @@ class ThreadComm(Comm):
         return Gather(finish, lambda: told[0])
 
     def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str) -> Work:
-        self._post(key, full.clone())
+        meeting = self._post(key, full.clone())
 
         def finish() -> None:
-            shard.copy_(functools.reduce(torch.add, [theirs[self.rank] for theirs in self._collect(key)]))
+            shard.copy_(functools.reduce(torch.add, [theirs[self.rank] for theirs in self._collect(meeting)]))
 
         return Work(finish)
 
     def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], key: str) -> None:
-        self._post(key, [tensor.clone() for tensor in sent])
-        for into, theirs in zip(received, self._collect(key), strict=True):
+        for into, theirs in zip(received, self._swap(key, [tensor.clone() for tensor in sent]), strict=True):
             into.copy_(theirs[self.rank])
 
     def _broadcast(self, tensor: Tensor, source: int, key: str) -> None:
-        self._post(key, tensor.clone())
-        tensor.copy_(self._collect(key)[source])
+        tensor.copy_(self._swap(key, tensor.clone())[source])
 
     def _all_reduce(self, value: Tensor, combine: Combine, key: str) -> Tensor:
-        self._post(key, value.clone())
-        return functools.reduce(combine, self._collect(key))
+        return functools.reduce(combine, self._swap(key, value.clone()))
 
     def _merge(self, mine: dict[int, Any], key: str) -> dict[int, Any]:
-        self._post(key, mine)
-        return {rank: value for theirs in self._collect(key) for rank, value in theirs.items()}
+        return {rank: value for theirs in self._swap(key, mine) for rank, value in theirs.items()}
