@@ -1,4 +1,4 @@
-"""`Ledger`: bytes by category and tier. It makes or adopts every large or long-lived tensor, so its sums are complete."""
+"""`Ledger`: bytes by category and tier. It makes or adopts all large or long-lived tensors, so its sums are right."""
 
 import ctypes
 import weakref

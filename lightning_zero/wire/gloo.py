@@ -63,7 +63,7 @@ class GlooComm(Comm):
     def board(self) -> Board:
         return Board(self._store, self.rank, self.size, self.wait_timeout)
 
-    def split(self, groups: Sequence[Sequence[int]]) -> Comm:
+    def split(self, groups: Sequence[Sequence[int]]) -> "GlooComm":
         group = own_subgroup("gloo", self.rank, groups)
         return GlooComm(group, self.wait_timeout, self._links, sanitize=self.sanitize)
 
@@ -115,12 +115,11 @@ class GlooComm(Comm):
                 received[peer].copy_(tensor)
 
     def _broadcast(self, tensor: Tensor, source: int, key: str) -> None:
-        host = tensor.cpu()  # the tensor itself when it is on the host
-        if self.rank == source:
-            self._wait(self._start({}, dict.fromkeys(self._peers, host), key), key)
-            return
-        self._wait(self._start({source: host}, {}, key), key)
-        if host is not tensor:
+        host = tensor.cpu()  # `tensor` itself if it is on the host
+        receives = {} if self.rank == source else {source: host}
+        sends = dict.fromkeys(self._peers, host) if self.rank == source else {}
+        self._wait(self._start(receives, sends, key), key)
+        if receives and host is not tensor:
             tensor.copy_(host)
 
     # -- small values, in a tree
@@ -232,22 +231,22 @@ class GlooComm(Comm):
         except Exception as unreachable:  # rank 0, which holds the store, may be the one that died
             reports = {}
             details.append(f"The store on rank 0 does not answer ({type(unreachable).__name__})")
-        silent = [peer for peer, report in reports.items() if report is None]
-        failed = [peer for peer, report in reports.items() if report is not None and _FAILED in report]
+        heard = {peer: report for peer, report in reports.items() if report is not None}
+        silent = [peer for peer in reports if peer not in heard]
+        failed = [peer for peer, report in heard.items() if _FAILED in report]
         suspects = failed or [peer for peer in silent if peer == awaited] or silent
         suspect = suspects[0] if suspects else awaited
         who = "Another rank" if suspect is None else f"Rank {suspect}"
         if failed:
             lost = f"{who} failed"
         elif closed is not None:  # a rank whose wait timed out closes its connections, too, and has reported
-            lost = f"{who} gave up" if suspect in reports.keys() - silent else f"{who} died ({closed[0].lower()})"
+            lost = f"{who} gave up" if suspect in heard else f"{who} died ({closed[0].lower()})"
         else:
             lost = f"{who} did not come within wait_timeout={self.wait_timeout.total_seconds():g} s"
             details += [
                 f"Rank {peer} reported nothing: it has died, or is busy outside any collective" for peer in silent
             ]
-        details += [report for report in reports.values() if report is not None]
-        return RankTimeoutError(lost, key, *details, f"Cause: {cause}")
+        return RankTimeoutError(lost, key, *details, *heard.values(), f"Cause: {cause}")
 
     def report(self, told: str | None) -> None:
         with suppress(Exception):  # the store may be gone

@@ -62,8 +62,8 @@ class Mesh:
     def seconds_waited(self) -> float:
         """Seconds that this rank has waited for others: communication that computation did not hide. On a GPU these are
         seconds of its stream; on the host they include the time of summing what arrives."""
-        clocks = {id(comm.clock): comm.clock for comm in (self.world, self.shard, self.replicate, self.tensor)}
-        return sum(clock.seconds for clock in clocks.values())
+        clocks = {comm.clock for comm in (self.world, self.shard, self.replicate, self.tensor)}
+        return sum(clock.seconds for clock in clocks)
 
 
 def shape_of(ranks: int, replicate_size: int, tensor_size: int) -> tuple[int, int, int]:

@@ -52,7 +52,6 @@ class NativeComm(Comm):
 
     def split(self, groups: Sequence[Sequence[int]]) -> Comm:
         control = self._control.split(groups)
-        assert isinstance(control, GlooComm)
         return NativeComm(own_subgroup(dist.get_backend(self._group), self.rank, groups), control)
 
     def _all_gather(self, full: Tensor, shard: Tensor, key: str, diverges: bool | None) -> Gather:
