@@ -180,6 +180,12 @@ def fill(sizes: Sequence[int], most: int) -> Iterator[range]:
         yield range(first, len(sizes))
 
 
+def overlap(one: slice, other: slice) -> slice:
+    """Returns the elements that two runs have in common: an empty run, if there are none."""
+    start = max(one.start, other.start)
+    return slice(start, max(start, min(one.stop, other.stop)))
+
+
 def round_up(numel: int, multiple: int) -> int:
     """Rounds `numel` up to a multiple of `multiple`."""
     return -(-numel // multiple) * multiple
