@@ -4,7 +4,7 @@ At stage 3 a unit is gathered at once. At the other stages the whole model is on
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -210,10 +210,11 @@ def modules_cast_by_autocast(model: Module) -> list[Module]:
     return [module for module, why in why_not_cast(model).items() if why is None]
 
 
-def why_not_cast(model: Module) -> dict[Module, str | None]:
-    """Returns, for every module, why its weights may not rest in autocast's dtype; None where they may.
+def why_not_cast(model: Module, trainable: Container[int] | None = None) -> dict[Module, str | None]:
+    """Returns, for every module, why its weights may not rest in autocast's dtype; None where they may. With
+    `trainable`, ids of parameters, only weights that train may.
 
-    They may not in compiled regions: a graph casts by itself, and our cast would break the graph. Nor in torch's
+    Weights may not in compiled regions: a graph casts by itself, and our cast would break the graph. Nor in torch's
     transformer layers: their fused path hands the weights to one kernel, and takes only plain parameters.
     """
     fused = {inner for module in model.modules() if isinstance(module, FUSED) for inner in module.modules()}
@@ -231,6 +232,7 @@ def why_not_cast(model: Module) -> dict[Module, str | None]:
             "modules share its weights": any(holders[id(parameter)] > 1 for parameter in own),
             "it is made in another dtype": any(parameter.dtype != torch.float32 for parameter in own),
             "a DTensor shows one dtype": any(local_of(parameter) is not parameter for parameter in own),
+            "it does not train": trainable is not None and any(id(parameter) not in trainable for parameter in own),
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
