@@ -32,8 +32,7 @@ class Buffer:
 
 @final
 class Arena:
-    """`count` buffers of `nbytes`, the size of the largest unit. If more are in use at a time, `take` makes others,
-    which are freed after use."""
+    """`count` buffers of `nbytes`, the size of the largest unit. When all are in use, `take` makes temporary ones."""
 
     def __init__(self, count: int, nbytes: int, ledger: Ledger, place: Place) -> None:
         self._count = count

@@ -122,8 +122,7 @@ def _choose_resting(module: Module, managed: Sequence[Parameter], trainable: set
 
 
 def _count_uncast(reasons: Mapping[Module, str | None]) -> list[Uncast]:
-    """Counts the elements that modules hold in fp32, by class of the module and reason, largest first. A parameter that
-    modules share counts once."""
+    """Counts elements that modules hold in fp32, by class and reason, largest first. A shared parameter counts once."""
     counted: set[int] = set()
     numels: Counter[tuple[str, str]] = Counter()
     for module, why in reasons.items():
@@ -175,9 +174,8 @@ def _make_gradient(group: ShardGroup, reduce_dtype: torch.dtype | None) -> Gradi
 def _make_pools(
     shards: list[GradientShard], setting: Setting, options: Options, there: Iterable[BucketPool] = ()
 ) -> list[BucketPool]:
-    """Gives the gradients of each dtype a pool: one that is `there`, if it fits, otherwise a new one. With `overlap` it
-    has two buckets: one is filled while the other travels. It never has more buckets than there are chunks, so a small
-    model has one. Returns the new pools."""
+    """Gives the gradients of each dtype one of the pools that are `there`, or a new one. Returns the new ones. With
+    `overlap` a pool has two buckets, one to fill while the other travels; but no more than there are chunks."""
     pools = []
     for dtype in sorted({shard.dtype for shard in shards if shard.travels}, key=str):
         alike = [shard for shard in shards if shard.dtype == dtype]

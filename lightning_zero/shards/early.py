@@ -15,7 +15,7 @@ from typing import final
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_interception
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from lightning_zero.shards.extents import Extent
@@ -70,8 +70,7 @@ class EarlyParameter:
 
     @property
     def may_leave(self) -> bool:
-        """Whether the values can be taken from the parameter unnoticed: there is no view of them, and no graph has
-        saved the parameter."""
+        """Whether the values can be taken away unnoticed: no view of them exists, no graph has saved the parameter."""
         parameter = self.parameter
         if parameter is None or self.pins or parameter.layout != torch.strided:
             return False
@@ -140,19 +139,6 @@ class EarlyParameter:
         parameter.__class__ = self.plain_class
         del _EARLY[parameter]
 
-    def take_over(self) -> None:
-        """Gives the parameter back, plain, with the same whole values on all ranks. Collective: call it on every
-        rank."""
-        if not self.is_whole:
-            self.gather()
-        elif self.may_differ:
-            with torch.no_grad(), no_interception():
-                parameter = self._alive()
-                values = parameter.detach().contiguous()
-                _comm_for(self._mesh.world, values.device).broadcast(values, f"early parameter {self.number}")
-                parameter.copy_(values)
-        self.leave()
-
     def _take_rows(self, flat: Tensor) -> None:
         """Overwrites this rank's row of `flat` with rank 0's values."""
         comm, ranks = _comm_for(self._mesh.world, flat.device), range(self._mesh.world.size)
@@ -183,15 +169,18 @@ class EarlyParameter:
 
 
 def take_over(parameter: Parameter) -> None:
-    """Makes the parameter plain and whole, if it has waited for an engine. Collective then: call it on every rank."""
+    """Makes an early parameter plain, with the same whole values on all ranks: a collective. Leaves others alone."""
     early = early_of(parameter)
-    if early is not None:
-        early.take_over()
-
-
-def whole_bytes_of(module: Module) -> int:
-    """Returns the bytes of the parameters that do not wait for an engine: this rank holds them whole."""
-    return sum(parameter.nbytes for parameter in module.parameters() if early_of(parameter) is None)
+    if early is None:
+        return
+    if not early.is_whole:
+        early.gather()
+    elif early.may_differ:
+        with torch.no_grad(), no_interception():
+            values = parameter.detach().contiguous()
+            _comm_for(early._mesh.world, values.device).broadcast(values, f"early parameter {early.number}")
+            parameter.copy_(values)
+    early.leave()
 
 
 def nothing(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

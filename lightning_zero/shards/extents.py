@@ -41,7 +41,8 @@ class Extent:
             yield from self._clip(other, 0, 0, math.prod(self.box_shape))
             return
         low = tuple(map(max, self.box_offset, other.box_offset))
-        high = tuple(map(min, self._box_end, other._box_end))
+        ends = [map(sum, zip(each.box_offset, each.box_shape, strict=True)) for each in (self, other)]
+        high = tuple(map(min, *ends))
         if any(a >= b for a, b in zip(low, high, strict=True)):
             return
         rows = len(low) - 1  # leading dimensions to walk through; the dimensions behind are contiguous in both boxes
@@ -65,10 +66,6 @@ class Extent:
         for at, offset, size in zip(index, self.box_offset, self.box_shape, strict=True):
             place = place * size + at - offset
         return place
-
-    @property
-    def _box_end(self) -> tuple[int, ...]:
-        return tuple(map(sum, zip(self.box_offset, self.box_shape, strict=True)))
 
 
 class Overlap(NamedTuple):

@@ -54,6 +54,8 @@ class GradientShard:
         self.is_spread = self.travels and (group.is_cut or self._is_sharded)
         # Each gradient is to be collected as it comes; tensor-parallel ranks may have to sum it.
         self.is_collected = self.travels or not setting.keeps_gradients or setting.mesh.tensor.size > 1
+        # Gradients are copied into buckets: those that rest as shards, and those larger than a bucket.
+        self.is_packed = self._is_sharded or not all(chunk.is_whole for chunk in group.layout.chunks)
         self.full_grad: Tensor | None = None
         keeps_shard = self._is_sharded and setting.keeps_gradients
         self.owned_grad = self._make_owned(group.layout.shard_numel if keeps_shard else 0)
@@ -78,11 +80,6 @@ class GradientShard:
         if not self._is_sharded:
             self.owned_grad = InMemory(self.full_grad[group.own_range], place)
         return self.full_grad
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether gradients are copied into buckets: those that rest as shards, and those larger than a bucket."""
-        return self._is_sharded or not all(chunk.is_whole for chunk in self.group.layout.chunks)
 
     # -- collect
 
@@ -340,8 +337,7 @@ class GradientShard:
         self.owned_grad.write(slot.piece.in_shard, grad.reshape(-1)[slot.piece.start : slot.piece.stop])
 
     def gather(self, slot: Slot) -> Tensor:
-        """Returns the whole averaged gradient of one parameter, in its shape. Collective: gathers the slice that holds
-        it."""
+        """Returns the whole averaged gradient of one parameter, in its shape. Collective: all-gathers its slice."""
         layout, comm = self.group.layout, self.group.comm
         of = layout.slice_of(slot.index)
         rows = torch.empty(layout.ranks, of.width, dtype=self.dtype, device=self.group.places.gathered.device)

@@ -49,8 +49,7 @@ class Rest:
 
 @final
 class ShardGroup:
-    """The values of some parameters: taken over from the module, gathered, published, edited. Their gradients are in
-    a `GradientShard`."""
+    """The values of some parameters: taken over, gathered, published, edited. Gradients are in a `GradientShard`."""
 
     def __init__(
         self, name: str, parameters: dict[str, Parameter], kind: Kind, setting: Setting, *, stays_full: bool
@@ -271,8 +270,7 @@ class ShardGroup:
         versions, self._shown_versions = self._shown_versions, None
         if versions is None or self.full_param is None:
             return
-        replaced = self.adopt_assigned()
-        if replaced or versions != [slot.parameter._version for slot in self.slots]:
+        if self.adopt_assigned() or versions != [slot.parameter._version for slot in self.slots]:
             self.take_edits(self.full_param)
 
     def adopt_assigned(self) -> bool:

@@ -150,7 +150,7 @@ def refuse_other_meshes(name: str, parameter: Tensor, ranks: Sequence[int]) -> N
     """Raises ValueError for a `DTensor` that is not cut evenly, on one axis, over these tensor-parallel ranks."""
     if not isinstance(parameter, DTensor):
         return
-    mesh, placements = parameter.device_mesh, parameter.placements
+    mesh = parameter.device_mesh
     told = f"Parameter {name!r} is a DTensor"
     if mesh.ndim != 1 or mesh.mesh.tolist() != list(ranks):
         raise ValueError(
@@ -158,7 +158,7 @@ def refuse_other_meshes(name: str, parameter: Tensor, ranks: Sequence[int]) -> N
             f"(tensor_parallel_size={len(ranks)}). Parallelize with self.device_mesh['tensor_parallel']; what "
             "data-parallel ranks divide among them is ZeroStrategy's part (no fully_shard)."
         )
-    (placement,) = placements
+    (placement,) = parameter.placements
     if type(placement) not in (Shard, Replicate):
         raise ValueError(f"{told} with placement {placement}. Make it Shard or Replicate.")
     if isinstance(placement, Shard) and parameter.shape[placement.dim] % len(ranks):

@@ -52,8 +52,7 @@ class Measured:
 
     @classmethod
     def of(cls, slots: Sequence[Slot], norm_type: float = 2.0) -> "Measured":
-        """Measures the pieces of this rank, in float64, so that the result does not depend on where ranks cut (ZeRO
-        section 5)."""
+        """Measures this rank's pieces, in float64: the result must not depend on where ranks cut (ZeRO section 5)."""
         norms: list[Tensor] = []
         for slot in slots:
             piece = gradient_of(slot).piece(slot)

@@ -13,8 +13,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How an engine works. No option changes results, except `param_dtype` and `reduce_dtype`. Raises ValueError for
-    impossible values."""
+    """How an engine works. Only `param_dtype` and `reduce_dtype` change results. Raises ValueError for wrong values."""
 
     unit_classes: tuple[type | str, ...] | None = None  # see `units.find_units`
     bucket_bytes: int = 25 * MIB  # largest collective

@@ -25,23 +25,28 @@ class Slot:
     """A parameter (the user's own object) in its group."""
 
     def __init__(self, group: "ShardGroup", index: int, parameter: Parameter) -> None:
-        span = group.layout.spans[index]
+        span, tensor = group.layout.spans[index], group.setting.mesh.tensor
         self.group = group
         self.index = index
         self.parameter = parameter
-        self.local = Local(parameter, group.setting.mesh.tensor)  # what is packed, reduced and stepped of it
+        self.local = Local(parameter, tensor)  # what is packed, reduced and stepped of it
         self.name, self.shape, self.numel = span.name, span.shape, span.numel
         self.offset = span.offset  # in full arrays of the group
+        self._owned = group.layout.piece(index, group.comm.rank)
         # What this rank steps: its part, or the whole parameter where the optimizer is not partitioned.
-        self.piece = self._owned_piece() if group.is_cut else Piece(start=0, stop=span.numel, shard_start=span.offset)
+        self.piece = self._owned if group.is_cut else Piece(start=0, stop=span.numel, shard_start=span.offset)
+        self.stepped_shape = (self.piece.numel,) if group.is_cut else span.shape  # of it: a piece is flat
         self.plain_class = class_of(parameter)  # that the user gave it
         self.gradient: GradientShard | None = None  # of the group; None where it does not train
         self.stepper: int | None = None  # the rank that steps the whole parameter; None: every rank steps its piece
+        self.blocks = -(-span.numel // group.setting.block)  # of the whole parameter
+        # Replicas hold copies of the values, and so do tensor-parallel ranks if the parameter is not divided.
+        self._copy, self._copies = group.replicate.rank, group.replicate.size
+        if not self.local.is_divided:
+            self._copy, self._copies = self._copy * tensor.size + tensor.rank, self._copies * tensor.size
+        self.is_first_copy = self._copy == 0  # writes the tensors that ranks with copies do not divide
         self._strides = self.local.values.stride()  # as the user made it; at rest the values are in C order
         _SLOTS[parameter] = weakref.ref(self)
-
-    def _owned_piece(self) -> Piece:
-        return self.group.layout.piece(self.index, self.group.comm.rank)
 
     def view(self, full: Tensor) -> Tensor:
         """Returns this parameter, in its shape, as a view of a full array of its group."""
@@ -55,33 +60,14 @@ class Slot:
         """Returns the piece of this parameter, in `stepped_shape`, from an owned array of its group."""
         return owned.read(self.piece.in_shard).view(self.stepped_shape)
 
-    @property
-    def stepped_shape(self) -> tuple[int, ...]:
-        """Shape of what this rank steps: flat for a piece, the parameter's own where no rank steps only a part."""
-        return (self.piece.numel,) if self.group.is_cut else self.shape
-
     # -- what this rank writes into checkpoints
 
     @property
     def share(self) -> Piece:
-        """The elements that this rank writes, placed in an owned array. Ranks that own the same elements (replicas,
-        tensor-parallel ranks) divide them evenly."""
-        owned, (copy, copies) = self._owned_piece(), self._copy
-        start, stop = (owned.start + owned.numel * at // copies for at in (copy, copy + 1))
+        """The elements that this rank writes, placed in an owned array. Ranks that hold copies divide them evenly."""
+        owned = self._owned
+        start, stop = (owned.start + owned.numel * at // self._copies for at in (self._copy, self._copy + 1))
         return Piece(start=start, stop=stop, shard_start=self.piece.shard_start + start - self.piece.start)
-
-    @property
-    def is_first_copy(self) -> bool:
-        """Whether this rank writes a tensor that ranks with equal values do not divide."""
-        return self._copy[0] == 0
-
-    @property
-    def _copy(self) -> tuple[int, int]:
-        """Number of this rank's copy of the values, and how many copies replicas and tensor-parallel ranks hold."""
-        replicate, tensor = self.group.replicate, self.group.setting.mesh.tensor
-        if self.local.is_divided:
-            return replicate.rank, replicate.size
-        return replicate.rank * tensor.size + tensor.rank, replicate.size * tensor.size
 
     @property
     def writes_once(self) -> bool:
@@ -118,11 +104,6 @@ class Slot:
     def has_blocks(self) -> bool:
         """Whether each rank steps a piece that consists of whole blocks."""
         return self.group.is_cut and self.group.setting.block > 1 and self.stepper is None
-
-    @property
-    def blocks(self) -> int:
-        """Number of blocks of the whole parameter."""
-        return -(-self.numel // self.group.setting.block)
 
     @property
     def own_blocks(self) -> slice:

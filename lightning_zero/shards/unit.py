@@ -73,10 +73,11 @@ class Unit:
 
     def pass_by(self, diverges: bool | None = None) -> Gather:
         """Takes part in the other ranks' gather of the unit, and keeps no values. Returns what `gather` returns."""
-        done = []
-        for group in self.groups:
-            done += group.pass_by(group.owned_param, "gather", diverges if group is self.groups[0] else None)
-        return done[0]
+        first, *others = self.groups
+        gather = first.pass_by(first.owned_param, "gather", diverges)[0]
+        for group in others:
+            group.pass_by(group.owned_param, "gather")
+        return gather
 
     def group_at(self, offset: int) -> tuple[ShardGroup, int]:
         """Returns the group that a byte of the buffer belongs to, and the byte at which the group starts."""

@@ -58,7 +58,7 @@ def find_units(model: Module, classes: tuple[type | str, ...] | None) -> list[Un
     """
     _refuse_absent(model, classes, "units")
     taken: set[int] = set()
-    found: dict[Module, UnitSpec] = {}
+    found: dict[int, UnitSpec] = {}  # id of the module that holds the parameters -> unit
     for name, module, is_block in _walk("", model, None, classes):
         own = {
             as_written(f"{name}.{parameter_name}" if name else parameter_name): parameter
@@ -67,10 +67,10 @@ def find_units(model: Module, classes: tuple[type | str, ...] | None) -> list[Un
         }
         if own:
             taken.update(id(parameter) for parameter in own.values())
-            found[module] = UnitSpec(name=as_written(name), modules=(module,), parameters=own)
+            found[id(module)] = UnitSpec(name=as_written(name), modules=(module,), parameters=own)
     return [
-        replace(spec, is_leaf=all(inner is module or inner not in found for inner in module.modules()))
-        for module, spec in found.items()
+        replace(spec, is_leaf=sum(id(inner) in found for inner in spec.modules[0].modules()) == 1)
+        for spec in found.values()
     ]
 
 
@@ -113,8 +113,7 @@ def as_one(specs: Sequence[UnitSpec]) -> UnitSpec:
 
 
 def merge_small(specs: Sequence[UnitSpec], nbytes: int) -> list[UnitSpec]:
-    """Merges neighbours into units of at most `nbytes`, so that the number of gathers depends on the size of the model,
-    and not on the number of its modules."""
+    """Merges neighbours into units of at most `nbytes`, so that a model of small modules does not take many gathers."""
     sizes = [spec.nbytes if spec.is_leaf else nbytes + 1 for spec in specs]  # a unit around others stays alone
     return [as_one(specs[run.start : run.stop]) for run in fill(sizes, nbytes)]
 
@@ -181,8 +180,7 @@ def as_written(name: str) -> str:
 
 
 def renamed(state: Mapping[str, Any], name_of: Callable[[str], str] = as_written) -> OrderedDict[str, Any]:
-    """Renames the entries of a `Module.state_dict`, and of the versions of modules that torch keeps beside it and reads
-    when it loads."""
+    """Renames the entries of a `Module.state_dict`, and of the module versions that torch keeps beside them."""
     made: Any = OrderedDict((name_of(name), value) for name, value in state.items())
     versions = getattr(state, "_metadata", None)
     if versions is not None:
