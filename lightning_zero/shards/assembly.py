@@ -134,7 +134,7 @@ def _count_uncast(reasons: Mapping[Module, str | None]) -> list[Uncast]:
 
 
 def _choose_units(module: Module, setting: Setting, options: Options) -> tuple[list[UnitSpec], list[UnitSpec]]:
-    """Returns the units that are gathered, and, as at most one unit, what stays whole on every rank."""
+    """Returns the units that are gathered, and those (at most one) that stay whole on every rank."""
     specs, resident = units.without_scripted(module, units.find_units(module, options.unit_classes))
     if options.unit_classes is None and options.merges_units:
         small = units.too_small_to_shard(specs, units.RESIDENT_BYTES)

@@ -5,7 +5,7 @@ Tensors (N ranks, the parameter's values in C order):
     whole    (numel,)            the parameter's own memory, as the user made it or as it was gathered
     row      (ceil(numel / N),)  what this rank keeps while the parameter has no values; the last rows may be shorter
 
-A row is no part of a shard: groups are laid out only when there is an engine, and cut memory in other places. So
+A row is no part of a shard: groups are laid out only when there is an engine, and they cut parameters elsewhere. So
 `ShardGroup` gathers one parameter after the other, and takes over its whole values.
 """
 
@@ -129,7 +129,7 @@ class EarlyParameter:
         return self.row is None
 
     def extent(self, name: str) -> Extent:
-        """Returns the elements that `row` holds, of a tensor called `name`."""
+        """Returns the extent of a tensor called `name` that `row` holds."""
         return Extent.of_whole(name, self._alive().shape, self._own.start, self._own.stop)
 
     def leave(self) -> None:
@@ -150,7 +150,7 @@ class EarlyParameter:
 
     @property
     def _width(self) -> int:
-        """Elements of a row, unless it is a shorter one at the end."""
+        """Elements of a row. The last rows may be shorter."""
         return -(-self._alive().numel() // self._mesh.shard.size)
 
     @property

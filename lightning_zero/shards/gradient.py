@@ -118,7 +118,7 @@ class GradientShard:
             grad = grad.to_dense()
         if not self.travels:
             slot.local.grad = grad
-        elif local or self.full_grad is not None:  # which is there, too, if an earlier backward was not reduced
+        elif local or self.full_grad is not None:  # it exists also after a backward that was not reduced
             self._accumulate_locally(slot, grad, carried)
         else:
             if again:

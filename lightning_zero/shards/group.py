@@ -80,7 +80,7 @@ class ShardGroup:
         )
         self._owned_numel = self.layout.shard_numel if self.is_cut else self.layout.numel
         start = self.comm.rank * self._owned_numel if self.is_cut else 0
-        self.own_range = slice(start, start + self._owned_numel)  # of full_param, what this rank steps if it stays full
+        self.own_range = slice(start, start + self._owned_numel)  # of a full_param that stays: what this rank steps
         self.slots = [Slot(self, index, parameter) for index, parameter in enumerate(parameters.values())]
         self.full_param: Tensor | None = None
         self._postponed: list[_Postponed] = []
@@ -123,7 +123,7 @@ class ShardGroup:
                 postponed.step()
 
     def catch_up_alone(self) -> None:
-        """Takes the postponed steps that this rank takes alone. Its part of the optimizer state is new then."""
+        """Takes the postponed steps that this rank takes alone. Its part of the optimizer state is up to date then."""
         steps, self._postponed = self._postponed, [one for one in self._postponed if one.needs_all]
         for postponed in steps:
             if not postponed.needs_all:

@@ -1,8 +1,8 @@
 """`Local`: this rank's part of a parameter, which is all of it unless tensor-parallel ranks share it.
 
 torch's tensor parallelism makes a parameter a `DTensor`: an object of the whole shape that holds this rank's values in
-`_local_tensor`. Everything below sees it through `Local`, so that groups, gradients and pieces are plain tensors. Only
-this module knows how `DTensor` shows them to the user.
+`_local_tensor`. Groups, gradients and pieces see it through `Local`, as a plain tensor. Only this module knows how a
+`DTensor` shows them to the user.
 
     whole    (8, 6)           what the user sees as `p.shape`, and what checkpoints hold
     local    (4, 6)           this rank's rows, for Shard(0) over two ranks: what is packed, reduced and stepped

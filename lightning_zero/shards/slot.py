@@ -35,7 +35,7 @@ class Slot:
         self._owned = group.layout.piece(index, group.comm.rank)
         # What this rank steps: its part, or the whole parameter where the optimizer is not partitioned.
         self.piece = self._owned if group.is_cut else Piece(start=0, stop=span.numel, shard_start=span.offset)
-        self.stepped_shape = (self.piece.numel,) if group.is_cut else span.shape  # of it: a piece is flat
+        self.stepped_shape = (self.piece.numel,) if group.is_cut else span.shape  # a piece is flat
         self.plain_class = class_of(parameter)  # that the user gave it
         self.gradient: GradientShard | None = None  # of the group; None where it does not train
         self.stepper: int | None = None  # the rank that steps the whole parameter; None: every rank steps its piece

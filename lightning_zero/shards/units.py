@@ -1,6 +1,6 @@
 """Chooses which modules form a unit, and which groups their parameters make.
 
-At stage 3 a unit is gathered at once. At the other stages the whole model is one unit.
+At stage 3 the parameters of a unit are gathered together. At the other stages the whole model is one unit.
 """
 
 from collections import Counter, OrderedDict
@@ -75,10 +75,10 @@ def find_units(model: Module, classes: tuple[type | str, ...] | None) -> list[Un
 
 
 def find_blocks(model: Module, classes: tuple[type | str, ...] | None, argument: str) -> dict[str, Module]:
-    """Returns the modules inside `model` that are of one of `classes` (None: those that `find_units` makes units).
+    """Returns the modules inside `model` that are of one of `classes` (None: those that `find_units` picks), by name.
 
-    Each is listed once, by the first name that it has; of nested ones only the outermost. Raises ValueError where there
-    are none; its message calls the classes by `argument`, the name of the user's argument.
+    Each is listed once, by its first name; of nested ones only the outermost. Raises ValueError where there are none;
+    `argument` is the name, for messages, of the argument in which the user gave the classes.
     """
     _refuse_absent(model, classes, argument)
     found: dict[Module, str] = {}
