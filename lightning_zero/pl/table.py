@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.run.engine import Engine
 from lightning_zero.run.forecast import STATES, Forecast, forecast, states_in
-from lightning_zero.shards.early import whole_bytes_of
+from lightning_zero.shards.early import early_of
 from lightning_zero.shards.setting import Kind
 from lightning_zero.shards.units import scripted
 from lightning_zero.shards.window import may_fuse
@@ -236,7 +236,7 @@ def _is_stuck(beta: float, dtype: torch.dtype | None) -> bool:
 def told_of_whole(module: Module, builder: str = "configure_model()") -> str | None:
     """What to say where parameters are to rest as shards, of a large model that every rank has built whole; `builder`
     would have built it in shards."""
-    nbytes = whole_bytes_of(module)
+    nbytes = sum(parameter.nbytes for parameter in module.parameters() if early_of(parameter) is None)
     if nbytes <= WORTH_TELLING:
         return None
     return f"{nbytes / 1e9:.1f} GB of the model are whole on every rank first: what {builder} builds never is"

@@ -1,4 +1,4 @@
-"""How a module's parameters become units, groups, gradient shards and buckets; the engine's set-up."""
+"""`assemble`: makes units, groups, gradient shards and buckets of a module's parameters, for the engine's set-up."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,42 +34,40 @@ class Uncast(NamedTuple):
 
 
 class Resting(NamedTuple):
-    """In which dtypes parameters rest."""
+    """The dtypes in which parameters rest."""
 
-    cast_modules: list[Module]  # that see their weights as they rest
+    cast_modules: list[Module]  # whose weights rest in autocast's dtype, and enter forward so
     dtypes: dict[int, torch.dtype]  # by id of the parameter, where it is not the declared one
     uncast: list[Uncast]
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """What `assemble` makes of a module."""
+    """The parts that `assemble` makes of a module."""
 
-    units: list[Unit]  # that are gathered when they are used
+    units: list[Unit]  # gathered for each use
     resident: int  # elements that stay whole on every rank although parameters are sharded
-    entrances: list[
-        tuple[Module, Unit]
-    ]  # modules that look at the weights of a unit before they call it, and that unit
-    cast_modules: list[Module]  # whose weights rest in autocast's dtype, and enter forward so
-    uncast: list[Uncast]  # what rests in fp32 although autocast was asked for
+    entrances: list[tuple[Module, Unit]]  # a module, and a unit whose weights it reads before it calls the unit
+    cast_modules: list[Module]  # see `Resting`
+    uncast: list[Uncast]
     groups: list[ShardGroup]  # of all parameters, in the order of forward where units are gathered
     shards: list[GradientShard]  # gradients of the trainable groups, in the order in which backward should reach them
-    pools: list[BucketPool]  # the buckets that gradients travel in
-    arena: Arena  # where units are gathered
+    pools: list[BucketPool]  # that gradients travel in
+    arena: Arena  # that units are gathered in
 
 
 def bucket_bytes_for(managed: Sequence[Parameter], options: Options) -> int:
-    """Small models get small buckets: a bucket is memory that grows with nothing, and must not outgrow the model."""
+    """Returns the size of a bucket: less for a small model, which its buckets must not outgrow."""
     return min(options.bucket_bytes, max(MIB, sum(local_of(parameter).nbytes for parameter in managed) // 16))
 
 
 def assemble(
     module: Module, managed: Sequence[Parameter], trainable: set[int], setting: Setting, options: Options
 ) -> Assembly:
-    """Takes over the values of `managed` (ids of those that train: `trainable`) and points the parameters at them."""
+    """Takes over the values of `managed` and points the parameters at them. `trainable` are ids of those that train."""
     resting = _choose_resting(module, managed, trainable, options)
     known = {id(parameter) for parameter in managed}
-    # On one rank all is there always, unless it is offloaded.
+    # On one rank all values are always there, unless they are offloaded.
     is_elsewhere = setting.mesh.shard.size > 1 or setting.places.parameter != setting.places.gathered
     is_sharded = setting.partition.parameter and is_elsewhere
     offloaded = choose_offloaded(options.offload, dict(module.named_parameters()), trainable & known)
@@ -88,27 +86,24 @@ def assemble(
         shards.reverse()  # units stand in the order of forward; the groups of whole models are made last first
     by_module = {inner: unit for unit in made for inner in unit.modules}
     encoders = [encoder for encoder in module.modules() if isinstance(encoder, nn.TransformerEncoder)]
-    entrances: list[tuple[Module, Unit]] = [
-        (encoder, by_module[encoder.layers[0]]) for encoder in encoders if encoder.layers[0] in by_module
-    ]
-    # Units around other units are used for longer than those, and have room of their own.
+    # Units around other units are in use for longer than those, and have room of their own.
     sizes = [unit.nbytes for unit in made if unit.is_leaf]
     room = min(1 + options.prefetch, len(sizes))
     return Assembly(
         units=made,
         resident=sum(slot.numel for group in groups if is_sharded and group.stays_full for slot in group.slots),
-        entrances=entrances,
+        entrances=[(each, by_module[each.layers[0]]) for each in encoders if each.layers[0] in by_module],
         cast_modules=resting.cast_modules,
         uncast=resting.uncast,
         groups=groups,
         shards=shards,
-        pools=_make_pools(shards, setting, 2 if options.overlap else 1),
+        pools=_make_pools(shards, setting, options),
         arena=Arena(room, max(sizes, default=0), setting.ledger, setting.places.gathered),
     )
 
 
 def _choose_resting(module: Module, managed: Sequence[Parameter], trainable: set[int], options: Options) -> Resting:
-    """What rests in another dtype than it was made in."""
+    """Chooses the parameters that rest in another dtype than they were made in."""
     if options.param_dtype is not None:
         for name, parameter in module.named_parameters():
             if local_of(parameter) is not parameter:
@@ -120,17 +115,14 @@ def _choose_resting(module: Module, managed: Sequence[Parameter], trainable: set
         return Resting([], {id(p): options.param_dtype for p in managed if p.is_floating_point()}, [])
     if options.autocast_dtype is None:
         return Resting([], {}, [])
-    reasons = units.why_not_cast(module)
-    for candidate, why in reasons.items():
-        if why is None and not all(id(parameter) in trainable for parameter in candidate.parameters(recurse=False)):
-            reasons[candidate] = "it does not train"
+    reasons = units.why_not_cast(module, trainable)
     modules = [candidate for candidate, why in reasons.items() if why is None]
     resting = {id(p): options.autocast_dtype for m in modules for p in m.parameters(recurse=False)}
-    return Resting(modules, resting, _tell_uncast(reasons))
+    return Resting(modules, resting, _count_uncast(reasons))
 
 
-def _tell_uncast(reasons: Mapping[Module, str | None]) -> list[Uncast]:
-    """What modules hold in fp32, by their class and the reason, largest first; what they share counts once."""
+def _count_uncast(reasons: Mapping[Module, str | None]) -> list[Uncast]:
+    """Counts elements that modules hold in fp32, by class and reason, largest first. A shared parameter counts once."""
     counted: set[int] = set()
     numels: Counter[tuple[str, str]] = Counter()
     for module, why in reasons.items():
@@ -142,7 +134,7 @@ def _tell_uncast(reasons: Mapping[Module, str | None]) -> list[Uncast]:
 
 
 def _choose_units(module: Module, setting: Setting, options: Options) -> tuple[list[UnitSpec], list[UnitSpec]]:
-    """What is gathered, and what stays."""
+    """Returns the units that are gathered, and those (at most one) that stay whole on every rank."""
     specs, resident = units.without_scripted(module, units.find_units(module, options.unit_classes))
     if options.unit_classes is None and options.merges_units:
         small = units.too_small_to_shard(specs, units.RESIDENT_BYTES)
@@ -154,8 +146,8 @@ def _choose_units(module: Module, setting: Setting, options: Options) -> tuple[l
 def _make_groups(
     unit: str, kinds: Mapping[Kind, Mapping[str, Parameter]], setting: Setting, stays_full: bool
 ) -> list[ShardGroup]:
-    """One group of each kind where a unit is gathered; else groups of at most a bucket, of what trains (what does not
-    rests in full, as the user left it)."""
+    """Makes the groups of a unit: one of each kind if it is gathered, otherwise groups of at most a bucket. What stays
+    full and neither trains nor is cast is in no group: it rests as the user left it."""
     groups = []
     for kind, parameters in kinds.items():
         if stays_full and not (kind.trainable or kind.is_cast):
@@ -180,10 +172,10 @@ def _make_gradient(group: ShardGroup, reduce_dtype: torch.dtype | None) -> Gradi
 
 
 def _make_pools(
-    shards: list[GradientShard], setting: Setting, buckets: int, there: Iterable[BucketPool] = ()
+    shards: list[GradientShard], setting: Setting, options: Options, there: Iterable[BucketPool] = ()
 ) -> list[BucketPool]:
-    """A pool for each dtype of gradients, unless one that is `there` fits; with two buckets one fills while the other
-    travels. No more buckets than there are collectives: a small model makes one."""
+    """Gives the gradients of each dtype one of the pools that are `there`, or a new one. Returns the new ones. With
+    `overlap` a pool has two buckets, one to fill while the other travels; but no more than there are chunks."""
     pools = []
     for dtype in sorted({shard.dtype for shard in shards if shard.travels}, key=str):
         alike = [shard for shard in shards if shard.dtype == dtype]
@@ -191,7 +183,8 @@ def _make_pools(
         packs = any(shard.is_packed for shard in alike)
         pool = next((pool for pool in there if pool.fits(max(widths), dtype, packs=packs)), None)
         if pool is None:
-            made = [Bucket(max(widths), dtype, setting, packs=packs) for _ in range(min(buckets, len(widths)))]
+            count = min(2 if options.overlap else 1, len(widths))
+            made = [Bucket(max(widths), dtype, setting, packs=packs) for _ in range(count)]
             pools.append(pool := BucketPool(made))
         for shard in alike:
             shard.pool = pool
@@ -199,16 +192,16 @@ def _make_pools(
 
 
 class Addition(NamedTuple):
-    """What an engine that is there already gains."""
+    """The parts that an engine gains when more parameters train."""
 
     groups: list[ShardGroup]  # new ones, of parameters that no group held
-    shards: list[GradientShard]  # of those, and of groups that did not train before
+    shards: list[GradientShard]  # of the new groups, and of groups that did not train before
     pools: list[BucketPool]
 
 
 def add(newly: Mapping[str, Parameter], pools: Iterable[BucketPool], setting: Setting, options: Options) -> Addition:
-    """Parameters that train only now. Where a group holds one already, all of the group trains from here on; the others
-    rest whole at every stage, in groups of their own. They travel in the buckets of `pools` that fit."""
+    """Takes in parameters that begin to train. If a group holds one already, the whole group trains from now on. Others
+    form groups of their own, which stay full at every stage. Gradients travel in those of `pools` that fit."""
     trains_now = list(dict.fromkeys(slot.group for p in newly.values() if (slot := slot_of(p)) is not None))
     for group in trains_now:
         group.begin_training()
@@ -216,4 +209,4 @@ def add(newly: Mapping[str, Parameter], pools: Iterable[BucketPool], setting: Se
     kinds = units.split_by_kind(others, set(map(id, others.values())), {}, set())
     groups = _make_groups(next(iter(others), ""), kinds, setting, stays_full=True)
     shards = [_make_gradient(group, options.reduce_dtype) for group in [*trains_now, *groups]]
-    return Addition(groups, shards, _make_pools(shards, setting, 2 if options.overlap else 1, pools))
+    return Addition(groups, shards, _make_pools(shards, setting, options, pools))

@@ -1,4 +1,4 @@
-"""Buckets: the constant-size memory that gradients travel in (CB, ZeRO section 6.2)."""
+"""`BucketPool`: buckets, the constant-size memory that gradients travel in (CB, ZeRO section 6.2)."""
 
 from collections import deque
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from lightning_zero.tiers.ledger import Category
 
 @final
 class Bucket:
-    """Constant-size room for the reduction of a chunk of ``(N, width)`` (CB, ZeRO section 6.2). It `packs` where
-    gradients are copied into it; otherwise they travel from where they are."""
+    """Memory for the reduction of one chunk ``(N, width)``. With `packs` gradients are copied into it; otherwise they
+    are reduced from where they are."""
 
     def __init__(self, width: int, dtype: torch.dtype, setting: Setting, *, packs: bool) -> None:
         comm, place = setting.mesh.shard, setting.places.gathered
@@ -21,11 +21,11 @@ class Bucket:
             setting.ledger.allocate(Category.BUCKET, rows * width, dtype, place)
             for rows in (comm.size if packs else 0, comm.scratch_rows, 1)
         )
-        self.finish: Callable[[], None] | None = None
-        self._stored: torch.cuda.Event | None = None  # on another stream
+        self.finish: Callable[[], None] | None = None  # waits for the reduction under way, and stores its result
+        self._stored: torch.cuda.Event | None = None  # recorded by `settle_on`
 
     def settle(self) -> None:
-        """Waits for the operation that this bucket carries, if any, and stores its result."""
+        """Waits for the reduction in this bucket, if there is one, and stores its result."""
         finish, self.finish = self.finish, None
         if finish is not None:
             finish()
@@ -34,7 +34,7 @@ class Bucket:
             self._stored = None
 
     def settle_on(self, stream: torch.cuda.Stream) -> None:
-        """`settle`, on another stream, on which what is under way is waited for: the device goes on meanwhile."""
+        """Waits and stores as `settle` does, on another stream of the device, whose work goes on meanwhile."""
         finish, self.finish = self.finish, None
         assert finish is not None
         stream.wait_stream(torch.cuda.current_stream(self.total.device))
@@ -45,28 +45,29 @@ class Bucket:
 
 @final
 class BucketPool:
-    """A fixed number of buckets, allocated once; when all are in flight, the oldest is waited for."""
+    """A fixed number of buckets, allocated once. When all are in flight, the oldest is waited for."""
 
     def __init__(self, buckets: list[Bucket]) -> None:
         self._buckets = deque(buckets)  # oldest first
 
     def fits(self, width: int, dtype: torch.dtype, *, packs: bool) -> bool:
-        """Whether chunks of `width` can travel in it; `packs`: also those that are put together there."""
+        """Whether chunks of `width` can be reduced in the buckets; with `packs`, also be packed there."""
         bucket = self._buckets[0]
         is_wide = bucket.total.dtype == dtype and bucket.total.numel() >= width
         return is_wide and (bucket.full.numel() > 0 or not packs)
 
     @property
     def size(self) -> int:
-        """How many chunks can be in flight."""
+        """Number of chunks that can be in flight."""
         return len(self._buckets)
 
     def take(self) -> Bucket:
+        """Returns the oldest bucket, settled."""
         self._buckets.rotate(-1)
         self._buckets[-1].settle()
         return self._buckets[-1]
 
     def drain(self) -> None:
-        """Settles all, oldest first."""
+        """Settles all buckets, oldest first."""
         for _ in range(len(self._buckets)):
             self.take()

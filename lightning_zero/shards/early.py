@@ -1,12 +1,12 @@
-"""A parameter that is sharded before there is an engine: whole, or this rank's row of its values.
+"""`EarlyParameter`: a parameter sharded before there is an engine. It is whole, or each rank keeps a row of its values.
 
 Tensors (N ranks, the parameter's values in C order):
 
     whole    (numel,)            the parameter's own memory, as the user made it or as it was gathered
     row      (ceil(numel / N),)  what this rank keeps while the parameter has no values; the last rows may be shorter
 
-Groups are laid out only when there is an engine, and divide memory in other places: `ShardGroup` takes one parameter
-after the other over, whole.
+A row is no part of a shard: groups are laid out only when there is an engine, and they cut parameters elsewhere. So
+`ShardGroup` gathers one parameter after the other, and takes over its whole values.
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import final
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_interception
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from lightning_zero.shards.extents import Extent
@@ -27,19 +27,19 @@ _EARLY = WeakIdKeyDictionary()  # Parameter -> EarlyParameter
 
 
 def early_of(parameter: Tensor) -> "EarlyParameter | None":
-    """What is known of a parameter that waits for an engine; None for others."""
+    """Returns the `EarlyParameter` of a parameter that waits for an engine; None for others."""
     return _EARLY.get(parameter)
 
 
 def class_of(parameter: Parameter) -> type[Parameter]:
-    """What the user made it an instance of."""
+    """Returns the class that the user gave the parameter."""
     early = early_of(parameter)
     return type(parameter) if early is None else early.plain_class
 
 
 @final
 class EarlyParameter:
-    """A parameter that waits for an engine. The parameter may die before: this does not hold it."""
+    """A parameter that waits for an engine. Holds it weakly: the user may drop it before."""
 
     def __init__(
         self,
@@ -54,69 +54,66 @@ class EarlyParameter:
         self.label = f"{label} {tuple(parameter.shape)} (parameter {number})"  # for messages
         self.plain_class = type(parameter)
         self.row: Tensor | None = None  # while the parameter has no values
-        self.may_differ = True  # ranks may have different values since they had the same ones; rank 0's count
-        self.pins = 0  # calls that work on the values now
-        self._nothing = 0  # where the parameter points meanwhile
+        self.may_differ = True  # the values may differ between ranks; then rank 0's count
+        self.pins = 0  # calls that are using the values
+        self._nothing = 0  # address that the parameter has while it has no values
         self._parameter = TensorWeakRef(parameter)
         self._mesh = mesh
         self._ledger = ledger
-        self._rests_on = rests_on
+        self._rests_on = rests_on  # device of the row; None: the parameter's
         _EARLY[parameter] = self
 
     @property
     def parameter(self) -> Parameter | None:
-        """None once nobody has it any more."""
+        """The parameter; None once it has been freed."""
         return self._parameter()
 
     @property
     def may_leave(self) -> bool:
-        """Whether the values can be taken from the parameter without anybody noticing: no view of them, and no graph
-        that the parameter is saved in."""
+        """Whether the values can be taken away unnoticed: no view of them exists, no graph has saved the parameter."""
         parameter = self.parameter
         if parameter is None or self.pins or parameter.layout != torch.strided:
             return False
         with no_interception():
-            holders = torch._C._storage_Use_Count(parameter.untyped_storage()._cdata)
             is_saved = parameter._use_count() > 1  # type: ignore[attr-defined]
             is_movable = parameter.is_contiguous() and parameter.grad is None
-            return holders == _HOLDERS and is_movable and not is_saved
+            return _count_holders(parameter) == _HOLDERS and is_movable and not is_saved
 
     def release(self) -> None:
-        """Cuts the values into rows, rank 0's where they may differ. A collective."""
+        """Cuts the values into rows; rank 0's values, where ranks may differ. Collective: call it on every rank."""
         parameter = self._alive()
         with torch.no_grad(), no_interception():
             flat = parameter.detach().view(-1)
             if self.may_differ:
                 self._take_rows(flat)
             row = self.make_row()
-            row.copy_(flat[self._own(parameter)])
+            row.copy_(flat[self._own])
             del flat
             self.rest_as(row)
 
     def gather(self) -> None:
-        """The reverse of `release`. A collective."""
+        """Undoes `release`: the parameter has its values again. Collective: call it on every rank."""
         parameter, row = self._alive(), self.row
         assert row is not None
-        ranks, width = self._mesh.shard.size, self._width(parameter)
-        device = parameter.device
+        ranks, device = self._mesh.shard.size, parameter.device
         with torch.no_grad(), no_interception():
-            flat = self._ledger.allocate(Category.GATHERED, ranks * width, row.dtype, Place(device))
-            rows, own = flat.view(ranks, width), self._own(parameter)
-            flat[own].copy_(row)
+            flat = self._ledger.allocate(Category.GATHERED, ranks * self._width, row.dtype, Place(device))
+            rows = flat.view(ranks, self._width)
+            own = rows[self._mesh.shard.rank]
+            own[: row.numel()].copy_(row)
             del row
-            self.row = None  # before the others' rows arrive, so that this one is not there twice
-            mine = rows[self._mesh.shard.rank]
-            _comm_for(self._mesh.shard, device).all_gather(rows, mine, f"early parameter {self.number}").wait()
+            self.row = None  # freed before the other rows arrive, so that no two copies of it are resident
+            _comm_for(self._mesh.shard, device).all_gather(rows, own, f"early parameter {self.number}").wait()
             parameter.data = flat[: parameter.numel()].view(parameter.shape)
 
     def make_row(self) -> Tensor:
-        """Room for this rank's row, uninitialised."""
-        parameter = self._alive()
-        own, device = self._own(parameter), self._rests_on or parameter.device
-        return self._ledger.allocate(Category.PARAMETER, own.stop - own.start, parameter.dtype, Place(device))
+        """Allocates this rank's row, uninitialised."""
+        parameter, own = self._alive(), self._own
+        place = Place(self._rests_on or parameter.device)
+        return self._ledger.allocate(Category.PARAMETER, own.stop - own.start, parameter.dtype, place)
 
     def rest_as(self, row: Tensor) -> None:
-        """The parameter has no values from here on, and this rank's part of them is `row`."""
+        """Takes the values from the parameter; `row` is this rank's part of them."""
         parameter = self._alive()
         with torch.no_grad(), no_interception():
             parameter.data = nothing(parameter.shape, parameter.dtype, parameter.device)
@@ -125,57 +122,45 @@ class EarlyParameter:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the parameter has its values. `Tensor.set_`, which nobody can intercept, may have given it some."""
+        """Whether the parameter has its values. `Tensor.set_`, which cannot be intercepted, may have given it some."""
         with no_interception():
             if self.row is not None and self._alive().data_ptr() != self._nothing:
                 self.row, self.may_differ = None, True
         return self.row is None
 
     def extent(self, name: str) -> Extent:
-        """What `row` is of a tensor called `name`."""
-        parameter = self._alive()
-        own = self._own(parameter)
-        return Extent.of_whole(name, parameter.shape, own.start, own.stop)
+        """Returns the extent of a tensor called `name` that `row` holds."""
+        return Extent.of_whole(name, self._alive().shape, self._own.start, self._own.stop)
 
     def leave(self) -> None:
-        """The parameter waits no longer: it is what the user made, with the values that it has here."""
+        """Gives the parameter back to the user, plain, with the values that it has on this rank."""
         parameter = self._alive()
         assert self.row is None
         parameter.__class__ = self.plain_class
         del _EARLY[parameter]
 
-    def take_over(self) -> None:
-        """As `leave`, with the values that all ranks have. A collective."""
-        if not self.is_whole:
-            self.gather()
-        elif self.may_differ:
-            with torch.no_grad(), no_interception():
-                parameter = self._alive()
-                values = parameter.detach().contiguous()
-                _comm_for(self._mesh.world, values.device).broadcast(values, f"early parameter {self.number}")
-                parameter.copy_(values)
-        self.leave()
-
     def _take_rows(self, flat: Tensor) -> None:
-        """Every rank has rank 0's values where it keeps them, in place."""
+        """Overwrites this rank's row of `flat` with rank 0's values."""
         comm, ranks = _comm_for(self._mesh.world, flat.device), range(self._mesh.world.size)
-        rows = [flat[self._part(flat, rank % self._mesh.shard.size)] for rank in ranks]
+        rows = [flat[self._part(rank % self._mesh.shard.size)] for rank in ranks]
         received = [rows[comm.rank] if source == 0 else flat[:0] for source in ranks]
         sent = rows if comm.rank == 0 else [flat[:0] for _ in ranks]
         comm.all_to_all(received, sent, f"early parameter {self.number}")
         self.may_differ = False
 
-    def _width(self, parameter: Tensor) -> int:
-        return -(-parameter.numel() // self._mesh.shard.size)
+    @property
+    def _width(self) -> int:
+        """Elements of a row. The last rows may be shorter."""
+        return -(-self._alive().numel() // self._mesh.shard.size)
 
-    def _own(self, parameter: Tensor) -> slice:
-        return self._part(parameter, self._mesh.shard.rank)
+    @property
+    def _own(self) -> slice:
+        return self._part(self._mesh.shard.rank)
 
-    def _part(self, parameter: Tensor, rank: int) -> slice:
-        """Elements that a rank of a shard group keeps."""
-        width = self._width(parameter)
-        start = min(rank * width, parameter.numel())
-        return slice(start, min(start + width, parameter.numel()))
+    def _part(self, rank: int) -> slice:
+        """Returns the elements that a rank of a shard group keeps."""
+        width, numel = self._width, self._alive().numel()
+        return slice(min(rank * width, numel), min((rank + 1) * width, numel))
 
     def _alive(self) -> Parameter:
         parameter = self.parameter
@@ -184,19 +169,22 @@ class EarlyParameter:
 
 
 def take_over(parameter: Parameter) -> None:
-    """From here on the parameter is the caller's, whole. A collective where it has waited for that."""
+    """Makes an early parameter plain, with the same whole values on all ranks: a collective. Leaves others alone."""
     early = early_of(parameter)
-    if early is not None:
-        early.take_over()
-
-
-def whole_bytes_of(module: Module) -> int:
-    """Of parameters that are whole on this rank."""
-    return sum(parameter.nbytes for parameter in module.parameters() if early_of(parameter) is None)
+    if early is None:
+        return
+    if not early.is_whole:
+        early.gather()
+    elif early.may_differ:
+        with torch.no_grad(), no_interception():
+            values = parameter.detach().contiguous()
+            _comm_for(early._mesh.world, values.device).broadcast(values, f"early parameter {early.number}")
+            parameter.copy_(values)
+    early.leave()
 
 
 def nothing(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What a parameter without values points at: NaN, and no memory to speak of."""
+    """Returns the tensor that a parameter without values points at: all NaN, in the memory of one element."""
     if not math.prod(shape):
         return torch.empty(shape, dtype=dtype, device=device)
     missing = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
@@ -207,10 +195,9 @@ def _comm_for(comm: Comm, device: torch.device) -> Comm:
     return comm.host if device.type == "cpu" else comm
 
 
-def _count_holders() -> int:
-    with torch.inference_mode(False):
-        parameter = Parameter(torch.empty(1))
-    return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata))
+def _count_holders(tensor: Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
-_HOLDERS = _count_holders()  # of the memory of a parameter that nobody else looks at
+with torch.inference_mode(False):
+    _HOLDERS = _count_holders(Parameter(torch.empty(1)))  # of a parameter whose memory nothing else refers to

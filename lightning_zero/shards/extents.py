@@ -1,4 +1,4 @@
-"""`Extent`: which elements of which parameter, as plain data that no stage and no number of ranks shows in.
+"""`Extent`: which elements of which parameter, independent of the stage and of the number of ranks.
 
 Layouts, checkpoints and optimizer state speak of the same extents: integers only, no tensors, no process group.
 """
@@ -26,7 +26,7 @@ class Extent:
 
     @classmethod
     def of_whole(cls, name: str, shape: Sequence[int], start: int = 0, stop: int | None = None) -> "Extent":
-        """Elements ``[start, stop)`` of a parameter that no tensor-parallel rank shares; all of them by default."""
+        """Returns elements ``[start, stop)``, by default all, of a parameter that is not tensor-parallel."""
         shape = tuple(shape)
         stop = math.prod(shape) if stop is None else stop
         return cls(name=name, shape=shape, box_offset=(0,) * len(shape), box_shape=shape, start=start, stop=stop)
@@ -36,15 +36,16 @@ class Extent:
         return self.stop - self.start
 
     def overlaps(self, other: "Extent") -> Iterator["Overlap"]:
-        """The elements that two extents of one parameter share, as runs that are contiguous in both."""
+        """Yields the elements that both extents of one parameter hold, as runs that are contiguous in both."""
         if (self.box_offset, self.box_shape) == (other.box_offset, other.box_shape):
             yield from self._clip(other, 0, 0, math.prod(self.box_shape))
             return
         low = tuple(map(max, self.box_offset, other.box_offset))
-        high = tuple(map(min, self._box_end, other._box_end))
+        ends = [map(sum, zip(each.box_offset, each.box_shape, strict=True)) for each in (self, other)]
+        high = tuple(map(min, *ends))
         if any(a >= b for a, b in zip(low, high, strict=True)):
             return
-        rows = len(low) - 1  # leading dimensions to walk through; what follows lies in one piece in both boxes
+        rows = len(low) - 1  # leading dimensions to walk through; the dimensions behind are contiguous in both boxes
         while rows and all(high[rows] - low[rows] == box[rows] for box in (self.box_shape, other.box_shape)):
             rows -= 1
         run = math.prod(b - a for a, b in zip(low[rows:], high[rows:], strict=True))
@@ -53,26 +54,22 @@ class Extent:
             yield from self._clip(other, self._place(corner), other._place(corner), run)
 
     def _clip(self, other: "Extent", mine: int, theirs: int, run: int) -> Iterator["Overlap"]:
-        """The part of `run` elements, at `mine` and `theirs` in the boxes, that lies inside both ranges."""
+        """Yields the part of a run that both extents hold. The run begins at `mine` and `theirs` in their boxes."""
         skip = max(self.start - mine, other.start - theirs, 0)
         end = min(self.stop - mine, other.stop - theirs, run)
         if skip < end:
             yield Overlap(mine + skip - self.start, theirs + skip - other.start, end - skip)
 
     def _place(self, index: Sequence[int]) -> int:
-        """Where the element at `index` of the whole parameter lies in this box."""
+        """Returns the position in this box of the element at `index` of the whole parameter."""
         place = 0
         for at, offset, size in zip(index, self.box_offset, self.box_shape, strict=True):
             place = place * size + at - offset
         return place
 
-    @property
-    def _box_end(self) -> tuple[int, ...]:
-        return tuple(offset + size for offset, size in zip(self.box_offset, self.box_shape, strict=True))
-
 
 class Overlap(NamedTuple):
-    """A run of `numel` elements that two extents share, by its place in either range."""
+    """A run of `numel` elements that two extents hold, by its position within each."""
 
     mine: int
     theirs: int

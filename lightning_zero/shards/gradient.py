@@ -1,19 +1,20 @@
-"""`GradientShard`: collect and reduce, the life of a group's gradients; and the buckets they travel in.
+"""`GradientShard`: collects the gradients of a group, reduces them, and keeps the averages.
 
-A gradient flows down once: autograd writes `p.grad` -> `collect` -> (last one in) `begin_reduce` ->
+A gradient takes one route: autograd writes `p.grad` -> `collect` -> (the last of the group) `begin_reduce` ->
 `Comm.reduce_scatter` -> `owned_grad`. Where gradients rest in full they accumulate in `full_grad`, and `p.grad` is a
-view of it; where they rest as shards, `p.grad` is afterwards an `AveragedGradient`, which gathers when it is read.
+view of it. Where they rest as shards, `p.grad` becomes an `AveragedGradient`, which gathers when it is read.
 
     full_grad     (N * S,)   accumulation dtype; only where gradients rest in full, or accumulate locally
     owned_grad    (owned,)   accumulation dtype; reduced and averaged; a view of full_grad at stages 0 and 1, else in
                              the tier that the optimizer state is offloaded to
 
-On one rank nothing travels but to another tier: the gradient is what autograd has left in `p.grad`, and there are no
-arrays.
+On one rank, unless gradients rest in another tier, nothing is reduced and there are no arrays: the gradient is what
+autograd has left in `p.grad`.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -21,15 +22,15 @@ from torch import Tensor
 
 from lightning_zero.shards.bucket import Bucket, BucketPool
 from lightning_zero.shards.group import ShardGroup
-from lightning_zero.shards.layout import Chunk, Slice
-from lightning_zero.shards.slot import Slot
+from lightning_zero.shards.layout import Chunk, Slice, overlap
+from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.tiers.array import Array, InMemory, zeros
 from lightning_zero.tiers.ledger import Category, Tier
 from lightning_zero.wire.comm import Work
 
 
 class AveragedGradient(Tensor):
-    """What `p.grad` is after a reduction, where the values rest as shards; see `views.gradient`."""
+    """The `p.grad` of a parameter after a reduction, if its values rest as shards; see `views.gradient`."""
 
     def is_of(self, slot: Slot) -> bool:
         """Whether it is the gradient of the parameter at `slot`."""
@@ -38,44 +39,36 @@ class AveragedGradient(Tensor):
 
 @final
 class GradientShard:
-    """The gradients of one trainable group: they travel, are summed and accumulate in `dtype`."""
+    """The gradients of one trainable group. They are reduced and accumulated in `dtype`."""
 
-    pool: BucketPool  # they travel in; wide enough for the group's largest chunk
+    pool: BucketPool  # whose buckets are wide enough for the group's largest chunk
 
     def __init__(self, group: ShardGroup, dtype: torch.dtype) -> None:
         self.group = group
         self.dtype = dtype
+        setting = group.setting
+        # Gradients leave `p.grad`: they are reduced over ranks, or rest in another tier.
         self.travels = group.comm.size > 1 or group.places.gradient != group.places.gathered
+        self._is_sharded = self.travels and setting.partition.gradient  # owned_grad is a shard, in an array of its own
+        # Averaged gradients are elsewhere than in `p.grad`: in shards, or in another tier.
+        self.is_spread = self.travels and (group.is_cut or self._is_sharded)
+        # Each gradient is to be collected as it comes; tensor-parallel ranks may have to sum it.
+        self.is_collected = self.travels or not setting.keeps_gradients or setting.mesh.tensor.size > 1
+        # Gradients are copied into buckets: those that rest as shards, and those larger than a bucket.
+        self.is_packed = self._is_sharded or not all(chunk.is_whole for chunk in group.layout.chunks)
         self.full_grad: Tensor | None = None
-        self.owned_grad = self._make_owned(group.layout.shard_numel if self._keeps_shard else 0)
-        if self.travels and not self._rests_cut:
+        keeps_shard = self._is_sharded and setting.keeps_gradients
+        self.owned_grad = self._make_owned(group.layout.shard_numel if keeps_shard else 0)
+        if self.travels and not self._is_sharded:
             self._make_full()
         self.ready: set[int] = set()  # indices of parameters that have a gradient in this backward
-        self.used: set[int] = set()  # ... or had one since the last reduction, on this rank
-        self._buckets: list[Bucket] = []  # that carry what is being reduced
-        self._held: dict[int, Tensor] = {}  # gradients that wait for the rest of their group
-        self._added: dict[int, Tensor] = {}  # what autograd has added to an averaged gradient in this backward
-        self._carries: set[int] = set()  # parameters whose owned_grad counts on: the next reduction adds to it
+        self.used: set[int] = set()  # ... or have had one since the last reduction, on this rank
+        self._buckets: list[Bucket] = []  # of the reductions under way
+        self._held: dict[int, Tensor] = {}  # gradients that wait for the rest of their group, by index
+        self._added: dict[int, Tensor] = {}  # gradients that autograd has added to an averaged one in this backward
+        self._carries: set[int] = set()  # parameters whose next average is added to the one in owned_grad
         for slot in group.slots:
             slot.gradient = self
-
-    @property
-    def _rests_cut(self) -> bool:
-        return self.travels and self.group.setting.partition.gradient
-
-    @property
-    def is_collected(self) -> bool:
-        """Whether gradients are wanted as they come: also those that tensor-parallel ranks may have to sum."""
-        return self.travels or not self.group.setting.keeps_gradients or self.group.setting.mesh.tensor.size > 1
-
-    @property
-    def is_spread(self) -> bool:
-        """Whether averaged gradients are elsewhere than in `p.grad`: in shards, or in another tier."""
-        return self.travels and (self.group.is_cut or self._rests_cut)
-
-    @property
-    def _keeps_shard(self) -> bool:
-        return self._rests_cut and self.group.setting.keeps_gradients
 
     def _make_owned(self, numel: int) -> Array:
         group = self.group
@@ -84,25 +77,20 @@ class GradientShard:
     def _make_full(self) -> Tensor:
         group, place = self.group, self.group.places.gathered
         self.full_grad = group.setting.ledger.allocate(Category.GRADIENT, group.layout.numel, self.dtype, place).zero_()
-        if not self._rests_cut:
+        if not self._is_sharded:
             self.owned_grad = InMemory(self.full_grad[group.own_range], place)
         return self.full_grad
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether gradients are copied into buckets: where they rest as shards, and what is larger than a bucket."""
-        return self._rests_cut or not all(chunk.is_whole for chunk in self.group.layout.chunks)
 
     # -- collect
 
     def add(self, slot: Slot, grad: Tensor) -> None:
-        """Autograd adds to an averaged gradient, in backward; `collect` follows."""
+        """Keeps a gradient that autograd adds to an averaged one in backward, until `collect` takes it."""
         self._added[slot.index] = self._added[slot.index] + grad if slot.index in self._added else grad
 
     @contextmanager
     def kept_apart(self, slot: Slot) -> Iterator[None]:
-        """While an earlier backward is settled, what this one has put into `p.grad` already is not to be lost."""
-        with torch._C.DisableTorchFunctionSubclass():
+        """Keeps the gradient that this backward has put into `p.grad`, while an earlier backward is settled inside."""
+        with no_interception():
             local: Any = slot.local
             fresh = local.grad
             if isinstance(fresh, AveragedGradient):
@@ -116,12 +104,11 @@ class GradientShard:
                 local.grad = fresh
 
     def collect(self, slot: Slot, *, local: bool) -> None:
-        """Takes the gradient that autograd has just put into `p.grad`; `local` if it will not be reduced in this
-        backward, or others of its window were not."""
+        """Takes the gradient that autograd has just put into `p.grad`. If `local`, this backward does not reduce it."""
         index, grad = slot.index, slot.local.grad
         assert grad is not None
         self.group.check_assigned(slot, slot.parameter, self.group.kind.resting)
-        again = index in self.ready  # a weight of several reentrant checkpoints gets a gradient from each
+        again = index in self.ready  # a weight used in several reentrant checkpoints gets a gradient from each
         self.ready.add(index)
         self.used.add(index)
         carried = isinstance(grad, AveragedGradient)
@@ -131,31 +118,36 @@ class GradientShard:
             grad = grad.to_dense()
         if not self.travels:
             slot.local.grad = grad
-        elif self.full_grad is None and not local:
+        elif local or self.full_grad is not None:  # it exists also after a backward that was not reduced
+            self._accumulate_locally(slot, grad, carried)
+        else:
             if again:
                 grad = self._held[index] + grad
             else:
-                (self._carries.add if carried else self._carries.discard)(index)
+                self._carry(index, carried)
             self._held[index] = grad
             slot.local.grad = None
-        else:
-            self._accumulate_locally(slot, grad, carried)
+
+    def _carry(self, index: int, carried: bool) -> None:
+        """Notes whether the next average of a parameter is added to the one in owned_grad, or replaces it."""
+        (self._carries.add if carried else self._carries.discard)(index)
 
     def _accumulate_locally(self, slot: Slot, grad: Tensor, carried: bool) -> None:
         view = slot.view(self._make_full() if self.full_grad is None else self.full_grad)
         if grad.data_ptr() == view.data_ptr() and grad.numel():
             return  # autograd has added in place
-        if carried and not self._rests_cut:
+        if carried and not self._is_sharded:
             self._keep_average(slot, view)
             view.add_(grad)
         else:
-            (self._carries.add if carried else self._carries.discard)(slot.index)
+            self._carry(slot.index, carried)
             view.copy_(grad)
         slot.local.grad = view
 
     def _keep_average(self, slot: Slot, view: Tensor) -> None:
-        """Stage 1, a second reduction without `zero_grad` between: the averaged gradient lies in the owner's part of
-        full_grad, and elsewhere lies what was summed already. Turns it into contributions whose mean it is."""
+        """Turns an averaged gradient into contributions whose mean it is, so that the next reduction adds to it (stage
+        1, without `zero_grad` since). Only the owner's part of full_grad holds the average. Elsewhere are gradients
+        that it contains already, and that must not count again."""
         average = self.owned_grad.read(slot.piece.in_shard).clone()
         view.zero_()
         view.view(-1)[slot.piece.start : slot.piece.stop] = average * self.group.comm.size
@@ -164,14 +156,15 @@ class GradientShard:
 
     @property
     def is_complete(self) -> bool:
+        """Whether every parameter has a gradient in this backward."""
         return len(self.ready) == len(self.group.slots)
 
     def begin_reduce(self) -> None:
-        """Starts to reduce everything collected; parameters without a gradient here count as zeros."""
+        """Starts to reduce all that was collected. A parameter without a gradient on this rank counts as zeros."""
         if not self.travels:
             return
         self._settle_unused()
-        if self._rests_cut and not self._keeps_shard:
+        if self._is_sharded and not self.group.setting.keeps_gradients:
             self.owned_grad = self._make_owned(self.group.layout.shard_numel)
         for chunk in self.group.layout.chunks:
             bucket = self.pool.take()
@@ -181,29 +174,29 @@ class GradientShard:
             scratch = bucket.scratch[: self.group.comm.scratch_rows * chunk.width].view(-1, chunk.width)
             name = f"reduce {self.group.name}[{chunk.of.start}+{chunk.start}]"
             work = self.group.comm.reduce_scatter(total, full, scratch, name)
-            bucket.finish = self._storing(work, total, chunk, frozenset(self._carries), name)
+            bucket.finish = partial(self._store, work, total, chunk, frozenset(self._carries), name)
             aside = self.group.setting.aside
-            if aside is not None and not self.is_on_disk:  # a disk would have the host wait for the reduction
+            if aside is not None and not self.is_on_disk:  # for a disk the host would wait for the reduction
                 bucket.settle_on(aside)
         self._held.clear()
 
     def _settle_unused(self) -> None:
-        """A parameter that this rank did not use contributes what its `p.grad` holds: nothing, or what an earlier
-        backward left there and nobody cleared."""
+        """Prepares the parameters that this rank did not use. Each contributes what its `p.grad` holds: nothing, or
+        what an earlier backward left there and nobody cleared."""
         for slot in self.group.slots:
             if slot.index in self.used:
                 continue
             grad = slot.local.grad
-            counts_on = isinstance(grad, AveragedGradient)
-            if self._rests_cut:
-                (self._carries.add if counts_on else self._carries.discard)(slot.index)
-            elif self.full_grad is not None and counts_on:
+            carried = isinstance(grad, AveragedGradient)
+            if self._is_sharded:
+                self._carry(slot.index, carried)
+            elif self.full_grad is not None and carried:
                 self._keep_average(slot, slot.view(self.full_grad))
             elif self.full_grad is not None and grad is None:
                 slot.view(self.full_grad).zero_()
 
     def _contribution(self, chunk: Chunk, bucket: Bucket) -> Tensor:
-        """What this rank sends of a chunk: ``(N, width)``, contiguous; in place where it lies so already."""
+        """Returns what this rank sends of a chunk: ``(N, width)``, contiguous. Copies only what is not so already."""
         if self.full_grad is not None and chunk.is_whole:
             return self.group.matrix(self.full_grad, chunk.of)
         packed = bucket.full[: self.group.layout.ranks * chunk.width].view(-1, chunk.width)
@@ -211,12 +204,12 @@ class GradientShard:
             return packed.copy_(self.group.matrix(self.full_grad, chunk.of)[:, chunk.start : chunk.stop])
         if chunk.is_whole:
             self._pack(packed.view(-1), chunk.of)
-        else:  # of the one parameter in the slice
+        else:  # such a slice holds one parameter
             _pack_columns(packed, self._held.get(chunk.of.parameters.start), chunk)
         return packed
 
     def _pack(self, flat: Tensor, of: Slice) -> None:
-        """Copies the parameters of a slice to their places, and zeros between them: padding must not carry NaNs."""
+        """Packs the gradients of a slice, with zeros between them: padding must not carry NaNs."""
         end = 0
         for index in of.parameters:
             held, span = self._held.get(index), self.group.layout.spans[index]
@@ -230,28 +223,12 @@ class GradientShard:
                 flat[start:end].view(span.shape).copy_(held)
         flat[end:].zero_()
 
-    def _storing(
-        self, work: Work, total: Tensor, chunk: Chunk, carries: frozenset[int], name: str
-    ) -> Callable[[], None]:
-        def finish() -> None:
-            work.wait()
-            if self.group.replicate.size > 1:
-                self._reduce_between_replicas(total, name)
-            self._store(total, chunk, carries)
-
-        return finish
-
-    def _reduce_between_replicas(self, total: Tensor, name: str) -> None:
-        """Sums `total` over the ranks that hold the same shard: 1/N of the gradient crosses between shard groups."""
-        replicate = self.group.replicate
-        rows = total.view(replicate.size, -1)
-        mine, scratch = torch.empty_like(rows[0]), rows.new_empty(replicate.scratch_rows, rows.shape[1])
-        replicate.reduce_scatter(mine, rows, scratch, name).wait()
-        replicate.all_gather(rows, mine, name).wait()
-
-    def _store(self, total: Tensor, chunk: Chunk, carries: frozenset[int]) -> None:
-        """Stores the average of what all ranks' gradients sum up to."""
+    def _store(self, work: Work, total: Tensor, chunk: Chunk, carries: frozenset[int], name: str) -> None:
+        """Waits for the reduction of a chunk, and stores the average."""
+        work.wait()
         group = self.group
+        if group.replicate.size > 1:
+            self._reduce_between_replicas(total, name)
         contributions = group.comm.size * group.replicate.size
         if not self.is_spread:
             assert self.full_grad is not None
@@ -263,8 +240,8 @@ class GradientShard:
             with self.owned_grad.edit(chunk.in_shard) as owned:
                 for slot in group.slots:
                     if slot.index not in carries:
-                        start, stop = _overlap(slot.piece.in_shard, chunk.in_shard)
-                        owned[start - chunk.in_shard.start : stop - chunk.in_shard.start].zero_()
+                        stale = overlap(slot.piece.in_shard, chunk.in_shard)
+                        owned[stale.start - chunk.in_shard.start : stale.stop - chunk.in_shard.start].zero_()
                 owned.add_(total.div_(contributions).to(owned.device))
         elif isinstance(self.owned_grad, InMemory) and self.owned_grad.place.device == total.device:
             with self.owned_grad.edit(chunk.in_shard) as owned:
@@ -272,28 +249,37 @@ class GradientShard:
         else:
             self.owned_grad.write(chunk.in_shard, total.div_(contributions))
 
+    def _reduce_between_replicas(self, total: Tensor, name: str) -> None:
+        """Sums `total` over the ranks that hold the same shard: 1/N of the gradient crosses between shard groups."""
+        replicate = self.group.replicate
+        rows = total.view(replicate.size, -1)
+        mine, scratch = torch.empty_like(rows[0]), rows.new_empty(replicate.scratch_rows, rows.shape[1])
+        replicate.reduce_scatter(mine, rows, scratch, name).wait()
+        replicate.all_gather(rows, mine, name).wait()
+
     def wait(self) -> None:
-        """All that has begun is stored."""
+        """Waits until all reductions under way are stored."""
         while self._buckets:
             self._buckets.pop().settle()
 
     def let_go(self) -> None:
-        """The averaged gradients have been stepped, and nobody wants them any more."""
-        if self._rests_cut:
+        """Drops the averaged gradients, which have been stepped."""
+        if self._is_sharded:
             self.owned_grad = self._make_owned(0)
         for slot in self.group.slots:
-            with torch._C.DisableTorchFunctionSubclass():
+            with no_interception():
                 slot.local.grad = None
 
     def end_reduce(self) -> None:
-        """All is stored: the next backward begins anew."""
+        """Makes ready for the next backward, once all reductions are stored."""
         self._buckets.clear()
         self.ready.clear()
         self.used.clear()
-        if self._rests_cut:
+        if self._is_sharded:
             self.full_grad = None
 
     def end_backward_unreduced(self) -> None:
+        """Makes ready for the next backward, after one that has only accumulated on this rank."""
         self.ready.clear()
 
     def forget(self) -> None:
@@ -304,11 +290,11 @@ class GradientShard:
         self._added.clear()
 
     def free(self) -> None:
-        """Lets go of all gradients and of the buckets; after training."""
+        """Frees gradients and buckets permanently, after training."""
         for slot in self.group.slots:
-            with torch._C.DisableTorchFunctionSubclass():
+            with no_interception():
                 slot.local.grad = None
-                slot.parameter.grad_dtype = self.group.kind.declared  # which it has again at once
+                slot.parameter.grad_dtype = self.group.kind.declared  # the dtype that its values have again at once
         self.full_grad = None
         self.owned_grad = InMemory(torch.empty(0, dtype=self.dtype), self.group.places.gathered)
         self.pool = BucketPool([])
@@ -316,7 +302,7 @@ class GradientShard:
     # -- averaged gradients
 
     def piece(self, slot: Slot) -> Tensor:
-        """What this rank steps of an averaged gradient, in `Slot.stepped_shape`, not to be written to."""
+        """Returns the averaged gradient of what this rank steps, in `Slot.stepped_shape`. Read-only."""
         if self.travels:
             return slot.stepped(self.owned_grad)
         assert slot.local.grad is not None
@@ -324,12 +310,9 @@ class GradientShard:
 
     @contextmanager
     def edit_piece(self, slot: Slot) -> Iterator[Tensor]:
-        """Inside, what `piece` gives; what becomes of it there stays."""
-        self.group.catch_up_alone()  # a step that is still to be taken is of the gradient as it is
-        if not self.travels:
-            yield self.piece(slot)
-            return
-        with self.owned_grad.edit(slot.piece.in_shard) as piece:
+        """Gives out the values of `piece`, and keeps the edits made inside."""
+        self.group.catch_up_alone()  # a postponed step is to see the gradient as it was before the edit
+        with self.owned_grad.edit(slot.piece.in_shard) if self.travels else nullcontext(self.piece(slot)) as piece:
             yield piece
 
     @property
@@ -337,11 +320,11 @@ class GradientShard:
         return self.owned_grad.place.tier is Tier.DISK
 
     def version(self, slot: Slot) -> int:
-        """Another one after each change of a parameter's averaged gradient."""
+        """Returns a number that differs after each change of the parameter's averaged gradient."""
         return self.owned_grad.version if self.travels else self.piece(slot)._version
 
     def is_shown(self, slot: Slot, grad: Tensor) -> bool:
-        """Whether `grad` shows the gradient that is here, and nothing that a user has put into `p.grad`."""
+        """Whether `grad` shows the averaged gradient, and is no tensor that a user has put into `p.grad`."""
         if not self.travels:
             return True
         if isinstance(grad, AveragedGradient):
@@ -349,12 +332,12 @@ class GradientShard:
         return self.full_grad is not None and grad.data_ptr() == slot.view(self.full_grad).data_ptr()
 
     def write(self, slot: Slot, grad: Tensor) -> None:
-        """Replaces this rank's piece by its part of a whole gradient."""
+        """Replaces this rank's piece by the one of `grad`, a whole gradient."""
         self.group.catch_up_alone()
         self.owned_grad.write(slot.piece.in_shard, grad.reshape(-1)[slot.piece.start : slot.piece.stop])
 
     def gather(self, slot: Slot) -> Tensor:
-        """The whole averaged gradient of one parameter, in its shape. A collective, of the slice that it lies in."""
+        """Returns the whole averaged gradient of one parameter, in its shape. Collective: all-gathers its slice."""
         layout, comm = self.group.layout, self.group.comm
         of = layout.slice_of(slot.index)
         rows = torch.empty(layout.ranks, of.width, dtype=self.dtype, device=self.group.places.gathered.device)
@@ -365,7 +348,7 @@ class GradientShard:
 
 
 def _pack_columns(packed: Tensor, grad: Tensor | None, chunk: Chunk) -> None:
-    """Fills ``(N, width)`` with columns of the matrix ``(N, slice width)`` that one gradient and zeros make up."""
+    """Fills `packed` ``(N, width)`` with the columns of a chunk, whose slice holds one gradient padded with zeros."""
     if grad is None:
         packed.zero_()
         return
@@ -375,8 +358,3 @@ def _pack_columns(packed: Tensor, grad: Tensor | None, chunk: Chunk) -> None:
     packed[rows:].zero_()
     stop = max(chunk.start, min(rest, chunk.stop))
     packed[rows : rows + 1, : stop - chunk.start] = flat[rows * width + chunk.start : rows * width + stop]
-
-
-def _overlap(one: slice, other: slice) -> tuple[int, int]:
-    start = max(one.start, other.start)
-    return start, max(start, min(one.stop, other.stop))

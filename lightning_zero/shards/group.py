@@ -2,14 +2,14 @@
 
 Tensors of a group (N ranks, S = shard_numel; *owned* is S where the optimizer is partitioned, else N * S):
 
-    full_param    (N * S,)   resting dtype; the module's parameters are views of it. At stage 3 it is there only while
+    full_param    (N * S,)   resting dtype; the module's parameters are views of it. At stage 3 it exists only while
                              the unit is gathered, in a buffer of the arena
-    owned_param   (owned,)   resting dtype; a view of full_param where that is always there, else an array of its own,
+    owned_param   (owned,)   resting dtype; a view of full_param where that always exists, else an array of its own,
                              in the tier that parameters are offloaded to
     master        (owned,)   declared dtype, what the optimizer steps, in the tier that its state is offloaded to;
                              owned_param itself where dtype and tier agree
 
-On one rank shard and full array are the same storage.
+On one rank shard and full array share their storage.
 """
 
 import math
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_zero.shards.early import take_over
-from lightning_zero.shards.layout import Layout, Slice
+from lightning_zero.shards.layout import Layout, Slice, overlap
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.setting import Kind, Setting
 from lightning_zero.shards.slot import Slot, forget_slot, no_interception, point_at_nothing, slot_of
@@ -30,18 +30,18 @@ from lightning_zero.tiers.array import ALL, Array, InMemory, zeros
 from lightning_zero.tiers.ledger import Category, Place, return_freed_memory
 from lightning_zero.wire.comm import Gather
 
-MUCH = 4 * 2**20  # bytes of a parameter, which are freed
+MUCH = 4 * 2**20  # bytes; a freed parameter that is larger is given back to the system at once
 ALIGNMENT_BYTES = 64  # a cache line; what torch's own allocator gives each tensor on the host
 
 
 class _Postponed(NamedTuple):
     step: Callable[[], None]
-    needs_all: bool  # ranks
+    needs_all: bool  # all ranks take it together
 
 
 @dataclass
 class Rest:
-    """Where a group's values are between uses, whether or not steps of them are still to be taken."""
+    """Where a group's values rest between uses. Postponed steps of them may still be due."""
 
     owned_param: Array
     master: Array
@@ -49,7 +49,7 @@ class Rest:
 
 @final
 class ShardGroup:
-    """The values of some parameters, taken over: gathered, published, edited. Gradients live in `gradient`."""
+    """The values of some parameters: taken over, gathered, published, edited. Gradients are in a `GradientShard`."""
 
     def __init__(
         self, name: str, parameters: dict[str, Parameter], kind: Kind, setting: Setting, *, stays_full: bool
@@ -63,27 +63,32 @@ class ShardGroup:
             self.places = replace(setting.places, gradient=here, optimizer=here, state_dtype=None)
         self.comm = setting.mesh.shard
         self.replicate = setting.mesh.replicate
-        self.stays_full = stays_full  # full_param is always there; otherwise a unit brings it when it is used
+        self.stays_full = stays_full  # full_param always exists; otherwise a unit gathers it for each use
         self.is_cut = setting.partition.optimizer and self.comm.size > 1  # ranks step parts of parameters
-        self.upcasts = kind.is_cast and setting.as_declared  # readers see the declared dtype
+        self.upcasts = kind.is_cast and setting.as_declared  # users read the declared dtype, not the resting one
+        self.dtype = kind.declared if self.upcasts else kind.resting  # in which users read the values
+        self.is_plain = stays_full and not self.upcasts  # parameters always hold their values, in the declared dtype
         self.is_lost = False  # a rank failed: the values are spread over ranks that no longer answer
-        self._shown_versions: list[int] | None = None  # of the parameters, while they are shown plain
+        self._shown_versions: list[int] | None = None  # of the parameters, while they are shown
         self.layout = Layout.pack(
             [(name, tuple(local_of(parameter).shape)) for name, parameter in parameters.items()],
             ranks=self.comm.size,
             bucket_numel=setting.bucket_bytes // kind.declared.itemsize,
-            # Every chunk is divided once more between replicas.
+            # Replicas divide every chunk once more.
             alignment=math.lcm(ALIGNMENT_BYTES // kind.resting.itemsize, self.replicate.size, setting.block),
             in_one=stays_full,
         )
+        self._owned_numel = self.layout.shard_numel if self.is_cut else self.layout.numel
+        start = self.comm.rank * self._owned_numel if self.is_cut else 0
+        self.own_range = slice(start, start + self._owned_numel)  # of a full_param that stays: what this rank steps
         self.slots = [Slot(self, index, parameter) for index, parameter in enumerate(parameters.values())]
         self.full_param: Tensor | None = None
-        self._postponed: list[_Postponed] = []  # steps of it
-        self.is_behind = False  # what is there in full is older than the latest step
-        self._arriving: list[Gather] = []  # what other ranks have made of their parts
+        self._postponed: list[_Postponed] = []
+        self.is_behind = False  # full_param is older than the latest step
+        self._arriving: list[Gather] = []  # begun by `begin_publish`
         self.rest = self._take_over()
 
-    # -- steps that are taken when the values are wanted
+    # -- steps that are postponed until the values are wanted
 
     @property
     def owned_param(self) -> Array:
@@ -96,13 +101,13 @@ class ShardGroup:
         return self.rest.master
 
     def postpone(self, step: Callable[[], None], *, needs_all: bool = False) -> None:
-        """`step` is to be taken before anybody looks at the values; by all ranks together if it `needs_all`."""
+        """Has `step` taken before the values are used next; by all ranks together if it `needs_all`."""
         self._postponed.append(_Postponed(step, needs_all))
         self.leave_behind()
 
     @property
     def has_postponed(self) -> bool:
-        """Whether steps are still to be taken on this rank."""
+        """Whether steps are still due on this rank."""
         return bool(self._postponed)
 
     @property
@@ -111,105 +116,82 @@ class ShardGroup:
         return any(postponed.needs_all for postponed in self._postponed)
 
     def catch_up(self) -> None:
-        """Takes the steps that have been postponed, on this rank."""
+        """Takes the postponed steps. Collective if one of them `needs_all`."""
         if self._postponed:
             steps, self._postponed = self._postponed, []
             for postponed in steps:
                 postponed.step()
 
     def catch_up_alone(self) -> None:
-        """Takes those of them that this rank takes alone: its part of the optimizer's state is there after them."""
+        """Takes the postponed steps that this rank takes alone. Its part of the optimizer state is up to date then."""
         steps, self._postponed = self._postponed, [one for one in self._postponed if one.needs_all]
         for postponed in steps:
             if not postponed.needs_all:
                 postponed.step()
 
     def begin_training(self) -> None:
-        """From here on optimizers step the values, where they rest now."""
+        """Notes that optimizers step the values from now on, where they already rest."""
         self.kind = replace(self.kind, trainable=True)
 
     def _take_over(self) -> Rest:
+        """Allocates the arrays, and moves the values of the parameters into them."""
         places, kind = self.places, self.kind
         full: Tensor | None = None
         if self.stays_full:
-            full = self._allocate(self.layout.numel)
+            full = self._allocate_full()
             owned: Array = InMemory(full[self.own_range], places.gathered)
         else:
             owned = self._make_array(Category.PARAMETER, kind.resting, places.parameter)
-        rest = Rest(owned, owned)
-        place = places.optimizer if kind.trainable else owned.place
+        master, place = owned, places.optimizer if kind.trainable else owned.place
         if kind.is_cast or place != owned.place:
-            rest.master = self._make_array(Category.MASTER, kind.declared, place)
+            master = self._make_array(Category.MASTER, kind.declared, place)
         for slot in self.slots:
-            self._take_values(slot, rest, full)
-        if full is not None:
-            self.hold(full)
-        return rest
-
-    @staticmethod
-    def _take_values(slot: Slot, rest: Rest, full: Tensor | None) -> None:
-        take_over(slot.parameter)
-        values = slot.local.values.detach().reshape(-1)
-        if full is not None:
-            slot.view(full).view(-1).copy_(values)
-        for array in {id(array): array for array in (rest.owned_param, rest.master)}.values():
-            array.write(slot.piece.in_shard, values[slot.piece.start : slot.piece.stop])
-        if full is None:
+            take_over(slot.parameter)
+            values = slot.local.values.detach().reshape(-1)
+            for array in dict.fromkeys((owned, master)):
+                array.write(slot.piece.in_shard, values[slot.piece.start : slot.piece.stop])
+            if full is not None:
+                slot.view(full).view(-1).copy_(values)
+                continue
             nbytes = values.nbytes
             del values
-            point_at_nothing(slot)  # at once: no two parameters are whole at the same time, not even here
+            point_at_nothing(slot)  # frees it before the next one is taken over: a rank never holds two of them whole
             if nbytes > MUCH:
                 return_freed_memory()
+        if full is not None:
+            self.set_full(full)
+        return Rest(owned, master)
 
-    def _allocate(self, numel: int) -> Tensor:
-        """For parameters that are there in full; zeros, since padding travels too."""
-        return self.setting.ledger.allocate(Category.PARAMETER, numel, self.kind.resting, self.places.gathered).zero_()
+    def _allocate_full(self) -> Tensor:
+        """Allocates full_param for a group that stays full, as zeros: padding travels in collectives too."""
+        place, ledger = self.places.gathered, self.setting.ledger
+        return ledger.allocate(Category.PARAMETER, self.layout.numel, self.kind.resting, place).zero_()
 
     def _make_array(self, category: Category, dtype: torch.dtype, place: Place) -> Array:
-        numel = self.layout.shard_numel if self.is_cut else self.layout.numel
-        return zeros(category, numel, dtype, place, self.setting.ledger)
-
-    @property
-    def own_range(self) -> slice:
-        """What this rank steps of a full array that is always there."""
-        if not self.is_cut:
-            return slice(0, self.layout.numel)
-        start = self.comm.rank * self.layout.shard_numel
-        return slice(start, start + self.layout.shard_numel)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the module's parameters are always there, as the user declared them."""
-        return self.stays_full and not self.upcasts
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the values that readers see."""
-        return self.kind.declared if self.upcasts else self.kind.resting
+        return zeros(category, self._owned_numel, dtype, place, self.setting.ledger)
 
     # -- full arrays
 
-    def hold(self, full: Tensor) -> None:
-        """`full` is full_param from here on, and the module's parameters are views of it; the Parameter objects stay
-        the user's own."""
+    def set_full(self, full: Tensor) -> None:
+        """Makes `full` full_param, and the parameters views of it. The Parameter objects stay the user's own."""
         self.full_param = full
         with no_interception(), torch.inference_mode(False):
             for slot in self.slots:
                 slot.local.values = slot.view(full)
 
-    def let_go(self) -> None:
-        """The reverse of `hold`: full_param belongs to somebody else from here on."""
+    def clear_full(self) -> None:
+        """Undoes `set_full`: the parameters have no values any more, and the memory may be used again."""
         self.full_param = None
         for slot in self.slots:
             point_at_nothing(slot)
 
     def matrix(self, full: Tensor, of: Slice) -> Tensor:
-        """A slice ``(N, width)`` of a full array."""
+        """Returns a slice of a full array, as a view of shape ``(N, width)``."""
         return full[of.start : of.start + self.layout.ranks * of.width].view(self.layout.ranks, of.width)
 
     def all_gather(self, full: Tensor | None, shard: Array, purpose: str, diverges: bool | None = None) -> list[Gather]:
-        """Fills a full array from all ranks' shards, a collective for each slice; the first one tells `diverges`.
-        Without a full array nothing is kept, and one slice at a time is here in passing."""
+        """Starts to fill a full array from all ranks' shards, by one collective for each slice; the first one carries
+        `diverges`. Without a full array it receives one slice at a time, and drops it."""
         begun = []
         device, is_there = self.places.gathered.device, shard.place == self.places.gathered
         for number, each in enumerate(self.layout.slices):
@@ -225,39 +207,38 @@ class ShardGroup:
         return begun
 
     def pass_by(self, shard: Array, purpose: str, diverges: bool | None = None) -> list[Gather]:
-        """Takes part in `all_gather` without keeping anything."""
+        """Takes part in the other ranks' `all_gather`, and keeps nothing."""
         return self.all_gather(None, shard, purpose, diverges)
 
     # -- after a step, or an edit
 
-    def renew(self) -> None:
-        """New storage for values that are about to change by an edit of their declared copy: graphs keep the old ones,
-        as they keep the copies that autocast makes. (Where parameters rest as declared, the edit was to themselves.)"""
-        if not self.kind.is_cast:
-            return
+    def _renew(self) -> None:
+        """Moves resting values to new storage before an edit of their declared copy changes them: graphs that saved
+        the old values keep these, as they would keep the copies that autocast makes."""
         if self.stays_full:
-            full = self._allocate(self.layout.numel).copy_(self.full_param)  # type: ignore[arg-type]
+            assert self.full_param is not None
+            full = self._allocate_full().copy_(self.full_param)
             self.rest.owned_param = InMemory(full[self.own_range], self.places.gathered)
-            self.hold(full)
+            self.set_full(full)
         else:
             old = self.owned_param
             self.rest.owned_param = self._make_array(Category.PARAMETER, self.kind.resting, self.places.parameter)
-            self.owned_param.write(ALL, old.read())
+            self.rest.owned_param.write(ALL, old.read())
 
     def take_masters(self, slots: Iterable[Slot] | None = None) -> None:
-        """`owned_param` has the values of the master: all, or what lies from the first to the last of `slots`."""
-        owned_param, master = self.rest.owned_param, self.rest.master  # a step of them may be under way
+        """Copies the master to owned_param: all of it, or everything from the first to the last of `slots`."""
+        owned_param, master = self.rest.owned_param, self.rest.master  # without catching up: this may be part of a step
         if master is owned_param:
             return
         pieces = [slot.piece.in_shard for slot in (self.slots if slots is None else slots) if slot.piece.numel]
-        start, stop = min((p.start for p in pieces), default=0), max((p.stop for p in pieces), default=0)
-        for each in [found.in_shard for found in self.layout.slices] if self.is_cut else [slice(0, self.layout.numel)]:
-            part = slice(max(start, each.start), min(stop, each.stop))
+        stepped = slice(min((p.start for p in pieces), default=0), max((p.stop for p in pieces), default=0))
+        for each in [found.in_shard for found in self.layout.slices] if self.is_cut else [stepped]:
+            part = overlap(stepped, each)
             if part.start < part.stop:
                 owned_param.write(part, master.read(part), stays=True)
 
     def begin_publish(self) -> None:
-        """Sends what ranks own to where all read it, if they do not have it already."""
+        """Starts the all-gather of the stepped values into full_param, in a group that stays full."""
         if self.stays_full and not self.is_arriving:
             self.catch_up()
             if self.is_cut:
@@ -265,36 +246,35 @@ class ShardGroup:
                 self._arriving = self.all_gather(self.full_param, self.owned_param, "publish")
 
     def end_publish(self) -> None:
-        """What ranks own is where all read it."""
+        """Waits until full_param has the stepped values of all ranks."""
         while self._arriving:
             self._arriving.pop(0).wait()
         self.is_behind = False
 
     @property
     def is_arriving(self) -> bool:
-        """Whether it is on its way."""
+        """Whether the all-gather of stepped values is under way."""
         return bool(self._arriving)
 
     def leave_behind(self) -> None:
-        """The latest values are there when somebody wants them."""
+        """Notes that full_param lacks the latest step. It is published when the values are needed."""
         self.is_behind = self.stays_full
-        self._shown_versions = None  # nobody can edit what is not shown
+        self._shown_versions = None  # users cannot edit what is not shown
 
     def note_versions(self) -> None:
-        """The parameters show full_param from here on, plain."""
+        """Notes that the parameters show full_param from now on, so that `keep_edits` can tell what users edit."""
         self._shown_versions = [slot.parameter._version for slot in self.slots]
 
     def keep_edits(self) -> None:
-        """Takes over what has been done to the parameters since they were shown, as far as torch can tell."""
+        """Keeps edits that users have made in the parameters since `note_versions`, as versions and `p.data` tell."""
         versions, self._shown_versions = self._shown_versions, None
         if versions is None or self.full_param is None:
             return
-        replaced = self.adopt_assigned()
-        if replaced or versions != [slot.parameter._version for slot in self.slots]:
+        if self.adopt_assigned() or versions != [slot.parameter._version for slot in self.slots]:
             self.take_edits(self.full_param)
 
     def adopt_assigned(self) -> bool:
-        """Takes over tensors that the user has put into `p.data` in place of our views; whether there were any."""
+        """Copies tensors that the user has assigned to `p.data` into full_param; returns whether there were any."""
         assert self.full_param is not None
         start, size, found = self.full_param.data_ptr(), self.full_param.itemsize, False
         for slot in self.slots:
@@ -307,7 +287,7 @@ class ShardGroup:
         return found
 
     def check_assigned(self, slot: Slot, values: Tensor, dtype: torch.dtype) -> None:
-        """Raises RuntimeError for `p.data` in another dtype or on another device, as `.half()` and `.to()` leave it."""
+        """Raises RuntimeError if `p.data` has another dtype or device than at set-up, as after `.half()` or `.to()`."""
         device = self.setting.places.gathered.device
         if values.dtype != dtype or values.device.type != device.type:
             raise RuntimeError(
@@ -317,26 +297,26 @@ class ShardGroup:
             )
 
     def take_edits(self, full: Tensor) -> None:
-        """Takes over what users have edited in a full array that was lent to them, of declared or of resting dtype."""
+        """Keeps what users have edited in a full array that was lent to them, of the declared or the resting dtype."""
         declared = full.dtype == self.kind.declared
         if declared and self.kind.is_cast:
             if not self._differs(full):
                 return
-            self.renew()
+            self._renew()
             if self.full_param is not None:
                 self.full_param.copy_(full)
         for slot in self.slots:
             within, own = slot.piece.in_shard, slot.own_part(full)
             if declared:
                 self.master.write(within, own)
-            else:  # only what differs: a two-byte weight that nobody touched must keep all bits of its master
+            else:  # only what differs: a two-byte weight that was not edited must keep all bits of its master
                 with self.master.edit(within) as master:
                     edited = (own != master.to(own)).to(master.device)
                     master.copy_(torch.where(edited, own.to(master), master))
             self.owned_param.write(within, own)
 
     def _differs(self, full: Tensor) -> bool:
-        """Whether a full array of declared dtype has other values than this group."""
+        """Whether a full array of the declared dtype has other values than this group."""
         if self.full_param is not None and not torch.equal(full.to(self.kind.resting), self.full_param):
             return True
         return any(
@@ -345,7 +325,7 @@ class ShardGroup:
         )
 
     def free(self) -> None:
-        """Lets go of all values for good; the layout stays, for what was made by it (optimizer state)."""
+        """Frees all values permanently. The layout stays: optimizer state is still cut by it."""
         for slot in self.slots:
             forget_slot(slot)
         self.full_param = None
@@ -354,11 +334,12 @@ class ShardGroup:
 
     @property
     def is_freed(self) -> bool:
+        """Whether the parameters no longer belong to this group."""
         return bool(self.slots) and slot_of(self.slots[0].parameter) is not self.slots[0]
 
 
 def publish(groups: Iterable[ShardGroup]) -> None:
-    """What ranks own is where forward reads it. A collective."""
+    """Sends stepped values to all ranks, where groups stay full. Collective: call it on every rank."""
     groups = list(groups)
     with torch.no_grad():
         for group in groups:

@@ -1,16 +1,16 @@
 """`Layout`: where the parameters of a group lie in one flat array, and which part of it each rank owns.
 
-The flat array is a row of *slices*. A slice holds whole parameters, of at most one bucket (a larger parameter has one
-to itself), and is divided evenly: seen as a matrix of ``(ranks, width)`` in C order, row r is what rank r owns of it.
+The flat array consists of *slices*. A slice holds whole parameters, up to one bucket of them (a parameter that is
+larger has a slice to itself). It is a matrix ``(ranks, width)`` in C order, and rank r owns row r.
 
     slices    |<------- slice 0 ------->|<------------- slice 1 ------------>|
     flat      | a a a a a a a b b b . . | c c c c c c c c c c c c c c c c . . |       . = padding
     rows      |   rank 0   |   rank 1   |      rank 0      |      rank 1      |
     shard of rank 0:  a a a a a a | c c c c c c c c c          contiguous: its rows, one after the other
 
-So a rank owns of each parameter at most one run of elements, which is one view of its shard and one of the full array;
-a gather of a slice and a reduction of it are single collectives on contiguous memory, in place; and packing a slice
-copies each of its parameters once, however many ranks there are.
+So a rank owns at most one run of elements of each parameter: one view of its shard, and one of the full array. A slice
+is gathered or reduced by a single collective on contiguous memory, in place. Packing a slice copies each of its
+parameters once, whatever the number of ranks.
 """
 
 import bisect
@@ -22,38 +22,39 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True, kw_only=True)
+class Slice:
+    """Parameters that travel in one collective: ``ranks * width`` elements of the flat array."""
+
+    start: int  # first element, in the flat array
+    width: int  # elements of one rank's row
+    shard_start: int  # where that row begins in the rank's shard
+    parameters: range  # indices of the parameters in it
+
+    @cached_property
+    def in_shard(self) -> slice:
+        """The rank's row, in its shard."""
+        return slice(self.shard_start, self.shard_start + self.width)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Span:
-    """Where a parameter lies in the flat array: ``[offset, offset + numel)``, in elements."""
+    """The place of a parameter in the flat array: elements ``[offset, offset + numel)``, inside one slice."""
 
     name: str
     shape: tuple[int, ...]
     offset: int
+    slice: Slice
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Slice:
-    """Parameters that travel together: ``ranks * width`` elements of the flat array."""
-
-    start: int  # in the flat array
-    width: int  # elements of one rank's row
-    shard_start: int  # of that row in the rank's shard
-    parameters: range  # indices of those in it
-
-    @cached_property
-    def in_shard(self) -> slice:
-        """What a rank owns of it."""
-        return slice(self.shard_start, self.shard_start + self.width)
-
-
 class Chunk(NamedTuple):
-    """Columns of a slice that are reduced at once: all of them, unless that is more than a bucket."""
+    """Columns of a slice that are reduced at once: all of them, unless the slice is larger than a bucket."""
 
     of: Slice
-    start: int  # column
+    start: int  # first column
     stop: int
 
     @property
@@ -66,17 +67,17 @@ class Chunk(NamedTuple):
 
     @property
     def in_shard(self) -> slice:
-        """What a rank owns of it."""
+        """The rank's part of these columns, in its shard."""
         return slice(self.of.shard_start + self.start, self.of.shard_start + self.stop)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What one rank owns of one parameter: elements ``[start, stop)`` of it, none when they are equal."""
+    """The part of one parameter that one rank owns: its elements ``[start, stop)``, none if the two are equal."""
 
     start: int
     stop: int
-    shard_start: int  # where they lie in the rank's shard
+    shard_start: int  # where these elements begin in the rank's shard
 
     @property
     def numel(self) -> int:
@@ -91,10 +92,10 @@ class Piece:
 class Layout:
     """Parameters, slices and chunks in order, as the module's docstring draws them."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[Span, ...]  # one for each parameter
     slices: tuple[Slice, ...]
     chunks: tuple[Chunk, ...]  # of all slices
-    ranks: int  # how many shards there are
+    ranks: int  # number of shards
 
     @classmethod
     def pack(
@@ -108,9 +109,9 @@ class Layout:
     ) -> "Layout":
         """Places `parameters` (name and shape of each) one after the other. A reduction moves at most `bucket_numel`.
 
-        Every parameter and row starts at a multiple of `alignment` elements, so that kernels see the same alignment as
-        for a tensor of its own (some sum in another order otherwise). `in_one` puts all into one slice, so that what a
-        rank owns is one run of the flat array, too.
+        Every parameter and row starts at a multiple of `alignment` elements, so that kernels see the alignment that a
+        tensor of its own would have: some kernels sum in another order otherwise. `in_one` puts all parameters into one
+        slice, so that each rank owns one contiguous run of the flat array too.
         """
         spans: list[Span] = []
         slices: list[Slice] = []
@@ -119,12 +120,14 @@ class Layout:
         start = shard_start = 0
         sizes = [round_up(math.prod(shape), alignment) for _, shape in parameters]
         for indices in [range(len(sizes))] if in_one else fill(sizes, bucket_numel):
+            numel = sum(sizes[indices.start : indices.stop])
+            width = max(round_up(-(-numel // ranks), alignment), alignment)
+            slices.append(Slice(start=start, width=width, shard_start=shard_start, parameters=indices))
             offset = start
             for index in indices:
-                spans.append(Span(name=parameters[index][0], shape=tuple(parameters[index][1]), offset=offset))
+                name, shape = parameters[index]
+                spans.append(Span(name=name, shape=tuple(shape), offset=offset, slice=slices[-1]))
                 offset += sizes[index]
-            width = max(round_up(-(-(offset - start) // ranks), alignment), alignment)
-            slices.append(Slice(start=start, width=width, shard_start=shard_start, parameters=indices))
             step = width if len(indices) > 1 or ranks * width <= bucket_numel else columns
             chunks += [Chunk(slices[-1], at, min(at + step, width)) for at in range(0, width, step)]
             start += ranks * width
@@ -142,30 +145,22 @@ class Layout:
         return self.ranks * self.shard_numel
 
     def index_at(self, offset: int) -> int:
-        """The parameter that an element of the flat array belongs to."""
-        return bisect.bisect_right(self._offsets, offset) - 1
-
-    @cached_property
-    def _offsets(self) -> list[int]:
-        return [span.offset for span in self.spans]
+        """Returns the index of the parameter that element `offset` of the flat array belongs to."""
+        return bisect.bisect_right(self.spans, offset, key=lambda span: span.offset) - 1
 
     def slice_of(self, index: int) -> Slice:
-        """The slice that parameter `index` lies in."""
-        return self._slices[index]
-
-    @cached_property
-    def _slices(self) -> list[Slice]:
-        return [found for found in self.slices for _ in found.parameters]
+        """Returns the slice that holds parameter `index`."""
+        return self.spans[index].slice
 
     def owners(self, index: int) -> range:
-        """The ranks that own any of parameter `index`: neighbours, however many ranks there are."""
-        span, of = self.spans[index], self._slices[index]
+        """Returns the ranks that own any element of parameter `index`. They are consecutive."""
+        span, of = self.spans[index], self.slice_of(index)
         start = span.offset - of.start
         return range(start // of.width, -(-(start + span.numel) // of.width)) if span.numel else range(0)
 
     def piece(self, index: int, rank: int) -> Piece:
-        """What `rank` owns of parameter `index`."""
-        span, of = self.spans[index], self._slices[index]
+        """Returns the part of parameter `index` that `rank` owns."""
+        span, of = self.spans[index], self.slice_of(index)
         row = of.start + rank * of.width
         start = min(max(row - span.offset, 0), span.numel)
         stop = min(max(row + of.width - span.offset, start), span.numel)
@@ -174,7 +169,7 @@ class Layout:
 
 
 def fill(sizes: Sequence[int], most: int) -> Iterator[range]:
-    """Runs of neighbours that are at most `most` together; one that is larger is a run of its own."""
+    """Yields runs of neighbours whose sizes sum to at most `most`. A size that is larger makes a run of its own."""
     first = filled = 0
     for index, size in enumerate(sizes):
         if index > first and filled + size > most:
@@ -185,6 +180,12 @@ def fill(sizes: Sequence[int], most: int) -> Iterator[range]:
         yield range(first, len(sizes))
 
 
+def overlap(one: slice, other: slice) -> slice:
+    """Returns the elements that two runs have in common: an empty run, if there are none."""
+    start = max(one.start, other.start)
+    return slice(start, max(start, min(one.stop, other.stop)))
+
+
 def round_up(numel: int, multiple: int) -> int:
-    """The next multiple of `multiple`."""
+    """Rounds `numel` up to a multiple of `multiple`."""
     return -(-numel // multiple) * multiple

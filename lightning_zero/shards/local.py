@@ -1,8 +1,8 @@
-"""What this rank has of a parameter: all of it, or where tensor-parallel ranks share it, its part.
+"""`Local`: this rank's part of a parameter, which is all of it unless tensor-parallel ranks share it.
 
-A parameter of torch's tensor parallelism is a `DTensor`: an object of the whole shape that holds this rank's values in
-`_local_tensor`. Everything below looks at it through `Local`, so that groups, gradients and pieces are plain tensors,
-and only this module knows what shows them to the user.
+torch's tensor parallelism makes a parameter a `DTensor`: an object of the whole shape that holds this rank's values in
+`_local_tensor`. Groups, gradients and pieces see it through `Local`, as a plain tensor. Only this module knows how a
+`DTensor` shows them to the user.
 
     whole    (8, 6)           what the user sees as `p.shape`, and what checkpoints hold
     local    (4, 6)           this rank's rows, for Shard(0) over two ranks: what is packed, reduced and stepped
@@ -10,7 +10,6 @@ and only this module knows what shows them to the user.
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
@@ -25,15 +24,15 @@ from lightning_zero.wire.comm import Comm
 
 
 class Box(NamedTuple):
-    """Which part of a whole tensor is here."""
+    """The place of this rank's part in a whole tensor."""
 
-    whole: tuple[int, ...]  # its shape
+    whole: tuple[int, ...]  # shape of the whole tensor
     offset: tuple[int, ...]
     shape: tuple[int, ...]  # of the part
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Box":
-        """Where what this rank has of a tensor lies: all of it, unless it is a `DTensor` on one axis."""
+        """Returns the place of this rank's part of `tensor`: all of it, unless it is a `DTensor` on one axis."""
         whole = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
             return cls(whole, (0,) * len(whole), whole)
@@ -42,12 +41,12 @@ class Box(NamedTuple):
         return cls(whole, tuple(at * size if own == dim else 0 for own, size in enumerate(shape)), shape)
 
     def extent(self, name: str, start: int = 0, stop: int | None = None) -> Extent:
-        """Elements ``[start, stop)`` of the part; all of them by default."""
+        """Returns elements ``[start, stop)`` of the part; all of them by default."""
         stop = math.prod(self.shape) if stop is None else stop
         return Extent(name=name, shape=self.whole, box_offset=self.offset, box_shape=self.shape, start=start, stop=stop)
 
     def part(self, whole: Tensor) -> Tensor:
-        """This rank's of something of the whole shape, a view."""
+        """Returns this rank's part, a view, of a tensor that has the whole shape."""
         if isinstance(whole, DTensor):
             return whole._local_tensor
         for dim, (start, length) in enumerate(zip(self.offset, self.shape, strict=True)):
@@ -55,121 +54,67 @@ class Box(NamedTuple):
         return whole
 
 
-class Local(ABC):
-    """One of the user's parameters, as this rank has it."""
+@final
+class Local:
+    """This rank's part of one of the user's parameters; `comm` are the tensor-parallel ranks."""
 
-    is_divided: bool  # tensor-parallel ranks hold different values
-
-    def __init__(self, parameter: Parameter) -> None:
+    def __init__(self, parameter: Parameter, comm: Comm) -> None:
         self.parameter = parameter
         self.box = Box.of(parameter)
-
-    @property
-    @abstractmethod
-    def values(self) -> Tensor:
-        """What it holds here."""
-
-    @values.setter
-    @abstractmethod
-    def values(self, values: Tensor) -> None: ...
-
-    @property
-    @abstractmethod
-    def grad(self) -> Tensor | None:
-        """Of the values, summed over tensor-parallel ranks where each has a share of it: that is a collective of
-        theirs."""
-
-    @grad.setter
-    @abstractmethod
-    def grad(self, grad: Tensor | None) -> None: ...
-
-    @property
-    @abstractmethod
-    def stepped(self) -> Parameter:
-        """What optimizers are given of it."""
-
-    @abstractmethod
-    def gathered(self, local: Tensor) -> Tensor:
-        """The whole of something that is cut as the parameter is. A collective of tensor-parallel ranks."""
-
-
-@final
-class Plain(Local):
-    """A parameter of torch's own kind."""
-
-    is_divided = False
-
-    @property
-    def values(self) -> Tensor:
-        return self.parameter
-
-    @values.setter
-    def values(self, values: Tensor) -> None:
-        self.parameter.data = values
-
-    @property
-    def grad(self) -> Tensor | None:
-        return self.parameter.grad
-
-    @grad.setter
-    def grad(self, grad: Tensor | None) -> None:
-        self.parameter.grad = grad
-
-    @property
-    def stepped(self) -> Parameter:
-        return self.parameter
-
-    def gathered(self, local: Tensor) -> Tensor:
-        return local
-
-
-@final
-class TensorParallel(Local):
-    """A `DTensor` over the tensor-parallel ranks of `comm`."""
-
-    parameter: DTensor  # type: ignore[assignment]  # torch makes parameters of them without another class
-
-    def __init__(self, parameter: DTensor, comm: Comm) -> None:
-        super().__init__(parameter)  # type: ignore[arg-type]
         self._comm = comm
-        self._dim = _dim_of(parameter)
-        self.is_divided = self._dim is not None and comm.size > 1
-        self._stepped: Parameter | None = None
+        self._dim = _dim_of(parameter) if isinstance(parameter, DTensor) else None
+        self._stand_in: Parameter | None = None  # for a DTensor, see `stepped`
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether tensor-parallel ranks hold different values."""
+        return self._dim is not None and self._comm.size > 1
 
     @property
     def values(self) -> Tensor:
-        return self.parameter._local_tensor
+        """The values that this rank holds."""
+        return local_of(self.parameter)
 
     @values.setter
     def values(self, values: Tensor) -> None:
-        self.parameter._local_tensor = values
+        if isinstance(self.parameter, DTensor):
+            self.parameter._local_tensor = values
+        else:
+            self.parameter.data = values
 
     @property
     def grad(self) -> Tensor | None:
+        """The gradient of `values`. Collective among tensor-parallel ranks where each of them has a share of a sum."""
         grad = self.parameter.grad
-        if grad is None:
-            return None
-        assert isinstance(grad, DTensor)  # torch lets nothing else be put there
+        if not isinstance(grad, DTensor):
+            return grad
+        assert isinstance(self.parameter, DTensor)
         if grad.placements != self.parameter.placements:
-            # What torch leaves of the norms of sequence parallelism: each rank's share of a sum.
+            # Sequence parallelism leaves each rank its share of the gradient of a norm's weight.
             grad = grad.redistribute(placements=self.parameter.placements)
         return grad._local_tensor
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
-        self.parameter.grad = None if grad is None else as_dtensor(grad, self.parameter)
+        if grad is not None and isinstance(self.parameter, DTensor):
+            grad = as_dtensor(grad, self.parameter)
+        self.parameter.grad = grad
 
     @property
     def stepped(self) -> Parameter:
-        """A stand-in: torch's optimizers cannot step DTensors and plain tensors together, and a piece is none."""
-        if self._stepped is None:
-            self._stepped = Parameter(self.values.detach(), requires_grad=self.parameter.requires_grad)
-        return self._stepped
+        """The parameter that optimizers step. For a `DTensor` it is a plain stand-in: a piece is a plain tensor, and
+        torch's optimizers cannot step DTensors and plain tensors together."""
+        if not isinstance(self.parameter, DTensor):
+            return self.parameter
+        if self._stand_in is None:
+            self._stand_in = Parameter(self.values.detach(), requires_grad=self.parameter.requires_grad)
+        return self._stand_in
 
     def gathered(self, local: Tensor) -> Tensor:
+        """Returns the whole of a tensor that is divided as the parameter is. Collective among tensor-parallel ranks."""
         if not self.is_divided:
             return local
-        own = local.detach().to(self.parameter.device).contiguous().view(-1)  # where collectives find it
+        own = local.detach().to(self.parameter.device).contiguous().view(-1)  # collectives work on that device
         rows = own.new_empty(self._comm.size, own.numel())
         self._comm.all_gather(rows, own, "tensor-parallel parts").wait()
         assert self._dim is not None
@@ -177,39 +122,35 @@ class TensorParallel(Local):
 
 
 def _dim_of(tensor: DTensor) -> int | None:
-    """The dimension that is divided over the ranks of its one axis."""
+    """Returns the dimension that is divided over the ranks of its one axis."""
     (placement,) = tensor.placements
     return placement.dim if isinstance(placement, Shard) else None
 
 
 def as_dtensor(local: Tensor, like: DTensor) -> DTensor:
-    """A `DTensor` of which this rank has `local`, and which is divided as another one."""
+    """Returns a `DTensor` that is divided as `like` is, and of which this rank holds `local`."""
     meta = like._spec.tensor_meta
     assert meta is not None
     spec = DTensorSpec(like._spec.mesh, like._spec.placements, TensorMeta(meta.shape, meta.stride, local.dtype))
-    with torch.inference_mode(False):  # not `from_local`, which looks at values, and those of gradients are elsewhere
+    with torch.inference_mode(False):  # not `from_local`: it reads the values, and would gather a sharded gradient
         return DTensor(local, spec, requires_grad=False)
 
 
 def whole_of(tensor: Any) -> Any:
-    """A tensor that ranks have parts of, put together; anything else as it is. A collective of theirs."""
+    """Returns the whole of a `DTensor`, a collective of the ranks that share it; returns anything else unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
+    """Returns this rank's part of a tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def make_local(parameter: Parameter, comm: Comm) -> Local:
-    return TensorParallel(parameter, comm) if isinstance(parameter, DTensor) else Plain(parameter)
 
 
 def refuse_other_meshes(name: str, parameter: Tensor, ranks: Sequence[int]) -> None:
     """Raises ValueError for a `DTensor` that is not cut evenly, on one axis, over these tensor-parallel ranks."""
     if not isinstance(parameter, DTensor):
         return
-    mesh, placements = parameter.device_mesh, parameter.placements
+    mesh = parameter.device_mesh
     told = f"Parameter {name!r} is a DTensor"
     if mesh.ndim != 1 or mesh.mesh.tolist() != list(ranks):
         raise ValueError(
@@ -217,7 +158,7 @@ def refuse_other_meshes(name: str, parameter: Tensor, ranks: Sequence[int]) -> N
             f"(tensor_parallel_size={len(ranks)}). Parallelize with self.device_mesh['tensor_parallel']; what "
             "data-parallel ranks divide among them is ZeroStrategy's part (no fully_shard)."
         )
-    (placement,) = placements
+    (placement,) = parameter.placements
     if type(placement) not in (Shard, Replicate):
         raise ValueError(f"{told} with placement {placement}. Make it Shard or Replicate.")
     if isinstance(placement, Shard) and parameter.shape[placement.dim] % len(ranks):

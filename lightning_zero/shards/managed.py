@@ -1,4 +1,4 @@
-"""Which parameters of a module the engine takes over, which of them train, and which cannot be sharded."""
+"""Tells which parameters of a module the engine takes over, which of them train, and which cannot be sharded."""
 
 import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -16,21 +16,26 @@ from lightning_zero.shards.slot import slot_of
 
 
 def trainable_of(managed: Sequence[Parameter], optimizers: Sequence[Optimizer]) -> set[int]:
-    """Ids of what an optimizer has, or what asks for gradients: freezing for a while never regroups."""
-    if not optimizers:
-        return set()
-    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    can_train = [parameter for parameter in managed if parameter.is_floating_point() or parameter.is_complex()]
-    return {id(parameter) for parameter in can_train if parameter.requires_grad or id(parameter) in stepped}
+    """Returns the ids of parameters that train: an optimizer has them, or they require a gradient. So a parameter that
+    is frozen only for a while stays in its group."""
+    stepped = _stepped_by(optimizers)
+    return {id(parameter) for parameter in managed if _trains(parameter, stepped)} if optimizers else set()
+
+
+def _stepped_by(optimizers: Iterable[Optimizer]) -> set[int]:
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+
+
+def _trains(parameter: Parameter, stepped: Container[int]) -> bool:
+    is_asked_for = parameter.requires_grad or id(parameter) in stepped
+    return is_asked_for and (parameter.is_floating_point() or parameter.is_complex())
 
 
 def managed_parameters(module: Module, optimizers: Sequence[Optimizer], tensor_ranks: Sequence[int]) -> list[Parameter]:
-    """The parameters that the engine takes over: torch's own kind, and DTensors over `tensor_ranks`; each once."""
+    """Returns the parameters that the engine takes over, each once: torch's own kind, and DTensors over `tensor_ranks`.
+    Raises ValueError for parameters and optimizers that cannot be trained in shards."""
+    _refuse_without_values(module)
     named = dict(module.named_parameters())
-    for name, parameter in named.items():
-        if is_lazy(parameter):
-            raise ValueError(f"Parameter {name!r} has no shape yet (a lazy module). Run one forward before fit.")
-    refuse_meta(module)
     known = {id(parameter) for parameter in named.values()}
     for number, optimizer in enumerate(optimizers):
         if "_optimizer_step_pre_hooks" not in vars(optimizer):
@@ -38,14 +43,13 @@ def managed_parameters(module: Module, optimizers: Sequence[Optimizer], tensor_r
                 f"Optimizer {number} ({type(optimizer).__name__}) has none of torch's hooks, in which its parameters "
                 "become what this rank owns. Have its __init__ call super().__init__(params, defaults) first."
             )
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in known:
-                    raise ValueError(
-                        f"Optimizer {number} ({type(optimizer).__name__}) has a parameter of shape "
-                        f"{tuple(parameter.shape)} that is not the module's. Give it parameters of the LightningModule "
-                        "(self.parameters()), and register what it should train as a submodule or nn.Parameter."
-                    )
+        for parameter in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"Optimizer {number} ({type(optimizer).__name__}) has a parameter of shape "
+                    f"{tuple(parameter.shape)} that is not the module's. Give it parameters of the LightningModule "
+                    "(self.parameters()), and register what it should train as a submodule or nn.Parameter."
+                )
     for name, parameter in named.items():
         if slot_of(parameter) is not None:
             raise ValueError(
@@ -63,8 +67,11 @@ def managed_parameters(module: Module, optimizers: Sequence[Optimizer], tensor_r
     return list(managed.values())
 
 
-def refuse_meta(module: Module) -> None:
-    """Raises ValueError for what has a shape and no values."""
+def _refuse_without_values(module: Module) -> None:
+    """Raises ValueError for lazy parameters, and for tensors on the meta device."""
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(f"Parameter {name!r} has no shape yet (a lazy module). Run one forward before fit.")
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())
     if names := [name for name, tensor in tensors if tensor.is_meta]:
         raise ValueError(
@@ -75,10 +82,10 @@ def refuse_meta(module: Module) -> None:
 
 
 def _refuse_shared_memory(named: Mapping[str, Parameter]) -> None:
-    """Two parameters over the same memory would part in silence."""
+    """Raises ValueError for two parameters in the same memory: sharded, they would silently become independent."""
     owners: dict[int, str] = {}
     for name, parameter in named.items():
-        if not parameter.numel() or early_of(parameter) is not None:  # those have memory of their own
+        if not parameter.numel() or early_of(parameter) is not None:  # an early parameter has memory of its own
             continue
         other = owners.setdefault(local_of(parameter).data_ptr(), name)
         if other != name and (parameter.requires_grad or named[other].requires_grad):
@@ -89,12 +96,12 @@ def _refuse_shared_memory(named: Mapping[str, Parameter]) -> None:
 
 
 def foreign_parameters(module: Module) -> dict[str, Parameter]:
-    """Quantised tensors and others of their own kind: every rank keeps them whole, as the user made them."""
+    """Returns quantised tensors and others of their own kind. Every rank keeps them whole, as the user made them."""
     return {name: parameter for name, parameter in module.named_parameters() if not is_plain(parameter)}
 
 
 def is_plain(parameter: Parameter) -> bool:
-    """Whether it is an ordinary tensor, of torch's class or of one that only gives it a name, or has one here."""
+    """Whether a parameter is an ordinary tensor, whose class overrides no operation; or a DTensor of such tensors."""
     kind = class_of(parameter)
     if isinstance(parameter, DTensor):
         return True
@@ -107,15 +114,12 @@ def is_plain(parameter: Parameter) -> bool:
 
 
 def newly_trainable(module: Module, optimizers: Iterable[Optimizer], trained: Container[int]) -> dict[str, Parameter]:
-    """What asks for gradients, or is an optimizer's, and is not among those that are `trained` (ids)."""
+    """Returns, by name, the parameters that train and whose ids are not in `trained`."""
     others = {name: parameter for name, parameter in module.named_parameters() if id(parameter) not in trained}
-    if not others:
-        return {}
-    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    stepped = _stepped_by(optimizers) if others else set()
     return {
         name: parameter
         for name, parameter in others.items()
-        if (parameter.requires_grad or id(parameter) in stepped)
-        and (parameter.is_floating_point() or parameter.is_complex())
+        if _trains(parameter, stepped)
         and (slot_of(parameter) is not None or (not is_lazy(parameter) and is_plain(parameter)))
     }

@@ -1,11 +1,12 @@
 """Global norm, clipping and overflow of gradients that are spread over ranks.
 
-Everything here looks at the device once: `Measured.of` brings one number per parameter to the host, and norm, clipping
-and the decision to skip a step are made of those.
+The host waits for the device once: `Measured.of` brings one number per parameter to the host. Norm, clipping and the
+decision to skip a step are computed from these numbers.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.slot import Slot
-from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.comm import Comm, Reduction
 from lightning_zero.wire.mesh import Mesh
 
 
@@ -23,26 +24,26 @@ class GradNorm(NamedTuple):
 
 
 class Overflow(NamedTuple):
-    """Where a step's gradients were not finite."""
+    """Where the gradients of a step were not finite."""
 
-    ranks: list[int]  # whose part of the gradients
+    ranks: list[int]  # whose part of the gradients was not
     parameters: list[str]
 
 
 def gradient_of(slot: Slot) -> GradientShard:
-    """Where a parameter's averaged gradient is."""
+    """Returns the gradients of the group of a parameter that trains."""
     assert slot.gradient is not None, slot.name
     return slot.gradient
 
 
 def versions_of(slots: Sequence[Slot]) -> tuple[int, ...]:
-    """Of the averaged gradients."""
+    """Returns the versions of the averaged gradients."""
     return tuple(gradient_of(slot).version(slot) for slot in slots)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Gradients as this rank sees them."""
+    """This rank's measurements of averaged gradients."""
 
     slots: tuple[Slot, ...]  # parameters with a gradient, in the same order on every rank, each once
     norm_type: float  # p of the p-norm; inf for the largest magnitude
@@ -51,12 +52,12 @@ class Measured:
 
     @classmethod
     def of(cls, slots: Sequence[Slot], norm_type: float = 2.0) -> "Measured":
-        """Powers are summed in float64, so the result does not depend on where ranks cut (ZeRO section 5)."""
+        """Measures this rank's pieces, in float64: the result must not depend on where ranks cut (ZeRO section 5)."""
         norms: list[Tensor] = []
         for slot in slots:
             piece = gradient_of(slot).piece(slot)
             piece = piece.abs() if piece.is_complex() else piece
-            if norm_type == float("inf"):
+            if norm_type == inf:
                 norms.append((piece.abs().max() if piece.numel() else piece.new_zeros(())).double())
             else:
                 norms.append(torch.linalg.vector_norm(piece, norm_type, dtype=torch.float64))
@@ -64,38 +65,36 @@ class Measured:
         for device in {norm.device for norm in norms}:
             at = [place for place, norm in enumerate(norms) if norm.device == device]
             parts[at] = torch.stack([norms[place] for place in at]).cpu()
-        return cls(
-            tuple(slots), norm_type, parts if norm_type == float("inf") else parts.pow(norm_type), versions_of(slots)
-        )
+        parts = parts if norm_type == inf else parts.pow(norm_type)
+        return cls(tuple(slots), norm_type, parts, versions_of(slots))
 
     def is_of(self, slots: Sequence[Slot], norm_type: float) -> bool:
-        """Whether measuring these now would give the same."""
-        if (self.norm_type, self.slots) != (norm_type, tuple(slots)):
-            return False
-        return self.versions == versions_of(slots)
+        """Whether measuring these gradients now would give the same."""
+        are_same = (self.norm_type, self.slots) == (norm_type, tuple(slots))
+        return are_same and self.versions == versions_of(slots)
 
     def norms(self, mesh: Mesh) -> Tensor:
-        """The norm of every gradient by itself, float64 on the host. A collective where gradients are spread."""
-        parts, is_largest = self.parts, self.norm_type == float("inf")
+        """Returns the norm of each gradient, float64 on the host. Collective where gradients are spread."""
+        parts = self.parts
+        reduction: Reduction = "max" if self.norm_type == inf else "sum"
         if self.slots and self.slots[0].group.is_cut:
-            parts = mesh.shard.all_reduce(parts, "norm", "max" if is_largest else "sum")
+            parts = mesh.shard.all_reduce(parts, "norm", reduction)
         if mesh.tensor.size > 1:
-            if mesh.tensor.rank:  # what each of them has whole counts once
+            if mesh.tensor.rank:  # a gradient that each tensor-parallel rank has whole counts once
                 parts = parts * torch.tensor([slot.local.is_divided for slot in self.slots], dtype=parts.dtype)
-            parts = mesh.tensor.all_reduce(parts, "norm", "max" if is_largest else "sum")
-        return parts if is_largest else parts.pow(1.0 / self.norm_type)
+            parts = mesh.tensor.all_reduce(parts, "norm", reduction)
+        return parts if self.norm_type == inf else parts.pow(1.0 / self.norm_type)
 
     def total_norm(self, mesh: Mesh) -> GradNorm:
-        """The norm of all gradients as if they were one vector. A collective, as `norms`."""
-        norms = self.norms(mesh)
+        """Returns the norm of all gradients as one vector. Collective as `norms` is."""
+        norms, p = self.norms(mesh), self.norm_type
         if not norms.numel():
             return GradNorm(torch.tensor(0.0), finite=True)
-        p = self.norm_type
-        total = norms.max() if p == float("inf") else norms.pow(p).sum().pow(1.0 / p)
+        total = norms.max() if p == inf else norms.pow(p).sum().pow(1.0 / p)
         return GradNorm(total.float(), finite=bool(total.isfinite()))
 
     def overflow(self, comm: Comm) -> Overflow:
-        """Which gradients are not finite anywhere, the same on every rank. A collective."""
+        """Returns which gradients are not finite on any rank, the same on every rank. Collective."""
         bad = ~self.parts.isfinite()
         flags = torch.zeros(comm.size + len(self.slots), dtype=torch.uint8)
         flags[comm.rank] = bad.any()
@@ -108,11 +107,11 @@ class Measured:
 
 
 def scale_(slots: Sequence[Slot], factor: Tensor) -> None:
-    """Multiplies all gradients by a 0-d tensor, without a look at it from the host."""
+    """Multiplies all gradients by a 0-d tensor. The host does not wait for its value."""
     by_device: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for slot in slots:
         with gradient_of(slot).edit_piece(slot) as piece:
-            if gradient_of(slot).is_on_disk:  # one at a time, and not all at once
+            if gradient_of(slot).is_on_disk:  # at once, so that only one piece is in memory at a time
                 piece.mul_(factor)
             else:
                 by_device.setdefault((piece.device, piece.dtype), []).append(piece)
@@ -133,7 +132,7 @@ def clip_by_norm_(measured: Measured, mesh: Mesh, max_norm: float, *, error_if_n
 
 
 def clip_by_value_(slots: Sequence[Slot], clip_value: float) -> None:
-    """Clamps every element to ``[-clip_value, clip_value]``; local."""
+    """Clamps every element to ``[-clip_value, clip_value]``. No collective."""
     for slot in slots:
         with gradient_of(slot).edit_piece(slot) as piece:
             piece.clamp_(-clip_value, clip_value)

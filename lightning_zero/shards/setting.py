@@ -1,4 +1,4 @@
-"""What the groups of an engine have in common: what they partition among which ranks, and where its parts live."""
+"""`Setting`: what all groups of an engine share; `Kind` and `Places`: what parameters of one group share."""
 
 from dataclasses import dataclass
 
@@ -12,12 +12,12 @@ from lightning_zero.wire.mesh import Mesh
 
 @dataclass(frozen=True)
 class Kind:
-    """What the parameters of one group have in common. Groups never mix kinds."""
+    """What the parameters of one group have in common. A group never mixes kinds."""
 
-    declared: torch.dtype  # what the user made, what the optimizer steps and checkpoints hold
-    resting: torch.dtype  # what rests, travels and enters forward
+    declared: torch.dtype  # as the user made them; what the optimizer steps, and what checkpoints hold
+    resting: torch.dtype  # of the values between uses, in collectives and in forward
     trainable: bool
-    is_offloaded: bool = False  # what the optimizer works on rests in the tier that was asked for
+    is_offloaded: bool = False  # gradients, masters and optimizer state rest in the tier that was asked for
 
     @property
     def is_cast(self) -> bool:
@@ -26,35 +26,35 @@ class Kind:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the parts of a group live."""
+    """Where the tensors of a group live."""
 
-    gathered: Place  # parameters while they are used, and gradients while they travel
-    parameter: Place  # parameters between uses, where they rest as shards
-    gradient: Place  # averaged ones
+    gathered: Place  # parameters in use, and gradients in collectives
+    parameter: Place  # shards of parameters between uses
+    gradient: Place  # averaged gradients
     optimizer: Place  # masters and optimizer state
-    state_dtype: torch.dtype | None = None  # of optimizer state, where it rests in another than it is stepped in
+    state_dtype: torch.dtype | None = None  # in which optimizer state rests; None: the one it is stepped in
 
     @property
     def steps_apart(self) -> bool:
-        """Whether what is stepped is brought to where, or to the dtype in which, it is."""
+        """Whether masters and state are offloaded, or state rests in a narrower dtype: then windows step the group."""
         return self.optimizer != self.gathered or self.state_dtype is not None
 
     @property
     def disk(self) -> Disk | None:
-        """The file among the places."""
+        """The offload file, if anything rests on disk."""
         return self.optimizer.disk or self.parameter.disk
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What every group of an engine shares."""
+    """What all groups of an engine share."""
 
     partition: Partition  # what rests as shards
     mesh: Mesh
     ledger: Ledger
     places: Places
     bucket_bytes: int  # largest reduction
-    as_declared: bool  # users read parameters in their declared dtype where they rest in another one
-    aside: torch.cuda.Stream | None = None  # where a device copies and adds up beside its work; None on the host
-    block: int = 1  # elements of a parameter that pieces never part
-    keeps_gradients: bool = True  # averaged ones, from backward to the step; else they are stepped as they come
+    as_declared: bool  # users read parameters in the declared dtype, even those that rest in another
+    aside: torch.cuda.Stream | None = None  # a device copies and adds here, beside its work; None on the host
+    block: int = 1  # elements in a block; pieces consist of whole blocks
+    keeps_gradients: bool = True  # averaged gradients stay from backward to the step; else each is stepped at once

@@ -15,7 +15,7 @@ from lightning_zero.wire.comm import Gather
 
 @final
 class Unit:
-    """The groups, of all kinds, of the parameters that `modules` use: their values are all here or not."""
+    """Modules, and the groups (of all kinds) of the parameters that they use. All groups are gathered, or none is."""
 
     def __init__(
         self,
@@ -29,61 +29,58 @@ class Unit:
         self.name = name
         self.modules = modules
         self.groups = groups
-        self.traced = traced  # those of the modules whose calls lie inside a compiled region
+        self.traced = traced  # the modules whose calls lie inside a compiled region
         self.is_leaf = is_leaf  # no other unit's modules run while its own do
-        self.pins = 0  # how many forwards and loans need the values to stay
-        self._offsets = []  # bytes in a buffer, of each group
+        self.pins = 0  # forwards and loans that need the values to stay
+        self._offsets = []  # of each group in a buffer, in bytes
         self.nbytes = 0
         for group in groups:
             self._offsets.append(self.nbytes)
             self.nbytes += round_up(group.layout.numel * group.kind.resting.itemsize, ALIGNMENT_BYTES)
         self.buffer: Buffer | None = None
         self._under_way: list[Gather] = []
-        self._copied: torch.cuda.Event | None = None  # on another stream
+        self._copied: torch.cuda.Event | None = None  # on the stream that gathers beside the device's work
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the values are here, or on their way."""
+        """Whether the values are in a buffer, or on their way there."""
         return self.buffer is not None
 
     def gather(self, arena: Arena, diverges: bool | None = None) -> Gather:
-        """Starts to bring the values into a buffer. Returns what tells whether a rank diverges."""
+        """Starts the all-gathers of the unit, into a buffer. Returns the one that tells whether a rank diverges."""
         assert self.buffer is None, self.name
         self.buffer = arena.take(apart=None if self.is_leaf else self.nbytes)
-        aside = self.groups[0].setting.aside
-        if aside is None or not self.rests_elsewhere:
+        places, aside = self.groups[0].setting.places, self.groups[0].setting.aside
+        if aside is None or places.parameter == places.optimizer == places.gathered:
             return self._gather_into(self.buffer, diverges)
-        aside.wait_stream(torch.cuda.current_stream(self.buffer.memory.device))  # whoever had the buffer before is done
+        # Values that come from another tier are copied beside the device's work. That stream first waits for the work
+        # that has used the buffer before.
+        aside.wait_stream(torch.cuda.current_stream(self.buffer.memory.device))
         with torch.cuda.stream(aside):
             gather = self._gather_into(self.buffer, diverges)
             self._copied = aside.record_event()
         return gather
-
-    @property
-    def rests_elsewhere(self) -> bool:
-        """Whether values come from another tier, beside the device's work."""
-        places = self.groups[0].setting.places
-        return places.parameter != places.gathered or places.optimizer != places.gathered
 
     def _gather_into(self, buffer: Buffer, diverges: bool | None) -> Gather:
         for offset, group in zip(self._offsets, self.groups, strict=True):
             dtype = group.kind.resting
             with torch.inference_mode(False):
                 full = buffer.memory[offset : offset + group.layout.numel * dtype.itemsize].view(dtype)
-            group.hold(full)
+            group.set_full(full)
             told = diverges if group is self.groups[0] else None
             self._under_way += group.all_gather(full, group.owned_param, "gather", told)
         return self._under_way[0]
 
     def pass_by(self, diverges: bool | None = None) -> Gather:
-        """Takes part in a gather of the other ranks' without keeping the values."""
-        done = []
-        for group in self.groups:
-            done += group.pass_by(group.owned_param, "gather", diverges if group is self.groups[0] else None)
-        return done[0]
+        """Takes part in the other ranks' gather of the unit, and keeps no values. Returns what `gather` returns."""
+        first, *others = self.groups
+        gather = first.pass_by(first.owned_param, "gather", diverges)[0]
+        for group in others:
+            group.pass_by(group.owned_param, "gather")
+        return gather
 
     def group_at(self, offset: int) -> tuple[ShardGroup, int]:
-        """The group that a byte of the buffer belongs to, and where it starts."""
+        """Returns the group that a byte of the buffer belongs to, and the byte at which the group starts."""
         at = bisect.bisect_right(self._offsets, offset) - 1
         return self.groups[at], self._offsets[at]
 
@@ -94,7 +91,7 @@ class Unit:
         return self.buffer.is_held_beside(sum(1 + len(group.slots) for group in self.groups))
 
     def wait(self) -> None:
-        """The values are here from now on."""
+        """Waits until the values are in the buffer."""
         while self._under_way:
             self._under_way.pop(0).wait()
         if self._copied is not None:
@@ -103,10 +100,10 @@ class Unit:
             self._copied = None
 
     def release(self, arena: Arena) -> None:
-        """Gives the buffer back. Its values are gone, save for users who still hold views of it."""
-        self.wait()  # what is under way still writes there
+        """Gives the buffer back to the arena. Users who still hold views of the values keep them."""
+        self.wait()  # a gather under way still writes into the buffer
         buffer, self.buffer = self.buffer, None
         assert buffer is not None, self.name
         for group in self.groups:
-            group.let_go()
+            group.clear_full()
         arena.give_back(buffer, apart=not self.is_leaf)

@@ -1,10 +1,10 @@
-"""Which modules form a unit, and which groups their parameters make.
+"""Chooses which modules form a unit, and which groups their parameters make.
 
-A unit is what is gathered together at stage 3; for the other stages the whole model is one.
+At stage 3 the parameters of a unit are gathered together. At the other stages the whole model is one unit.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +22,11 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 CAST_BY_AUTOCAST: tuple[type[Module], ...] = (nn.Linear, *CONVOLUTIONS)
 
-# They look at their children's weights, and leave their fused path where one is not a plain parameter.
+# These modules read their children's weights, and leave their fused path where one of them is no plain parameter.
 FUSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
-# What stays whole on every rank although parameters are sharded: a gather of it would take longer than it is worth.
-# A constant, so what it costs does not grow with the model.
+# Bytes of parameters that stay whole on every rank at stage 3: a gather of them would take longer than it is worth.
+# A constant, so that the cost does not grow with the model.
 RESIDENT_BYTES = 2**20
 
 
@@ -35,9 +35,9 @@ class UnitSpec:
     """Parameters that are gathered together."""
 
     name: str  # of the module, for messages; empty for the model itself
-    modules: tuple[Module, ...]  # whose forwards use them
-    parameters: Mapping[str, Parameter]  # by name, each in exactly one unit
-    is_leaf: bool = True  # no other unit lies inside; while its modules run, no other unit's do
+    modules: tuple[Module, ...]  # whose forwards use the parameters
+    parameters: Mapping[str, Parameter]  # by name; each is in exactly one unit
+    is_leaf: bool = True  # no other unit lies inside, so no other unit's modules run while its own do
 
     @property
     def nbytes(self) -> int:
@@ -45,41 +45,41 @@ class UnitSpec:
 
 
 def whole_model(model: Module) -> list[UnitSpec]:
-    """The only unit of the stages that keep parameters in full."""
+    """Returns the only unit of the stages that keep parameters in full."""
     return [UnitSpec(name="", modules=(model,), parameters=dict(model.named_parameters()))]
 
 
 def find_units(model: Module, classes: tuple[type | str, ...] | None) -> list[UnitSpec]:
-    """The units of `model`, in the order of its modules; a tied parameter belongs to the first unit that has it.
+    """Returns the units of `model` in module order. A tied parameter belongs to the first unit that has it.
 
-    Modules of one of `classes` (or names of them) are gathered together; None picks the elements of `ModuleList`,
-    `ModuleDict` and `Sequential` that are made of several modules. What is in no such module is a unit of the module
-    that holds it directly. Raises ValueError for a class of which the model has no module.
+    A module of one of `classes` (types or names) is a unit, with all modules inside. None picks the elements of
+    `ModuleList`, `ModuleDict` and `Sequential` that are made of several modules. A parameter in no such module belongs
+    to a unit of the module that holds it directly. Raises ValueError for a class of which the model has no module.
     """
     _refuse_absent(model, classes, "units")
     taken: set[int] = set()
-    found: list[UnitSpec] = []
-    for name, module, recurse in _walk("", model, None, classes):
+    found: dict[int, UnitSpec] = {}  # id of the module that holds the parameters -> unit
+    for name, module, is_block in _walk("", model, None, classes):
         own = {
             as_written(f"{name}.{parameter_name}" if name else parameter_name): parameter
-            for parameter_name, parameter in module.named_parameters(recurse=recurse)
+            for parameter_name, parameter in module.named_parameters(recurse=is_block)
             if id(parameter) not in taken
         }
         if own:
             taken.update(id(parameter) for parameter in own.values())
-            found.append(UnitSpec(name=as_written(name), modules=(module,), parameters=own))
-    holders = {module for spec in found for module in spec.modules}
+            found[id(module)] = UnitSpec(name=as_written(name), modules=(module,), parameters=own)
     return [
-        replace(spec, is_leaf=all(inner is module or inner not in holders for inner in module.modules()))
-        for spec in found
-        for module in spec.modules
+        replace(spec, is_leaf=sum(id(inner) in found for inner in spec.modules[0].modules()) == 1)
+        for spec in found.values()
     ]
 
 
 def find_blocks(model: Module, classes: tuple[type | str, ...] | None, argument: str) -> dict[str, Module]:
-    """The modules inside `model` that are of one of `classes` (None: what `find_units` takes for a unit), each once, by
-    the name it has first; of those inside one another the outermost. Raises ValueError where there are none; `argument`
-    is what the user wrote the classes in."""
+    """Returns the modules inside `model` that are of one of `classes` (None: those that `find_units` picks), by name.
+
+    Each is listed once, by its first name; of nested ones only the outermost. Raises ValueError where there are none;
+    `argument` is the name, for messages, of the argument in which the user gave the classes.
+    """
     _refuse_absent(model, classes, argument)
     found: dict[Module, str] = {}
     for name, module, is_block in _walk("", model, None, classes):
@@ -103,7 +103,7 @@ def _refuse_absent(model: Module, classes: tuple[type | str, ...] | None, argume
 
 
 def as_one(specs: Sequence[UnitSpec]) -> UnitSpec:
-    """All of them together."""
+    """Merges units into one."""
     return UnitSpec(
         name=specs[0].name if len(specs) == 1 else f"{specs[0].name} to {specs[-1].name}",
         modules=tuple(module for spec in specs for module in spec.modules),
@@ -113,15 +113,14 @@ def as_one(specs: Sequence[UnitSpec]) -> UnitSpec:
 
 
 def merge_small(specs: Sequence[UnitSpec], nbytes: int) -> list[UnitSpec]:
-    """Neighbours in the order of the modules become one unit, of at most `nbytes`: so the number of gathers depends on
-    the size of the model, and not on how many modules it is made of."""
-    sizes = [spec.nbytes if spec.is_leaf else nbytes + 1 for spec in specs]  # what lies around others stays alone
+    """Merges neighbours into units of at most `nbytes`, so that a model of small modules does not take many gathers."""
+    sizes = [spec.nbytes if spec.is_leaf else nbytes + 1 for spec in specs]  # a unit around others stays alone
     return [as_one(specs[run.start : run.stop]) for run in fill(sizes, nbytes)]
 
 
 def too_small_to_shard(specs: Sequence[UnitSpec], nbytes: int) -> list[UnitSpec]:
-    """Units that stay whole on every rank, of at most `nbytes` altogether: all of a model that is no larger, else what
-    modules hold directly around other units, and would have to hold on to while those run."""
+    """Returns units, of at most `nbytes` altogether, that stay whole on every rank. These are all units of a model that
+    is no larger, otherwise small units around others, which would have to stay gathered while the others run."""
     if sum(spec.nbytes for spec in specs) <= nbytes:
         return list(specs)
     resident = []
@@ -134,40 +133,39 @@ def too_small_to_shard(specs: Sequence[UnitSpec], nbytes: int) -> list[UnitSpec]
 
 
 def scripted(model: Module) -> Iterator[Module]:
-    """Modules of TorchScript: what they call inside of themselves, no one in Python hears of."""
+    """Yields the modules of TorchScript. Nothing in Python intercepts the calls inside of them."""
     return (module for module in model.modules() if isinstance(module, torch.jit.ScriptModule))
 
 
 def without_scripted(model: Module, specs: Sequence[UnitSpec]) -> tuple[list[UnitSpec], list[UnitSpec]]:
-    """Units without the parameters that modules of TorchScript read, and those, which must be there at all times: in a
-    call of an exported method, in a copy, in a file."""
+    """Divides units into those of parameters that no TorchScript reads, and those of parameters that it does.
+
+    The latter must have their values at all times: in a call of an exported method, in a copy, in a file.
+    """
     held = {id(parameter) for module in scripted(model) for parameter in module.parameters()}
-    if not held:
-        return list(specs), []
 
-    def part(spec: UnitSpec, is_held: bool) -> UnitSpec:
-        chosen = {name: p for name, p in spec.parameters.items() if (id(p) in held) is is_held}
-        return replace(spec, parameters=chosen)
+    def parts(is_held: bool) -> list[UnitSpec]:
+        mine = ({name: p for name, p in spec.parameters.items() if (id(p) in held) is is_held} for spec in specs)
+        return [replace(spec, parameters=chosen) for spec, chosen in zip(specs, mine, strict=True) if chosen]
 
-    apart = ([part(spec, is_held) for spec in specs] for is_held in (False, True))
-    others, theirs = ([spec for spec in parts if spec.parameters] for parts in apart)
-    return others, theirs
+    return parts(False), parts(True)
 
 
 def _walk(
     name: str, module: Module, parent: Module | None, classes: tuple[type | str, ...] | None
 ) -> Iterator[tuple[str, Module, bool]]:
-    """Yields every module that starts a unit, and whether the unit holds the whole subtree or only what it holds."""
-    wanted = _is_block(module, parent) if classes is None else parent is not None and _is_one_of(module, classes)
-    yield name, module, wanted
-    if not wanted:
+    """Yields every module that can start a unit, its name first; and whether the unit is a block: the whole subtree,
+    whose inner modules are not yielded. Otherwise the unit is what the module holds directly."""
+    is_block = _is_block(module, parent) if classes is None else parent is not None and _is_one_of(module, classes)
+    yield name, module, is_block
+    if not is_block:
         for child_name, child in module.named_children():
             yield from _walk(f"{name}.{child_name}" if name else child_name, child, module, classes)
 
 
 def _is_block(module: Module, parent: Module | None) -> bool:
-    """An element of a list of modules that is made of several: the layer of a transformer, the block of a ResNet. Or a
-    module of torch's that hands its children's weights to one kernel."""
+    """Whether `module` is an element, made of several modules, of a list of modules (the layer of a transformer, the
+    block of a ResNet); or a module of torch's that hands its children's weights to one kernel."""
     is_element = isinstance(parent, CONTAINERS) and not isinstance(module, CONTAINERS)
     return isinstance(module, FUSED) or (is_element and any(True for _ in module.children()))
 
@@ -177,13 +175,12 @@ def _is_one_of(module: Module, classes: tuple[type | str, ...]) -> bool:
 
 
 def as_written(name: str) -> str:
-    """A parameter's name without what `torch.compile` adds to it: compiled or not, a model has the same checkpoint."""
+    """Removes from a parameter's name what `torch.compile` adds: compiled or not, a model has the same checkpoint."""
     return name.replace("_orig_mod.", "").removesuffix("._orig_mod")
 
 
 def renamed(state: Mapping[str, Any], name_of: Callable[[str], str] = as_written) -> OrderedDict[str, Any]:
-    """What `Module.state_dict` gave, under other names. The versions of the modules, which torch keeps beside it and
-    asks for when it loads, go along."""
+    """Renames the entries of a `Module.state_dict`, and of the module versions that torch keeps beside them."""
     made: Any = OrderedDict((name_of(name), value) for name, value in state.items())
     versions = getattr(state, "_metadata", None)
     if versions is not None:
@@ -192,8 +189,8 @@ def renamed(state: Mapping[str, Any], name_of: Callable[[str], str] = as_written
 
 
 def modules_in_compiled_regions(model: Module, *, roots: bool = True) -> set[Module]:
-    """What `torch.compile` of the model, of a part of it, or of the LightningModule traces through, or TorchScript has;
-    without `roots` only what lies inside the compiled modules, whose calls are traced."""
+    """Returns the modules that TorchScript holds, or that `torch.compile` (of the model, of a part of it, or of the
+    LightningModule) traces. Without `roots` leaves out compiled modules: their own calls lie outside of the traces."""
     return {
         inner
         for module in model.modules()
@@ -207,15 +204,16 @@ def modules_in_compiled_regions(model: Module, *, roots: bool = True) -> set[Mod
 
 
 def modules_cast_by_autocast(model: Module) -> list[Module]:
-    """Modules whose weights may rest in autocast's dtype: `forward` is torch's own, no other module holds a weight."""
+    """Returns the modules whose weights may rest in autocast's dtype; see `why_not_cast`."""
     return [module for module, why in why_not_cast(model).items() if why is None]
 
 
-def why_not_cast(model: Module) -> dict[Module, str | None]:
-    """Of every module, why its weights may not rest in autocast's dtype; None: they may.
+def why_not_cast(model: Module, trainable: Container[int] | None = None) -> dict[Module, str | None]:
+    """Returns, for every module, why its weights may not rest in autocast's dtype; None where they may. With
+    `trainable`, ids of parameters, only weights that train may.
 
-    Not in compiled regions: a graph casts by itself, and ours would break it. Not in torch's transformer layers: their
-    fused path hands the weights to one kernel, and is taken for plain parameters only.
+    Weights may not in compiled regions: a graph casts by itself, and our cast would break the graph. Nor in torch's
+    transformer layers: their fused path hands the weights to one kernel, and takes only plain parameters.
     """
     fused = {inner for module in model.modules() if isinstance(module, FUSED) for inner in module.modules()}
     compiled = modules_in_compiled_regions(model)
@@ -232,6 +230,7 @@ def why_not_cast(model: Module) -> dict[Module, str | None]:
             "modules share its weights": any(holders[id(parameter)] > 1 for parameter in own),
             "it is made in another dtype": any(parameter.dtype != torch.float32 for parameter in own),
             "a DTensor shows one dtype": any(local_of(parameter) is not parameter for parameter in own),
+            "it does not train": trainable is not None and any(id(parameter) not in trainable for parameter in own),
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -244,8 +243,8 @@ def split_by_kind(
     resting: Mapping[int, torch.dtype],
     offloaded: set[int],
 ) -> dict[Kind, dict[str, Parameter]]:
-    """Parameters by dtype, whether they train and whether their state is offloaded (ids); `resting` has, by id, the
-    dtypes that are not their own."""
+    """Groups parameters by their kind. `trainable` and `offloaded` are ids of parameters; `resting` has, by id, the
+    dtype of each parameter that rests in another one than its own."""
     kinds: dict[Kind, dict[str, Parameter]] = {}
     for name, parameter in parameters.items():
         rests_in = resting.get(id(parameter), parameter.dtype)
@@ -255,8 +254,8 @@ def split_by_kind(
 
 
 def fill_buckets(parameters: Mapping[str, Parameter], bucket_numel: int) -> list[dict[str, Parameter]]:
-    """Cuts parameters, last first (the order in which backward reaches them), into runs of at most one bucket; one that
-    is larger makes a run of its own, which travels in slices."""
+    """Divides parameters, last first (the order in which backward reaches them), into runs of at most one bucket. A
+    larger parameter makes a run of its own, and is reduced in chunks."""
     items = list(parameters.items())[::-1]
     sizes = [local_of(parameter).numel() for _, parameter in items]
     return [dict(items[run.start : run.stop]) for run in fill(sizes, bucket_numel)]
