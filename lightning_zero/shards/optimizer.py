@@ -99,8 +99,10 @@ class PieceStepper:
         with no_interception():
             stepped = [slot for slot in slots if slot.parameter.grad is not None]
         first, others = self._divide(slots, stepped)
-        if others and not any(window.is_staged for window in others) and self._calls_closure_again:
-            first, others = self._in_one(slots, stepped), []
+        if others and not any(window.is_staged for window in others) and self._calls_closure_again:  # all in one
+            whole = [slot for slot in stepped if slot.stepper is not None]
+            first = WholeWindow(self.optimizer, whole, self._staging) if whole else self._window(slots)
+            others = []
         if others:
             self._refuse_groups_apart()
         then = Moment.of(self.optimizer, clones=True) if others else None
@@ -126,11 +128,6 @@ class PieceStepper:
     @cached_property
     def _calls_closure_again(self) -> bool:
         return calls_closure_again(self.optimizer)
-
-    def _in_one(self, slots: Sequence[Slot], stepped: Sequence[Slot]) -> Window:
-        """Returns one window of everything, for an optimizer that calls its closure in the middle of its step."""
-        whole = [slot for slot in stepped if slot.stepper is not None]
-        return WholeWindow(self.optimizer, whole, self._staging) if whole else self._window(slots)
 
     def change(self, call: Callable[[], T]) -> T:
         """Lets `call` change parameters and state between two steps: once for each window, inside which parameters are
@@ -212,30 +209,24 @@ class PieceStepper:
             )
 
     def _divide(
-        self,
-        slots: Sequence[Slot],
-        stepped: Sequence[Slot],
-        *,
-        is_loading: bool = False,
-        with_gradients: bool = True,
+        self, slots: Sequence[Slot], stepped: Sequence[Slot], *, with_gradients: bool = True
     ) -> tuple[Window, list[Window]]:
-        """Returns the window that the user's call steps, and the windows that are stepped after it.
-
-        The latter are offloaded parameters, one group at a time (at most a bucket at a time where they are staged), and
-        whole tensors in rounds. Where the stepper `is_lazy` they are late, if they are stepped `with_gradients`. For
-        `is_loading`, whole tensors count as pieces.
-        """
+        """Returns the window that the user's call steps, and the windows that are stepped after it: of offloaded
+        parameters, and of whole tensors in rounds. If they are stepped `with_gradients`, the latter may be late."""
         is_lazy = self.is_lazy and with_gradients
-        whole = [slot for slot in stepped if slot.stepper is not None and not is_loading]
-        in_pieces = stepped if is_loading else [slot for slot in stepped if slot.stepper is None]
-        apart = by_group(slot for slot in in_pieces if slot.group.places.steps_apart)
-        others = [self._window(run, late=is_lazy) for group in apart.values() for run in self._runs(group)]
+        others = self._apart([slot for slot in stepped if slot.stepper is None], late=is_lazy)
+        whole = [slot for slot in stepped if slot.stepper is not None]
         for run in rounds(whole, self._setting, is_lazy=is_lazy):
             late = is_lazy and may_wait(run[0].group)
             window = WholeWindow(self.optimizer, run, self._staging, late=late, with_gradients=with_gradients)
             others.append(window)
         later = {slot for window in others for slot in window.slots}
         return self._window([slot for slot in slots if slot not in later]), others
+
+    def _apart(self, slots: Iterable[Slot], *, late: bool = False) -> list[Window]:
+        """Returns windows of those that are offloaded: one for each group, or for each bucket where it is staged."""
+        groups = by_group(slot for slot in slots if slot.group.places.steps_apart)
+        return [self._window(run, late=late) for group in groups.values() for run in self._runs(group)]
 
     def _runs(self, slots: Sequence[Slot]) -> list[Sequence[Slot]]:
         if not self._window(slots).is_staged:
@@ -253,8 +244,8 @@ class PieceStepper:
         if slots and slots[0].group.is_freed:  # after fit parameters are whole, and nothing is stepped
             yield slots
             return
-        first, others = self._divide(slots, slots, is_loading=True)
-        for window in [first, *others]:
+        here = self._window([slot for slot in slots if not slot.group.places.steps_apart])
+        for window in [here, *self._apart(slots)]:
             window.begin()
             with self._stepping(window, is_all=True, fuses=False):
                 yield window.slots

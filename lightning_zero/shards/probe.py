@@ -12,6 +12,7 @@ import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from threading import Lock
 from typing import Any, final
 
@@ -29,9 +30,8 @@ SHAPES = ((), (7,), (4, 6), (2, 3, 4), (2, 3, 2, 2))  # by number of dimensions
 # elements, as one of the two pieces has. Google's Adafactor factors no side shorter than 128.
 LARGE = ((), (5376,), (128, 134), (16, 16, 21), (16, 16, 21, 1))
 SCALES = (1e-3, 1e3, 1.0, 1.0)  # of the gradients of the first steps: some optimizers clip large ones
-LATER = (10, 100, 5_544_000)  # numbers of later steps: past thresholds, and multiples of nearly everything up to 100
-MOMENTS = (*range(1, len(SCALES) + 1), *LATER)
-RANKS = 2
+# Steps that are tried: the first ones, and later ones past thresholds and at multiples of nearly everything up to 100.
+MOMENTS = (1, 2, 3, 4, 10, 100, 5_544_000)
 SHARE = 5  # one piece is a fifth of a tensor, the other one the rest
 TOLERANCE = 1e-6  # relative to the largest update: kernels may round the elements of a piece in another way
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -54,14 +54,13 @@ def why_not_in_pieces(optimizer: Optimizer) -> str | None:
         return None
     try:
         with _trying(), torch.inference_mode(False), torch.no_grad():
-            steps = [_gradients(optimizer, number) for number in range(len(MOMENTS))]
-            whole = list(_updates(optimizer, steps, 1, _everything))
+            whole = list(_updates(optimizer, _tensors_in_turn, ranks=1))
             if not any(update.any() for updates in whole for update in updates):
                 return NOTHING
             for reason, part in ((None, _piece), (BY_BLOCK, _piece_of_blocks), (BY_TENSOR, _tensors_in_turn)):
-                if _agrees(whole, optimizer, steps, part):
+                if _agrees(whole, optimizer, part):
                     return reason
-            return BY_ALL if _agrees(whole, optimizer, steps, _everything, ranks=1) else BY_CHANCE
+            return BY_ALL if _agrees(whole, optimizer, _tensors_in_turn, ranks=1) else BY_CHANCE
     except Exception as error:  # an optimizer may ask for anything
         return f"could not be tried on small tensors ({type(error).__name__}: {error})"
 
@@ -114,54 +113,45 @@ def unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 
-# -- what a rank steps of the `index`-th tensor: flat or whole, or None
-
-Part = Callable[[Tensor, int, int], Tensor | None]
-
-
-def _everything(tensor: Tensor, index: int, rank: int) -> Tensor | None:
-    return tensor
+# What a rank, of so many, steps of a tensor that has an index: the tensor, a flat part of it, or None.
+Part = Callable[[int, int, Tensor, int], Tensor | None]
 
 
-def _piece(tensor: Tensor, index: int, rank: int) -> Tensor | None:
-    return _cut(tensor, -(-tensor.numel() // SHARE), rank)
-
-
-def _piece_of_blocks(tensor: Tensor, index: int, rank: int) -> Tensor | None:
-    return _cut(tensor, round_up(-(-tensor.numel() // SHARE), BLOCK), rank)
-
-
-def _cut(tensor: Tensor, at: int, rank: int) -> Tensor | None:
-    part = tensor.reshape(-1)[at:] if rank else tensor.reshape(-1)[:at]
+def _piece(rank: int, ranks: int, tensor: Tensor, index: int, block: int = 1) -> Tensor | None:
+    cut = round_up(-(-tensor.numel() // SHARE), block)
+    part = tensor.reshape(-1)[cut:] if rank else tensor.reshape(-1)[:cut]
     return part if part.numel() else None
 
 
-def _tensors_in_turn(tensor: Tensor, index: int, rank: int) -> Tensor | None:
-    return tensor if index % RANKS == rank else None
+_piece_of_blocks = partial(_piece, block=BLOCK)
 
 
-def _agrees(whole: Groups, optimizer: Optimizer, steps: Sequence[Groups], part: Part, *, ranks: int = RANKS) -> bool:
+def _tensors_in_turn(rank: int, ranks: int, tensor: Tensor, index: int) -> Tensor | None:
+    return tensor if index % ranks == rank else None
+
+
+def _agrees(whole: Groups, optimizer: Optimizer, part: Part, *, ranks: int = 2) -> bool:
     """Whether ranks that each step a part of the tensors make the updates `whole`, which one rank alone has made."""
     try:
-        found = _updates(optimizer, steps, ranks, part)
+        found = _updates(optimizer, part, ranks)
         return all(_are_close(next(found), expected) for expected in whole)
     except Exception:  # it steps matrices only, say, or fewer steps succeed
         return False
 
 
-def _updates(optimizer: Optimizer, steps: Sequence[Groups], ranks: int, part: Part) -> Iterator[list[Tensor]]:
-    """Yields, for each of some steps (given by their gradients), what it changes in the small tensors of every group.
-    Ends early where a later step fails, or its updates are not finite."""
+def _updates(optimizer: Optimizer, part: Part, ranks: int) -> Iterator[list[Tensor]]:
+    """Yields what each step of `MOMENTS` changes in the small tensors of every group. Ends early where a later step
+    fails, or its updates are not finite."""
     values = [_values(group["params"], seed=0) for group in optimizer.param_groups]
-    trials = [_Trial(optimizer, values, part, rank) for rank in range(ranks)]
-    for number, gradients in enumerate(steps):
+    trials = [_Trial(optimizer, values, partial(part, rank, ranks)) for rank in range(ranks)]
+    for number, moment in enumerate(MOMENTS):
         is_late = number >= len(SCALES)
         before = [tensor.clone() for group in values for tensor in group]
         try:
             for trial in trials:
                 if is_late:
-                    trial.move_on(MOMENTS[number] - MOMENTS[number - 1] - 1)
-                trial.step(gradients)
+                    trial.move_on(moment - MOMENTS[number - 1] - 1)
+                trial.step(_gradients(optimizer, number))
         except Exception:  # the steps before a late one were never taken
             if is_late:
                 return
@@ -176,31 +166,27 @@ def _updates(optimizer: Optimizer, steps: Sequence[Groups], ranks: int, part: Pa
 class _Trial:
     """A copy of an optimizer, which steps what one rank has of the tensors of each group."""
 
-    def __init__(self, optimizer: Optimizer, values: Groups, part: Part, rank: int) -> None:
-        self._part, self._rank = part, rank
+    def __init__(self, optimizer: Optimizer, values: Groups, part: Callable[[Tensor, int], Tensor | None]) -> None:
+        self._part = part
         self._values = self._cut(values)
-        self._stepped = [
-            [Parameter(torch.empty(0, dtype=torch.float64) if one is None else one.clone()) for one in group]
-            for group in self._values
-        ]
-        self._optimizer = _trial_of(optimizer, self._stepped)
+        nothing = torch.empty(0, dtype=torch.float64)
+        self._stepped = [Parameter(nothing if value is None else value.clone()) for value in self._values]
+        left = iter(self._stepped)
+        self._optimizer = _trial_of(optimizer, [[next(left) for _ in group] for group in values])
         self._counts: dict[tuple[int, Any], float] = {}  # before the latest step, by id of the dictionary and key
 
-    def _cut(self, groups: Groups) -> list[list[Tensor | None]]:
-        number = itertools.count()
-        return [[self._part(tensor, next(number), self._rank) for tensor in group] for group in groups]
+    def _cut(self, groups: Groups) -> list[Tensor | None]:
+        return [self._part(tensor, index) for index, tensor in enumerate(itertools.chain(*groups))]
 
     def step(self, gradients: Groups) -> None:
         """Takes one step, and writes the results into this rank's part of the tensors."""
-        for group, grads in zip(self._stepped, self._cut(gradients), strict=True):
-            for parameter, grad in zip(group, grads, strict=True):
-                parameter.grad = None if grad is None else grad.clone()
+        for parameter, grad in zip(self._stepped, self._cut(gradients), strict=True):
+            parameter.grad = None if grad is None else grad.clone()
         self._counts = {(id(holder), name): float(holder[name]) for holder, name in _numbers(self._optimizer)}
         _step(self._optimizer)
-        for group, there in zip(self._stepped, self._values, strict=True):
-            for parameter, value in zip(group, there, strict=True):
-                if value is not None:
-                    value.copy_(parameter)
+        for parameter, value in zip(self._stepped, self._values, strict=True):
+            if value is not None:
+                value.copy_(parameter)
 
     def move_on(self, steps: int) -> None:
         """Adds `steps` to every number that has counted the latest step."""

@@ -19,7 +19,7 @@ from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.layout import Piece, fill
 from lightning_zero.shards.setting import Setting
 from lightning_zero.shards.slot import Slot
-from lightning_zero.shards.window import Staging, Window
+from lightning_zero.shards.window import NOT_STAGED, Staging, Window
 from lightning_zero.tiers.ledger import Category, Place, Tier
 
 
@@ -180,11 +180,11 @@ class WholeWindow(Window):
         arrived = self._exchange(parts, numels)
         for slot in self.slots:
             assert slot.stepper is not None
-            values, staged = next(arrived[slot.stepper]), self._staged.get(slot)
-            if staged is None or staged.master is None:
+            values, master = next(arrived[slot.stepper]), self._staged.get(slot, NOT_STAGED).master
+            if master is None:
                 slot.group.rest.master.write(slot.piece.in_shard, values)
             else:
-                staged.master.copy_(values)
+                master.copy_(values)
         super().put_values()
         self._brought = {}
 
@@ -203,12 +203,11 @@ class WholeWindow(Window):
     def _value_and_gradient(self, slot: Slot) -> list[Tensor]:
         """Returns what this rank owns of a tensor, flat; the gradient only where it is needed."""
         assert slot.gradient is not None
-        staged = self._staged.get(slot)
-        value, grad = (None, None) if staged is None else (staged.master, staged.grad)
-        value = slot.group.rest.master.read(slot.piece.in_shard) if value is None else value
+        staged = self._staged.get(slot, NOT_STAGED)
+        value = slot.group.rest.master.read(slot.piece.in_shard) if staged.master is None else staged.master
         if not self._with_gradients:
             return [value]
-        grad = slot.gradient.piece(slot) if grad is None else grad
+        grad = slot.gradient.piece(slot) if staged.grad is None else staged.grad
         return [value, grad.view(-1).to(value.device, value.dtype)]
 
 

@@ -49,6 +49,9 @@ class _Staged:
     resting: dict[str, StateElsewhere]  # what stands for the state between steps
 
 
+NOT_STAGED = _Staged(None, None, {}, {}, {})
+
+
 class _Shown(NamedTuple):
     """What a parameter showed its user before it became its piece."""
 
@@ -147,13 +150,12 @@ class Window:
 
     def _bytes_of(self, slot: Slot, resting: dict[str, StateElsewhere]) -> int:
         """Bytes of the room that `begin` takes for a slot."""
-        of_state, of_piece = [one.dtype for one in resting.values()], []
+        sizes = [one.numel() * one.dtype.itemsize for one in resting.values()]
         if self._is_on_disk:
-            gradient = self._gradient_of(slot)
-            of_piece = [slot.group.rest.master.dtype] + ([] if gradient is None else [gradient.dtype])
-            of_state += [one.array.dtype for one in resting.values() if one.array.dtype != one.dtype]
-        sizes = [slot.state_piece.numel * dtype.itemsize for dtype in of_state]
-        sizes += [slot.piece.numel * dtype.itemsize for dtype in of_piece]
+            narrow = [one for one in resting.values() if one.array.dtype != one.dtype]
+            sizes += [one.numel() * one.array.dtype.itemsize for one in narrow]
+            arrays = [slot.group.rest.master, self._gradient_of(slot)]
+            sizes += [slot.piece.numel * array.dtype.itemsize for array in arrays if array is not None]
         return sum(round_up(size, ALIGNMENT) for size in sizes)
 
     def _gradient_of(self, slot: Slot) -> Array | None:
@@ -214,12 +216,10 @@ class Window:
         fuses &= bool(kinds) and all(kind.is_offloaded and kind.declared in FUSABLE for kind in kinds)
         for group in self._optimizer.param_groups:
             own = {"params": group["params"]}
-            mine = own["params"] if is_all else [parameter for parameter in own["params"] if parameter in wanted]
-            if self._stand_ins:
-                mine = [self._stand_ins.get(parameter, parameter) for parameter in mine]
+            if self._stand_ins or not is_all:
+                group["params"] = [self._stand_ins.get(p, p) for p in own["params"] if is_all or p in wanted]
             if fuses and may_fuse(self._optimizer, group):
                 own["fused"], group["fused"] = group["fused"], True
-            group["params"] = mine
             self._options.append(own)
 
     def _prepare(self) -> None:
@@ -242,17 +242,16 @@ class Window:
 
     def _stepped(self, slot: Slot, shown: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Returns the piece that stands for a parameter, and its gradient; `shown` is what `p.grad` was."""
-        staged, gradient = self._staged.get(slot), slot.gradient
+        staged, gradient = self._staged.get(slot, NOT_STAGED), slot.gradient
         assert gradient is not None
-        values = None if staged is None else staged.master
-        piece = slot.stepped(slot.group.rest.master) if values is None else values.view(slot.stepped_shape)
+        shape, master, grad = slot.stepped_shape, staged.master, staged.grad
+        piece = slot.stepped(slot.group.rest.master) if master is None else master.view(shape)
         if not ((self.is_late or shown is not None) and slot.steps_any):
             return piece, None
-        grad = None if staged is None else staged.grad
         if grad is None:
             grad = gradient.piece(slot) if gradient.travels else shown
         assert grad is not None
-        return piece, grad.view(slot.stepped_shape).to(piece.device, piece.dtype)
+        return piece, grad.view(shape).to(piece.device, piece.dtype)
 
     def exit(self) -> None:
         """Makes the parameters what their users see again."""
