@@ -12,7 +12,7 @@ from lightning_zero.shards.probe import BLOCK, BY_ALL, BY_BLOCK, BY_TENSOR, NOTH
 
 
 class Stepped(NamedTuple):
-    """What optimizers step at a time."""
+    """How much of a parameter optimizers step at a time."""
 
     whole: list[Optimizer]  # those that step whole tensors
     block: int  # elements of a parameter that pieces never divide, for all optimizers; 1 where none steps blocks
@@ -22,8 +22,8 @@ def choose_stepped(optimizers: Sequence[Optimizer], options: Options, is_divided
     """Chooses what each optimizer steps, by `options.granularity` and by what it looks at.
 
     Warns where an optimizer steps less than it looks at, as the user has asked, or where trying it could not tell.
-    Raises ValueError for an optimizer that no granularity suits, and where blocks or whole tensors cannot be stepped:
-    if tensor-parallel ranks have parts of tensors (`is_divided`), and whole tensors not with `step_in_backward` either.
+    Raises ValueError for an optimizer that no granularity suits, for one that steps blocks or whole tensors of which
+    tensor-parallel ranks have parts (`is_divided`), and for one that steps whole tensors with `step_in_backward`.
     """
     whole, blocked, asked = [], [], options.granularity
     for optimizer in optimizers:

@@ -34,14 +34,11 @@ class Moment:
     def of(cls, optimizer: Optimizer, *, clones: bool = False) -> "Moment":
         """Returns the optimizer as it is now. A moment that outlives the call needs `clones` of options that are
         tensors: a scheduler writes into a learning rate that is one."""
-        options = [
-            {
-                name: value.clone() if clones and isinstance(value, Tensor) else value
-                for name, value in group.items()
-                if name != "params"
-            }
-            for group in optimizer.param_groups
-        ]
+
+        def kept(value: Any) -> Any:
+            return value.clone() if clones and isinstance(value, Tensor) else value
+
+        options = [{n: kept(value) for n, value in g.items() if n != "params"} for g in optimizer.param_groups]
         optimizers = wrapped_in(optimizer)
         numbers = [{n: value for n, value in vars(one).items() if _is_number(n, value)} for one in optimizers]
         counts = [copy.deepcopy(_counts_of(one)) for one in optimizers]

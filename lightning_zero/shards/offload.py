@@ -22,7 +22,7 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What offloading may use of the machine."""
+    """The resources of a machine that offloading may use."""
 
     host_bytes: int | None = None  # of host memory for this rank; None where the system does not say
     ranks: int = 1  # on this machine, which share its disk

@@ -55,7 +55,7 @@ class PieceStepper:
     def note_parameters(self) -> None:
         """Takes note of the parameters that the optimizer has now."""
         self._slots.update({parameter: slot for parameter in self.parameters if (slot := training_slot(parameter))})
-        # What `self.parameters()` of a module lists too, but has no gradient: integer tables, quantised tensors.
+        # Integer tables and quantised tensors, which a module's `parameters()` has too. They have no gradient.
         self._left_alone = {parameter for parameter in self.parameters if parameter not in self._slots}
 
     @property
@@ -89,17 +89,15 @@ class PieceStepper:
 
         Where the pieces rest in several tiers, or on disk, the call inside steps the first window of them. The other
         windows are stepped when the call ends; with `is_lazy`, when their values are needed. Each of them is stepped
-        with the options of the user's call.
-
-        Args:
-            slots: all that the optimizer steps, except what backward has stepped.
+        with the options of the user's call. `slots` are all that the optimizer steps, except what backward has stepped.
         """
         if self.is_lazy and not isinstance(self.optimizer.state, CaughtUpState):
             self.optimizer.state = CaughtUpState(self.optimizer.state, self._catch_up)
         with no_interception():
             stepped = [slot for slot in slots if slot.parameter.grad is not None]
         first, others = self._divide(slots, stepped)
-        if others and not any(window.is_staged for window in others) and self._calls_closure_again:  # all in one
+        if others and not any(window.is_staged for window in others) and self._calls_closure_again:
+            # Around its closure such a step is left and entered again, so one window has all that it steps.
             whole = [slot for slot in stepped if slot.stepper is not None]
             first = WholeWindow(self.optimizer, whole, self._staging) if whole else self._window(slots)
             others = []
@@ -163,8 +161,8 @@ class PieceStepper:
         """Steps some parameters in the middle of a backward. All of them must have averaged gradients."""
         self._refuse_groups_apart()
         then = Moment.of(self.optimizer, clones=True)
-        for run in self._runs(slots):
-            self._step_late(self._window(run, late=True), then)
+        for window in self._windows(slots, late=True):
+            self._step_late(window, then)
         self.finish()
 
     def _step_late(self, window: Window, then: Moment) -> None:
@@ -224,15 +222,18 @@ class PieceStepper:
         return self._window([slot for slot in slots if slot not in later]), others
 
     def _apart(self, slots: Iterable[Slot], *, late: bool = False) -> list[Window]:
-        """Returns windows of those that are offloaded: one for each group, or for each bucket where it is staged."""
+        """Returns the windows of those that are offloaded, group by group."""
         groups = by_group(slot for slot in slots if slot.group.places.steps_apart)
-        return [self._window(run, late=late) for group in groups.values() for run in self._runs(group)]
+        return [window for group in groups.values() for window in self._windows(group, late=late)]
 
-    def _runs(self, slots: Sequence[Slot]) -> list[Sequence[Slot]]:
-        if not self._window(slots).is_staged:
-            return [slots]
+    def _windows(self, slots: Sequence[Slot], *, late: bool) -> list[Window]:
+        """Returns a window of slots of one group; where it has to be staged, a window for each bucket of them."""
+        window = self._window(slots, late=late)
+        if not window.is_staged:
+            return [window]
         sizes = [slot.piece.numel * slot.group.rest.master.dtype.itemsize for slot in slots]
-        return [slots[run.start : run.stop] for run in fill(sizes, self._setting.bucket_bytes)]
+        runs = fill(sizes, self._setting.bucket_bytes)
+        return [self._window(slots[run.start : run.stop], late=late) for run in runs]
 
     def _window(self, slots: Sequence[Slot], *, late: bool = False) -> Window:
         return Window(self.optimizer, slots, self._staging, late=late)

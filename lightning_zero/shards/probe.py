@@ -30,7 +30,7 @@ SHAPES = ((), (7,), (4, 6), (2, 3, 4), (2, 3, 2, 2))  # by number of dimensions
 # elements, as one of the two pieces has. Google's Adafactor factors no side shorter than 128.
 LARGE = ((), (5376,), (128, 134), (16, 16, 21), (16, 16, 21, 1))
 SCALES = (1e-3, 1e3, 1.0, 1.0)  # of the gradients of the first steps: some optimizers clip large ones
-# Steps that are tried: the first ones, and later ones past thresholds and at multiples of nearly everything up to 100.
+# Steps that are tried: one for each scale, and later ones past thresholds, multiples of nearly everything up to 100.
 MOMENTS = (1, 2, 3, 4, 10, 100, 5_544_000)
 SHARE = 5  # one piece is a fifth of a tensor, the other one the rest
 TOLERANCE = 1e-6  # relative to the largest update: kernels may round the elements of a piece in another way
@@ -84,14 +84,14 @@ def calls_closure_again(optimizer: Optimizer) -> bool:
     if type(optimizer) in ELEMENT_WISE:
         return False
     calls = 0
-    trial = _trial_of(optimizer, [[Parameter(torch.ones(2, 2))] for _ in optimizer.param_groups])
+    tried = [Parameter(torch.ones(2, 2)) for _ in optimizer.param_groups]
+    trial = _trial_of(optimizer, [[parameter] for parameter in tried])
 
     def closure() -> Tensor:
         nonlocal calls
         calls += 1
-        for group in trial.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = torch.full_like(parameter, 0.1)
+        for parameter in tried:
+            parameter.grad = torch.full_like(parameter, 0.1)
         return torch.ones(())
 
     with _trying(), suppress(Exception):  # an optimizer may ask for anything
@@ -113,7 +113,7 @@ def unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 
-# What a rank, of so many, steps of a tensor that has an index: the tensor, a flat part of it, or None.
+# (rank, ranks, tensor, index of the tensor) -> what the rank steps: the tensor, a flat part of it, or None
 Part = Callable[[int, int, Tensor, int], Tensor | None]
 
 

@@ -8,7 +8,7 @@ the 2 or 3 times the parameters that other collectives of a step send.
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, final
 
 import torch
@@ -138,21 +138,19 @@ class WholeWindow(Window):
 
     def _bring_whole(self) -> None:
         """Sends this rank's pieces, of value and gradient, to their steppers, and receives those that it steps."""
+        sorts = ("value", "gradient") if self._with_gradients else ("value",)
         parts, numels = defaultdict[int, list[Tensor]](list), defaultdict[int, list[int]](list)
         for slot in self.slots:
             if slot.piece.numel:
                 assert slot.stepper is not None
                 parts[slot.stepper] += self._value_and_gradient(slot)
             for rank, piece in _stepped_pieces(slot):
-                numels[rank] += [piece.numel] * (1 + self._with_gradients)
+                numels[rank] += [piece.numel for _ in sorts]
         arrived = self._exchange(parts, numels)
         del parts  # frees what was copied to be sent
         for slot in (slot for slot in self.slots if slot.steps_any):
             master, ledger = slot.group.rest.master, slot.group.setting.ledger
-            brought = [
-                ledger.allocate(Category.GATHERED, slot.numel, master.dtype, master.place)
-                for _ in range(1 + self._with_gradients)
-            ]
+            brought = [ledger.allocate(Category.GATHERED, slot.numel, master.dtype, master.place) for _ in sorts]
             for rank, piece in _stepped_pieces(slot):
                 for whole in brought:
                     whole[piece.start : piece.stop] = next(arrived[rank])
@@ -188,9 +186,7 @@ class WholeWindow(Window):
         super().put_values()
         self._brought = {}
 
-    def _exchange(
-        self, parts: Mapping[int, Sequence[Tensor]], numels: Mapping[int, Sequence[int]]
-    ) -> list[Iterator[Tensor]]:
+    def _exchange(self, parts: dict[int, list[Tensor]], numels: dict[int, list[int]]) -> list[Iterator[Tensor]]:
         """Sends flat `parts` to each rank, and receives parts of `numels` elements from each. Returns them by rank."""
         group = self.slots[0].group
         comm, device, dtype = group.comm, group.places.gathered.device, group.rest.master.dtype

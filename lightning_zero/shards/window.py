@@ -53,7 +53,7 @@ NOT_STAGED = _Staged(None, None, {}, {}, {})
 
 
 class _Shown(NamedTuple):
-    """What a parameter showed its user before it became its piece."""
+    """The gradient and the class that a parameter had before it became its piece."""
 
     grad: Tensor | None
     kind: type[Parameter]  # plain, or a parameter whose values are elsewhere
@@ -105,7 +105,7 @@ class Window:
         self._options: list[dict[str, Any]] = []  # the user's, of each parameter group, where a step changes them
 
     def postpone(self, step: Callable[[], None]) -> None:
-        """Has `step`, which steps this window, called before the group's values are read, by this rank alone."""
+        """Has this rank call `step`, which steps the window, before it reads the group's values."""
         self.slots[0].group.postpone(step)
 
     @property
@@ -254,14 +254,14 @@ class Window:
         return piece, grad.view(shape).to(piece.device, piece.dtype)
 
     def exit(self) -> None:
-        """Makes the parameters what their users see again."""
+        """Gives the parameters back what their users see."""
         for group, own in zip(self._optimizer.param_groups, self._options, strict=True):
             group.update(own)
         self._options.clear()
         for parameter, stand_in in self._stand_ins.items():
             _move_state(self._optimizer, stand_in, parameter)
         cleared = {slot: slot.local.stepped.grad is None for slot, shown in self._shown.items() if shown.has_gradient}
-        are_all_cleared = bool(cleared) and all(cleared.values())  # counts where this rank has no piece
+        are_all_cleared = bool(cleared) and all(cleared.values())  # for slots of which this rank has no piece
         for slot, shown in self._shown.items():
             is_cleared = cleared.get(slot, are_all_cleared)
             self._show_whole(slot, shown._replace(grad=None) if is_cleared else shown)
@@ -283,8 +283,8 @@ class Window:
             parameter.__class__ = shown.kind
 
     def put(self, rest: MakeResting, is_cut: Callable[[str], bool]) -> None:
-        """Writes what was stepped to where it rests: the values, and the state that `_may_rest`. `is_cut` tells by its
-        name whether state is cut as its parameter is, and `rest` makes what stands for it between steps."""
+        """Writes the values to where they rest, and the state for which `_may_rest`. `is_cut` tells by its name whether
+        state is cut as its parameter is, and `rest` makes the tensor that stands for it between steps."""
         self.put_values()
         for slot, staged in self._staged.items():
             places, ledger = slot.group.places, slot.group.setting.ledger

@@ -1,4 +1,4 @@
-"""What autograd saves of gathered parameters: where a value lies in a unit, not a view of a buffer that is reused.
+"""`SavedParameters`: has autograd save where gathered values lie in a unit, not views of a buffer that is reused.
 
 Around the forward of a unit, and around whole training forwards, a pair of saved-tensor hooks notes where a saved
 tensor lies, and gathers the unit again when autograd asks for the values. This is the only way in which backward
