@@ -124,8 +124,7 @@ class WholeWindow(Window):
         self._brought: dict[Slot, list[Tensor]] = {}  # value and gradient of what this rank steps
 
     def postpone(self, step: Callable[[], None]) -> None:
-        """Brings the tensors to their steppers, and postpones `step` and the way back. Collective: call it on every
-        rank."""
+        """Brings tensors to their steppers; postpones `step` and the way back. Collective: call it on every rank."""
         self._bring_whole()
         (group,) = {slot.group for slot in self.slots}
         group.postpone(step)

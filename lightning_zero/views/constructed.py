@@ -85,7 +85,7 @@ class ConstructedParameter(Parameter):
 
 
 def _is_called_by_parameter() -> bool:
-    """Whether ``Parameter(p)`` calls, which needs a tensor of the class of `p` and makes it a parameter."""
+    """Whether the caller is ``Parameter(p)``, which needs a tensor of the class of `p`, and makes that a parameter."""
     frame = sys._getframe(2)
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:  # a mode's, such as a device's
         frame = frame.f_back

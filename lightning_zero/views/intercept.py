@@ -92,7 +92,7 @@ class Lent:
 
 
 def _state_of(values: Tensor) -> tuple[int, int]:
-    """Returns version and address: an edit in place changes at least one of them."""
+    """Returns version and address, both of which edits in place may change."""
     with torch._C.DisableTorchFunctionSubclass():
         version = 0 if values.is_inference() else values._version
         return version, values.data_ptr() if values.layout == torch.strided else 0

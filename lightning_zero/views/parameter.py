@@ -41,7 +41,7 @@ class Lender(ABC):
 
     @abstractmethod
     def load(self, slot: Slot, source: Stored) -> None:
-        """Gives the parameter values from a file."""
+        """Has the parameter take values that are in a file."""
 
     @abstractmethod
     def settle_gradients(self) -> None:

@@ -53,12 +53,12 @@ class _Itself(NamedTuple):
 
 
 class _Ours(partial[Any]):
-    """One of our hooks, which others are told from."""
+    """A hook of ours, which its type tells from others."""
 
 
 @final
 class SavedParameters:
-    """Sets the hooks, and brings what they have noted.
+    """Sets the saved-tensor hooks, and gathers what they have noted.
 
     `use` gathers a unit in backward. `gather_old(group, shard)` returns the full array of a group as it was when
     `shard` was its owned_param; it is a collective.
