@@ -12,15 +12,19 @@ from lightning_zero.shards.probe import BLOCK, BY_ALL, BY_BLOCK, BY_TENSOR, NOTH
 
 
 class Stepped(NamedTuple):
-    """What of parameters is never parted for the optimizers' steps."""
+    """How much of a parameter optimizers step at a time."""
 
-    whole: list[Optimizer]  # that step whole tensors
-    block: int  # elements that pieces never part, whoever steps them
+    whole: list[Optimizer]  # those that step whole tensors
+    block: int  # elements of a parameter that pieces never divide, for all optimizers; 1 where none steps blocks
 
 
 def choose_stepped(optimizers: Sequence[Optimizer], options: Options, is_divided: bool) -> Stepped:
-    """What optimizers step; where tensors are divided among tensor-parallel ranks, only element-wise ones can. Raises
-    ValueError for those that cannot do with that, and warns of those that the user knows better."""
+    """Chooses what each optimizer steps, by `options.granularity` and by what it looks at.
+
+    Warns where an optimizer steps less than it looks at, as the user has asked, or where trying it could not tell.
+    Raises ValueError for an optimizer that no granularity suits, for one that steps blocks or whole tensors of which
+    tensor-parallel ranks have parts (`is_divided`), and for one that steps whole tensors with `step_in_backward`.
+    """
     whole, blocked, asked = [], [], options.granularity
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.SparseAdam):

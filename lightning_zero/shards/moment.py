@@ -1,10 +1,10 @@
-"""`Moment`: an optimizer as it was when its user called `step`, for what is stepped only later."""
+"""`Moment`: an optimizer as it was when its user called `step`, kept for parameters that are stepped later."""
 
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 
 def wrapped_in(optimizer: Optimizer) -> list[Optimizer]:
-    """An optimizer, and those that it wraps, as Lookahead and SAM do."""
+    """Returns an optimizer and those that it wraps, as Lookahead and SAM do."""
     found = [optimizer]
     for one in found:
         inner = [value for value in vars(one).values() if isinstance(value, Optimizer)]
@@ -23,37 +23,30 @@ def wrapped_in(optimizer: Optimizer) -> list[Optimizer]:
 
 @dataclass(frozen=True)
 class Moment:
-    """An optimizer's options, and what it and those that it wraps count by themselves, as they were when the user's
-    call of `step` began."""
+    """The options of an optimizer, and the counts that it and those it wraps keep, at one moment."""
 
-    options: list[dict[str, Any]]  # of each group
-    numbers: list[dict[str, Any]]  # of each optimizer
-    counts: list[dict[Any, Any]]  # in its state, under other keys than parameters
-    default_dtype: torch.dtype  # of the scalars that it makes; 64-true changes it during forward
+    options: list[dict[str, Any]]  # of each parameter group
+    numbers: list[dict[str, Any]]  # attributes of each optimizer that are numbers
+    counts: list[dict[Any, Any]]  # entries of each optimizer's state whose keys are no parameters
+    default_dtype: torch.dtype  # of the scalars that a step makes; precision 64-true changes it during forward
 
     @classmethod
-    def of(cls, optimizer: Optimizer) -> "Moment":
-        options = [
-            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
-        ]
-        all_of_them = wrapped_in(optimizer)
-        numbers = [{n: value for n, value in vars(one).items() if _is_number(n, value)} for one in all_of_them]
-        counts = [copy.deepcopy(_counts_of(one)) for one in all_of_them]
+    def of(cls, optimizer: Optimizer, *, clones: bool = False) -> "Moment":
+        """Returns the optimizer as it is now. A moment that outlives the call needs `clones` of options that are
+        tensors: a scheduler writes into a learning rate that is one."""
+
+        def kept(value: Any) -> Any:
+            return value.clone() if clones and isinstance(value, Tensor) else value
+
+        options = [{n: kept(value) for n, value in g.items() if n != "params"} for g in optimizer.param_groups]
+        optimizers = wrapped_in(optimizer)
+        numbers = [{n: value for n, value in vars(one).items() if _is_number(n, value)} for one in optimizers]
+        counts = [copy.deepcopy(_counts_of(one)) for one in optimizers]
         return cls(options, numbers, counts, torch.get_default_dtype())
-
-    @classmethod
-    def kept(cls, optimizer: Optimizer) -> "Moment":
-        """As `of`, whatever becomes of the options: a scheduler writes into a learning rate that is a tensor."""
-        moment = cls.of(optimizer)
-        options = [
-            {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
-            for group in moment.options
-        ]
-        return replace(moment, options=options)
 
     @contextmanager
     def back(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, the optimizer is as it was at that moment; but for its parameters and their state."""
+        """Inside, the optimizer is as it was at this moment, except for its parameters and their state."""
         now = Moment.of(optimizer)
         self._put(optimizer)
         try:
@@ -79,57 +72,46 @@ class Moment:
 
 
 def _counts_of(optimizer: Optimizer) -> dict[Any, Any]:
-    """What is in its state under other keys than parameters, whether or not a step is still to be taken."""
+    """Returns the entries of its state whose keys are no parameters, without taking postponed steps."""
     state: dict[Any, Any] = optimizer.state
     return {key: value for key, value in dict.items(state) if not isinstance(key, Tensor)}
 
 
 def _is_number(name: str, value: Any) -> bool:
-    """The two that are named tell a fused kernel of an overflow; a `GradScaler` puts them there for the call alone."""
+    """Whether an attribute belongs to a moment: a number, or one of the two tensors by which a `GradScaler` tells a
+    fused kernel of an overflow, and which it sets for one call only."""
     return isinstance(value, int | float) or name in ("found_inf", "grad_scale")
 
 
+def _caught_up(name: str) -> Any:
+    """Returns the method of `defaultdict` of that name, which takes the postponed steps first."""
+    look_up = getattr(defaultdict, name)
+
+    def catch_up_first(self: "CaughtUpState", *args: Any) -> Any:
+        self._catch_up()
+        return look_up(self, *args)
+
+    return catch_up_first
+
+
 class CaughtUpState(defaultdict[Any, Any]):
-    """`optimizer.state` where steps may be postponed: who looks at it finds it after them. `catch_up` takes them."""
+    """`optimizer.state` where steps may be postponed: it calls `catch_up`, which takes them, before each look-up."""
 
     def __init__(self, state: Mapping[Any, Any], catch_up: Callable[[], None]) -> None:
         super().__init__(dict, state)
         self._catch_up = catch_up
 
-    def __getitem__(self, parameter: Any) -> Any:
-        self._catch_up()
-        return super().__getitem__(parameter)
-
-    def __contains__(self, parameter: Any) -> bool:
-        self._catch_up()
-        return super().__contains__(parameter)
-
-    def __iter__(self) -> Iterator[Any]:
-        self._catch_up()
-        return super().__iter__()
-
-    def __len__(self) -> int:
-        self._catch_up()
-        return super().__len__()
-
-    def get(self, parameter: Any, default: Any = None) -> Any:
-        self._catch_up()
-        return super().get(parameter, default)
-
-    def keys(self) -> Any:
-        self._catch_up()
-        return super().keys()
-
-    def items(self) -> Any:
-        self._catch_up()
-        return super().items()
-
-    def values(self) -> Any:
-        self._catch_up()
-        return super().values()
+    __getitem__ = _caught_up("__getitem__")
+    __contains__ = _caught_up("__contains__")
+    __iter__ = _caught_up("__iter__")
+    __len__ = _caught_up("__len__")
+    get = _caught_up("get")
+    keys = _caught_up("keys")
+    items = _caught_up("items")
+    values = _caught_up("values")
 
     def as_made(self) -> defaultdict[Any, Any]:
-        """As torch makes it."""
+        """Returns the same state as a plain `defaultdict`, as torch makes it."""
         made: defaultdict[Any, Any] = defaultdict(dict)
         dict.update(made, dict.items(self))
         return made

@@ -1,4 +1,5 @@
-"""What is offloaded where, and whether there is room (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, 2104.07857)."""
+"""Chooses the tier of what is offloaded, and checks that it fits (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity,
+2104.07857)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,23 +22,22 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What offload may count on."""
+    """The resources of a machine that offloading may use."""
 
-    host_bytes: int | None = None  # that this rank may take of host memory; None where the system does not say
-    ranks: int = 1  # of the machine, which share its disk
-    host_is_apart: bool | None = None  # whether host memory is another tier than the device's; None: if it is
+    host_bytes: int | None = None  # of host memory for this rank; None where the system does not say
+    ranks: int = 1  # on this machine, which share its disk
+    host_is_apart: bool | None = None  # whether host and device are two tiers; None: unless the device is the CPU
 
 
 def places_for(offload: Offload | None, device: torch.device, partition: Partition, machine: Machine) -> Places:
-    """Where the parts of offloaded groups live: gradients with the optimizer that steps them, where they rest as
-    shards."""
+    """Returns where the parts of offloaded groups rest. Gradients that rest as shards are where the optimizer steps."""
     here = Place(device)
     if offload is None:
         return Places(here, here, here, here)
     pinned = offload.pin_memory and device.type == "cuda"
     tiers = {None: here, "cpu": host_of(device, machine, pins=offload.pin_memory)}
     if offload.path is not None:
-        keep_no_freed_memory()  # who offloads to disk has little of it
+        keep_no_freed_memory()  # users offload to disk because memory is scarce
         tiers["nvme"] = Place(HOST, Tier.DISK, pinned, Disk(offload.path))
     optimizer = tiers[offload.optimizer]
     gradient = optimizer if partition.gradient else here
@@ -45,27 +45,27 @@ def places_for(offload: Offload | None, device: torch.device, partition: Partiti
 
 
 def host_of(device: torch.device, machine: Machine, *, pins: bool = True) -> Place:
-    """The host's memory; the device's place where that is the same."""
+    """Returns the place that is host memory, or the device's where the two are one tier."""
     is_apart = device.type != "cpu" if machine.host_is_apart is None else machine.host_is_apart
     return Place(HOST, Tier.HOST, pins and device.type == "cuda") if is_apart else Place(device)
 
 
 def choose_offloaded(offload: Offload | None, named: Mapping[str, Parameter], trainable: set[int]) -> set[int]:
-    """Ids of those whose optimizer state is offloaded: of all that train (`trainable`, ids) the last ones of the model,
-    up to the share that was asked for. (Their values are needed last in the next forward.)"""
+    """Returns the ids of the parameters whose optimizer state is offloaded: of those that train (`trainable`, ids) the
+    last ones of the model, up to `offload.fraction`. Their values are needed last in the next forward."""
     if offload is None or offload.optimizer is None:
         return set()
     trained = [parameter for parameter in named.values() if id(parameter) in trainable]
     left, chosen = offload.fraction * sum(parameter.numel() for parameter in trained), set()
     for parameter in reversed(trained):
-        if parameter.numel() <= 2 * left:  # nearer to the share with it than without
+        if parameter.numel() <= 2 * left:  # nearer to the fraction with it than without
             chosen.add(id(parameter))
             left -= parameter.numel()
     return chosen
 
 
 def why_serial(module: Module, shards: Sequence[GradientShard]) -> str | None:
-    """Why steps of what is offloaded cannot be taken as late as when the values are wanted; None where they can."""
+    """Returns why offloaded steps cannot be postponed until values are needed; None if they can."""
     offloaded = [shard for shard in shards if shard.group.kind.is_offloaded]
     if all(shard.group.places.optimizer == shard.group.places.gathered for shard in offloaded):
         return "it is kept where it is used"
@@ -83,12 +83,12 @@ def refuse_too_little_room(
     setting: Setting,
     machine: Machine,
 ) -> None:
-    """Raises ValueError unless the tiers have room for what is to rest there once the optimizers have made their state;
-    parameters, masters and gradients (`shards`) are there already."""
+    """Raises ValueError unless the tiers have room for the state that the optimizers will make. Parameters, masters and
+    the gradients in `shards` are there already."""
     per_element = max(map(state_tensors_of, optimizers), default=0)
     groups = [shard.group for shard in shards if shard.group.kind.is_offloaded]
     dtypes = {group: group.places.state_dtype or group.master.dtype for group in groups}
-    state_bytes = sum(per_element * group.master.numel * dtype.itemsize for group, dtype in dtypes.items())
+    state_bytes = per_element * sum(group.master.numel * dtype.itemsize for group, dtype in dtypes.items())
     place, taken = setting.places.optimizer, setting.ledger.tiers[Tier.HOST]
     needed = taken + (state_bytes if place.tier is Tier.HOST else 0)
     if needed and machine.host_bytes is not None and needed > machine.host_bytes:

@@ -1,13 +1,12 @@
-"""The user's own optimizer, stepping the pieces that this rank owns.
+"""`PieceStepper`: has the user's own optimizer step the pieces that this rank owns.
 
-No optimizer is wrapped and no Parameter replaced. For the duration of the step alone `.data` is the piece of the
-master and `.grad` its gradient, so the optimizer's state takes the piece's shape and its keys stay the user's
-parameters. Where what is stepped does not all rest in one tier, the user's call steps a first *window* of parameters,
-and the same `step` is called for the others.
+No optimizer is wrapped and no Parameter replaced. During a step, and only then, a parameter's `.data` is the piece of
+the master and its `.grad` the piece of the gradient. So the optimizer's state takes the piece's shape, and its keys
+stay the user's parameters. Where the pieces do not all rest in one tier, the user's call steps a first *window* of
+parameters, and the same `step` is called again for each other window.
 """
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -25,7 +24,7 @@ from lightning_zero.shards.probe import calls_closure_again, unhooked
 from lightning_zero.shards.setting import Setting
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.whole import WholeWindow, may_wait, rounds
-from lightning_zero.shards.window import MakeResting, Staging, StateElsewhere, Window, is_its_piece, state_of
+from lightning_zero.shards.window import MakeResting, Staging, StateElsewhere, Window, by_group, is_its_piece, state_of
 from lightning_zero.tiers.composed import is_composed, plain_parts
 from lightning_zero.tiers.ledger import Category, Tier
 
@@ -34,29 +33,29 @@ T = TypeVar("T")
 
 @final
 class PieceStepper:
-    """Swaps the parameters of one of the user's optimizers to pieces, and back. `rest` makes what stands for state that
-    rests elsewhere."""
+    """Swaps the parameters of one optimizer to pieces for a step, and back. `rest` makes the tensor that stands for
+    optimizer state that rests elsewhere."""
 
     def __init__(self, optimizer: Optimizer, setting: Setting, rest: MakeResting) -> None:
         self.optimizer = optimizer
-        # Name of a state tensor -> whether it is cut as its parameter is; from the step on that made it.
-        self.cut: dict[str, bool] = {}
-        self.by_block: dict[str, bool] = {}  # the same: whether it has one entry for each block of its parameter
+        # By name of a state tensor, known once a step has made it:
+        self.cut: dict[str, bool] = {}  # whether it is cut as its parameter is
+        self.by_block: dict[str, bool] = {}  # whether it has one entry for each block of its parameter
         self._setting = setting
         self._rest = rest
         self._staging = Staging(setting.ledger, setting.places.optimizer.pinned)
         self._slots: dict[Parameter, Slot] = {}
         self.note_parameters()
         self.is_stepping = self._is_partial = False
-        self.is_interrupted = False  # the step under way has failed, and ends as it is
-        self.is_lazy = False  # what is offloaded is stepped when its values are wanted
-        self._ahead: deque[Window] = deque()  # that are not stepped yet
-        self._written: deque[Window] = deque()  # that are not written yet
+        self.is_interrupted = False  # the step under way has failed and is only being left
+        self.is_lazy = False  # offloaded parameters are stepped when their values are needed
+        self._ahead: list[Window] = []  # not stepped yet
+        self._written: Window | None = None  # stepped, and being written
 
     def note_parameters(self) -> None:
-        """Looks at what the optimizer has now."""
+        """Takes note of the parameters that the optimizer has now."""
         self._slots.update({parameter: slot for parameter in self.parameters if (slot := training_slot(parameter))})
-        # Integer tables and tensors of their own kind, which `self.parameters()` lists too: they have no gradient.
+        # Integer tables and quantised tensors, which a module's `parameters()` has too. They have no gradient.
         self._left_alone = {parameter for parameter in self.parameters if parameter not in self._slots}
 
     @property
@@ -65,12 +64,12 @@ class PieceStepper:
 
     @property
     def slots(self) -> list[Slot]:
-        """Of what it steps, each once, also after the engine has let go of it."""
+        """The slots that the optimizer steps, each once. They stay known after the engine is closed."""
         stepped = dict.fromkeys(self.parameters)
         return [self.slot(parameter) for parameter in stepped if parameter not in self._left_alone]
 
     def holds(self, parameter: Parameter) -> bool:
-        """Whether the engine holds it; otherwise each rank has, and steps, all of it."""
+        """Whether the engine manages the parameter. Otherwise each rank has, and steps, all of it."""
         return parameter not in self._left_alone
 
     def slot(self, parameter: Parameter) -> Slot:
@@ -86,11 +85,11 @@ class PieceStepper:
 
     @contextmanager
     def step(self, slots: Sequence[Slot]) -> Iterator[None]:
-        """Around the user's call of `optimizer.step`; `slots` are all of its parameters, but for what backward has
-        stepped. Inside they are their pieces.
+        """Surrounds the user's call of `optimizer.step`, inside which parameters are their pieces.
 
-        Where these rest in several tiers, or on disk, the call inside steps the first window of them. The others are
-        stepped at its end; or, with `is_lazy`, when their values are wanted, each from what the call began with.
+        Where the pieces rest in several tiers, or on disk, the call inside steps the first window of them. The other
+        windows are stepped when the call ends; with `is_lazy`, when their values are needed. Each of them is stepped
+        with the options of the user's call. `slots` are all that the optimizer steps, except what backward has stepped.
         """
         if self.is_lazy and not isinstance(self.optimizer.state, CaughtUpState):
             self.optimizer.state = CaughtUpState(self.optimizer.state, self._catch_up)
@@ -98,20 +97,23 @@ class PieceStepper:
             stepped = [slot for slot in slots if slot.parameter.grad is not None]
         first, others = self._divide(slots, stepped)
         if others and not any(window.is_staged for window in others) and self._calls_closure_again:
-            first, others = self._in_one(slots, stepped), []
+            # Around its closure such a step is left and entered again, so one window has all that it steps.
+            whole = [slot for slot in stepped if slot.stepper is not None]
+            first = WholeWindow(self.optimizer, whole, self._staging) if whole else self._window(slots)
+            others = []
         if others:
             self._refuse_groups_apart()
-        then = Moment.kept(self.optimizer) if others else None
+        then = Moment.of(self.optimizer, clones=True) if others else None
         self._is_partial = bool(others)
         with self._stepping(first, is_all=not others and len(slots) == len(self.slots)):
             yield
         if self.is_interrupted:
             return
-        # On every rank, whatever it owned: a graph that saved the old values must end in torch's error everywhere.
+        # On every rank, whatever it owns: a graph that saved the old values must raise torch's error on all of them.
         increment_version([slot.parameter for slot in stepped if not is_its_piece(slot)])
         if then is None:
             return
-        self._ahead = deque(others)
+        self._ahead = list(others)
         self._begin_next()
         for window in others:
             if window.is_late:
@@ -125,19 +127,14 @@ class PieceStepper:
     def _calls_closure_again(self) -> bool:
         return calls_closure_again(self.optimizer)
 
-    def _in_one(self, slots: Sequence[Slot], stepped: Sequence[Slot]) -> Window:
-        """All that is stepped, for an optimizer that calls its closure in the middle of its step."""
-        whole = [slot for slot in stepped if slot.stepper is not None]
-        return WholeWindow(self.optimizer, whole, self._staging) if whole else self._window(slots)
-
     def change(self, call: Callable[[], T]) -> T:
-        """Has `call` change parameters and state between steps: inside they are pieces, or whole where they are
-        stepped; a window after the other, for each of which it is called. A collective."""
+        """Lets `call` change parameters and state between two steps: once for each window, inside which parameters are
+        pieces, or whole where they are stepped whole. Returns the first result. Collective: call it on every rank."""
         slots = self.slots
         first, others = self._divide(slots, slots, with_gradients=False)
         if others:
             self._refuse_groups_apart()
-        then = Moment.kept(self.optimizer)
+        then = Moment.of(self.optimizer, clones=True)
         with self._stepping(first, is_all=not others):
             result = call()
         for window in others:
@@ -149,8 +146,8 @@ class PieceStepper:
         return result
 
     def _refuse_groups_apart(self) -> None:
-        """Raises RuntimeError where some parameters are stepped after the others, and a wrapped optimizer would step
-        all of them each time."""
+        """Raises RuntimeError if a wrapped optimizer has `param_groups` of its own. Where some parameters are stepped
+        after the others, it would step all of its parameters each time."""
         shared = {id(group) for group in self.optimizer.param_groups}
         for inner in wrapped_in(self.optimizer):
             if any(id(group) not in shared for group in inner.param_groups):
@@ -161,48 +158,48 @@ class PieceStepper:
                 )
 
     def step_now(self, slots: Sequence[Slot]) -> None:
-        """Steps some parameters in the middle of a backward, all with averaged gradients."""
+        """Steps some parameters in the middle of a backward. All of them must have averaged gradients."""
         self._refuse_groups_apart()
-        then = Moment.kept(self.optimizer)
-        for run in self._runs(slots):
-            self._step_late(self._window(run, late=True), then)
+        then = Moment.of(self.optimizer, clones=True)
+        for window in self._windows(slots, late=True):
+            self._step_late(window, then)
         self.finish()
 
-    def _step_late(self, window: Window, then: "Moment") -> None:
-        """Steps a window as the optimizer was at that moment."""
+    def _step_late(self, window: Window, then: Moment) -> None:
+        """Steps a window with the optimizer as it was at moment `then`."""
         if window in self._ahead:
             self._ahead.remove(window)
         window.begin()
         self._begin_next()
         with then.back(self.optimizer), self._stepping(window, is_all=False):
             unhooked(type(self.optimizer).step)(self.optimizer)
-        self._written.append(window)
-        while len(self._written) > 1:
-            self._written.popleft().finish()
+        self.finish()
+        self._written = window
 
     def _begin_next(self) -> None:
-        """Reads one window ahead, which is the next if values are wanted in the order of the model."""
+        """Starts to read one window ahead: the next one, if values are needed in the order of the model."""
         if self._ahead and not any(window.is_begun for window in self._ahead):
             self._ahead[0].begin()
 
     def _catch_up(self) -> None:
-        """Takes the steps that are postponed; none of them looks at another's state."""
+        """Takes the postponed steps of this rank. They may be taken in any order: no step reads another's state."""
         if self._ahead and not self.is_stepping:
             for slot in self.slots:
                 slot.group.catch_up_alone()
 
     def leave(self) -> None:
-        """The optimizer is the user's alone again."""
+        """Gives the optimizer back to the user as it was made."""
         if isinstance(self.optimizer.state, CaughtUpState):
             self.optimizer.state = self.optimizer.state.as_made()
 
     def finish(self) -> None:
-        """All that has been stepped is where it rests."""
-        while self._written:
-            self._written.popleft().finish()
+        """Waits until the window that was stepped last is written."""
+        written, self._written = self._written, None
+        if written is not None:
+            written.finish()
 
     def refuse_if_partial(self) -> None:
-        """Raises RuntimeError where a step under way is of a first window, and must not be left and entered again."""
+        """Raises RuntimeError if the step under way is of a first window: it must not be left and entered again."""
         if self.is_stepping and self._is_partial:
             raise RuntimeError(
                 f"{type(self.optimizer).__name__} calls its closure several times in a step, and steps some parameters "
@@ -210,58 +207,54 @@ class PieceStepper:
             )
 
     def _divide(
-        self,
-        slots: Sequence[Slot],
-        stepped: Sequence[Slot],
-        *,
-        is_loading: bool = False,
-        with_gradients: bool = True,
+        self, slots: Sequence[Slot], stepped: Sequence[Slot], *, with_gradients: bool = True
     ) -> tuple[Window, list[Window]]:
-        """What the user's call steps: all, or what is not offloaded; and the windows of what is offloaded, where it has
-        a gradient: a group each, and of what is staged no more at a time than a bucket. What is stepped
-        `with_gradients` may be late."""
+        """Returns the window that the user's call steps, and the windows that are stepped after it: of offloaded
+        parameters, and of whole tensors in rounds. If they are stepped `with_gradients`, the latter may be late."""
         is_lazy = self.is_lazy and with_gradients
-        offloaded: dict[ShardGroup, list[Slot]] = {}
-        whole: list[Slot] = []
-        for slot in stepped:
-            if slot.stepper is not None and not is_loading:
-                whole.append(slot)
-            elif slot.group.places.steps_apart:
-                offloaded.setdefault(slot.group, []).append(slot)
-        others = [self._window(run, late=is_lazy) for group in offloaded.values() for run in self._runs(group)]
+        others = self._apart([slot for slot in stepped if slot.stepper is None], late=is_lazy)
+        whole = [slot for slot in stepped if slot.stepper is not None]
         for run in rounds(whole, self._setting, is_lazy=is_lazy):
             late = is_lazy and may_wait(run[0].group)
             window = WholeWindow(self.optimizer, run, self._staging, late=late, with_gradients=with_gradients)
             others.append(window)
-        apart = {slot for window in others for slot in window.slots}
-        return self._window([slot for slot in slots if slot not in apart]), others
+        later = {slot for window in others for slot in window.slots}
+        return self._window([slot for slot in slots if slot not in later]), others
 
-    def _runs(self, slots: Sequence[Slot]) -> list[Sequence[Slot]]:
-        if not self._window(slots).is_staged:
-            return [slots]
+    def _apart(self, slots: Iterable[Slot], *, late: bool = False) -> list[Window]:
+        """Returns the windows of those that are offloaded, group by group."""
+        groups = by_group(slot for slot in slots if slot.group.places.steps_apart)
+        return [window for group in groups.values() for window in self._windows(group, late=late)]
+
+    def _windows(self, slots: Sequence[Slot], *, late: bool) -> list[Window]:
+        """Returns a window of slots of one group; where it has to be staged, a window for each bucket of them."""
+        window = self._window(slots, late=late)
+        if not window.is_staged:
+            return [window]
         sizes = [slot.piece.numel * slot.group.rest.master.dtype.itemsize for slot in slots]
-        return [slots[run.start : run.stop] for run in fill(sizes, self._setting.bucket_bytes)]
+        runs = fill(sizes, self._setting.bucket_bytes)
+        return [self._window(slots[run.start : run.stop], late=late) for run in runs]
 
     def _window(self, slots: Sequence[Slot], *, late: bool = False) -> Window:
         return Window(self.optimizer, slots, self._staging, late=late)
 
     def loading(self) -> Iterator[Sequence[Slot]]:
-        """One window after the other, of all that is stepped; while it is given out its parameters are their pieces,
-        and the optimizer has all of its parameters."""
+        """Yields the slots of one window after another. While a window is out, its parameters are their pieces; the
+        optimizer has all of its parameters all the time."""
         slots = self.slots
-        if slots and slots[0].group.is_freed:  # after fit: parameters are whole, and nothing is stepped
+        if slots and slots[0].group.is_freed:  # after fit parameters are whole, and nothing is stepped
             yield slots
             return
-        first, others = self._divide(slots, slots, is_loading=True)
-        for window in [first, *others]:
+        here = self._window([slot for slot in slots if not slot.group.places.steps_apart])
+        for window in [here, *self._apart(slots)]:
             window.begin()
-            with self._stepping(window, is_all=True, may_fuse=False):
+            with self._stepping(window, is_all=True, fuses=False):
                 yield window.slots
             window.finish()
 
     @contextmanager
-    def _stepping(self, window: Window, *, is_all: bool, may_fuse: bool = True) -> Iterator[None]:
-        window.enter(is_all=is_all, may_fuse=may_fuse)
+    def _stepping(self, window: Window, *, is_all: bool, fuses: bool = True) -> Iterator[None]:
+        window.enter(is_all=is_all, fuses=fuses)
         self.is_stepping, is_done = True, False
         try:
             yield
@@ -275,21 +268,20 @@ class PieceStepper:
             window.forget()
 
     def _note_state(self, slots: Sequence[Slot]) -> None:
-        """Books new state, and notes of each name whether it is cut. A piece may have the shape of a tensor that is
-        whole by chance, so one that fits nowhere else decides for all of its name."""
-        names = set(self.cut)
+        """Books new state, and notes for each name whether it is cut. A piece may have the shape of a whole tensor by
+        chance, so one tensor that does not fit decides for its name."""
+        known, optimizers = set(self.cut), wrapped_in(self.optimizer)
         stepped: dict[Parameter, Slot | None] = {slot.parameter: slot for slot in slots}
         for parameter, slot in {**dict.fromkeys(self._left_alone), **stepped}.items():
-            kept = [state_of(one, parameter).items() for one in wrapped_in(self.optimizer)]
-            for name, value in itertools.chain(*kept):
+            for name, value in itertools.chain(*(state_of(one, parameter).items() for one in optimizers)):
                 if not isinstance(value, Tensor) or isinstance(value, StateElsewhere):
                     continue
                 tier = Tier.DEVICE if slot is None else slot.group.rest.master.place.tier
-                # What belongs to a parameter on disk is in host memory until it is put there, and if it is small.
+                # State of a parameter on disk is in host memory until it is written, and stays there if it is small.
                 tier = Tier.HOST if tier is Tier.DISK else tier
                 for part in plain_parts(value):
                     self._setting.ledger.adopt(Category.OPTIMIZER_STATE, part, tier)
-                if name not in names and slot is not None and slot.steps_any:
+                if name not in known and slot is not None and slot.steps_any:
                     fits = value.shape == slot.state_shape and not is_composed(value)
                     self.cut[name] = self.cut.get(name, True) and fits
                     blocks = range(slot.blocks)[slot.own_blocks] if slot.has_blocks else ()
@@ -297,11 +289,11 @@ class PieceStepper:
 
 
 def groups_of(slots: Iterable[Slot]) -> list[ShardGroup]:
-    """The groups whose values a step of these may have changed elsewhere than in the parameters themselves."""
+    """Returns the groups whose values a step of `slots` may change elsewhere than in the parameters themselves."""
     return list(dict.fromkeys(slot.group for slot in slots if not is_its_piece(slot)))
 
 
 def training_slot(parameter: Parameter) -> Slot | None:
-    """Where a parameter lives, if it is among those whose gradients are averaged."""
+    """Returns the slot of a parameter whose gradients are averaged; None for any other parameter."""
     slot = slot_of(parameter)
     return None if slot is None or slot.gradient is None else slot

@@ -1,10 +1,10 @@
-"""What an optimizer looks at, found by trying it on small tensors: no name is trusted, and none that nobody has heard
-of trains wrongly in silence.
+"""Finds out what an optimizer looks at, by trying it on small tensors.
 
-A step on pieces is right where each element goes by itself. Of torch's own optimizers it is known which do; any other
-one steps a few small tensors, whole and in pieces, and the two must come to the same: in its first steps, with small
-and with large gradients, and in much later ones, which are reached by moving on whatever counts the steps. What goes by
-something else than gradients, values, shapes, options and a count (the time of day, say) cannot be found so.
+A step on pieces is right where the optimizer updates each element by itself. That is known of torch's own optimizers.
+Any other one, whatever its name, steps a few small tensors, whole and in pieces, and the updates must agree: in its
+first steps, with small and with large gradients, and in much later ones, which are reached by moving on whatever counts
+the steps. So none trains wrongly in silence, as long as it goes by gradients, values, shapes, options and a count only:
+a dependence on anything else, such as the time of day, cannot be found this way.
 """
 
 import copy
@@ -12,6 +12,7 @@ import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from threading import Lock
 from typing import Any, final
 
@@ -21,56 +22,52 @@ from torch.nn import Parameter
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from lightning_zero.shards.layout import round_up
+from lightning_zero.shards.moment import wrapped_in
 
 ELEMENT_WISE = {SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Adagrad, Adadelta, Rprop, ASGD}  # not their subclasses
 SHAPES = ((), (7,), (4, 6), (2, 3, 4), (2, 3, 2, 2))  # by number of dimensions
-# 21 or 67 blocks of 256, cut in the middle of one: 8-bit state is kept in blocks, and often of nothing smaller than
-# 4096, which one piece is. Google's Adafactor factors no side shorter than 128.
+# 21 or 67 blocks of 256, cut in the middle of one: 8-bit state is kept in blocks, and often not for fewer than 4096
+# elements, as one of the two pieces has. Google's Adafactor factors no side shorter than 128.
 LARGE = ((), (5376,), (128, 134), (16, 16, 21), (16, 16, 21, 1))
-SCALES = (1e-3, 1e3, 1.0, 1.0)  # of the gradients of the first steps: some clip what is large
-LATER = (10, 100, 5_544_000)  # steps: thresholds, and multiples of nearly everything up to 100
-MOMENTS = (*range(1, len(SCALES) + 1), *LATER)
-RANKS = 2
-SHARE = 5  # a piece is a fifth, the other one the rest
-TOLERANCE = 1e-6  # of the largest update: kernels may round the elements of a piece in another way
+SCALES = (1e-3, 1e3, 1.0, 1.0)  # of the gradients of the first steps: some optimizers clip large ones
+# Steps that are tried: one for each scale, and later ones past thresholds, multiples of nearly everything up to 100.
+MOMENTS = (1, 2, 3, 4, 10, 100, 5_544_000)
+SHARE = 5  # one piece is a fifth of a tensor, the other one the rest
+TOLERANCE = 1e-6  # relative to the largest update: kernels may round the elements of a piece in another way
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 _ONE_AT_A_TIME = Lock()
 
-BLOCK = 256  # elements that 8-bit state is kept of under one scale (Dettmers et al., arXiv 2110.02861)
+BLOCK = 256  # elements that share one scale in 8-bit state (Dettmers et al., arXiv 2110.02861)
 BY_BLOCK = f"looks at blocks of {BLOCK} elements"
 BY_TENSOR = "looks at whole tensors"
 BY_ALL = "looks at all parameters together"
 NOTHING = "changed nothing when it was tried on small tensors"
 BY_CHANCE = "draws random numbers, other ones in each process"
 
-Groups = Sequence[Sequence[Tensor]]  # as an optimizer has them
+Groups = Sequence[Sequence[Tensor]]  # one sequence for each parameter group of an optimizer
 
 
 def why_not_in_pieces(optimizer: Optimizer) -> str | None:
-    """What is wrong with a step on pieces of the parameters; None where nothing is."""
+    """Returns why an optimizer cannot step pieces of its parameters; None if it can."""
     if type(optimizer) in ELEMENT_WISE or not any(group["params"] for group in optimizer.param_groups):
         return None
     try:
         with _trying(), torch.inference_mode(False), torch.no_grad():
-            steps = [_step_of(optimizer, number) for number in range(len(MOMENTS))]
-            whole = list(_updates(optimizer, steps, 1, _all_of_it))
+            whole = list(_updates(optimizer, _tensors_in_turn, ranks=1))
             if not any(update.any() for updates in whole for update in updates):
                 return NOTHING
-            if _comes_to(whole, optimizer, steps, _a_run_of_it):
-                return None
-            if _comes_to(whole, optimizer, steps, _some_blocks_of_it):
-                return BY_BLOCK
-            if _comes_to(whole, optimizer, steps, _every_other):
-                return BY_TENSOR
-            return BY_ALL if _comes_to(whole, optimizer, steps, _all_of_it, ranks=1) else BY_CHANCE
+            for reason, part in ((None, _piece), (BY_BLOCK, _piece_of_blocks), (BY_TENSOR, _tensors_in_turn)):
+                if _agrees(whole, optimizer, part):
+                    return reason
+            return BY_ALL if _agrees(whole, optimizer, _tensors_in_turn, ranks=1) else BY_CHANCE
     except Exception as error:  # an optimizer may ask for anything
         return f"could not be tried on small tensors ({type(error).__name__}: {error})"
 
 
 def state_tensors_of(optimizer: Optimizer) -> int:
-    """How many tensors of a parameter's shape an optimizer keeps for it, tried out on a small one; 2 where that fails,
-    as most keep two."""
+    """Returns how many tensors of a parameter's shape an optimizer keeps for it, found by a step on a small one. Where
+    the step fails it is taken to be 2, as for most optimizers."""
     tried = Parameter(torch.ones(2))
     tried.grad = torch.ones(2)
     trial = _trial_of(optimizer, [[tried] for _ in optimizer.param_groups])
@@ -83,18 +80,18 @@ def state_tensors_of(optimizer: Optimizer) -> int:
 
 
 def calls_closure_again(optimizer: Optimizer) -> bool:
-    """Whether an optimizer calls the closure of a step several times, tried out on small tensors."""
+    """Whether an optimizer calls the closure several times in a step, found by a step on small tensors."""
     if type(optimizer) in ELEMENT_WISE:
         return False
     calls = 0
-    trial = _trial_of(optimizer, [[Parameter(torch.ones(2, 2))] for _ in optimizer.param_groups])
+    tried = [Parameter(torch.ones(2, 2)) for _ in optimizer.param_groups]
+    trial = _trial_of(optimizer, [[parameter] for parameter in tried])
 
     def closure() -> Tensor:
         nonlocal calls
         calls += 1
-        for group in trial.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = torch.full_like(parameter, 0.1)
+        for parameter in tried:
+            parameter.grad = torch.full_like(parameter, 0.1)
         return torch.ones(())
 
     with _trying(), suppress(Exception):  # an optimizer may ask for anything
@@ -104,67 +101,58 @@ def calls_closure_again(optimizer: Optimizer) -> bool:
 
 @contextmanager
 def _trying() -> Iterator[None]:
-    """Steps draw other random numbers than training does. What an optimizer compiles is not compiled for each small
-    shape: torchao's took a minute and a half. A process has one of both, which ranks that are threads must not take
-    from each other: a stance that one of them restores while another tries would stay."""
+    """Inside, steps leave training's random numbers alone, and compile nothing: what torchao's optimizers compile for
+    each small shape took a minute and a half. Random state and compiler stance are those of the process, so ranks that
+    are threads take turns: a stance that one of them restored while another one tries would stay."""
     with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
         yield
 
 
 def unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
-    """An optimizer's `step` without the hooks that torch wraps around it."""
+    """Returns an optimizer's `step` without the hooks that torch wraps around it."""
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 
-# -- what a rank has of the `index`-th tensor, flat or whole; None: nothing
-
-Part = Callable[[Tensor, int, int], Tensor | None]
-
-
-def _all_of_it(tensor: Tensor, index: int, rank: int) -> Tensor | None:
-    return tensor
+# (rank, ranks, tensor, index of the tensor) -> what the rank steps: the tensor, a flat part of it, or None
+Part = Callable[[int, int, Tensor, int], Tensor | None]
 
 
-def _a_run_of_it(tensor: Tensor, index: int, rank: int) -> Tensor | None:
-    """As if a group were cut there: in most tensors."""
-    return _run(tensor, -(-tensor.numel() // SHARE), rank)
-
-
-def _some_blocks_of_it(tensor: Tensor, index: int, rank: int) -> Tensor | None:
-    return _run(tensor, round_up(-(-tensor.numel() // SHARE), BLOCK), rank)
-
-
-def _run(tensor: Tensor, cut: int, rank: int) -> Tensor | None:
+def _piece(rank: int, ranks: int, tensor: Tensor, index: int, block: int = 1) -> Tensor | None:
+    cut = round_up(-(-tensor.numel() // SHARE), block)
     part = tensor.reshape(-1)[cut:] if rank else tensor.reshape(-1)[:cut]
     return part if part.numel() else None
 
 
-def _every_other(tensor: Tensor, index: int, rank: int) -> Tensor | None:
-    return tensor if index % RANKS == rank else None
+_piece_of_blocks = partial(_piece, block=BLOCK)
 
 
-def _comes_to(whole: Groups, optimizer: Optimizer, steps: Sequence[Groups], part: Part, *, ranks: int = RANKS) -> bool:
-    """Whether ranks that step their parts of them change tensors as one that steps them whole did."""
+def _tensors_in_turn(rank: int, ranks: int, tensor: Tensor, index: int) -> Tensor | None:
+    return tensor if index % ranks == rank else None
+
+
+def _agrees(whole: Groups, optimizer: Optimizer, part: Part, *, ranks: int = 2) -> bool:
+    """Whether ranks that each step a part of the tensors make the updates `whole`, which one rank alone has made."""
     try:
-        found = _updates(optimizer, steps, ranks, part)
-        return all(_are_alike(next(found), expected) for expected in whole)
-    except Exception:  # of matrices alone, say; or it goes no further than that
+        found = _updates(optimizer, part, ranks)
+        return all(_are_close(next(found), expected) for expected in whole)
+    except Exception:  # it steps matrices only, say, or fewer steps succeed
         return False
 
 
-def _updates(optimizer: Optimizer, steps: Sequence[Groups], ranks: int, part: Part) -> Iterator[list[Tensor]]:
-    """What each of some steps (the gradients of one) changes in small tensors of every group."""
+def _updates(optimizer: Optimizer, part: Part, ranks: int) -> Iterator[list[Tensor]]:
+    """Yields what each step of `MOMENTS` changes in the small tensors of every group. Ends early where a later step
+    fails, or its updates are not finite."""
     values = [_values(group["params"], seed=0) for group in optimizer.param_groups]
-    trials = [_Trial(optimizer, values, part, rank) for rank in range(ranks)]
-    for number, gradients in enumerate(steps):
+    trials = [_Trial(optimizer, values, partial(part, rank, ranks)) for rank in range(ranks)]
+    for number, moment in enumerate(MOMENTS):
         is_late = number >= len(SCALES)
         before = [tensor.clone() for group in values for tensor in group]
         try:
             for trial in trials:
                 if is_late:
-                    trial.move_on(MOMENTS[number] - MOMENTS[number - 1] - 1)
-                trial.step(gradients)
-        except Exception:  # a step that never was
+                    trial.move_on(moment - MOMENTS[number - 1] - 1)
+                trial.step(_gradients(optimizer, number))
+        except Exception:  # the steps before a late one were never taken
             if is_late:
                 return
             raise
@@ -176,36 +164,32 @@ def _updates(optimizer: Optimizer, steps: Sequence[Groups], ranks: int, part: Pa
 
 @final
 class _Trial:
-    """A copy of an optimizer that steps what one rank has of some tensors, group by group."""
+    """A copy of an optimizer, which steps what one rank has of the tensors of each group."""
 
-    def __init__(self, optimizer: Optimizer, values: Groups, part: Part, rank: int) -> None:
-        self._part, self._rank = part, rank
+    def __init__(self, optimizer: Optimizer, values: Groups, part: Callable[[Tensor, int], Tensor | None]) -> None:
+        self._part = part
         self._values = self._cut(values)
-        self._stepped = [
-            [Parameter(torch.empty(0, dtype=torch.float64) if one is None else one.clone()) for one in group]
-            for group in self._values
-        ]
-        self._optimizer = _trial_of(optimizer, self._stepped)
-        self._counts: dict[tuple[int, Any], float] = {}  # before the latest step, by the dictionary that has it
+        nothing = torch.empty(0, dtype=torch.float64)
+        self._stepped = [Parameter(nothing if value is None else value.clone()) for value in self._values]
+        left = iter(self._stepped)
+        self._optimizer = _trial_of(optimizer, [[next(left) for _ in group] for group in values])
+        self._counts: dict[tuple[int, Any], float] = {}  # before the latest step, by id of the dictionary and key
 
-    def _cut(self, groups: Groups) -> list[list[Tensor | None]]:
-        number = itertools.count()
-        return [[self._part(tensor, next(number), self._rank) for tensor in group] for group in groups]
+    def _cut(self, groups: Groups) -> list[Tensor | None]:
+        return [self._part(tensor, index) for index, tensor in enumerate(itertools.chain(*groups))]
 
     def step(self, gradients: Groups) -> None:
-        """One step, of which `values` have the results."""
-        for group, grads in zip(self._stepped, self._cut(gradients), strict=True):
-            for parameter, grad in zip(group, grads, strict=True):
-                parameter.grad = None if grad is None else grad.clone()
+        """Takes one step, and writes the results into this rank's part of the tensors."""
+        for parameter, grad in zip(self._stepped, self._cut(gradients), strict=True):
+            parameter.grad = None if grad is None else grad.clone()
         self._counts = {(id(holder), name): float(holder[name]) for holder, name in _numbers(self._optimizer)}
         _step(self._optimizer)
-        for group, there in zip(self._stepped, self._values, strict=True):
-            for parameter, value in zip(group, there, strict=True):
-                if value is not None:
-                    value.copy_(parameter)
+        for parameter, value in zip(self._stepped, self._values, strict=True):
+            if value is not None:
+                value.copy_(parameter)
 
     def move_on(self, steps: int) -> None:
-        """Whatever has counted the latest step has counted so many more."""
+        """Adds `steps` to every number that has counted the latest step."""
         for holder, name in _numbers(self._optimizer):
             before, now = self._counts.get((id(holder), name)), holder[name]
             if before is not None and now == before + 1:
@@ -213,11 +197,10 @@ class _Trial:
 
 
 def _numbers(optimizer: Optimizer) -> list[tuple[dict[Any, Any], Any]]:
-    """Where an optimizer, and one that it wraps, keeps single numbers: the dictionary and the name in it."""
-    holders: list[dict[Any, Any]] = [vars(optimizer), *optimizer.param_groups, *optimizer.state.values()]
-    wrapped = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
-    own = [(holder, name) for holder in holders for name, value in holder.items() if _is_single(value)]
-    return own + [found for one in wrapped for found in _numbers(one)]
+    """Returns where an optimizer, and those that it wraps, keep single numbers: dictionary and key of each."""
+    optimizers = wrapped_in(optimizer)
+    holders = [holder for one in optimizers for holder in (vars(one), *one.param_groups, *one.state.values())]
+    return [(holder, name) for holder in holders for name, value in holder.items() if _is_single(value)]
 
 
 def _is_single(value: Any) -> bool:
@@ -226,21 +209,20 @@ def _is_single(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _step_of(optimizer: Optimizer, number: int) -> Groups:
-    """Gradients for a step."""
+def _gradients(optimizer: Optimizer, number: int) -> Groups:
     scale = SCALES[number] if number < len(SCALES) else 1.0
     return [[scale * grad for grad in _values(group["params"], 1 + number)] for group in optimizer.param_groups]
 
 
 def _values(parameters: Sequence[Parameter], seed: int) -> list[Tensor]:
-    """A small tensor and a larger one for each number of dimensions that the parameters have."""
+    """Makes a small tensor and a larger one for each number of dimensions that the parameters have."""
     generator = torch.Generator().manual_seed(seed)
     dims = sorted({min(parameter.dim(), len(SHAPES) - 1) for parameter in parameters})
     shapes = [shape for dim in dims for shape in (SHAPES[dim], LARGE[dim])]
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def _are_alike(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+def _are_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     largest = max((float(update.abs().max()) for update in expected), default=0.0)
     pairs = zip(found, expected, strict=True)
     return all(bool(((one - other).abs() <= TOLERANCE * largest).all()) for one, other in pairs)
@@ -250,8 +232,8 @@ def _step(trial: Optimizer) -> None:
     given = [(p, p.grad, p.clone()) for group in trial.param_groups for p in group["params"] if p.grad is not None]
 
     def closure() -> Tensor:
-        """Gradients are there already; elsewhere there are others, as SAM asks for, and another loss, of which they are
-        the gradients: in a flat one a line search goes nowhere."""
+        """A quadratic loss, which has the given gradients at the start. Where SAM moves to there are others, and a line
+        search gets somewhere, as it would not where the loss is constant."""
         loss = torch.zeros((), dtype=torch.float64)
         for parameter, grad, start in given:
             way = parameter.detach() - start
@@ -262,25 +244,25 @@ def _step(trial: Optimizer) -> None:
     step = unhooked(type(trial).step)
     try:
         step(trial)
-    except (TypeError, AssertionError):  # it does not do without
+    except (TypeError, AssertionError):  # it needs a closure
         step(trial, closure)
 
 
 def _trial_of(optimizer: Optimizer, groups: Groups) -> Optimizer:
-    """A copy of an optimizer, and of one that it wraps, with other parameters, no state and no hooks."""
+    """Copies an optimizer, and those that it wraps, with other parameters and without state and hooks."""
     memo: dict[int, Any] = {}
     for group, others in zip(optimizer.param_groups, groups, strict=True):
-        memo[id(group["params"])] = others  # whoever else holds this list
+        memo[id(group["params"])] = others  # also where something else holds this list
         for parameter in group["params"]:
             memo[id(parameter)] = others[0] if others else parameter
     trial = _copied(optimizer, memo)
-    if callable(train := getattr(type(trial), "train", None)):  # schedule-free ones step in no other mode
+    if callable(train := getattr(type(trial), "train", None)):  # schedule-free optimizers step in this mode only
         train(trial)
     return trial
 
 
 def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """Attribute by attribute: torch's own copy has the groups and the state alone."""
+    """Copies attribute by attribute: a copy by `copy.deepcopy` would have torch's own attributes only."""
     trial = object.__new__(type(optimizer))
     memo[id(optimizer)] = trial
     own = vars(trial)
@@ -289,12 +271,12 @@ def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     counts = {key: copy.deepcopy(value) for key, value in state.items() if isinstance(key, str)}
     own["state"] = memo.setdefault(id(optimizer.state), defaultdict(dict, counts))
     for name, value in vars(optimizer).items():
-        # A scheduler's wrapper around the step of the optimizer itself; and an engine's around the others.
+        # A scheduler wraps `step` of the optimizer itself, and an engine wraps `train` and `eval`.
         if name in own or name in ("step", "train", "eval"):
             continue
         own[name] = _copied(value, memo) if isinstance(value, Optimizer) else copy.deepcopy(value, memo)
     for group in trial.param_groups:
-        lr = group.get("lr")  # a scheduler may begin with none
+        lr = group.get("lr")  # None where a scheduler sets it later
         if isinstance(lr, Tensor):
             group["lr"] = torch.full_like(lr, 0.01)
         elif isinstance(lr, float | int):

@@ -1,69 +1,76 @@
 """Steps on whole tensors, for optimizers that look at more than each element (Muon, LAMB, Adafactor, ...).
 
-Values and gradients rest in shards as ever. For the step, one rank gets all of a tensor: the ranks send it their pieces
-of gradient and value, it steps, and sends the new values back, so that the arithmetic of a tensor is done once in the
-world. Its state rests whole on that rank. What travels is 3/N of the parameters per rank, beside the 2 or 3 of a step.
+Values and gradients rest in shards between steps. For the step, one rank gets all of a tensor: the other ranks send it
+their pieces of gradient and value, it steps, and sends the new values back. So the arithmetic of a tensor is done once
+in the world, and its state rests whole on that rank. In these two exchanges a rank sends 3/N of the parameters, beside
+the 2 or 3 times the parameters that other collectives of a step send.
 """
 
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, final
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.shards.group import ShardGroup
-from lightning_zero.shards.layout import fill
+from lightning_zero.shards.layout import Piece, fill
 from lightning_zero.shards.setting import Setting
 from lightning_zero.shards.slot import Slot
-from lightning_zero.shards.window import Staging, Window
+from lightning_zero.shards.window import NOT_STAGED, Staging, Window
 from lightning_zero.tiers.ledger import Category, Place, Tier
 
 
 class Imbalance(NamedTuple):
-    """How much more than the mean of all ranks the one with most has."""
+    """How much more the rank with most has than the mean of all ranks, as a fraction."""
 
     nbytes: float  # of values and state
     work: float  # where ranks wait for each other after each round
 
 
 def deal(optimizers: Iterable[Sequence[Slot]], setting: Setting, *, is_lazy: bool) -> Imbalance:
-    """Chooses the rank that steps each tensor of each optimizer: the largest first, to whom has least so far, in bytes
-    of all optimizers or in work of this one, whichever is more. `is_lazy`: see `rounds`."""
-    optimizers, ranks = list(optimizers), range(setting.mesh.shard.size)
-    nbytes, waited, worked = [0] * len(ranks), 0, 0
+    """Chooses the rank that steps each tensor of each optimizer.
+
+    The largest tensors are dealt first. Each goes to the rank that has least so far, of bytes of all optimizers or of
+    work of this optimizer, whichever is more. `is_lazy`: see `rounds`.
+    """
+    optimizers, ranks = list(optimizers), setting.mesh.shard.size
+    nbytes, waited, worked = [0] * ranks, 0, 0
     most_bytes = max(1, sum(_nbytes_of(slot) for slots in optimizers for slot in slots))
     for slots in optimizers:
-        work, most_work = [0] * len(ranks), max(1, sum(map(_work_of, slots)))
-        for slot in sorted(slots, key=lambda slot: -max(_nbytes_of(slot) / most_bytes, _work_of(slot) / most_work)):
-
-            def filled(rank: int, slot: Slot = slot, work: list[int] = work, most: int = most_work) -> Any:
-                shares = (nbytes[rank] + _nbytes_of(slot)) / most_bytes, (work[rank] + _work_of(slot)) / most
-                return max(shares), sum(shares)
-
-            slot.stepper = min(ranks, key=filled)
-            nbytes[slot.stepper] += _nbytes_of(slot)
-            work[slot.stepper] += _work_of(slot)
-        worked += sum(work)
+        _choose_steppers(slots, nbytes, most_bytes)
+        worked += sum(map(_work_of, slots))
         for run in rounds(slots, setting, is_lazy=is_lazy):
             of_ranks: Counter[int | None] = Counter()
             for slot in run:
                 of_ranks[slot.stepper] += _work_of(slot)
             waited += max(of_ranks.values())
-    return Imbalance(max(nbytes) * len(ranks) / most_bytes - 1, waited * len(ranks) / max(1, worked) - 1)
+    return Imbalance(max(nbytes) * ranks / most_bytes - 1, waited * ranks / max(1, worked) - 1)
+
+
+def _choose_steppers(slots: Sequence[Slot], nbytes: list[int], most_bytes: int) -> None:
+    """Deals the tensors of one optimizer. `nbytes` is what each rank has so far, and is added to."""
+    work, most_work = [0] * len(nbytes), max(1, sum(map(_work_of, slots)))
+    for slot in sorted(slots, key=lambda slot: -max(_nbytes_of(slot) / most_bytes, _work_of(slot) / most_work)):
+        with_it = [
+            ((of_bytes + _nbytes_of(slot)) / most_bytes, (of_work + _work_of(slot)) / most_work)
+            for of_bytes, of_work in zip(nbytes, work, strict=True)
+        ]
+        slot.stepper = min(range(len(nbytes)), key=lambda rank: (max(with_it[rank]), sum(with_it[rank])))
+        nbytes[slot.stepper] += _nbytes_of(slot)
+        work[slot.stepper] += _work_of(slot)
 
 
 def rounds(slots: Iterable[Slot], setting: Setting, *, is_lazy: bool) -> list[Sequence[Slot]]:
-    """Tensors that are stepped at a time, of one dtype and tier: of each rank about a bucket of what it steps. Where
-    steps are taken when their values are wanted (`is_lazy`), tensors of one group, which are wanted together."""
+    """Divides tensors into rounds. A round has tensors of one dtype and tier, and about a bucket for each rank to step.
+    With `is_lazy`, where steps may be postponed, it has tensors of one group, whose values are needed together."""
     alike: dict[tuple[torch.dtype, Place, ShardGroup | None], dict[int | None, list[Slot]]] = {}
     for slot in slots:
         group = slot.group
         key = group.kind.declared, group.places.optimizer, group if is_lazy and may_wait(group) else None
-        of_ranks = alike.setdefault(key, {})
-        of_ranks.setdefault(slot.stepper, []).append(slot)
+        alike.setdefault(key, {}).setdefault(slot.stepper, []).append(slot)
     found: list[Sequence[Slot]] = []
     for of_ranks in alike.values():
         filled = [
@@ -75,8 +82,8 @@ def rounds(slots: Iterable[Slot], setting: Setting, *, is_lazy: bool) -> list[Se
 
 
 def may_wait(group: ShardGroup) -> bool:
-    """Whether a step on whole tensors of it may be postponed: values and gradients wait in the host's memory where they
-    are stepped. Of what rests on disk they would fill it."""
+    """Whether a step on whole tensors of the group may be postponed: values and gradients then wait in host memory,
+    where they are stepped. Those of a group on disk would fill it."""
     places = group.places
     return places.optimizer != places.gathered and places.optimizer.tier is not Tier.DISK
 
@@ -86,8 +93,8 @@ def _nbytes_of(slot: Slot) -> int:
 
 
 def _work_of(slot: Slot) -> int:
-    """What a step costs more or less, whatever optimizer it is of: that of a product of a matrix with its smaller side
-    (Newton-Schulz, a preconditioner), or of elements one by one."""
+    """Estimates the cost of a step, for any optimizer: that of multiplying a matrix by its smaller side (Newton-Schulz,
+    a preconditioner), and for other tensors their elements."""
     rows = slot.shape[0] if len(slot.shape) > 1 else 1
     return slot.numel * min(rows, slot.numel // max(1, rows)) if rows > 1 else slot.numel
 
@@ -96,11 +103,11 @@ def _work_of(slot: Slot) -> int:
 class WholeWindow(Window):
     """Parameters of one round, each stepped whole by its `Slot.stepper`.
 
-    All ranks take part in two exchanges: gradients and values to the stepper, new values back. What is between them the
-    stepper does alone. A `late` window, of one group, makes the first exchange in the user's call of `step`; the
-    arithmetic is done when somebody looks at the values or at this rank's state, and the second exchange when ranks
-    want the values, which they do together. In the middle of a backward neither could be made: there ranks wait for
-    each other's gradients and values, in orders of their own.
+    All ranks take part in two exchanges: gradients and values to the stepper, and new values back. Between them the
+    stepper works alone. A `late` window, which has tensors of one group, makes the first exchange in the user's call of
+    `step`. The stepper does the arithmetic when it needs the values or its state; the second exchange is made when
+    ranks need the values, which they do together. Neither could be made in the middle of a backward: there ranks wait
+    for each other's gradients and values, each in an order of its own.
     """
 
     def __init__(
@@ -114,34 +121,38 @@ class WholeWindow(Window):
     ) -> None:
         super().__init__(optimizer, slots, staging, late=late)
         self._with_gradients = with_gradients
-        self._brought: dict[Slot, list[Tensor]] = {}  # value, and gradient, of what is stepped here
+        self._brought: dict[Slot, list[Tensor]] = {}  # value and gradient of what this rank steps
 
     def postpone(self, step: Callable[[], None]) -> None:
-        """`step`, of this window, is taken when it is wanted. A collective."""
-        self.bring()
+        """Brings tensors to their steppers; postpones `step` and the way back. Collective: call it on every rank."""
+        self._bring_whole()
         (group,) = {slot.group for slot in self.slots}
         group.postpone(step)
         group.postpone(self._send_back, needs_all=True)
 
-    def enter(self, *, is_all: bool, may_fuse: bool) -> None:
-        self._await_reads()
-        if not self._late:
-            self.bring()
-        super().enter(is_all=is_all, may_fuse=may_fuse)
+    def _prepare(self) -> None:
+        super()._prepare()
+        if not self.is_late:
+            self._bring_whole()
 
-    def bring(self) -> None:
-        """Gradients and values are where they are stepped."""
-        arrived = self._exchange(to_stepper=True)
+    def _bring_whole(self) -> None:
+        """Sends this rank's pieces, of value and gradient, to their steppers, and receives those that it steps."""
+        sorts = ("value", "gradient") if self._with_gradients else ("value",)
+        parts, numels = defaultdict[int, list[Tensor]](list), defaultdict[int, list[int]](list)
+        for slot in self.slots:
+            if slot.piece.numel:
+                assert slot.stepper is not None
+                parts[slot.stepper] += self._value_and_gradient(slot)
+            for rank, piece in _stepped_pieces(slot):
+                numels[rank] += [piece.numel for _ in sorts]
+        arrived = self._exchange(parts, numels)
+        del parts  # frees what was copied to be sent
         for slot in (slot for slot in self.slots if slot.steps_any):
-            master, layout, ledger = slot.group.rest.master, slot.group.layout, slot.group.setting.ledger
-            brought = [
-                ledger.allocate(Category.GATHERED, slot.numel, master.dtype, master.place)
-                for _ in range(1 + self._with_gradients)
-            ]
-            for rank in layout.owners(slot.index):
-                piece = layout.piece(slot.index, rank)
+            master, ledger = slot.group.rest.master, slot.group.setting.ledger
+            brought = [ledger.allocate(Category.GATHERED, slot.numel, master.dtype, master.place) for _ in sorts]
+            for rank, piece in _stepped_pieces(slot):
                 for whole in brought:
-                    whole[piece.start : piece.stop] = arrived[rank].take(piece.numel)
+                    whole[piece.start : piece.stop] = next(arrived[rank])
             self._brought[slot] = [whole.view(slot.shape) for whole in brought]
 
     def _stepped(self, slot: Slot, shown: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -152,69 +163,50 @@ class WholeWindow(Window):
         return torch.empty(0, dtype=master.dtype, device=master.place.device), None
 
     def put_values(self) -> None:
-        """The new values go back to the ranks that own them, and then where they rest; of a late window they wait."""
-        if not self._late:
+        """Sends the new values to the ranks that own them. Those of a late window wait until all ranks need them."""
+        if not self.is_late:
             self._send_back()
 
     def _send_back(self) -> None:
-        arrived = self._exchange(to_stepper=False)
+        parts, numels = defaultdict[int, list[Tensor]](list), defaultdict[int, list[int]](list)
         for slot in self.slots:
             assert slot.stepper is not None
-            values, staged = arrived[slot.stepper].take(slot.piece.numel), self._staged.get(slot)
-            if staged is None or staged.master is None:
+            numels[slot.stepper].append(slot.piece.numel)
+            for rank, piece in _stepped_pieces(slot):
+                parts[rank].append(self._brought[slot][0].view(-1)[piece.start : piece.stop])
+        arrived = self._exchange(parts, numels)
+        for slot in self.slots:
+            assert slot.stepper is not None
+            values, master = next(arrived[slot.stepper]), self._staged.get(slot, NOT_STAGED).master
+            if master is None:
                 slot.group.rest.master.write(slot.piece.in_shard, values)
             else:
-                staged.master.copy_(values)
+                master.copy_(values)
         super().put_values()
         self._brought = {}
 
-    def _exchange(self, *, to_stepper: bool) -> "list[_Arrived]":
-        """Sends this rank's pieces, value and gradient, to the ranks that step them; or what it has stepped to those
-        that own pieces of it. Returns what has come, by rank."""
+    def _exchange(self, parts: dict[int, list[Tensor]], numels: dict[int, list[int]]) -> list[Iterator[Tensor]]:
+        """Sends flat `parts` to each rank, and receives parts of `numels` elements from each. Returns them by rank."""
         group = self.slots[0].group
         comm, device, dtype = group.comm, group.places.gathered.device, group.rest.master.dtype
         nothing = torch.empty(0, dtype=dtype, device=device)
-        parts: list[list[Tensor]] = [[nothing] for _ in range(comm.size)]
-        expected = [0] * comm.size  # elements
-        for slot in self.slots:
-            assert slot.stepper is not None
-            owners, layout = slot.group.layout.owners(slot.index), slot.group.layout
-            theirs = {rank: layout.piece(slot.index, rank) for rank in owners} if slot.steps_any else {}
-            if to_stepper:
-                parts[slot.stepper] += self._value_and_gradient(slot) if slot.piece.numel else []
-            else:
-                expected[slot.stepper] += slot.piece.numel
-            for rank, piece in theirs.items():
-                if to_stepper:
-                    expected[rank] += piece.numel * (1 + self._with_gradients)
-                else:
-                    parts[rank].append(self._brought[slot][0].view(-1)[piece.start : piece.stop])
-        sent = [torch.cat([part.to(device) for part in some]) for some in parts]
-        received = [torch.empty(numel, dtype=dtype, device=device) for numel in expected]
+        sent = [torch.cat([nothing, *(part.to(device) for part in parts[rank])]) for rank in range(comm.size)]
+        received = [torch.empty(sum(numels[rank]), dtype=dtype, device=device) for rank in range(comm.size)]
         comm.all_to_all(received, sent, f"whole tensors from {self.slots[0].name}")
-        return [_Arrived(tensor) for tensor in received]
+        return [iter(received[rank].split(numels[rank])) for rank in range(comm.size)]
 
     def _value_and_gradient(self, slot: Slot) -> list[Tensor]:
-        """What this rank owns of them; of the gradient, where it is wanted."""
+        """Returns what this rank owns of a tensor, flat; the gradient only where it is needed."""
         assert slot.gradient is not None
-        staged = self._staged.get(slot)
-        value = grad = None
-        if staged is not None:
-            value, grad = staged.master, staged.grad
-        value = slot.group.rest.master.read(slot.piece.in_shard) if value is None else value
+        staged = self._staged.get(slot, NOT_STAGED)
+        value = slot.group.rest.master.read(slot.piece.in_shard) if staged.master is None else staged.master
         if not self._with_gradients:
             return [value]
-        grad = slot.gradient.piece(slot) if grad is None else grad
+        grad = slot.gradient.piece(slot) if staged.grad is None else staged.grad
         return [value, grad.view(-1).to(value.device, value.dtype)]
 
 
-class _Arrived:
-    """What has come from a rank, taken piece by piece."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._values = values
-        self._taken = 0
-
-    def take(self, numel: int) -> Tensor:
-        self._taken += numel
-        return self._values[self._taken - numel : self._taken]
+def _stepped_pieces(slot: Slot) -> list[tuple[int, Piece]]:
+    """Returns the pieces of a tensor that this rank steps, with the rank that owns each; none of other tensors."""
+    layout = slot.group.layout
+    return [(rank, layout.piece(slot.index, rank)) for rank in layout.owners(slot.index) if slot.steps_any]

@@ -1,7 +1,7 @@
 """`Window`: parameters of an optimizer that are stepped together, as the pieces that this rank owns.
 
-What rests in memory is stepped where it is. What rests on disk is read before, and written behind, while other windows
-are stepped; three windows are in memory at a time: one read, one stepped, one written.
+What rests in memory is stepped where it is. What rests on disk is read before its step and written after it, while
+other windows are stepped. So three windows are in memory at a time: one is read, one is stepped, one is written.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,44 +22,47 @@ from lightning_zero.tiers.composed import is_composed
 from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
 
 ALIGNMENT = 64  # bytes
-FUSED = (SGD, Adagrad, Adam, AdamW)  # torch has a kernel for CPU tensors, which it takes only if it is asked to
+FUSED = (SGD, Adagrad, Adam, AdamW)  # torch has a fused kernel for CPU tensors, which it uses only on request
 FUSABLE = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 
 
 class StateElsewhere(Tensor):
-    """A tensor of optimizer state that rests on disk, or in a narrower dtype than its own; see `views.state`."""
+    """A tensor of optimizer state whose values rest on disk, or in a narrower dtype than its own; see `views.state`."""
 
     array: Array
 
     def settle(self) -> None:
-        """Edits that were made through views of the values are where they rest from here on."""
+        """Writes edits that were made through views of the values to where the values rest."""
 
 
-MakeResting = Callable[[Array, tuple[int, ...], torch.dtype], StateElsewhere]  # of an array, shape and dtype
+MakeResting = Callable[[Array, tuple[int, ...], torch.dtype], StateElsewhere]  # given array, shape, dtype
 
 
 @dataclass
 class _Staged:
-    """What is in memory of a slot, where it is stepped, and rests elsewhere or in another dtype."""
+    """The tensors of a slot that are in memory only while it is stepped."""
 
-    master: Tensor | None  # None: stepped where it rests
+    master: Tensor | None  # None where it is stepped where it rests
     grad: Tensor | None
     state: dict[str, Tensor]
-    narrow: dict[str, Tensor]  # of the state, as it is on disk where that is narrower
-    resting: dict[str, StateElsewhere]  # what stands for the state while this is not stepped
+    narrow: dict[str, Tensor]  # the state as it is on disk, where that is narrower
+    resting: dict[str, StateElsewhere]  # what stands for the state between steps
+
+
+NOT_STAGED = _Staged(None, None, {}, {}, {})
 
 
 class _Shown(NamedTuple):
-    """A parameter as users see it, while it is its piece."""
+    """The gradient and the class that a parameter had before it became its piece."""
 
     grad: Tensor | None
-    kind: type[Parameter]  # plain, or that of a parameter whose values are elsewhere
-    has_gradient: bool  # as a piece
+    kind: type[Parameter]  # plain, or a parameter whose values are elsewhere
+    has_gradient: bool  # whether the piece has one
 
 
 @final
 class Staging:
-    """Room in host memory for what is staged there; it is used again, not allocated anew."""
+    """Rooms in host memory for windows that are staged. They are used again, not allocated anew."""
 
     def __init__(self, ledger: Ledger, pinned: bool) -> None:
         self._ledger = ledger
@@ -68,7 +71,7 @@ class Staging:
         self._nbytes = 0
 
     def take(self, nbytes: int) -> Tensor:
-        if nbytes > self._nbytes:  # rooms are of one size, that of the largest window there was
+        if nbytes > self._nbytes:  # all rooms have the size of the largest window so far
             self._nbytes = nbytes
             self._free.clear()
         if self._free:
@@ -81,12 +84,15 @@ class Staging:
 
 
 class Window:
-    """`slots` of an optimizer, all in one tier. With `late` they all have a gradient, where it is averaged, and what
-    becomes of `p.grad` meanwhile does not matter."""
+    """`slots` of an optimizer, all in one tier, that are stepped at a time.
+
+    A `late` window is stepped when its values are needed. All of its slots have an averaged gradient, which is read
+    from where it rests, whatever becomes of `p.grad` meanwhile.
+    """
 
     def __init__(self, optimizer: Optimizer, slots: Sequence[Slot], staging: Staging, *, late: bool = False) -> None:
         self.slots = slots
-        self._late = late
+        self.is_late = late
         self._optimizer = optimizer
         self._staging = staging
         self._room: Tensor | None = None
@@ -95,20 +101,11 @@ class Window:
         self._writes: list[Future[None]] = []
         self._staged: dict[Slot, _Staged] = {}
         self._shown: dict[Slot, _Shown] = {}
-        self._stand_ins: dict[Parameter, Parameter] = {}  # of parameters that are no plain tensors
-        self._options: list[dict[str, Any]] = []  # that are not the user's while this is stepped, as they were
-
-    @property
-    def rests_on_disk(self) -> bool:
-        return isinstance(self.slots[0].group.rest.master, OnDisk) if self.slots else False
-
-    @property
-    def is_late(self) -> bool:
-        """Whether it is stepped when its values are wanted."""
-        return self._late
+        self._stand_ins: dict[Parameter, Parameter] = {}  # stepped in place of parameters that are no plain tensors
+        self._options: list[dict[str, Any]] = []  # the user's, of each parameter group, where a step changes them
 
     def postpone(self, step: Callable[[], None]) -> None:
-        """`step`, of this window, is taken when it is wanted, by this rank alone."""
+        """Has this rank call `step`, which steps the window, before it reads the group's values."""
         self.slots[0].group.postpone(step)
 
     @property
@@ -118,12 +115,16 @@ class Window:
     @property
     def is_staged(self) -> bool:
         """Whether it is stepped elsewhere, or in another dtype, than it rests."""
-        return self.rests_on_disk or any(slot.group.places.state_dtype is not None for slot in self.slots)
+        return self._is_on_disk or any(slot.group.places.state_dtype is not None for slot in self.slots)
+
+    @property
+    def _is_on_disk(self) -> bool:
+        return isinstance(self.slots[0].group.rest.master, OnDisk) if self.slots else False
 
     # -- staged
 
     def begin(self) -> None:
-        """Starts to read what rests on disk, and has room for it."""
+        """Takes room for what is staged, and starts to read what rests on disk."""
         if self.is_begun or not self.is_staged:
             return
         with no_interception():
@@ -133,7 +134,7 @@ class Window:
                 part, gradient = slot.piece.in_shard, self._gradient_of(slot)
                 state = {name: self._take(one.numel(), one.dtype) for name, one in resting[slot].items()}
                 self._staged[slot] = _Staged(
-                    master=self._read(slot.group.rest.master, part) if self.rests_on_disk else None,
+                    master=self._read(slot.group.rest.master, part) if self._is_on_disk else None,
                     grad=None if gradient is None else self._read(gradient, part),
                     state=state,
                     narrow={name: self._bring(one, state[name]) for name, one in resting[slot].items()},
@@ -148,23 +149,22 @@ class Window:
         return found
 
     def _bytes_of(self, slot: Slot, resting: dict[str, StateElsewhere]) -> int:
-        of_state, of_piece = [one.dtype for one in resting.values()], []
-        if self.rests_on_disk:
-            gradient = self._gradient_of(slot)
-            of_piece = [slot.group.rest.master.dtype] + ([] if gradient is None else [gradient.dtype])
-            of_state += [one.array.dtype for one in resting.values() if one.array.dtype != one.dtype]
-        sizes = [slot.state_piece.numel * dtype.itemsize for dtype in of_state]
-        sizes += [slot.piece.numel * dtype.itemsize for dtype in of_piece]
+        """Bytes of the room that `begin` takes for a slot."""
+        sizes = [one.numel() * one.dtype.itemsize for one in resting.values()]
+        if self._is_on_disk:
+            narrow = [one for one in resting.values() if one.array.dtype != one.dtype]
+            sizes += [one.numel() * one.array.dtype.itemsize for one in narrow]
+            arrays = [slot.group.rest.master, self._gradient_of(slot)]
+            sizes += [slot.piece.numel * array.dtype.itemsize for array in arrays if array is not None]
         return sum(round_up(size, ALIGNMENT) for size in sizes)
 
     def _gradient_of(self, slot: Slot) -> Array | None:
-        """What is to be read of it; None where it is in memory, or there is none."""
+        """Returns the gradient that has to be read from disk; None where it is in memory, or there is none."""
         assert slot.gradient is not None
-        has_any = self._late or slot.local.grad is not None
+        has_any = self.is_late or slot.local.grad is not None
         return slot.gradient.owned_grad if has_any and slot.gradient.is_on_disk else None
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """So much of the room."""
         assert self._room is not None
         nbytes = numel * dtype.itemsize
         values = self._room[self._taken : self._taken + nbytes].view(dtype)
@@ -179,15 +179,15 @@ class Window:
         return values
 
     def _bring(self, resting: StateElsewhere, wide: Tensor) -> Tensor:
-        """State comes to where it is stepped, `wide`. Returns where it is as it rests, on disk: `wide` itself, or what
-        is to be widened when it has been read."""
+        """Brings state to `wide`, where it is stepped. Returns the tensor that is read into: `wide`, or a narrower one
+        that `enter` widens."""
         array = resting.array
         if isinstance(array, OnDisk):
             return self._read(array, ALL, wide if array.dtype == wide.dtype else None)
         return wide.copy_(array.read())
 
     def finish(self) -> None:
-        """What was stepped is on disk, and the room is somebody else's."""
+        """Waits until what was stepped is written, and gives the room back."""
         for write in self._writes:
             write.result()
         self._writes.clear()
@@ -197,9 +197,10 @@ class Window:
 
     # -- as pieces
 
-    def enter(self, *, is_all: bool, may_fuse: bool) -> None:
-        """From here to `exit` every parameter is its piece; and unless this `is_all`, the optimizer's only ones."""
-        self._await_reads()
+    def enter(self, *, is_all: bool, fuses: bool) -> None:
+        """Makes every parameter its piece, until `exit`. The optimizer has only the parameters of this window, unless
+        `is_all`. With `fuses` it may use torch's fused kernels, where it would step host tensors one by one."""
+        self._prepare()
         for slot, staged in self._staged.items():
             for name, values in staged.state.items():
                 if staged.narrow[name] is not values:
@@ -211,18 +212,18 @@ class Window:
         self._stand_ins = {s.parameter: s.local.stepped for s in self.slots if s.local.stepped is not s.parameter}
         for parameter, stand_in in self._stand_ins.items():
             _move_state(self._optimizer, parameter, stand_in)
-        wanted = {slot.parameter for slot in self.slots}
+        wanted, kinds = {slot.parameter for slot in self.slots}, {slot.group.kind for slot in self.slots}
+        fuses &= bool(kinds) and all(kind.is_offloaded and kind.declared in FUSABLE for kind in kinds)
         for group in self._optimizer.param_groups:
             own = {"params": group["params"]}
-            mine = own["params"] if is_all else [parameter for parameter in own["params"] if parameter in wanted]
-            if self._stand_ins:
-                mine = [self._stand_ins.get(parameter, parameter) for parameter in mine]
-            if may_fuse and self._may_fuse(group):
+            if self._stand_ins or not is_all:
+                group["params"] = [self._stand_ins.get(p, p) for p in own["params"] if is_all or p in wanted]
+            if fuses and may_fuse(self._optimizer, group):
                 own["fused"], group["fused"] = group["fused"], True
-            group["params"] = mine
             self._options.append(own)
 
-    def _await_reads(self) -> None:
+    def _prepare(self) -> None:
+        """Waits until the reads have ended."""
         for read in self._reads:
             read.result()
         self._reads.clear()
@@ -240,33 +241,27 @@ class Window:
             parameter.grad = grad
 
     def _stepped(self, slot: Slot, shown: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What the optimizer steps for a parameter, and its gradient."""
-        staged, gradient = self._staged.get(slot), slot.gradient
+        """Returns the piece that stands for a parameter, and its gradient; `shown` is what `p.grad` was."""
+        staged, gradient = self._staged.get(slot, NOT_STAGED), slot.gradient
         assert gradient is not None
-        values = None if staged is None else staged.master
-        piece = slot.stepped(slot.group.rest.master) if values is None else values.view(slot.stepped_shape)
-        if not ((self._late or shown is not None) and slot.steps_any):
+        shape, master, grad = slot.stepped_shape, staged.master, staged.grad
+        piece = slot.stepped(slot.group.rest.master) if master is None else master.view(shape)
+        if not ((self.is_late or shown is not None) and slot.steps_any):
             return piece, None
-        grad = None if staged is None else staged.grad
         if grad is None:
             grad = gradient.piece(slot) if gradient.travels else shown
         assert grad is not None
-        return piece, grad.view(slot.stepped_shape).to(piece.device, piece.dtype)
-
-    def _may_fuse(self, group: dict[str, Any]) -> bool:
-        """Whether torch would step host tensors one by one, and does not have to."""
-        fits = all(slot.group.kind.is_offloaded and slot.group.kind.declared in FUSABLE for slot in self.slots)
-        return bool(self.slots) and fits and may_fuse(self._optimizer, group)
+        return piece, grad.view(shape).to(piece.device, piece.dtype)
 
     def exit(self) -> None:
-        """Back to the parameters that users see."""
+        """Gives the parameters back what their users see."""
         for group, own in zip(self._optimizer.param_groups, self._options, strict=True):
             group.update(own)
         self._options.clear()
         for parameter, stand_in in self._stand_ins.items():
             _move_state(self._optimizer, stand_in, parameter)
         cleared = {slot: slot.local.stepped.grad is None for slot, shown in self._shown.items() if shown.has_gradient}
-        are_all_cleared = bool(cleared) and all(cleared.values())  # a rank has no gradient to clear without a piece
+        are_all_cleared = bool(cleared) and all(cleared.values())  # for slots of which this rank has no piece
         for slot, shown in self._shown.items():
             is_cleared = cleared.get(slot, are_all_cleared)
             self._show_whole(slot, shown._replace(grad=None) if is_cleared else shown)
@@ -275,7 +270,7 @@ class Window:
         parameter, full, gradient = slot.parameter, slot.group.full_param, slot.gradient
         assert gradient is not None
         with no_interception():
-            if parameter in self._stand_ins:  # it has been as it is all the time
+            if parameter in self._stand_ins:  # only the stand-in was changed
                 slot.local.stepped.grad = None
                 return
             parameter.grad = None
@@ -288,22 +283,26 @@ class Window:
             parameter.__class__ = shown.kind
 
     def put(self, rest: MakeResting, is_cut: Callable[[str], bool]) -> None:
-        """What has been stepped goes where it rests: of the state, what `is_cut` as the parameter is (see `_may_rest`).
-        `rest` makes what stands for an array of it."""
+        """Writes the values to where they rest, and the state for which `_may_rest`. `is_cut` tells by its name whether
+        state is cut as its parameter is, and `rest` makes the tensor that stands for it between steps."""
         self.put_values()
         for slot, staged in self._staged.items():
-            group, state = slot.group, state_of(self._optimizer, slot.parameter)
-            for name, values in state.items():
-                if isinstance(values, Tensor) and _may_rest(slot, values, is_cut(name)):
-                    resting = staged.resting.get(name)
-                    if resting is None or resting.dtype != values.dtype:
-                        resting = rest(self._room_for(group, values), tuple(values.shape), values.dtype)
-                    self._write(resting.array, ALL, values.reshape(-1), staged.narrow.get(name))
-                    staged.resting[name] = resting
+            places, ledger = slot.group.places, slot.group.setting.ledger
+            for name, values in state_of(self._optimizer, slot.parameter).items():
+                if not isinstance(values, Tensor) or not _may_rest(slot, values, is_cut(name)):
+                    continue
+                resting = staged.resting.get(name)
+                if resting is None or resting.dtype != values.dtype:
+                    narrow = places.state_dtype if values.is_floating_point() else None
+                    dtype = narrow or values.dtype
+                    array = empty(Category.OPTIMIZER_STATE, values.numel(), dtype, places.optimizer, ledger)
+                    resting = rest(array, tuple(values.shape), values.dtype)
+                self._write(resting.array, ALL, values.reshape(-1), staged.narrow.get(name))
+                staged.resting[name] = resting
 
     def put_values(self) -> None:
-        """The new values are where they rest."""
-        if not self.rests_on_disk:
+        """Writes the new values to where they rest."""
+        if not self._is_on_disk:
             for group, slots in by_group(self.slots).items():
                 group.take_masters(slots)
         for slot, staged in self._staged.items():
@@ -313,20 +312,8 @@ class Window:
                 if rest.owned_param is not rest.master:
                     rest.owned_param.write(slot.piece.in_shard, staged.master)
 
-    @staticmethod
-    def _room_for(group: ShardGroup, values: Tensor) -> Array:
-        """Where new state rests."""
-        narrow = group.places.state_dtype if values.is_floating_point() else None
-        return empty(
-            Category.OPTIMIZER_STATE,
-            values.numel(),
-            narrow or values.dtype,
-            group.places.optimizer,
-            group.setting.ledger,
-        )
-
     def _write(self, array: Array, part: slice, values: Tensor, narrow: Tensor | None = None) -> None:
-        """Begins to write; by way of `narrow`, where the array is narrower than the values."""
+        """Starts to write; by way of `narrow`, if given, where the array is narrower than the values."""
         if not isinstance(array, OnDisk):
             array.write(part, values)
             return
@@ -336,7 +323,7 @@ class Window:
         self._writes.append(array.disk.begin_write(array.at(part), values))
 
     def forget(self) -> None:
-        """What is staged is not read any more."""
+        """Lets go of what was staged: in the optimizer's state, what stands for it takes its place again."""
         for slot, staged in self._staged.items():
             state_of(self._optimizer, slot.parameter).update(staged.resting)
         self._staged.clear()
@@ -344,21 +331,21 @@ class Window:
 
 
 def _may_rest(slot: Slot, values: Tensor, is_cut: bool) -> bool:
-    """Whether state rests where, and in the dtype that, it was asked to: what is as large as the parameter, if that is
-    no scalar. Of whole tensors this rank may see too few to tell by the name, and what is rounded must not depend on
-    how many there are: the shape decides for each."""
+    """Whether a state tensor goes to the tier and the dtype that offloading asks for. It does if it is as large as the
+    parameter and cut as it is, except for scalars. For whole tensors the shape alone decides: a rank may step too few
+    of them to tell by the name, and how many it steps must not decide what is rounded."""
     is_as_large = values.numel() == slot.piece.numel if slot.stepper is None else values.shape == slot.shape
     return bool(slot.shape) and is_as_large and (is_cut or slot.stepper is not None) and not is_composed(values)
 
 
 def may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether the user has left the choice of the kernel to torch, and there is a fused one."""
+    """Whether there is a fused kernel, and the user has left the choice of the kernel to torch."""
     is_open = group.get("fused", True) is None and group.get("foreach") is None
     return type(optimizer) in FUSED and is_open and not group.get("differentiable")
 
 
 def by_group(slots: Iterable[Slot]) -> dict[ShardGroup, list[Slot]]:
-    """In their order."""
+    """Returns the slots of each group, in their order."""
     found: dict[ShardGroup, list[Slot]] = {}
     for slot in slots:
         found.setdefault(slot.group, []).append(slot)
@@ -366,28 +353,28 @@ def by_group(slots: Iterable[Slot]) -> dict[ShardGroup, list[Slot]]:
 
 
 def state_of(optimizer: Optimizer, parameter: Parameter) -> dict[str, Any]:
-    """What an optimizer keeps for a parameter, whether or not a step of it is still to be taken."""
+    """Returns what an optimizer keeps for a parameter, without taking postponed steps."""
     return dict.get(optimizer.state, parameter, {})
 
 
 def _move_state(optimizer: Optimizer, one: Parameter, other: Parameter) -> None:
-    """What an optimizer keeps for one parameter, it keeps for another."""
+    """Moves what an optimizer keeps for one parameter to another."""
     state = dict.pop(optimizer.state, one, None)
     if state is not None:
         dict.__setitem__(optimizer.state, other, state)
 
 
 def is_its_piece(slot: Slot) -> bool:
-    """Whether there is nothing to swap: all of it is stepped where it is, with the gradient as it is."""
+    """Whether a step needs no swap: the whole parameter is stepped where it is, with its gradient as it is."""
     group, gradient = slot.group, slot.gradient
     assert gradient is not None
-    is_apart = group.is_cut or gradient.is_spread or group.rest.master is not group.rest.owned_param
-    is_apart |= slot.local.stepped is not slot.parameter
-    return group.is_plain and not is_apart and gradient.dtype == group.kind.declared
+    is_whole = group.is_plain and not group.is_cut and slot.local.stepped is slot.parameter
+    is_as_declared = group.rest.master is group.rest.owned_param and gradient.dtype == group.kind.declared
+    return is_whole and is_as_declared and not gradient.is_spread
 
 
 def set_grad_dtype(parameter: Parameter, dtype: torch.dtype) -> None:
-    """Lets `p.grad` have the accumulation dtype where the parameter rests in a narrower one, so that autograd sums
-    the gradients of several uses in it too (bit-equal to autocast over fp32 weights)."""
+    """Lets `p.grad` have the accumulation dtype where the parameter rests in a narrower one. Then autograd sums the
+    gradients of several uses in it too, bit-equal to autocast over fp32 weights."""
     if parameter.grad_dtype != dtype:
         parameter.grad_dtype = dtype

@@ -1,1 +1,1 @@
-"""What user code touches in place of tensors whose values are elsewhere."""
+"""Tensors whose values are elsewhere, as user code touches them: parameters, gradients, state, lazy tensors."""

@@ -1,6 +1,5 @@
-"""`p.grad` where gradients rest as shards: full shape, gathers when read; writes in place reach the shard.
-
-Reading it is a collective: do it on every rank.
+"""`ShardedGradient`: `p.grad` where gradients rest as shards. It has the full shape and is gathered when it is read;
+edits in place reach the shard. Reading it is a collective: do it on every rank.
 """
 
 import weakref
@@ -19,23 +18,24 @@ T = TypeVar("T")
 
 
 class GradientLender(ABC):
-    """Who has the averaged gradients, and takes them back with what was edited."""
+    """Lends averaged gradients, and takes them back with what was edited."""
 
     @abstractmethod
     def lend_gradient(self, slot: Slot) -> Tensor:
-        """The whole averaged gradient of a parameter, in its shape. A collective."""
+        """Returns the whole averaged gradient of a parameter, in its shape. A collective."""
 
     @abstractmethod
     def take_gradient(self, slot: Slot, gradient: Tensor, *, is_visible: bool) -> None:
-        """The call that it was lent to may have edited it; where it `is_visible`, its holder may do so later."""
+        """Takes back what a call may have edited. If it `is_visible`, the call has returned a view of it, through which
+        it may be edited later."""
 
 
 @final
 class ShardedGradient(AveragedGradient):
     """The averaged gradient of the parameter at `slot`; see the module's docstring.
 
-    torch does not show Python's collector of cycles what `p.grad` holds, so this holds the engine's parts weakly: an
-    engine that it held would never be freed."""
+    It holds the engine's parts weakly: torch does not tell Python's garbage collector what `p.grad` holds, so an engine
+    that it held would never be freed."""
 
     _slot: weakref.ref[Slot]
     _lender: weakref.ref[GradientLender]
@@ -86,8 +86,8 @@ class ShardedGradient(AveragedGradient):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # `torch.compile` looks at the storage of all it finds, gradients among them; and operators are called by a
-        # DTensor that this is the local part of, below autograd.
+        # `torch.compile` looks at the storage of all tensors that it finds, gradients among them. A DTensor whose local
+        # part this is calls operators, below autograd.
         if func is Tensor.untyped_storage or isinstance(func, torch._ops.OpOverload):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -95,17 +95,17 @@ class ShardedGradient(AveragedGradient):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """What autograd does with it, past `__torch_function__`."""
+        """Handles what autograd does with it, past `__torch_function__`."""
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0]._again()
         if func is torch.ops.aten.add_.Tensor and torch._C._current_graph_task_id() != -1:
-            args[0].slot.gradient.add(args[0].slot, args[1])  # it accumulates
+            args[0].slot.gradient.add(args[0].slot, args[1])  # autograd accumulates
             return args[0]
-        is_edited = func._schema.is_mutable  # below autograd no version tells
+        is_edited = func._schema.is_mutable  # the version does not tell: it stays as it is below autograd
         return call(func, args, kwargs, lambda value: value.borrow(is_edited) if isinstance(value, cls) else None)
 
     def borrow(self, is_edited: bool = False) -> Lent:
-        """Its values, for one call; `is_edited`: they are to be taken for edited."""
+        """Lends its values to one call. With `is_edited` they count as edited, whatever their version."""
         with torch.inference_mode(False):
             return Lent(self, self.lender.lend_gradient(self.slot), partial(_end, is_edited=is_edited))
 

@@ -1,7 +1,7 @@
-"""What stands in for a tensor whose values are elsewhere: the one way in which calls on it are intercepted.
+"""Intercepts calls of torch functions on tensors whose values are elsewhere.
 
-A function of torch that is called with such a tensor is called with its values instead, which are *lent* to it. After
-the call is known whether it has edited them, and whether its result is a view through which they may be edited later.
+The function is called with the values instead, which are *lent* to the call. After the call it is known whether it has
+edited them, and whether its result is a view through which they may be edited later.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,9 +12,10 @@ from typing import Any, final
 import numpy
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._pytree import tree_iter, tree_map
 
-# What can be asked of a tensor whose values are elsewhere without bringing them here.
+# A tensor answers these without its values.
 _ATTRIBUTES = """
     shape device requires_grad grad grad_fn grad_dtype is_leaf ndim layout names is_cuda is_meta is_sparse is_quantized
     is_mkldnn is_cpu is_nested retains_grad output_nr itemsize nbytes _backward_hooks _post_accumulate_grad_hooks
@@ -31,23 +32,24 @@ METADATA = {
     *(getattr(Tensor, name) for name in _METHODS),
     *(torch.is_floating_point, torch.is_complex, torch.numel),
 }
-# They edit tensors in place, and no version tells; of each torch that has them.
+# These edit tensors in place and do not raise their version. Not every torch has all of them.
 _KERNELS = ("amp_foreach_non_finite_check_and_unscale", "fused_sgd", "fused_adagrad", "fused_adam", "fused_adamw")
 UNVERSIONED = {getattr(torch, f"_{name}_") for name in _KERNELS if hasattr(torch, f"_{name}_")}
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 STRIDES = {Tensor.stride, Tensor.is_contiguous}  # values that are elsewhere are in C order
 
 
 def asks_for_dtype(func: Any) -> bool:
-    return bool(func == Tensor.dtype.__get__)  # type: ignore[attr-defined]  # such wrappers are made at each look-up
+    return bool(func == Tensor.dtype.__get__)  # type: ignore[attr-defined]  # made anew by each look-up
 
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Around what `torch.jit.trace` must not see: that values are brought, which is no part of a model's graph."""
+    """Hides what is done inside from `torch.jit.trace`: bringing values is no part of a model's graph."""
     if not torch._C._is_tracing():
         yield
         return
-    torch_c: Any = torch._C  # whose stubs do not know of it
+    torch_c: Any = torch._C  # its stubs lack these functions
     state = torch_c._get_tracing_state()
     torch_c._set_tracing_state(None)
     try:
@@ -59,12 +61,12 @@ def untraced() -> Iterator[None]:
 @final
 @dataclass(eq=False)
 class Lent:
-    """Values in the hands of one call."""
+    """A loan of values to one call."""
 
-    tensor: Tensor  # that the call was made with
+    tensor: Tensor  # what the call was made with
     values: Tensor
-    end: Callable[["Lent", Any], None]  # called with this and the result of the call; with None where it has raised
-    is_unversioned: bool = False  # the call may edit them, and no version tells
+    end: Callable[["Lent", Any], None]  # called with this loan and the call's result, which is None if it has raised
+    is_unversioned: bool = False  # the call may edit the values without raising their version
 
     def __post_init__(self) -> None:
         self._was = _state_of(self.values)
@@ -90,23 +92,21 @@ class Lent:
 
 
 def _state_of(values: Tensor) -> tuple[int, int]:
-    """Version and place, both of which in-place edits may change."""
+    """Returns version and address, both of which edits in place may change."""
     with torch._C.DisableTorchFunctionSubclass():
         version = 0 if values.is_inference() else values._version
         return version, values.data_ptr() if values.layout == torch.strided else 0
 
 
 def lend_any(value: Any) -> Lent | None:
-    """A loan of a tensor whose values are elsewhere, parameter or gradient: a call may be made with both. Else None."""
+    """Returns a loan of a tensor whose values are elsewhere, None for anything else. One call may mix their kinds."""
     borrow = getattr(type(value), "borrow", None) if isinstance(value, Tensor) else None
     return None if borrow is None else borrow(value)
 
 
 def call(func: Callable[..., Any], args: Any, kwargs: Any, lend: Callable[[Any], Lent | None] = lend_any) -> Any:
-    """Calls `func`, of torch, with values where it needs them: `lend` makes a loan of what it is to borrow.
-
-    Returns what the call returned, with the intercepted tensor itself where that is its values edited in place.
-    """
+    """Calls torch's `func` with values in place of each argument that `lend` returns a loan for; a question about
+    metadata needs none. Where the result is lent values, edited in place, returns the intercepted tensor itself."""
     kwargs = kwargs or {}
     if func in METADATA or func in STRIDES or asks_for_dtype(func):
         with torch._C.DisableTorchFunctionSubclass():
@@ -135,3 +135,8 @@ def call(func: Callable[..., Any], args: Any, kwargs: Any, lend: Callable[[Any],
             for loan in lent.values():
                 loan.end(loan, result)
     return result
+
+
+def subclass_of(plain: type[Parameter], base: type[Parameter], **attributes: Any) -> type[Parameter]:
+    """Makes a class that intercepts as `base` does, and keeps what users gave `plain` (methods, `isinstance`)."""
+    return type(plain.__name__, (base,) if plain is Parameter else (base, plain), attributes)

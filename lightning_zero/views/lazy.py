@@ -1,8 +1,8 @@
-"""`LazyTensor`: stands in a checkpoint for a tensor whose values are elsewhere, spread over ranks or in a file.
+"""`LazyTensor`: stands in a checkpoint for a tensor whose values are spread over ranks or in a file.
 
-It has shape and dtype, and can be deleted, renamed, moved or replaced like any entry of a `state_dict`. Whoever looks
-at its values gets them (`Source.whole`), and who edits them in place changes what counts. Code that knows it, the
-writer and the reader of checkpoints, takes only the ranges it needs and never asks for the whole.
+It has shape and dtype, and can be deleted, renamed, moved or replaced like any entry of a `state_dict`. Reading it
+brings all values (`Source.whole`), and edits in place are kept. The writer and the reader of checkpoints know it: they
+take only the ranges that they need, and never ask for the whole.
 """
 
 from abc import ABC, abstractmethod
@@ -25,13 +25,13 @@ from lightning_zero.views.intercept import Lent, call
 class Source(ABC):
     """Where the values of a `LazyTensor` are."""
 
-    name: str  # of the values, not of the place in the checkpoint: two places of one name hold the same tensor
+    name: str  # of the values, not of an entry in the checkpoint: two entries of one name hold the same tensor
     shape: tuple[int, ...]  # of the whole tensor
     dtype: torch.dtype
 
     @abstractmethod
     def whole(self) -> Tensor:
-        """All values, on the host, in storage of their own. May be a collective."""
+        """Returns all values, on the host, in storage of their own. May be a collective."""
 
 
 class Spread(Source):
@@ -39,13 +39,13 @@ class Spread(Source):
 
     @abstractmethod
     def pieces(self) -> Sequence[tuple[Extent, Tensor | Part]]:
-        """What this rank is to write: flat tensors, with the range of each. Over all ranks they tile the tensor."""
+        """Returns the flat values that this rank writes, with the range of each. Those of all ranks tile the tensor."""
 
 
 @final
 class OfOneRank(Spread):
-    """A small tensor that this rank alone writes: its random state, or a tensor of optimizer state that is not cut as
-    its parameter is."""
+    """A small tensor that this rank alone writes, such as its random state, or optimizer state that is not cut as its
+    parameter is."""
 
     def __init__(self, name: str, values: Tensor) -> None:
         super().__init__(name, tuple(values.shape), values.dtype)
@@ -66,12 +66,12 @@ class Stored(Source):
         """Reads one range of the values into a flat tensor of any dtype and device."""
 
     def for_shard(self, extent: Extent, into: Tensor) -> None:
-        """As `read`, of what this rank keeps of a part of a model that every rank loads."""
+        """Reads what this rank keeps of a parameter that all ranks load."""
         self.read(extent, into)
 
     def for_loading(self, target: Tensor) -> Tensor:
-        """The values that are to be copied to `target`, a part of a model that every rank loads: all, or of what
-        tensor-parallel ranks share, this rank's."""
+        """Returns the values for `target`, which all ranks load: all of them, or this rank's part as a `DTensor` if
+        `target` is one."""
         if not isinstance(target, DTensor):
             return self.whole()
         box = Box.of(target)
@@ -82,8 +82,8 @@ class Stored(Source):
 
 @final
 class Partial(dict[Any, Any]):
-    """A dictionary of which each rank has some of the items: the state of optimizers, whose parameters are spread. The
-    writer merges what ranks have under one `name`."""
+    """A dictionary of which each rank has some items, such as the state of an optimizer. The writer merges what ranks
+    have under one `name`."""
 
     def __init__(self, name: str, items: Mapping[Any, Any]) -> None:
         super().__init__(items)
@@ -92,7 +92,7 @@ class Partial(dict[Any, Any]):
 
 @final
 class _Edited(Source):
-    """Values that users have edited, or may edit through a view that they were given."""
+    """Values that users have edited, or may edit through a view that they hold."""
 
     def __init__(self, name: str, values: Tensor) -> None:
         super().__init__(name, tuple(values.shape), values.dtype)
@@ -106,7 +106,7 @@ class _Edited(Source):
 class LazyTensor(Tensor):
     """See the module's docstring."""
 
-    _held: list[Source]  # the one source; a list, because what `detach` gives is the same tensor
+    _held: list[Source]  # one source, in a list that the results of `detach` share: they are the same tensor
 
     @staticmethod
     def __new__(cls, source: Source) -> "LazyTensor":
@@ -135,8 +135,8 @@ class LazyTensor(Tensor):
             alias = LazyTensor(args[0].source)
             alias._held = args[0]._held
             return alias
-        if func is Tensor.copy_ and isinstance(args[1], LazyTensor) and isinstance(args[1].source, Stored):
-            values = args[1].source.for_loading(args[0])
+        if func is Tensor.copy_ and (stored := stored_in(args[1])):
+            values = stored.for_loading(args[0])
             if isinstance(args[0], DTensor) and not isinstance(values, DTensor):
                 values = as_dtensor(Box.of(args[0]).part(values), args[0])
             return args[0].copy_(values)
@@ -147,15 +147,14 @@ class LazyTensor(Tensor):
         return call(func, args, kwargs)
 
     def borrow(self) -> Lent:
-        """Its values, for one call."""
-        with torch.inference_mode(False):  # else there would be no version
+        with torch.inference_mode(False):  # inference tensors have no version
             values = self.source.values if isinstance(self.source, _Edited) else self.source.whole()
             return Lent(self, values, _end)
 
 
 def _end(loan: Lent, result: Any) -> None:
-    """If a call edits the values, or gives out a view through which they may be edited, they stay in memory and count
-    from now on: hooks edit the checkpoint that they are given, as they would without us."""
+    """Keeps values in memory that a call has edited, or has returned a view of, in place of the source: hooks may edit
+    the checkpoint that they are given."""
     if not (loan.is_edited or loan.is_visible_in(result)):
         return
     tensor, values = loan.tensor, loan.values
@@ -168,6 +167,11 @@ def _end(loan: Lent, result: Any) -> None:
     tensor._held[0] = _Edited(tensor.source.name, values)
 
 
+def stored_in(value: Any) -> Stored | None:
+    """Returns the source of a lazy tensor whose values are in a file; None for anything else."""
+    return value.source if isinstance(value, LazyTensor) and isinstance(value.source, Stored) else None
+
+
 def materialize(tree: Any) -> Any:
-    """Containers with the values of the lazy tensors in them."""
+    """Returns the same containers, with the values of the lazy tensors in them."""
     return tree_map_only(LazyTensor, lambda lazy: lazy.source.whole(), tree)

@@ -1,12 +1,12 @@
-"""What autograd saves of gathered parameters: their place in a unit, not a view of a buffer that is reused behind it.
+"""`SavedParameters`: has autograd save where gathered values lie in a unit, not views of a buffer that is reused.
 
 Around the forward of a unit, and around whole training forwards, a pair of saved-tensor hooks notes where a saved
-tensor lies, and gathers the unit again when autograd asks for the values. This is the one way in which backward
-gathers: what it does not look at is not gathered, and by whatever way a graph comes back to a unit (an auxiliary loss,
-a second backward, a recomputation), the values are there.
+tensor lies, and gathers the unit again when autograd asks for the values. This is the only way in which backward
+gathers. So backward gathers nothing that it does not read, and by whatever way a graph leads back to a unit (an
+auxiliary loss, a second backward, a recomputation), the values are there.
 
-Hooks do not stack in torch: only the innermost pair is called. Ours hand on what is not a parameter to the pair that
-was there before, so that activation checkpointing and offloading around a unit work as ever.
+torch does not stack hooks: it calls only the innermost pair. Ours pass what is not a parameter on to the pair that was
+there before, so activation checkpointing and offloading around a unit keep working.
 """
 
 from collections.abc import Callable
@@ -29,29 +29,23 @@ _hooks_are_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks
 
 
 class _Place(NamedTuple):
-    """A view of a group's full_param, and the state of the parameter that it shows."""
+    """A view of a group's full_param, and the state that its parameter was in."""
 
     unit: Unit
     group: ShardGroup
     parameter: Parameter
     version: int
-    shard: Array  # the group's owned_param then
+    shard: Array  # the group's owned_param at that time
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int  # elements of `dtype`, from the start of full_param
-
-
-class _PlaceOfLocal(NamedTuple):
-    """What tensor-parallel ranks share: this rank's part, and what it shows."""
-
-    place: _Place
-    spec: DTensorSpec
+    spec: DTensorSpec | None  # of the DTensor whose local part it is: tensor-parallel ranks share the parameter
 
 
 class _Itself(NamedTuple):
-    """A parameter that autograd has saved itself, as it does for batch norm, and not a view of it: backward takes the
-    values that it has then, also those that have been put into `p.data` meanwhile."""
+    """A parameter that autograd has saved itself, as it does for batch norm, and not a view of it. Backward reads the
+    values that the parameter has then, even if `p.data` was replaced meanwhile."""
 
     unit: Unit
     parameter: Parameter
@@ -59,43 +53,43 @@ class _Itself(NamedTuple):
 
 
 class _Ours(partial[Any]):
-    """A hook of ours."""
+    """A hook of ours, which its type tells from others."""
 
 
 @final
 class SavedParameters:
-    """The pairs of hooks that are in place, innermost last.
+    """Sets the saved-tensor hooks, and gathers what they have noted.
 
-    `use` brings a unit's values in backward; `gather_old(group, shard)` is the full array of a group as it was when
-    `shard` was its owned_param, a collective.
+    `use` gathers a unit in backward. `gather_old(group, shard)` returns the full array of a group as it was when
+    `shard` was its owned_param; it is a collective.
     """
 
     def __init__(self, use: Callable[[Unit], None], gather_old: Callable[[ShardGroup, Array], Tensor]) -> None:
         self._use = use
         self._gather_old = gather_old
-        self._pushed: list[bool] = []
+        self._pushed: list[bool] = []  # whether each `push` has set hooks, innermost last
         self._units: dict[int, Unit] = {}  # storage of a buffer -> the unit in it
-        self._homes: dict[ShardGroup, Unit] = {}  # of every group that has been gathered, its unit
+        self._homes: dict[ShardGroup, Unit] = {}  # the unit of each group that has been gathered
 
     def note_gathered(self, unit: Unit) -> None:
-        """The unit is in its buffer from here on."""
+        """Takes note that the unit is in its buffer."""
         assert unit.buffer is not None
         self._units[unit.buffer.storage] = unit
         self._homes.update(dict.fromkeys(unit.groups, unit))
 
     def note_released(self, unit: Unit) -> None:
-        """The reverse; to be called before."""
+        """Forgets the unit's buffer. Call it before the unit is released."""
         assert unit.buffer is not None
         del self._units[unit.buffer.storage]
 
     @property
     def is_inside_others(self) -> bool:
-        """Whether hooks that are not ours see what is saved now."""
+        """Whether what is saved now goes to hooks that are not ours."""
         innermost = _innermost_hooks()
         return innermost is not None and not isinstance(innermost[0], _Ours)
 
     def push(self) -> bool:
-        """Notes places until `pop`; False where torch allows no hooks (inside `torch.func` transforms)."""
+        """Sets our hooks, until `pop`. Returns False where torch allows none, inside `torch.func` transforms."""
         allowed, outer = _hooks_are_allowed(), _innermost_hooks()
         needed = allowed and (outer is None or self.is_inside_others)
         if needed:
@@ -111,17 +105,16 @@ class SavedParameters:
 
     def _pack(self, otherwise: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         with no_interception():
-            place = self._itself(tensor) or self._place_of(local_of(tensor))
-            if isinstance(tensor, DTensor) and isinstance(place, _Place):
-                return _PlaceOfLocal(place, tensor._spec)
-        return otherwise(tensor) if place is None else place
+            saved = self._itself(tensor) or self._place_of(tensor)
+        return otherwise(tensor) if saved is None else saved
 
     def _itself(self, tensor: Tensor) -> _Itself | None:
         slot = slot_of(tensor) if isinstance(tensor, Parameter) and not isinstance(tensor, DTensor) else None
         unit = None if slot is None else self._homes.get(slot.group)
         return None if unit is None else _Itself(unit, tensor, tensor._version)  # type: ignore[arg-type]
 
-    def _place_of(self, tensor: Tensor) -> _Place | None:
+    def _place_of(self, saved: Tensor) -> _Place | None:
+        tensor = local_of(saved)
         if not (type(tensor) is Tensor or isinstance(tensor, Parameter)) or tensor.layout != torch.strided:
             return None
         unit = self._units.get(tensor.untyped_storage()._cdata)
@@ -132,21 +125,18 @@ class SavedParameters:
         parameter = group.slots[group.layout.index_at((at - start) // group.kind.resting.itemsize)].parameter
         offset, stride = (at - start) // tensor.itemsize, tuple(tensor.stride())
         version, shard = parameter._version, group.owned_param
-        return _Place(unit, group, parameter, version, shard, tensor.dtype, tensor.shape, stride, offset)
+        spec = saved._spec if isinstance(saved, DTensor) else None
+        return _Place(unit, group, parameter, version, shard, tensor.dtype, tensor.shape, stride, offset, spec)
 
     def _unpack(self, otherwise: Callable[[Any], Tensor], saved: Any) -> Tensor:
-        if isinstance(saved, _PlaceOfLocal):
-            return DTensor(self._unpack(otherwise, saved.place), saved.spec, requires_grad=False)
-        if isinstance(saved, _Itself):
-            with no_interception():
-                _check_version(saved.parameter, saved.version)
-            self._use(saved.unit)
-            with no_interception():
-                return saved.parameter.detach()
-        if not isinstance(saved, _Place):
+        if not isinstance(saved, _Place | _Itself):
             return otherwise(saved)
         with no_interception():
             _check_version(saved.parameter, saved.version)
+        if isinstance(saved, _Itself):
+            self._use(saved.unit)
+            with no_interception():
+                return saved.parameter.detach()
         if saved.shard is saved.group.owned_param:
             self._use(saved.unit)
             full = saved.group.full_param
@@ -154,7 +144,8 @@ class SavedParameters:
         else:
             full = self._gather_old(saved.group, saved.shard)
         values = full.view(saved.dtype)
-        return values.as_strided(saved.shape, saved.stride, int(values.storage_offset()) + saved.offset)
+        values = values.as_strided(saved.shape, saved.stride, int(values.storage_offset()) + saved.offset)
+        return values if saved.spec is None else DTensor(values, saved.spec, requires_grad=False)
 
 
 def _innermost_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
@@ -162,8 +153,8 @@ def _innermost_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]
 
 
 def _keep(tensor: Tensor) -> tuple[Tensor, int | None]:
-    # Detached: a graph that holds its own output would never be freed. A leaf stays itself, as without hooks: what is
-    # put into its `.data` before backward counts there.
+    # Detached, because a graph that holds its own output would never be freed. A leaf stays itself, as without hooks:
+    # backward reads what is put into its `.data` before.
     kept = tensor if tensor.is_leaf else tensor.detach()
     return kept, None if tensor.is_inference() else tensor._version
 
@@ -177,7 +168,7 @@ def _give_back(saved: tuple[Tensor, int | None]) -> Tensor:
 
 
 def _check_version(tensor: Tensor, version: int) -> None:
-    """Torch leaves this check to the hooks, where there are any."""
+    """Makes the check that torch leaves to hooks, where there are any."""
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "

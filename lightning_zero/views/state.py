@@ -1,5 +1,7 @@
-"""Optimizer state that rests on disk, or in another dtype than it is stepped in: a tensor that has shape and dtype, is
-read when it is used, and keeps edits."""
+"""`RestingState`: optimizer state that rests on disk, or in another dtype than it is stepped in.
+
+It has shape and dtype, is read when it is used, and keeps edits.
+"""
 
 from typing import Any, final
 
@@ -13,9 +15,9 @@ from lightning_zero.views.intercept import Lent, call
 
 @final
 class RestingState(StateElsewhere):
-    """What `optimizer.state[p][name]` is between steps, where the values are in `array`."""
+    """`optimizer.state[p][name]` between steps, whose values are in `array`."""
 
-    _lent: Tensor | None  # values of which views may be held, and edited
+    _lent: Tensor | None  # values of which users may hold, and edit, views
 
     @staticmethod
     def __new__(cls, array: Array, shape: tuple[int, ...], dtype: torch.dtype) -> "RestingState":
@@ -45,7 +47,6 @@ class RestingState(StateElsewhere):
         return call(func, args, kwargs)
 
     def borrow(self) -> Lent:
-        """Its values, for one call."""
         return Lent(self, self._read(), _end)
 
     def settle(self) -> None:
