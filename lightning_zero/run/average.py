@@ -54,9 +54,9 @@ class Average:
         self._use_buffers = use_buffers
         self._on_host = on_host
         self._arrays: dict[ShardGroup, Array] = {}  # the averages
-        self._numbers: dict[ShardGroup, int] = {}  # the calls for whole averages
-        self._served: Tensor | None = None  # the full array that the latest call has gathered
-        self._loaded: Mapping[str, Any] = {}  # until training goes on: parameters that it trains may come after `load`
+        self._numbers: dict[ShardGroup, int] = {}  # by which `Rendezvous.call` gathers them
+        self._served: Tensor | None = None  # the full average that the latest call has gathered
+        self._loaded: Mapping[str, Any] = {}  # what `load` was given, for groups that begin to train soon after
         engine.catch_up()
         engine.loans.settle()
         trained = [group for group in engine.groups if group.kind.trainable]
@@ -70,17 +70,17 @@ class Average:
         """Averages groups that begin to train. The checkpoint that the run goes on from may have averages of them."""
         self._begin(groups)
         self._enroll(groups)
-        self._read(self._loaded, groups)
+        self._read(self._loaded, groups, {})
 
     def _begin(self, groups: Iterable[ShardGroup]) -> None:
         """Begins the average of each group with the group's values."""
-        for group in groups:
-            master, place = group.master, _place_for(group, self._on_host)
-            with _writable():
+        with _writable():
+            for group in groups:
+                master, place = group.master, _place_for(group, self._on_host)
                 array = empty(Category.AVERAGE, master.numel, _wide(master.dtype), place, group.setting.ledger)
                 for part in _parts(group, array):
                     array.write(part, master.read(part))
-            self._arrays[group] = array
+                self._arrays[group] = array
 
     def _enroll(self, groups: Iterable[ShardGroup]) -> None:
         """Lets each rank call for full averages. All ranks must enroll the same, so not where one has failed."""
@@ -93,7 +93,7 @@ class Average:
     def _buffers(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Each buffer of the module with its average. Modules may replace buffers, so these are looked up each time."""
         named = self._engine.module.named_buffers()
-        return ((buffer.detach(), self._copies[name]) for name, buffer in named if name in self._copies)
+        return ((buffer, self._copies[name]) for name, buffer in named if name in self._copies)
 
     def _copy(self, tensor: Tensor) -> Tensor:
         with _writable():
@@ -169,8 +169,7 @@ class Average:
         return self._engine.states.spread_model(of=self._values())
 
     def _values(self) -> ModelValues:
-        named = self._engine.module.named_buffers()
-        buffers = {id(buffer): self._copies[name] for name, buffer in named if name in self._copies}
+        buffers = {id(buffer): average for buffer, average in self._buffers}
         return ModelValues("average", self._arrays, self._full, self._owned, buffers)
 
     def load(self, state: Mapping[str, Any], updates: int) -> None:
@@ -183,16 +182,15 @@ class Average:
         self.updates, self._loaded = updates, state
         self._read(state, self._arrays, self._values().buffers)
 
-    def _read(
-        self, state: Mapping[str, Any], groups: Collection[ShardGroup], buffers: Mapping[int, Tensor] | None = None
-    ) -> None:
+    def _read(self, state: Mapping[str, Any], groups: Collection[ShardGroup], buffers: Mapping[int, Tensor]) -> None:
+        """Reads the averages of `groups`, and of the buffers with these ids. Collective."""
         if not state:
             return
         with failing_together(self._engine.mesh.world, "reading the average of the model"), _writable():
             for name, own in self._engine.module.state_dict(keep_vars=True).items():
                 saved = state.get(as_written(name))
                 if isinstance(saved, Tensor) and saved.shape == own.shape:
-                    self._load(own, saved, groups, (buffers or {}).get(id(own)))
+                    self._load(own, saved, groups, buffers.get(id(own)))
 
     def _load(self, own: Tensor, saved: Tensor, groups: Collection[ShardGroup], copy: Tensor | None) -> None:
         slot = slot_of(own) if isinstance(own, Parameter) else None

@@ -42,7 +42,7 @@ from lightning_zero.views.lazy import Stored
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.mesh import Mesh
 
-LEAST_BYTES = 2**20  # may be whole at a time in any model, so that small parameters are cut many at once
+LEAST_BYTES = 2**20  # that may be whole at a time in any model, so that small parameters are cut many at once
 MUCH = 4 * 2**20  # bytes; after so many have been freed, memory goes back to the system
 
 
@@ -57,7 +57,7 @@ class _Statement(NamedTuple):
 
 @contextmanager
 def constructing(*, stage: int, comm: Comm, options: Options | None = None) -> "Iterator[Construction | None]":
-    """Has modules built in shards inside, where the stage partitions parameters; otherwise does nothing.
+    """Shards the parameters of modules that are built inside, if the stage partitions parameters.
 
         with constructing(stage=3, comm=comm):
             model = Model()
@@ -95,7 +95,7 @@ class Construction(Keeper):
         self._rests_on = None if offload is None or offload.parameters is None else torch.device("cpu")
         self.ledger = Ledger()
         self._classes = ConstructedClasses(self)
-        self._made = 0  # parameters so far
+        self._made = 0  # number of parameters so far
         self._whole: dict[EarlyParameter, int] = {}  # bytes of parameters that are whole, least recently used first
         self._most = LEAST_BYTES  # bytes that may be whole
         self._freed = 0  # bytes since memory last went back to the system
@@ -129,7 +129,8 @@ class Construction(Keeper):
             self._replaced.look()
             self._end()
         except Exception as error:
-            self._tell(error)
+            with suppress(RuntimeError):  # the others wait to hear from this rank, unless they have failed as well
+                self._say(_Statement("failed", frozenset(), frozenset(), f"{type(error).__name__}: {error}"))
             raise
         finally:
             for handle in handles:
@@ -277,7 +278,7 @@ class Construction(Keeper):
         free = frozenset(early.number for early in self._whole if early.may_leave)
         heard = self._say(_Statement(doing, free, dead))
         gone = frozenset().union(*(statement.dead for statement in heard))
-        for early in [early for early in self._whole if early.number in gone]:  # one rank could not gather it again
+        for early in [early for early in self._whole if early.number in gone]:  # a rank without it cannot gather it
             del self._whole[early]
             if early.parameter is not None:
                 early.leave()
@@ -303,12 +304,6 @@ class Construction(Keeper):
         if self._failed is not None:
             raise RuntimeError(self._failed)
         return heard
-
-    def _tell(self, error: Exception) -> None:
-        """Tells the other ranks, where they wait for this one, of the exception that has ended construction here."""
-        if self._failed is None:
-            with suppress(RuntimeError):
-                self._say(_Statement("failed", frozenset(), frozenset(), f"{type(error).__name__}: {error}"))
 
 
 @final

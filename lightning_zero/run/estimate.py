@@ -79,9 +79,5 @@ def states_under_ddp(numel: int, *, precision: str = "32-true", state_tensors: i
     """Returns the bytes on each rank under Lightning's `ddp`, which divides nothing. Its buckets are a second copy
     of all gradients."""
     declared, _ = PRECISIONS[precision]
-    return {
-        Category.PARAMETER: declared * numel,
-        Category.GRADIENT: declared * numel,
-        Category.OPTIMIZER_STATE: state_tensors * declared * numel,
-        Category.BUCKET: declared * numel,
-    }
+    copies = {Category.PARAMETER: 1, Category.GRADIENT: 1, Category.OPTIMIZER_STATE: state_tensors, Category.BUCKET: 1}
+    return {category: count * declared * numel for category, count in copies.items()}

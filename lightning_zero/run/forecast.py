@@ -39,16 +39,9 @@ class Forecast:
 def forecast(
     engine: Engine, optimizers: Iterable[Optimizer], averages: Sequence[Mapping[tuple[Category, Tier], int]] = ()
 ) -> Forecast:
-    """Returns the bytes of training that is about to begin, or under way.
-
-    They are the bytes in memory now, and those that are still to come: gradients that autograd will leave, and state
-    that each optimizer is found to make when it is tried.
-
-    Args:
-        engine: holds the model.
-        optimizers: step the model's parameters.
-        averages: the room that averages of the model will take (see `average.room_for_average`).
-    """
+    """Returns the bytes of training that is about to begin, or under way: what is in memory, and what is still to come.
+    That is gradients that autograd will leave, state that each optimizer makes when it is tried, and `averages` of the
+    model (see `average.room_for_average`)."""
     optimizers = list(optimizers)
     here = Counter(engine.bytes_by_category())
     for room in averages:

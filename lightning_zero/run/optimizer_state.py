@@ -42,15 +42,14 @@ class OptimizerState:
         slot = self._slot(parameter)
         return slot is None or slot.steps_any
 
-    def _is_cut(self, slot: Slot | None, name: str, value: Any) -> bool:
-        """Whether the entry is cut as its parameter is: each rank has its part."""
-        return slot is not None and isinstance(value, Tensor) and self._stepper.cut.get(name, False)
-
-    def _is_by_block(self, slot: Slot | None, name: str, value: Any) -> bool:
-        """Whether the entry has an element for each block of its parameter, and each rank has those of its piece. An
-        entry may seem cut as well (for a parameter of one element), so ask `_is_cut` first."""
-        is_candidate = slot is not None and slot.has_blocks and isinstance(value, Tensor)
-        return is_candidate and self._stepper.by_block.get(name, False)
+    def _per(self, slot: Slot | None, name: str, value: Any) -> int:
+        """Returns how many elements of its parameter an element of the entry stands for, where each rank has those of
+        its piece: 1 for an entry that is cut as the parameter is, else a block. Returns 0 for one that is not cut."""
+        if slot is None or not isinstance(value, Tensor):
+            return 0
+        if self._stepper.cut.get(name, False):
+            return 1
+        return slot.group.setting.block if slot.has_blocks and self._stepper.by_block.get(name, False) else 0
 
     def _taken(self) -> tuple[dict[str, Any], dict[Any, Any]]:
         """Returns `optimizer.state_dict()`, and those entries of its state that belong to no parameter, which rank 0
@@ -116,11 +115,8 @@ class OptimizerState:
 
     def _described(self, slot: Slot | None, name: str, value: Any) -> Any:
         """Returns what other ranks need to know of an entry: a `_Cut`, or the value itself where it is not cut."""
-        if self._is_cut(slot, name, value):
-            return _Cut(value.dtype)
-        if slot is not None and self._is_by_block(slot, name, value):
-            return _Cut(value.dtype, per=slot.group.setting.block)
-        return _on_host(value)
+        per = self._per(slot, name, value)
+        return _Cut(value.dtype, per) if per else _on_host(value)
 
     def _gathered(self, parameter: Parameter, name: str, value: Any, mine: Mapping[str, Any]) -> Any:
         """Returns the whole entry that `_described` gave as `value`; `mine` is this rank's state. Collective."""
@@ -169,10 +165,11 @@ class OptimizerState:
                 continue
             mine[index] = {}
             for key, value in state.items():
-                full_name = f"{name}:{as_written(slot.name)}:{key}"
-                if self._is_cut(slot, key, value) and (slot.writes_state_once or slot.state_share.numel):
-                    mine[index][key] = LazyTensor(SpreadState(full_name, slot, value))
-                elif self._is_by_block(slot, key, value):
+                full_name, per = f"{name}:{as_written(slot.name)}:{key}", self._per(slot, key, value)
+                if per == 1:
+                    if slot.writes_state_once or slot.state_share.numel:
+                        mine[index][key] = LazyTensor(SpreadState(full_name, slot, value))
+                elif per:
                     if slot.is_first_copy and slot.piece.numel:
                         mine[index][key] = LazyTensor(SpreadBlocks(full_name, slot, value))
                 elif slot.writes_state_once:
@@ -261,7 +258,7 @@ class OptimizerState:
         if slot is not None:
             self._stepper.cut[name] = self._stepper.cut.get(name, True) and not is_whole
             device = slot.group.places.optimizer.device
-            if is_whole and self._is_by_block(slot, name, value):
+            if is_whole and self._per(slot, name, value):
                 return read_part(value, Box.of(value), slot.own_blocks.start, slot.own_blocks.stop, device)
             if not is_whole and (slot.group.is_cut or slot.local.is_divided):
                 part = read_part(value, slot.local.box, slot.state_piece.start, slot.state_piece.stop, device)
@@ -285,10 +282,10 @@ def _large_in(tree: Any, place: str = "") -> list[str]:
 
 
 class _Cut(NamedTuple):
-    """Stands for a state tensor that is cut: it has one element for `per` elements of its parameter."""
+    """Stands for a state tensor of which each rank has a part; see `OptimizerState._per`."""
 
     dtype: torch.dtype
-    per: int = 1
+    per: int
 
 
 def _on_host(value: Any) -> Any:
