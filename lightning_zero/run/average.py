@@ -189,17 +189,15 @@ class Average:
         with failing_together(self._engine.mesh.world, "reading the average of the model"), _writable():
             for name, own in self._engine.module.state_dict(keep_vars=True).items():
                 saved = state.get(as_written(name))
-                if isinstance(saved, Tensor) and saved.shape == own.shape:
-                    self._load(own, saved, groups, buffers.get(id(own)))
-
-    def _load(self, own: Tensor, saved: Tensor, groups: Collection[ShardGroup], copy: Tensor | None) -> None:
-        slot = slot_of(own) if isinstance(own, Parameter) else None
-        if slot is not None and slot.group in groups:
-            part = read_part(saved, slot.local.box, slot.piece.start, slot.piece.stop, HOST)
-            self._arrays[slot.group].write(slot.piece.in_shard, part)
-        elif copy is not None:
-            values = local_of(copy)
-            values.copy_(read_part(saved, Box.of(own), 0, values.numel(), HOST).view(values.shape))
+                if not isinstance(saved, Tensor) or saved.shape != own.shape:
+                    continue
+                slot = slot_of(own) if isinstance(own, Parameter) else None
+                if slot is not None and slot.group in groups:
+                    part = read_part(saved, slot.local.box, slot.piece.start, slot.piece.stop, HOST)
+                    self._arrays[slot.group].write(slot.piece.in_shard, part)
+                elif id(own) in buffers:
+                    values = local_of(buffers[id(own)])
+                    values.copy_(read_part(saved, Box.of(own), 0, values.numel(), HOST).view(values.shape))
 
     def _owned(self, group: ShardGroup) -> Array:
         group.catch_up()

@@ -91,6 +91,7 @@ class Construction(Keeper):
 
     def __init__(self, mesh: Mesh, options: Options) -> None:
         self._mesh = mesh
+        self._thread = threading.get_ident()  # builds the model; modules of other threads are no part of it
         offload = options.offload
         self._rests_on = None if offload is None or offload.parameters is None else torch.device("cpu")
         self.ledger = Ledger()
@@ -104,24 +105,10 @@ class Construction(Keeper):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, watches every parameter that a module registers in this thread. Collective at its end."""
-        thread = threading.get_ident()
-
-        def look_at(module: Module, name: str, parameter: Parameter) -> None:
-            if threading.get_ident() == thread:
-                self._register(module, name, parameter)
-
-        def look_inside(_: Module, __: str, module: Module | None) -> None:
-            """Finds parameters that were never registered: of an unpickled module, or a copy of one made before."""
-            if module is not None and threading.get_ident() == thread:
-                for inner in module.modules():
-                    for name, parameter in inner._parameters.items():
-                        if parameter is not None and early_of(parameter) is None and not parameter.is_meta:
-                            self._register(inner, name, parameter)
-
+        """Inside, watches every parameter that a module registers. Collective at its end."""
         handles = (
-            register_module_parameter_registration_hook(look_at),
-            register_module_module_registration_hook(look_inside),
+            register_module_parameter_registration_hook(self._register),
+            register_module_module_registration_hook(self._look_inside),
         )
         try:
             with self._replaced:
@@ -138,7 +125,18 @@ class Construction(Keeper):
 
     # -- parameters are made
 
+    def _look_inside(self, _: Module, __: str, module: Module | None) -> None:
+        """Finds parameters that were never registered: of an unpickled module, or a copy of one made before."""
+        if module is None or threading.get_ident() != self._thread:
+            return
+        for inner in module.modules():
+            for name, parameter in inner._parameters.items():
+                if parameter is not None and early_of(parameter) is None and not parameter.is_meta:
+                    self._register(inner, name, parameter)
+
     def _register(self, module: Module, name: str, parameter: Parameter) -> None:
+        if threading.get_ident() != self._thread:
+            return
         if parameter.is_meta:
             self._replaced.expect(module, name, parameter)
             return

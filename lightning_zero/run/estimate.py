@@ -32,7 +32,7 @@ def states_of(
     replicate_size: int = 1,
     state_tensors: int = 2,
 ) -> Mapping[str, int]:
-    """Returns the bytes on each rank of `numel` parameters that all train, by the names of memory reports.
+    """Returns the bytes on each rank of `numel` parameters that all train, by category and tier as in memory reports.
 
     Buckets are left out, which do not grow with the model. So is all that does not grow with the number of parameters
     alone: at stage 3 the arena, which has room for the largest units; padding; parameters too small to be divided.

@@ -43,8 +43,8 @@ class OptimizerState:
         return slot is None or slot.steps_any
 
     def _per(self, slot: Slot | None, name: str, value: Any) -> int:
-        """Returns how many elements of its parameter an element of the entry stands for, where each rank has those of
-        its piece: 1 for an entry that is cut as the parameter is, else a block. Returns 0 for one that is not cut."""
+        """Returns how many elements of the parameter one element of the entry stands for: 1 where the entry is cut as
+        the parameter is, a block's size where it has an element for each block, 0 where it is not cut."""
         if slot is None or not isinstance(value, Tensor):
             return 0
         if self._stepper.cut.get(name, False):

@@ -50,10 +50,8 @@ class States:
     # -- the model
 
     def full_model(self, *, copy: bool, of: ModelValues | None = None) -> dict[str, Any]:
-        """Returns `module.state_dict()` with whole values in their declared dtypes. Collective.
-
-        Values that rest as shards are copied to the host: a whole model may not fit on the device, but one group at a
-        time does.
+        """Returns `module.state_dict()` with whole values in their declared dtypes. Collective. Values that rest as
+        shards are copied to the host: a whole model may not fit on the device, but one group at a time does.
 
         Args:
             copy: give every entry storage of its own; a file would hold all of a group for each view of it.
@@ -115,10 +113,8 @@ class States:
         return state
 
     def load_noted(self, verify: Callable[[], None]) -> None:
-        """Reads the stored values that parameters have noted in `module.load_state_dict`. Collective.
-
-        Given lazy entries, `load_state_dict` only notes where the values are. Here each rank reads what it owns, and
-        `verify` checks this rank's share of the rest of the checkpoint.
+        """Reads the values of lazy entries, which `module.load_state_dict` has only noted. Collective. Each rank reads
+        what it owns, and `verify` checks its share of the rest of the checkpoint.
 
         Raises:
             RuntimeError: the same on every rank, when reading fails on one.

@@ -128,7 +128,7 @@ def _as_written(overrides: ListConfig) -> list[str]:
 
 
 def _rank() -> int:
-    # Set by torchrun; by Lightning's launcher, which gives ranks beyond the first no other; by SLURM.
+    # Set by torchrun, Lightning's launcher and SLURM, in this order. Ranks that Lightning starts have only the second.
     names = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
     return int(next((os.environ[name] for name in names if name in os.environ), 0))
 
@@ -270,7 +270,10 @@ class Job:
 
     def record(self, end: End, seconds: float) -> None:
         """Completes the summary with how the process ended, which only the sweep knows."""
-        logs = self._logs()
+        logs = {  # since this attempt began
+            path.name: path.read_bytes()[self.log_bytes_before.get(path.name, 0) :].decode(errors="replace")
+            for path in sorted(self.folder.glob("*.log"))
+        }
         failures = {name: text[text.rindex(FAILURE) :] for name, text in logs.items() if FAILURE in text}
         known: dict[str, Any] = {"job": self.number, "overrides": self.task_overrides, "seconds": round(seconds, 1)}
         if end.code == 0 and not failures:  # another rank may have failed after rank 0 ended well
@@ -282,12 +285,6 @@ class Job:
             tails["stderr"] = end.stderr_tail
         told = [end.describe(), *(f"--- {name}\n{tail}" for name, tail in tails.items() if tail)]
         update_summary(self.folder, **known, status=FAILED, error="\n".join(told))
-
-    def _logs(self) -> dict[str, str]:
-        """Returns what the ranks have logged since this attempt began."""
-        written = {path.name: path.read_bytes() for path in sorted(self.folder.glob("*.log"))}
-        new = {name: log[self.log_bytes_before.get(name, 0) :] for name, log in written.items()}
-        return {name: log.decode(errors="replace") for name, log in new.items()}
 
 
 def job_environment(environment: Mapping[str, str]) -> dict[str, str]:
