@@ -56,7 +56,7 @@ class Average:
         self._arrays: dict[ShardGroup, Array] = {}  # the averages
         self._numbers: dict[ShardGroup, int] = {}  # by which `Rendezvous.call` gathers them
         self._served: Tensor | None = None  # the full average that the latest call has gathered
-        self._loaded: Mapping[str, Any] = {}  # what `load` was given, for groups that begin to train soon after
+        self._loaded: Mapping[str, Any] = {}  # until the next update: groups may begin to train after `load`
         engine.catch_up()
         engine.loans.settle()
         trained = [group for group in engine.groups if group.kind.trainable]
