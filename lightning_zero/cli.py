@@ -29,25 +29,25 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_zero import __version__
 
-# Commands import what they need by themselves: nobody who asks for help waits for torch.
+# Each command imports what it needs, so that --help does not wait for torch.
 if TYPE_CHECKING:
     from lightning_zero.checkpoint.load import StoredCheckpoint
     from lightning_zero.checkpoint.manifest import Entry
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; `arguments` are those of the command line by default."""
+    """Runs one command and returns the exit status; `arguments` are those of the command line by default."""
     options = _parser().parse_args(arguments)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # names and paths may have what its encoding has not
+    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack characters of names and paths
         sys.stdout.reconfigure(errors="backslashreplace")
     from lightning_zero.checkpoint import CheckpointError
 
     try:
         status = int(options.run(options) or 0)
-        sys.stdout.flush()  # or whoever has seen enough is found out as Python exits
+        sys.stdout.flush()  # raises BrokenPipeError here instead of when Python exits
         return status
-    except BrokenPipeError:  # whoever reads has seen enough: `lightning-zero inspect DIR | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains as it exits
+    except BrokenPipeError:  # the reader has closed the pipe: `lightning-zero inspect DIR | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it exits
     except (CheckpointError, OSError) as error:
         reason, file = getattr(error, "strerror", None) or error, getattr(error, "filename", None)
         print(f"error: {reason}" + (f": {file}" if file else ""), file=sys.stderr)
@@ -99,14 +99,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _about(width: int) -> str:
-    """The module's docstring in lines of at most `width`."""
+    """Returns the module's docstring in lines of at most `width`."""
     paragraphs = []
     for text in (__doc__ or "").replace("``", "").split("\n\n"):
         if not text.startswith(" "):
             paragraphs.append(fill(text, width))
         elif max(map(len, text.splitlines())) <= width:
             paragraphs.append(text)
-        else:  # commands, and below each what it does
+        else:  # the list of commands: what each does goes on a line below it
             paragraphs.append(re.sub(r"(?<=\S) {3,}", "\n" + " " * 6, text))
     return "\n\n".join(paragraphs)
 
@@ -138,12 +138,12 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _place(text: str) -> str:
-    """A path or URL that fsspec understands."""
+    """Returns `text` if fsspec understands it as a path or URL."""
     from lightning_zero.checkpoint import Folder
 
     try:
         Folder(text)
-    except (ValueError, ImportError) as error:  # no such protocol; the package for it is not installed
+    except (ValueError, ImportError) as error:  # the protocol is unknown, or its package is not installed
         raise argparse.ArgumentTypeError(f"{text}: {error}") from error
     return text
 
@@ -156,7 +156,7 @@ def _positive(text: str) -> float:
 
 
 def _numel(text: str) -> float:
-    """``7e9``, ``7B``, ``350M``."""
+    """Reads a number of parameters, such as ``7e9``, ``7B`` or ``350M``."""
     size = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper())
     return _positive(text) if size is None else _positive(text[:-1]) * size
 
@@ -176,21 +176,29 @@ def _inspect(options: argparse.Namespace) -> None:
     print(f"  {_count(manifest.files, 'shard')}, {_count(manifest.tensors, 'tensor')}, {_size(manifest.nbytes)}")
     if manifest.objects:
         print(f"  pickled objects, left out unless asked for: {', '.join(manifest.objects.classes)}")
-    rows: list[tuple[str, ...]] = []
-    for part, entries in _parts(checkpoint).items():
-        numel, nbytes = sum(math.prod(entry.shape) for entry in entries), sum(entry.nbytes for entry in entries)
-        rows.append((*part, f"{len(entries):,}", f"{numel:,}", _size(nbytes)))
+    contents = _contents(checkpoint)
+    rows: list[tuple[str, ...]] = [
+        (part["part"], part["dtype"], f"{part['tensors']:,}", f"{part['elements']:,}", _size(part["bytes"]))
+        for part in contents["parts"]
+    ]
     _print_table("part", "dtype", "tensors", "elements", "size", rows=rows)
     rows = [
-        (name, _short(entry), "x".join(map(str, entry.shape)) or "scalar", _size(entry.nbytes))
-        for name, entry in _model(checkpoint).items()
+        (name, entry["dtype"], "x".join(map(str, entry["shape"])) or "scalar", _size(entry["bytes"]))
+        for name, entry in contents["model"].items()
     ]
     _print_table("parameter or buffer", "dtype", "shape", "size", rows=rows)
 
 
 def _contents(checkpoint: "StoredCheckpoint") -> dict[str, Any]:
-    """What `inspect` tells, for programs."""
+    """Returns what `inspect --json` prints."""
+    from lightning_zero.views.lazy import LazyTensor
+
     manifest = checkpoint.manifest
+    parts = defaultdict[tuple[str, str], list["Entry"]](list)
+    for entry in manifest.tensors.values():
+        parts[_part_of(entry.name), _short(entry)].append(entry)
+    lazy = {name: value for name, value in checkpoint.model().items() if isinstance(value, LazyTensor)}
+    model = {name: manifest.tensors[value.source.name] for name, value in lazy.items()}
     return {
         "path": str(checkpoint.folder),
         "about": manifest.about,  # step, epoch, stage, world; saved_at in seconds since 1970
@@ -205,32 +213,17 @@ def _contents(checkpoint: "StoredCheckpoint") -> dict[str, Any]:
                 "elements": sum(math.prod(entry.shape) for entry in entries),
                 "bytes": sum(entry.nbytes for entry in entries),
             }
-            for (part, dtype), entries in _parts(checkpoint).items()
+            for (part, dtype), entries in parts.items()
         ],
         "model": {
             name: {"dtype": _short(entry), "shape": list(entry.shape), "bytes": entry.nbytes}
-            for name, entry in _model(checkpoint).items()
+            for name, entry in model.items()
         },
     }
 
 
-def _parts(checkpoint: "StoredCheckpoint") -> dict[tuple[str, str], list["Entry"]]:
-    """All tensors, by what they are part of and their dtype."""
-    parts = defaultdict[tuple[str, str], list["Entry"]](list)
-    for entry in checkpoint.manifest.tensors.values():
-        parts[_part_of(entry.name), _short(entry)].append(entry)
-    return parts
-
-
-def _model(checkpoint: "StoredCheckpoint") -> dict[str, "Entry"]:
-    """The entries of `state_dict`, by its names."""
-    from lightning_zero.views.lazy import LazyTensor
-
-    lazy = {name: value for name, value in checkpoint.model().items() if isinstance(value, LazyTensor)}
-    return {name: checkpoint.manifest.tensors[value.source.name] for name, value in lazy.items()}
-
-
 def _part_of(name: str) -> str:
+    """Returns the part of a checkpoint that the tensor called `name` belongs to."""
     from lightning_zero.run.spread import WHOLE
 
     if name.startswith(("model:", "state_dict/")):
@@ -239,7 +232,7 @@ def _part_of(name: str) -> str:
         return "average"
     if name.startswith("optimizer "):
         return f"{name.partition(':')[0]}, {name.rpartition(':')[2].removesuffix(WHOLE)}"
-    if name.startswith("optimizer_states/"):  # of a checkpoint that was imported
+    if name.startswith("optimizer_states/"):  # in an imported checkpoint
         return f"optimizer {name.split('/')[1]}, {name.rpartition('/')[2]}"
     return "random state" if name.startswith("rank ") else name.partition("/")[0]
 
@@ -259,7 +252,7 @@ def _size(nbytes: int) -> str:
 
 def _print_table(*header: str, rows: Sequence[tuple[str, ...]]) -> None:
     first, *others = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    # A pipe has no width. In a terminal that is too narrow, cells come on a line of their own, below the name.
+    # In a terminal that is too narrow, the cells follow on a line below the name. A pipe has no width.
     is_narrow = 2 + first + sum(2 + width for width in others) > shutil.get_terminal_size((sys.maxsize, 0)).columns
     print()
     for name, *cells in (header, *rows):

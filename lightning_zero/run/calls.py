@@ -1,4 +1,4 @@
-"""`StepCalls`: where the user's calls of `optimizer.step` enter the engine's step."""
+"""`StepCalls`: hooks on the user's calls of `optimizer.step`, which enter and leave the engine's step."""
 
 import sys
 import threading
@@ -15,12 +15,12 @@ from lightning_zero.shards.optimizer import PieceStepper
 
 @final
 class StepCalls:
-    """Hooks on the calls of one optimizer's `step`. Each is inside `step()`, but for the closure that it may call;
-    `then` is called after it.
+    """Hooks on the calls of one optimizer's `step`. Each call runs inside `step()`, except for the closure that it may
+    call, and `then` is called after it.
 
-    torch wraps the `step` of every class that there has been an instance of. So in an optimizer whose class calls
-    `super().step()` the hooks are called once, or once more from within: the step ends with the outermost call, and not
-    before what follows `super().step()`.
+    torch calls hooks around the `step` of every class that there has been an instance of. So where an optimizer's class
+    calls `super().step()`, they may be called once more from within. The engine's step ends with the outermost call,
+    and so includes what the class does after `super().step()`.
     """
 
     def __init__(
@@ -34,10 +34,10 @@ class StepCalls:
         self._step = step
         self._then = then
         self._entered = ExitStack()
-        self._depth = 0  # calls under way
-        self._outermost: FrameType | None = None  # of them
-        self._thread = 0  # that it is in
-        self._hooks = [  # which torch.compile(optimizer.step) leaves to Python
+        self._depth = 0  # number of calls under way, one inside another
+        self._outermost: FrameType | None = None  # frame of the outermost of these calls
+        self._thread = 0  # thread of the outermost call
+        self._hooks = [  # disabled, so that torch.compile(optimizer.step) leaves them to Python
             optimizer.register_step_pre_hook(torch.compiler.disable(self._before)),
             optimizer.register_step_post_hook(torch.compiler.disable(self._after)),
         ]
@@ -47,14 +47,14 @@ class StepCalls:
             hook.remove()
 
     def interrupt(self) -> None:
-        """Ends a call that an error has left, as it is."""
+        """Ends a call that an error has left, without completing the step."""
         self._depth = 0
         self._stepper.is_interrupted = True
         self._entered.close()
         self._stepper.is_interrupted = False
 
     def recover(self) -> None:
-        """After a call that an error has left, of which torch tells nobody."""
+        """Ends a call that an error has left, if there is one: torch calls no hook in that case."""
         if self._depth and not self._is_under_way:
             self.interrupt()
             self._then()
@@ -62,7 +62,7 @@ class StepCalls:
     def _before(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.recover()
         if not self._depth:
-            if self._stepper.is_stepping:  # what is stepped apart
+            if self._stepper.is_stepping:  # the stepper itself calls `step`, for parameters that it steps apart
                 return None
             self._outermost, self._thread = _caller(), threading.get_ident()
         self._depth += 1
@@ -72,19 +72,20 @@ class StepCalls:
             return None
 
         @torch.compiler.disable
-        def closure_on_full() -> Any:
+        def closure_outside_step() -> Any:
             self._stepper.refuse_if_partial()
-            self._entered.close()  # an optimizer may call its closure several times
+            self._entered.close()  # an optimizer may call its closure several times: leave the step again
             result = closure()
             self._enter()
             return result
 
         if len(args) > 1:
-            return (args[0], closure_on_full, *args[2:]), kwargs
-        return args, {**kwargs, "closure": closure_on_full}
+            return (args[0], closure_outside_step, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure_outside_step}
 
     def _after(self, *_: Any) -> None:
-        if self._depth == 1 or (self._depth and _caller() is self._outermost):  # a call inside may have failed
+        # After a call inside that failed, the depth is too large: torch has called no hook for it.
+        if self._depth == 1 or (self._depth and _caller() is self._outermost):
             self._depth, self._outermost = 0, None
             self._entered.close()
             self._then()
@@ -92,13 +93,13 @@ class StepCalls:
             self._depth -= 1
 
     def _enter(self) -> None:
-        if not self._stepper.is_stepping:  # else within another call
+        if not self._stepper.is_stepping:  # otherwise an outer call has entered
             self._entered.enter_context(self._step())
 
     @property
     def _is_under_way(self) -> bool:
         if threading.get_ident() != self._thread:
-            return True  # its closure's backward runs in a thread of autograd's, as on a GPU
+            return True  # the backward of its closure runs in a thread of autograd's, as on a GPU
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame is not self._outermost:
             frame = frame.f_back
@@ -106,7 +107,7 @@ class StepCalls:
 
 
 def _caller() -> FrameType:
-    """Where torch calls the hooks, which lives as long as the call of `step` does."""
+    """Returns the frame from which torch calls the hooks. It lives as long as the call of `step` does."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("torch._dynamo"):
         frame = frame.f_back

@@ -1,16 +1,17 @@
-"""Models that are never whole: parameters are sharded while their module is being built.
+"""Builds models that are never whole: parameters are sharded while their module is being built.
 
 Inside `constructing` every rank runs the whole program of one device, on whole tensors, one after another: the same
-calls on the same values draw the same random numbers. A parameter that a module registers stays whole for a while; as
-soon as more is whole than the largest module that holds parameters directly, those that were used least recently are
-cut into rows, rank 0's values (as under DDP), and every rank keeps its own. Who touches one later finds it whole again.
+calls on the same values draw the same random numbers. A parameter that a module registers stays whole for a while. As
+soon as more is whole than the largest module that holds parameters directly, the least recently used parameters are
+cut into rows, of rank 0's values (as under DDP), and every rank keeps its own. Code that uses such a parameter later
+finds it whole again: it is gathered first.
 
     build    embedding   block.0   block.1   block.2   head        apply(init): embedding   block.0   ...
     whole    embedding   block.0   block.1   block.2   head                     embedding   block.0
     rows                 embedding -------- + block.0 + block.1 + block.2       block.0 ..., head
 
-Each gather and each cut begins with a message in which every rank says what it is doing: ranks that build different
-models end in an error that says so at once, and all hear of an exception on one.
+Each gather and each cut begins with a message in which every rank says what it is doing. So ranks that build different
+models raise an error that says so at once, and an exception on one rank reaches all.
 """
 
 import threading
@@ -41,29 +42,29 @@ from lightning_zero.views.lazy import Stored
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.mesh import Mesh
 
-LEAST_BYTES = 2**20  # that may be whole at a time, so that small parameters are cut many at once
-MUCH = 4 * 2**20  # bytes that are freed
+LEAST_BYTES = 2**20  # that may be whole at a time in any model, so that small parameters are cut many at once
+MUCH = 4 * 2**20  # bytes; after so many have been freed, memory goes back to the system
 
 
 class _Statement(NamedTuple):
-    """What a rank says before a collective."""
+    """A rank's message before a collective. Parameters have the same numbers on all ranks."""
 
     doing: str
-    free: frozenset[int]  # numbers of the parameters that nobody looks at
-    dead: frozenset[int]  # of those that nobody has any more
-    error: str | None = None  # why this rank will not go on
+    free: frozenset[int]  # parameters whose values this rank can free: no view and no graph holds them
+    dead: frozenset[int]  # parameters that Python has freed on this rank
+    error: str | None = None  # the exception that has ended construction on this rank
 
 
 @contextmanager
 def constructing(*, stage: int, comm: Comm, options: Options | None = None) -> "Iterator[Construction | None]":
-    """Inside, modules are built in shards where the stage partitions parameters; otherwise this does nothing.
+    """Shards the parameters of modules that are built inside, if the stage partitions parameters.
 
         with constructing(stage=3, comm=comm):
             model = Model()
         engine = Engine(model, [optimizer], stage=3, comm=comm)
 
-    Enter it on every rank, and build the same model on each. Between the end and the engine, parameters may still be
-    read and edited by all ranks together.
+    Enter it on every rank, and build the same model on each. Between its end and the engine, parameters may still be
+    read and edited, by all ranks together.
 
     Args:
         stage: 0, 1, 2 or 3.
@@ -73,59 +74,41 @@ def constructing(*, stage: int, comm: Comm, options: Options | None = None) -> "
     Raises:
         RuntimeError: on every rank, when one fails inside, or does something else than the others.
     """
-    construction = Construction.of(stage, comm, options or Options())
-    if construction is None:
+    options = options or Options()
+    # Tensor-parallel ranks hold the model whole until torch divides it among them.
+    mesh = Mesh.of(comm, options.replicate_size) if options.tensor_parallel_size == 1 else None
+    if mesh is None or mesh.shard.size == 1 or not STAGES[stage].parameter:
         yield None
         return
+    construction = Construction(mesh, options)
     with construction.watching():
         yield construction
 
 
 @final
 class Construction(Keeper):
-    """The parameters, of modules that are being built, that no engine has taken over yet."""
+    """The parameters of modules that are being built, until an engine takes them over."""
 
     def __init__(self, mesh: Mesh, options: Options) -> None:
         self._mesh = mesh
+        self._thread = threading.get_ident()  # builds the model; modules of other threads are no part of it
         offload = options.offload
         self._rests_on = None if offload is None or offload.parameters is None else torch.device("cpu")
         self.ledger = Ledger()
         self._classes = ConstructedClasses(self)
-        self._made = 0  # parameters so far
-        self._whole: dict[EarlyParameter, int] = {}  # bytes of those that are whole, least recently used first
-        self._most = LEAST_BYTES  # that may be whole
-        self._freed = 0
+        self._made = 0  # number of parameters so far
+        self._whole: dict[EarlyParameter, int] = {}  # bytes of parameters that are whole, least recently used first
+        self._most = LEAST_BYTES  # bytes that may be whole
+        self._freed = 0  # bytes since memory last went back to the system
         self._replaced = _Replaced(self._register)
-        self._failed: str | None = None  # why ranks do not go on together
-
-    @classmethod
-    def of(cls, stage: int, comm: Comm, options: Options) -> "Construction | None":
-        """None where every rank holds the model whole; it does before torch divides it among tensor-parallel ranks."""
-        if options.tensor_parallel_size > 1:
-            return None
-        mesh = Mesh.of(comm, options.replicate_size)
-        return cls(mesh, options) if STAGES[stage].parameter and mesh.shard.size > 1 else None
+        self._failed: str | None = None  # the error that every further message raises
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, looks after every parameter that a module registers in this thread. A collective at its end."""
-        thread = threading.get_ident()
-
-        def look_at(module: Module, name: str, parameter: Parameter) -> None:
-            if threading.get_ident() == thread:
-                self._register(module, name, parameter)
-
-        def look_inside(_: Module, __: str, module: Module | None) -> None:
-            """For what was not registered: in a module that was unpickled, or is a copy of one made before."""
-            if module is not None and threading.get_ident() == thread:
-                for inner in module.modules():
-                    for name, parameter in inner._parameters.items():
-                        if parameter is not None and early_of(parameter) is None and not parameter.is_meta:
-                            self._register(inner, name, parameter)
-
+        """Inside, watches every parameter that a module registers. Collective at its end."""
         handles = (
-            register_module_parameter_registration_hook(look_at),
-            register_module_module_registration_hook(look_inside),
+            register_module_parameter_registration_hook(self._register),
+            register_module_module_registration_hook(self._look_inside),
         )
         try:
             with self._replaced:
@@ -133,15 +116,27 @@ class Construction(Keeper):
             self._replaced.look()
             self._end()
         except Exception as error:
-            self._tell(error)
+            with suppress(RuntimeError):  # the others wait to hear from this rank, unless they have failed as well
+                self._say(_Statement("failed", frozenset(), frozenset(), f"{type(error).__name__}: {error}"))
             raise
         finally:
             for handle in handles:
                 handle.remove()
 
-    # -- parameters come
+    # -- parameters are made
+
+    def _look_inside(self, _: Module, __: str, module: Module | None) -> None:
+        """Finds parameters that were never registered: of an unpickled module, or a copy of one made before."""
+        if module is None or threading.get_ident() != self._thread:
+            return
+        for inner in module.modules():
+            for name, parameter in inner._parameters.items():
+                if parameter is not None and early_of(parameter) is None and not parameter.is_meta:
+                    self._register(inner, name, parameter)
 
     def _register(self, module: Module, name: str, parameter: Parameter) -> None:
+        if threading.get_ident() != self._thread:
+            return
         if parameter.is_meta:
             self._replaced.expect(module, name, parameter)
             return
@@ -154,7 +149,7 @@ class Construction(Keeper):
             self._take_in(self._note(parameter, label), parameter.nbytes)
 
     def _take_in(self, early: EarlyParameter, nbytes: int) -> None:
-        """Its values were made, and used last."""
+        """Counts a parameter as whole and most recently used, and makes room for it."""
         self._whole.pop(early, None)
         self._whole[early] = nbytes
         self._most = max(self._most, nbytes)
@@ -167,7 +162,7 @@ class Construction(Keeper):
         return early
 
     def materialize(self, meta: Parameter, device: torch.device) -> Parameter:
-        """A parameter as `meta` describes it, without values yet: this rank's row is to be filled."""
+        """Returns a parameter as `meta` describes it, sharded; the caller fills this rank's row."""
         parameter = Parameter(nothing(meta.shape, meta.dtype, device), meta.requires_grad)
         parameter.__class__ = type(meta)
         vars(parameter).update(vars(meta))
@@ -175,7 +170,7 @@ class Construction(Keeper):
         early.rest_as(early.make_row())
         return parameter
 
-    # -- and are used
+    # -- parameters are used
 
     def lend(self, parameter: Parameter) -> Lent:
         early = self._bring(parameter)
@@ -183,7 +178,7 @@ class Construction(Keeper):
         return Lent(parameter, parameter, self._take_back)
 
     def _bring(self, parameter: Parameter) -> EarlyParameter:
-        """Its values are here, and were used last."""
+        """Gathers a parameter where it is not whole, and counts it as most recently used."""
         early = early_of(parameter)
         assert early is not None
         nbytes = parameter.nbytes
@@ -244,16 +239,16 @@ class Construction(Keeper):
             parameter.__class__ = constructed
             early.pins -= 1
 
-    # -- and go
+    # -- parameters are cut
 
     def _make_room(self, doing: str, nbytes: int = 0, *, meets: bool = False) -> None:
-        """There is room for `nbytes` more that are whole: what was used least recently is cut. Ranks agree on that,
-        because one may still have what others have dropped (Python frees cycles when it comes to it)."""
+        """Cuts the least recently used parameters, until there is room for `nbytes` more that are whole. Ranks agree on
+        what they cut, because one may still have what others have freed: Python frees cycles at any time."""
         if meets or sum(self._whole.values()) + nbytes > self._most:
             self._cut(self._meet(doing), self._most - nbytes)
 
     def _cut(self, free: frozenset[int], most: int) -> None:
-        """Those that are `free` rest as rows, until at most so many bytes are whole."""
+        """Cuts parameters among the `free` ones into rows, until at most `most` bytes are whole."""
         left = sum(self._whole.values())
         for early in list(self._whole):
             if left <= most:
@@ -268,7 +263,7 @@ class Construction(Keeper):
             self._freed = 0
 
     def _end(self) -> None:
-        """All that can rests as rows. What somebody looks at stays as it is, plain."""
+        """Cuts all parameters that can be cut. Those with values in use are plain from here on, and stay whole."""
         self._cut(self._meet(f"has built a model, with {self._made} parameters"), most=0)
         for early in self._whole:
             early.leave()
@@ -276,13 +271,12 @@ class Construction(Keeper):
         return_freed_memory()
 
     def _meet(self, doing: str) -> frozenset[int]:
-        """Says what this rank is doing, and hears that all do the same. Returns the numbers of what no rank looks at.
-        A collective."""
+        """Checks that all ranks are doing the same. Returns the numbers of parameters that all can free. Collective."""
         dead = frozenset(early.number for early in self._whole if early.parameter is None)
         free = frozenset(early.number for early in self._whole if early.may_leave)
         heard = self._say(_Statement(doing, free, dead))
         gone = frozenset().union(*(statement.dead for statement in heard))
-        for early in [early for early in self._whole if early.number in gone]:
+        for early in [early for early in self._whole if early.number in gone]:  # a rank without it cannot gather it
             del self._whole[early]
             if early.parameter is not None:
                 early.leave()
@@ -309,22 +303,16 @@ class Construction(Keeper):
             raise RuntimeError(self._failed)
         return heard
 
-    def _tell(self, error: Exception) -> None:
-        """The others hear, where they wait for this rank, that it will not come."""
-        if self._failed is None:
-            with suppress(RuntimeError):
-                self._say(_Statement("failed", frozenset(), frozenset(), f"{type(error).__name__}: {error}"))
-
 
 @final
 class _Replaced(TorchFunctionMode):
-    """Sees how parameters on the meta device are replaced by ones with memory: `Module.to_empty` registers none."""
+    """Finds the parameters that replace those on the meta device: `Module.to_empty` does not register them."""
 
     def __init__(self, register: Callable[[Module, str, Parameter], None]) -> None:
         super().__init__()
         self._register = register
-        self._places: dict[int, list[tuple[ref[Module], str]]] = {}  # id of one on the meta device -> where it stands
-        self._due: list[tuple[ref[Module], str]] = []  # where another one will stand
+        self._places: dict[int, list[tuple[ref[Module], str]]] = {}  # id of a meta parameter -> modules, and its names
+        self._due: list[tuple[ref[Module], str]] = []  # places where another parameter is about to be put
 
     def expect(self, module: Module, name: str, parameter: Parameter) -> None:
         self._places.setdefault(id(parameter), []).append((ref(module), name))
@@ -338,12 +326,10 @@ class _Replaced(TorchFunctionMode):
         return made
 
     def look(self) -> None:
-        """Registers those that are there now."""
+        """Registers the parameters that have been put into their places."""
         due, self._due = self._due, []
         for place, name in due:
-            module = place()
-            parameter = None if module is None else module._parameters.get(name)
-            if module is None or parameter is None:
+            if (module := place()) is None or (parameter := module._parameters.get(name)) is None:
                 continue
             if parameter.is_meta:
                 self._due.append((place, name))
@@ -352,5 +338,5 @@ class _Replaced(TorchFunctionMode):
 
 
 def _is_built(parameter: Parameter) -> bool:
-    """Whether it is an ordinary parameter that has values."""
+    """Whether the parameter is of an ordinary kind, and has values."""
     return not is_lazy(parameter) and is_plain(parameter) and not parameter.is_meta and parameter.numel() > 0

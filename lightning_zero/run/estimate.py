@@ -1,4 +1,4 @@
-"""Model states on a rank from nothing but a number of parameters: what `forecast` will say of an engine."""
+"""Computes the bytes of model states on a rank from the number of parameters alone; `forecast` needs an engine."""
 
 import math
 from collections import Counter
@@ -9,7 +9,8 @@ from lightning_zero.run.forecast import category_in
 from lightning_zero.stage import STAGES
 from lightning_zero.tiers.ledger import Category, Tier
 
-# Bytes per element: declared and stepped; resting and computing. Gradients take 4, or as many as declared if more.
+# Bytes per element: as parameters are declared and stepped, and as they rest and compute. Gradients take 4, or the
+# declared bytes if these are more.
 PRECISIONS = {
     "32-true": (4, 4),
     "bf16-mixed": (4, 2),
@@ -31,19 +32,20 @@ def states_of(
     replicate_size: int = 1,
     state_tensors: int = 2,
 ) -> Mapping[str, int]:
-    """Bytes on each rank by category and tier, as memory reports name them, of `numel` parameters that all train.
+    """Returns the bytes on each rank of `numel` parameters that all train, by category and tier as in memory reports.
 
-    What is left out does not grow with the model (buckets), or not with its size alone (at stage 3 the arena, for the
-    largest units; padding; what is too small to be divided).
+    Buckets are left out, which do not grow with the model. So is all that does not grow with the number of parameters
+    alone: at stage 3 the arena, which has room for the largest units; padding; parameters too small to be divided.
 
     Args:
         numel: parameters of the model. Under ``*-mixed`` all of them count as weights that autocast casts.
         stage: 0, 1, 2 or 3.
-        ranks: of all replicas.
+        ranks: number of ranks, over all replicas.
         precision: a key of `PRECISIONS`.
         offload: as given to `ZeroStrategy`.
         replicate_size: as given to `ZeroStrategy`.
-        state_tensors: that the optimizer keeps of each parameter: two for Adam's kind, one for momentum, none for SGD.
+        state_tensors: tensors that the optimizer keeps of each parameter: two for Adam and its kind, one for momentum,
+            none for SGD.
 
     Raises:
         ValueError: where `replicate_size` does not divide `ranks`, or parameters are offloaded below stage 3.
@@ -74,11 +76,8 @@ def states_of(
 
 
 def states_under_ddp(numel: int, *, precision: str = "32-true", state_tensors: int = 2) -> Mapping[str, int]:
-    """The same of Lightning's `ddp`, where nothing is divided, and buckets are a second copy of all gradients."""
+    """Returns the bytes on each rank under Lightning's `ddp`, which divides nothing. Its buckets are a second copy
+    of all gradients."""
     declared, _ = PRECISIONS[precision]
-    return {
-        Category.PARAMETER: declared * numel,
-        Category.GRADIENT: declared * numel,
-        Category.OPTIMIZER_STATE: state_tensors * declared * numel,
-        Category.BUCKET: declared * numel,
-    }
+    copies = {Category.PARAMETER: 1, Category.GRADIENT: 1, Category.OPTIMIZER_STATE: state_tensors, Category.BUCKET: 1}
+    return {category: count * declared * numel for category, count in copies.items()}

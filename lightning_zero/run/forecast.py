@@ -1,4 +1,4 @@
-"""What will rest on a rank once training is under way, by category, and what would under DDP."""
+"""`forecast`: how many bytes a rank will hold once training is under way, by category, and how many under DDP."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,30 +18,30 @@ STATES = (Category.PARAMETER, Category.GRADIENT, Category.MASTER, Category.OPTIM
 
 
 def states_in(report: Mapping[str, int]) -> int:
-    """The model states of a memory report that are on the device: what ZeRO divides."""
+    """Returns the bytes of model states on the device in a memory report. These states are what ZeRO divides."""
     return sum(report.get(category, 0) for category in STATES)
 
 
 def category_in(category: Category, tier: Tier) -> str:
-    """As memory reports name it."""
+    """Returns the name of a category in memory reports."""
     return str(category) if tier is Tier.DEVICE else f"{category} ({tier})"
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Bytes on a rank by category, of an engine and of Lightning's DDP for the same."""
+    """Bytes on a rank by category, under an engine and under Lightning's DDP."""
 
     numel: int  # elements of the model's parameters; with tensor parallelism, of this rank's part of them
-    here: Mapping[str, int]
+    here: Mapping[str, int]  # under the engine
     ddp: Mapping[str, int]
 
 
 def forecast(
     engine: Engine, optimizers: Iterable[Optimizer], averages: Sequence[Mapping[tuple[Category, Tier], int]] = ()
 ) -> Forecast:
-    """Of training that is about to begin, or under way: what is there already, and where it is not yet, gradients that
-    autograd will leave and the state that each optimizer makes when it is tried; and `averages` of the model (see
-    `average.room_for_average`)."""
+    """Returns the bytes of training that is about to begin, or under way: what is in memory, and what is still to come.
+    That is gradients that autograd will leave, state that each optimizer makes when it is tried, and `averages` of the
+    model (see `average.room_for_average`)."""
     optimizers = list(optimizers)
     here = Counter(engine.bytes_by_category())
     for room in averages:
@@ -54,28 +54,26 @@ def forecast(
     for optimizer in optimizers:
         tensors, made = state_tensors_of(optimizer), optimizer.state
         for parameter in _stepped(optimizer):
-            if isinstance(made, dict) and dict.get(made, parameter):  # as users ask, it may take postponed steps
+            if isinstance(made, dict) and dict.get(made, parameter):  # not `made.get`: it may take postponed steps
                 continue
             slot = training_slot(parameter)
             if slot is None:
-                here[Category.OPTIMIZER_STATE] += tensors * parameter.nbytes
-                continue
-            places = slot.group.places
-            itemsize = (places.state_dtype or slot.group.kind.declared).itemsize
-            here[category_in(Category.OPTIMIZER_STATE, places.optimizer.tier)] += (
-                tensors * slot.state_piece.numel * itemsize
-            )
-    numel = sum(_numel_of(parameter) for parameter in engine.module.parameters())
+                tier, nbytes = Tier.DEVICE, parameter.nbytes
+            else:
+                places = slot.group.places
+                itemsize = (places.state_dtype or slot.group.kind.declared).itemsize
+                tier, nbytes = places.optimizer.tier, slot.state_piece.numel * itemsize
+            here[category_in(Category.OPTIMIZER_STATE, tier)] += tensors * nbytes
+    numel = sum(local_of(parameter).numel() for parameter in engine.module.parameters())
     ddp = bytes_under_ddp(engine.module, optimizers)
-    if averages:  # Lightning's are copies of the module
-        ddp[Category.AVERAGE] = len(averages) * (
-            ddp[Category.PARAMETER] + sum(b.nbytes for b in engine.module.buffers())
-        )
+    if averages:  # Lightning averages a copy of the whole module
+        buffers = sum(buffer.nbytes for buffer in engine.module.buffers())
+        ddp[Category.AVERAGE] = len(averages) * (ddp[Category.PARAMETER] + buffers)
     return Forecast(numel, here, ddp)
 
 
 def bytes_under_ddp(module: Module, optimizers: Iterable[Optimizer], *, buckets: bool = True) -> dict[str, int]:
-    """What rests on each rank under Lightning's DDP, whose `buckets` are a second copy of all gradients."""
+    """Returns the bytes on each rank under Lightning's DDP, whose `buckets` are a second copy of all gradients."""
     parameters = list(module.parameters())
     gradients = sum(_nbytes_of(parameter) for parameter in parameters if parameter.requires_grad)
     return {
@@ -92,12 +90,7 @@ def _stepped(optimizer: Optimizer) -> list[Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _numel_of(parameter: Parameter) -> int:
-    slot = slot_of(parameter)
-    return local_of(parameter).numel() if slot is None else slot.numel
-
-
 def _nbytes_of(parameter: Parameter) -> int:
-    """In the dtype that the user made it in."""
+    """Returns the bytes of a parameter in the dtype that the user made it in."""
     slot = slot_of(parameter)
     return local_of(parameter).nbytes if slot is None else slot.numel * slot.group.kind.declared.itemsize

@@ -1,4 +1,4 @@
-"""`Modes`: the `train` and `eval` of an optimizer, which move weights to other values and back, by its state."""
+"""`Modes`: runs an optimizer's own `train` and `eval` on pieces."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -12,48 +12,52 @@ NAMES = ("train", "eval")
 
 @final
 class Modes:
-    """Has the two run on pieces, where an optimizer has them (schedule-free ones, arXiv 2405.15682).
+    """The methods `train` and `eval` of an optimizer that has them, run on pieces. Schedule-free optimizers (arXiv
+    2405.15682) have them: they move the weights to other values and back, by the optimizer's state.
 
     Args:
         optimizer: the user's; the methods of this one object are replaced, until `remove`.
-        change: what has them change parameters and state.
-        is_cut: state is in pieces, and stays so.
+        change: calls a function that changes parameters and state, with both in pieces.
+        is_cut: the optimizer's state is in pieces, and stays so after `remove`.
     """
 
     def __init__(self, optimizer: Optimizer, change: Callable[[Callable[[], Any]], Any], *, is_cut: bool) -> None:
         self._optimizer = optimizer
+        self._change = change
         self._is_cut = is_cut
         kind: Any = type(optimizer)
         has_both = all(callable(getattr(kind, name, None)) for name in NAMES)
         self._methods = {name: getattr(kind, name) for name in NAMES if has_both}
-        for name, method in self._methods.items():
-            self._replace(name, partial(self._run, method, change))
+        for name in self._methods:
+            self._replace(name, self._run)
 
     def _replace(self, name: str, by: Callable[..., Any]) -> None:
-        vars(self._optimizer)[name] = wraps(self._methods[name])(by)
+        vars(self._optimizer)[name] = wraps(self._methods[name])(partial(by, name))
 
-    def _run(self, method: Any, change: Callable[[Callable[[], Any]], Any], *args: Any, **kwargs: Any) -> Any:
-        return change(partial(method, self._optimizer, *args, **kwargs))
+    def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return self._change(partial(self._methods[name], self._optimizer, *args, **kwargs))
 
     def remove(self) -> None:
-        """Where state is in pieces, and the weights are whole from here on: what is in the wanted mode stays in it, and
-        anything else is refused."""
-        for name, method in self._methods.items():
+        """Gives the optimizer its own methods back. Where its state stays in pieces, while the weights are whole from
+        here on, it gets methods that raise unless the optimizer is in the wanted mode already."""
+        for name in self._methods:
             if self._is_cut:
-                self._replace(name, partial(self._run_without_state, name, method))
+                self._replace(name, self._run_without_state)
             else:
                 del vars(self._optimizer)[name]
 
-    def _run_without_state(self, name: str, method: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run_without_state(self, name: str, *args: Any, **kwargs: Any) -> Any:
         optimizer = self._optimizer
         state, optimizer.state = optimizer.state, _Refused(f"{type(optimizer).__name__}.{name}()")
         try:
-            return method(optimizer, *args, **kwargs)
+            return self._methods[name](optimizer, *args, **kwargs)
         finally:
             optimizer.state = state
 
 
 class _Refused(defaultdict[Any, Any]):
+    """Stands for an optimizer's state, and raises when it is looked at."""
+
     def __init__(self, caller: str) -> None:
         super().__init__(dict)
         self._caller = caller

@@ -1,28 +1,28 @@
-"""An optimizer's state as checkpoints hold it, taken from the pieces that ranks step and given back to them."""
+"""`OptimizerState`: gathers an optimizer's state from the pieces that ranks step, and cuts a loaded one into them."""
 
 import copy
-from collections.abc import Container, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_zero.run.spread import WHOLE, SpreadBlocks, SpreadState
-from lightning_zero.shards.extents import Extent
-from lightning_zero.shards.local import local_of
+from lightning_zero.run.spread import WHOLE, SpreadBlocks, SpreadState, read_part
+from lightning_zero.shards.local import Box, local_of
 from lightning_zero.shards.moment import wrapped_in
 from lightning_zero.shards.optimizer import PieceStepper
 from lightning_zero.shards.slot import Slot
 from lightning_zero.shards.units import as_written
 from lightning_zero.tiers.composed import is_composed
-from lightning_zero.views.lazy import LazyTensor, OfOneRank, Partial, Stored, materialize
+from lightning_zero.views.lazy import LazyTensor, OfOneRank, Partial, materialize
 from lightning_zero.wire.comm import Comm
 
 
 @final
 class OptimizerState:
-    """The state of one optimizer, whose parameters are spread over the ranks of `comm`."""
+    """The state of one optimizer, whose parameters are sharded over the ranks of `comm`."""
 
     def __init__(self, stepper: PieceStepper, comm: Comm) -> None:
         self._stepper = stepper
@@ -30,117 +30,116 @@ class OptimizerState:
 
     @property
     def parameter_names(self) -> list[str]:
-        """Of the parameters, as `state_dict` numbers them; empty for what the engine does not hold."""
+        """Names of the parameters, as `state_dict` numbers them; empty for one that the engine does not hold."""
         slots = map(self._slot, self._stepper.parameters)
         return ["" if slot is None else as_written(slot.name) for slot in slots]
 
     def _slot(self, parameter: Parameter) -> Slot | None:
-        """None for what the engine does not hold: every rank has, and steps, all of it."""
+        """Returns None for a parameter that the engine does not hold: every rank has, and steps, all of it."""
         return self._stepper.slot(parameter) if self._stepper.holds(parameter) else None
 
     def _steps_any(self, parameter: Parameter) -> bool:
         slot = self._slot(parameter)
         return slot is None or slot.steps_any
 
-    def _is_cut(self, parameter: Parameter, name: str, value: Any) -> bool:
-        """Whether each rank has its part of this entry."""
-        return isinstance(value, Tensor) and self._stepper.holds(parameter) and self._stepper.cut.get(name, False)
-
-    def _is_by_block(self, parameter: Parameter, name: str, value: Any) -> bool:
-        """Whether each rank has the entries of its blocks; of what is one block the whole is cut already."""
-        is_held = isinstance(value, Tensor) and self._stepper.holds(parameter)
-        return is_held and self._stepper.slot(parameter).has_blocks and self._stepper.by_block.get(name, False)
+    def _per(self, slot: Slot | None, name: str, value: Any) -> int:
+        """Returns how many elements of the parameter one element of the entry stands for: 1 where the entry is cut as
+        the parameter is, a block's size where it has an element for each block, 0 where it is not cut."""
+        if slot is None or not isinstance(value, Tensor):
+            return 0
+        if self._stepper.cut.get(name, False):
+            return 1
+        return slot.group.setting.block if slot.has_blocks and self._stepper.by_block.get(name, False) else 0
 
     def _taken(self) -> tuple[dict[str, Any], dict[Any, Any]]:
-        """`optimizer.state_dict()`, and of its state what is not of a parameter, which rank 0 has for all. A
-        collective.
+        """Returns `optimizer.state_dict()`, and those entries of its state that belong to no parameter, which rank 0
+        saves for all. Collective.
 
         Raises:
-            RuntimeError: on every rank, when it has tensors outside of what it keeps for each parameter: these may be
-                whole or made of pieces, and nobody can tell.
+            RuntimeError: on every rank, when there are tensors outside of the state of single parameters: whether
+                these are whole or made of pieces cannot be told.
         """
         local = self._stepper.optimizer.state_dict()
         state = local.get("state", {})
         others = {key: value for key, value in state.items() if not _is_index(key)}
         more = {key: value for key, value in local.items() if key not in ("state", "param_groups")}
-        self._agree_on_cuts([*_large_in(more), *_large_in(others), *_strange_among(others)])
+        strange = [f"a key of the type {type(key).__name__}" for key in others if not isinstance(key, str)]
+        self._agree_on_cuts([*_large_in(more), *_large_in(others), *strange])
         return local, others
 
     def _agree_on_cuts(self, unclear: list[str]) -> None:
-        """A rank that owns little may take a tensor that is whole for one that is cut: any other rank knows better.
-        What is `unclear` on one is refused by all."""
+        """Agrees with all ranks on which entries are cut, and refuses what is `unclear` on any rank. Collective.
+
+        On a rank that owns little, a whole tensor may have the shape of a piece by chance: such a rank takes it for
+        cut, until a rank on which the shapes differ says otherwise.
+        """
         known = (self._stepper.cut, self._stepper.by_block)
         told = (copy.deepcopy(known), unclear)
         for theirs, unclear_there in self._comm.all_gather_object(told, "cuts of optimizer state"):
             for mine, of_rank in zip(known, theirs, strict=True):
                 mine.update({name: mine.get(name, True) and fits for name, fits in of_rank.items()})
-            if unclear_there and self._is_any_cut:
+            if unclear_there and any(slot.group.is_cut or slot.local.is_divided for slot in self._stepper.slots):
                 raise RuntimeError(
                     f"{type(self._stepper.optimizer).__name__}.state_dict() has {', '.join(sorted(unclear_there))}, "
                     "which is no state of one parameter: whether ranks have parts of it cannot be told, and it cannot "
                     "be saved. Keep tensors in state[p][name], and have state_dict() return 'state' and 'param_groups'."
                 )
 
-    @property
-    def _is_any_cut(self) -> bool:
-        return any(slot.group.is_cut or slot.local.is_divided for slot in self._stepper.slots)
-
-    # -- taken
+    # -- to checkpoints
 
     def full(self) -> dict[str, Any]:
-        """`optimizer.state_dict()` as one device would have it. A collective; every rank gets all of it."""
+        """Returns `optimizer.state_dict()` as one device would have it, all of it on every rank. Collective."""
         if not self._stepper.optimizer.state_dict():  # Lightning's stand-in where there is no optimizer
             return {}
         local, others = self._taken()
         parameters = self._stepper.parameters
         described = {
-            index: {name: self._described(parameters[index], name, value) for name, value in state.items()}
+            index: {name: self._described(self._slot(parameters[index]), name, value) for name, value in state.items()}
             for index, state in local.get("state", {}).items()
-            # What was made at construction is there for all, and not stepped.
+            # State that was made at construction is on every rank, also on those that do not step the parameter.
             if index not in others and self._steps_any(parameters[index])
         }
-        merged: dict[int, dict[str, Any]] = {}
+        merged = defaultdict[int, dict[str, Any]](dict)
         for theirs in self._comm.all_gather_object(described, "optimizer state"):
             for index, state in theirs.items():
                 for name, value in state.items():
-                    merged.setdefault(index, {}).setdefault(name, value)
+                    merged[index].setdefault(name, value)
         full = {
             index: {
-                name: self._whole(parameters[index], name, value, local["state"].get(index, {}))
+                name: self._gathered(parameters[index], name, value, local["state"].get(index, {}))
                 for name, value in merged[index].items()
             }
             for index in sorted(merged)
         }
         return {**local, "state": {**others, **full}} if "state" in local else local
 
-    def _described(self, parameter: Parameter, name: str, value: Any) -> Any:
-        if self._is_cut(parameter, name, value):
-            return _Cut(value.dtype)
-        if self._is_by_block(parameter, name, value):
-            return _Cut(value.dtype, per=self._stepper.slot(parameter).group.setting.block)
-        return _on_host(value)
+    def _described(self, slot: Slot | None, name: str, value: Any) -> Any:
+        """Returns what other ranks need to know of an entry: a `_Cut`, or the value itself where it is not cut."""
+        per = self._per(slot, name, value)
+        return _Cut(value.dtype, per) if per else _on_host(value)
 
-    def _whole(self, parameter: Parameter, name: str, value: Any, mine: Mapping[str, Any]) -> Any:
-        """An entry on every rank, put together slice by slice of what ranks own."""
+    def _gathered(self, parameter: Parameter, name: str, value: Any, mine: Mapping[str, Any]) -> Any:
+        """Returns the whole entry that `_described` gave as `value`; `mine` is this rank's state. Collective."""
         if not isinstance(value, _Cut):
             return value
         slot = self._stepper.slot(parameter)
-        group = slot.group
+        group, purpose = slot.group, f"state {slot.name} {name}"
         if not group.is_cut:
             return _on_host(slot.local.gathered(mine[name]))
+        device = group.places.gathered.device
         if slot.stepper is not None:
-            whole = torch.empty(slot.shape, dtype=value.dtype, device=group.places.gathered.device)
+            whole = torch.empty(slot.shape, dtype=value.dtype, device=device)
             if slot.steps_any:
                 whole.copy_(mine[name])
-            self._comm.broadcast(whole, f"state {slot.name} {name}", slot.stepper)
+            self._comm.broadcast(whole, purpose, slot.stepper)
             return _on_host(whole)
         of = group.layout.slice_of(slot.index)
-        device = group.places.gathered.device
         rows = torch.zeros(group.layout.ranks, of.width // value.per, dtype=value.dtype, device=device)
+        own = rows[self._comm.rank]
         if slot.piece.numel:
-            at = (slot.piece.shard_start - of.shard_start) // value.per
-            rows[self._comm.rank, at : at - (-slot.piece.numel // value.per)] = mine[name]
-        self._comm.all_gather(rows, rows[self._comm.rank], f"state {slot.name} {name}").wait()
+            start = (slot.piece.shard_start - of.shard_start) // value.per
+            own[start : start - (-slot.piece.numel // value.per)] = mine[name]
+        self._comm.all_gather(rows, own, purpose).wait()
         start = (slot.offset - of.start) // value.per
         if value.per > 1:
             return rows.view(-1)[start : start + slot.blocks].to("cpu", copy=True)
@@ -148,8 +147,10 @@ class OptimizerState:
         return slot.local.gathered(local).to("cpu", copy=True)
 
     def spread(self, name: str) -> dict[str, Any]:
-        """`optimizer.state_dict()` to be written by all ranks together, under a name of this optimizer: each has the
-        parameters that it owns any of, with a `LazyTensor` for each tensor. A collective of a few bytes."""
+        """Returns `optimizer.state_dict()` for all ranks to write together under `name`. Collective, of a few bytes.
+
+        Each rank has the state of those parameters that it owns any part of, with a `LazyTensor` for each tensor.
+        """
         if not self._stepper.optimizer.state_dict():
             return {}
         local, others = self._taken()
@@ -159,16 +160,16 @@ class OptimizerState:
         for index, state in local["state"].items():
             if index in others:
                 continue
-            parameter = self._stepper.parameters[index]
-            slot = self._slot(parameter)
-            if slot is None or not (state or slot.steps_any):  # looking at `state[p]` has made an empty entry
+            slot = self._slot(self._stepper.parameters[index])
+            if slot is None or not (state or slot.steps_any):  # a look at `state[p]` leaves an empty entry
                 continue
             mine[index] = {}
             for key, value in state.items():
-                is_cut, full_name = self._is_cut(parameter, key, value), f"{name}:{as_written(slot.name)}:{key}"
-                if is_cut and (slot.writes_state_once or slot.state_share.numel):
-                    mine[index][key] = LazyTensor(SpreadState(full_name, slot, value))
-                elif self._is_by_block(parameter, key, value):
+                full_name, per = f"{name}:{as_written(slot.name)}:{key}", self._per(slot, key, value)
+                if per == 1:
+                    if slot.writes_state_once or slot.state_share.numel:
+                        mine[index][key] = LazyTensor(SpreadState(full_name, slot, value))
+                elif per:
                     if slot.is_first_copy and slot.piece.numel:
                         mine[index][key] = LazyTensor(SpreadBlocks(full_name, slot, value))
                 elif slot.writes_state_once:
@@ -176,7 +177,7 @@ class OptimizerState:
                     mine[index][key] = LazyTensor(OfOneRank(full_name + WHOLE, value)) if is_tensor else value
         return {**local, "state": Partial(name, mine)}
 
-    # -- given back
+    # -- from checkpoints
 
     def refuse_other_groups(self, state_dict: Mapping[str, Any]) -> None:
         """Raises ValueError unless a state is of as many parameters, in the same groups."""
@@ -191,99 +192,87 @@ class OptimizerState:
     def cut_in_place(self) -> None:
         """Cuts state that exists already (some optimizers make it at construction) to this rank's pieces."""
         made = self._stepper.optimizer.state
-        states = {key: state for key, state in made.items() if isinstance(key, Parameter)}
-        whole = _names_of_other_shapes(states.items())
-        self._note_blocks(states.items())
-        for parameter, state in states.items():
+        states = [(key, state) for key, state in made.items() if isinstance(key, Parameter)]
+        differing = self._note_shapes(states)
+        for parameter, state in states:
+            slot = self._slot(parameter)
             for name, value in state.items():
-                cut, slot = self._cut(parameter, name, value, whole), self._slot(parameter)
-                is_piece = slot is not None and isinstance(cut, Tensor) and cut.dim()
-                state[name] = cut.to(slot.group.places.optimizer.device) if is_piece and slot is not None else cut
+                cut = self._cut(parameter, name, value, differing)
+                if slot is not None and isinstance(cut, Tensor) and cut.dim():
+                    cut = cut.to(slot.group.places.optimizer.device)
+                state[name] = cut
 
     def load(self, state_dict: Mapping[str, Any]) -> None:
-        """The optimizer goes on from any strategy's `optimizer.state_dict()`. Of stored tensors only that is read which
-        this rank steps, and of what rests on disk a window at a time."""
+        """Loads any strategy's `optimizer.state_dict()`. Reads only those elements of stored tensors that this rank
+        steps, and one window at a time where state rests on disk."""
         parameters, optimizer = self._stepper.parameters, self._stepper.optimizer
         saved = {index: state for index, state in state_dict.get("state", {}).items() if _is_index(index)}
         others = {key: materialize(value) for key, value in state_dict.get("state", {}).items() if key not in saved}
-        whole = _names_of_other_shapes((parameters[index], state) for index, state in saved.items())
-        self._note_blocks((parameters[index], state) for index, state in saved.items())
+        differing = self._note_shapes([(parameters[index], state) for index, state in saved.items()])
         left = {index for index in saved if self._steps_any(parameters[index])}
-        loaded: list[Mapping[Any, Any]] = []  # by the optimizer, and those that it wraps
-        for slots in self._stepper.loading():  # so that torch casts the state to the dtype of the master
+        loaded: list[Mapping[Any, Any]] = []  # the state so far of the optimizer, and of those that it wraps
+        for slots in self._stepper.loading():  # shows pieces, so that torch casts the state to the master's dtype
             mine = {slot.parameter for slot in slots}
             now = {index for index in left if parameters[index] in mine or not self._stepper.holds(parameters[index])}
             left -= now
             cut = {
-                index: {name: self._cut(parameters[index], name, value, whole) for name, value in saved[index].items()}
+                index: {n: self._cut(parameters[index], n, value, differing) for n, value in saved[index].items()}
                 for index in sorted(now)
             }
             state = {"state": {**others, **cut}} if "state" in state_dict else {}
-            # Past what Fabric's strategy has put into its place, which calls this.
+            # The method of the class: on the object, Fabric's strategy has put one in its place that calls this one.
             type(optimizer).load_state_dict(optimizer, {**state_dict, **state})
             for one, before in zip(wrapped_in(optimizer), loaded, strict=False):
                 one.state.update(before)
             loaded = [one.state for one in wrapped_in(optimizer)]
 
-    def _note_blocks(self, states: Iterable[tuple[Any, Mapping[str, Any]]]) -> None:
-        """Notes which state tensors have, of every parameter, one entry for each block."""
+    def _note_shapes(self, states: Sequence[tuple[Parameter, Mapping[str, Any]]]) -> set[str]:
+        """Notes which entries have, for every parameter, an element for each block.
+
+        Returns names of entries whose shape is, for some parameter, not the parameter's.
+        """
+        differing: set[str] = set()
         by_block = self._stepper.by_block
         for parameter, state in states:
             slot = self._slot(parameter)
-            for name, value in state.items() if slot is not None and slot.has_blocks else ():
-                fits = isinstance(value, Tensor) and tuple(value.shape) == (slot.blocks,)  # type: ignore[union-attr]
-                by_block[name] = by_block.get(name, True) and fits
+            for name, value in state.items():
+                is_tensor = isinstance(value, Tensor)
+                if is_tensor and value.shape != parameter.shape:
+                    differing.add(name)
+                if slot is not None and slot.has_blocks:
+                    fits = is_tensor and tuple(value.shape) == (slot.blocks,)
+                    by_block[name] = by_block.get(name, True) and fits
+        return differing
 
-    def _cut(self, parameter: Parameter, name: str, value: Any, whole: Container[str]) -> Any:
-        """This rank's part of an entry. The checkpoint says whether it is cut; of others' the shape has to tell."""
+    def _cut(self, parameter: Parameter, name: str, value: Any, differing: Container[str]) -> Any:
+        """Returns this rank's part of an entry. Our own checkpoints name an entry by whether it is cut; in others its
+        shape has to tell. `differing` is what `_note_shapes` returned."""
         if not isinstance(value, Tensor) or is_composed(value):
             return value
         stored, slot = value.source if isinstance(value, LazyTensor) else None, self._slot(parameter)
         shape = tuple(parameter.shape) if slot is None else slot.local.box.whole  # a parameter may be its piece now
         is_whole = tuple(value.shape) != shape or name == "step"
-        is_whole |= not shape and name in whole  # moments that look like a step count, and like other scalars
+        # For a scalar parameter, moments and step counts have one shape: the shapes for other parameters tell.
+        is_whole |= not shape and name in differing
         is_whole |= stored is not None and stored.name.endswith(WHOLE)
         if slot is not None:
             self._stepper.cut[name] = self._stepper.cut.get(name, True) and not is_whole
-        if slot is not None and is_whole and self._is_by_block(parameter, name, value):
-            return self._own_blocks(slot, value, stored)
-        if slot is None or is_whole or not (slot.group.is_cut or slot.local.is_divided):
-            return local_of(value) if stored is None else stored.whole()
-        piece, shape, box = slot.state_piece, slot.state_shape if slot.steps_any else (0,), slot.local.box
-        if not isinstance(stored, Stored):
-            return box.part(value).reshape(-1)[piece.start : piece.stop].clone().view(shape)
-        mine = torch.empty(piece.numel, dtype=stored.dtype, device=slot.group.places.optimizer.device)
-        stored.read(box.extent(stored.name, piece.start, piece.stop), mine)
-        return mine.view(shape)
-
-    @staticmethod
-    def _own_blocks(slot: Slot, value: Tensor, stored: Any) -> Tensor:
-        """Of what has one entry for each block, those of this rank's piece."""
-        own = slot.own_blocks
-        if not isinstance(stored, Stored):
-            return value[own].clone()
-        mine = torch.empty(own.stop - own.start, dtype=stored.dtype, device=slot.group.places.optimizer.device)
-        stored.read(Extent.of_whole(stored.name, (slot.blocks,), own.start, own.stop), mine)
-        return mine
-
-
-def _names_of_other_shapes(states: Iterable[tuple[Any, Mapping[str, Any]]]) -> set[str]:
-    """Names of state tensors that have, for some parameter, not its shape."""
-    return {
-        name
-        for parameter, state in states
-        for name, value in state.items()
-        if isinstance(value, Tensor) and value.shape != parameter.shape
-    }
+            device = slot.group.places.optimizer.device
+            if is_whole and self._per(slot, name, value):
+                return read_part(value, Box.of(value), slot.own_blocks.start, slot.own_blocks.stop, device)
+            if not is_whole and (slot.group.is_cut or slot.local.is_divided):
+                part = read_part(value, slot.local.box, slot.state_piece.start, slot.state_piece.stop, device)
+                return part.view(slot.state_shape if slot.steps_any else (0,))
+        return local_of(value) if stored is None else stored.whole()
 
 
 def _is_index(key: Any) -> bool:
-    """Of a parameter, as `state_dict` numbers them."""
+    """Whether a key of the state is a parameter's number in `state_dict`."""
     return isinstance(key, int) and not isinstance(key, bool)
 
 
 def _large_in(tree: Any, place: str = "") -> list[str]:
-    """Where tensors with dimensions are."""
+    """Returns where in a tree there are tensors with dimensions."""
     if isinstance(tree, Tensor):
         return [repr(place)] if tree.dim() else []
     if isinstance(tree, Mapping | list | tuple):
@@ -292,15 +281,11 @@ def _large_in(tree: Any, place: str = "") -> list[str]:
     return []
 
 
-def _strange_among(keys: Iterable[Any]) -> list[str]:
-    return [f"a key of the type {type(key).__name__}" for key in keys if not isinstance(key, str)]
-
-
 class _Cut(NamedTuple):
-    """Stands for a state tensor of which each rank has its piece, one entry `per` so many elements of the parameter."""
+    """Stands for a state tensor of which each rank has a part; see `OptimizerState._per`."""
 
     dtype: torch.dtype
-    per: int = 1
+    per: int
 
 
 def _on_host(value: Any) -> Any:

@@ -1,20 +1,20 @@
 """Activation checkpointing: blocks whose activations are computed again in backward (Chen et al., arXiv 1604.06174).
 
-Torch's own non-reentrant checkpoint recomputes; it is given no inputs. A block's inputs are kept by a store, which may
-move and divide them (`tiers.activations`), and by nothing else: gradients flow through the graph of the first forward,
-and recomputation only fills in the values that autograd would have saved there, so other tensors of the same values,
-strides and `requires_grad` do.
+Torch's own non-reentrant checkpoint recomputes a block, but it is given no inputs. Only a store keeps these, which may
+move and divide them (`tiers.activations`). The recomputation may be given other tensors of the same values, strides and
+`requires_grad`: gradients flow through the graph of the first forward, and recomputing only fills in the values that
+autograd would have saved there.
 
-    forward     keep(arguments) -> call; of what autograd would save, nothing is
-    backward    autograd asks for the first of it -> bring(arguments) -> call again, with everything as it was: random
-                numbers and autocast (torch's checkpoint), buffers (`Buffers`)
+    forward     keep(arguments) -> call; autograd saves no value
+    backward    autograd asks for the first saved value -> bring(arguments) -> call again, with random numbers and
+                autocast (by torch's checkpoint) and buffers (by `Buffers`) as they were
 
 Calls are intercepted around everything that happens to parameters in them, so a recomputation gathers, casts and waits
 as a forward does.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -43,7 +43,8 @@ _hooks_are_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks
 def recompute_for(
     model: Module, options: Options, device: torch.device, ledger: Ledger, alike: Comm
 ) -> "Recompute | None":
-    """The blocks that `options` ask for, before anything else is done to the model; `alike`: see `store_for`."""
+    """Returns the blocks that `options` ask for, if any; call it before anything else is done to the model. See
+    `store_for` for `alike`."""
     policy = options.activation_checkpointing
     if policy is None:
         return None
@@ -54,7 +55,8 @@ def recompute_for(
 def store_for(
     policy: ActivationCheckpointing, ledger: Ledger, device: torch.device, host: Place, alike: Comm
 ) -> ActivationStore:
-    """Where checkpoints rest. `host` is the host's memory, `alike` the ranks that have the same activations."""
+    """Returns the store for activation checkpoints, in `host` memory or on the device. `alike` has the ranks with the
+    same activations (tensor-parallel ones), which `policy` may partition them over."""
     here = Place(device)
     comm = alike if policy.partition else LocalComm()
     return ActivationStore(ledger, here, host if policy.offload else here, comm, contiguous=policy.contiguous)
@@ -64,12 +66,12 @@ def store_for(
 class Recompute:
     """The blocks of a model that recompute, from `begin` to `leave`.
 
-    A block is called as ever where no gradients are recorded, and where it is inside another one.
+    A block does not recompute where no gradients are recorded, nor inside another block that does.
 
     Args:
-        model: whose blocks.
+        model: the model that has the blocks.
         modules: see `ActivationCheckpointing`.
-        store: keeps their inputs.
+        store: keeps the blocks' inputs.
 
     Raises:
         ValueError: for modules that are not in the model, or that lie inside of what torch.compile traces.
@@ -78,26 +80,26 @@ class Recompute:
     def __init__(self, model: Module, modules: Any, store: ActivationStore) -> None:
         self.store = store
         self.chosen = _choose(model, modules)
-        self._undo: list[Callable[[], None]] = []
-        self._is_inside = False  # of a call that recomputes
+        self._undo = ExitStack()
+        self._is_inside = False  # a call of a block that recomputes
         device = store.here.device
-        with torch.inference_mode(False):  # torch keeps the random state of the devices of the arguments it is given
+        # Torch restores the random state of those devices that the arguments of its checkpoint are on.
+        with torch.inference_mode(False):
             self._anchors = () if device.type == "cpu" else (torch.empty(0, device=device),)
 
     def begin(self) -> None:
-        """From here on the blocks recompute."""
+        """Lets the blocks recompute from here on."""
         for module, name in self.chosen.called.items():
-            self._undo.append(Around(module, partial(self.call, name, module)).remove)
+            self._undo.callback(Around(module, partial(self.call, name, module)).remove)
         for module, name in self.chosen.asked.items():
             self._ask(module, name)
 
     def leave(self) -> None:
-        """Leaves the blocks as they were."""
-        while self._undo:
-            self._undo.pop()()
+        """Leaves the blocks as they were before `begin`."""
+        self._undo.close()
 
     def _ask(self, module: Module, name: str) -> None:
-        """Tells a module of transformers to checkpoint for itself, with a function of ours."""
+        """Has a module of transformers checkpoint by itself, with our function in place of torch's."""
         ours = {"gradient_checkpointing": True, "_gradient_checkpointing_func": CheckpointFunction(self, name, module)}
         before = {key: vars(module)[key] for key in ours if key in vars(module)}
         vars(module).update(ours)
@@ -107,10 +109,10 @@ class Recompute:
                 vars(module).pop(key, None)
             vars(module).update(before)
 
-        self._undo.append(undo)
+        self._undo.callback(undo)
 
     def call(self, name: str, module: Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Calls `function`, which is a call of the block or a part of one."""
+        """Calls `function`, a call of the block `module` or a part of one, so that backward computes it again."""
         if self._is_inside or not _records_gradients(module, args, kwargs):
             return function(*args, **kwargs)
         call = _Call(self, name, module, function, (args, kwargs))
@@ -118,7 +120,7 @@ class Recompute:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Around what a call does: blocks inside do not recompute by themselves."""
+        """Inside, which is around a call of a block, blocks do not recompute by themselves."""
         before, self._is_inside = self._is_inside, True
         try:
             yield
@@ -128,7 +130,7 @@ class Recompute:
 
 @final
 class _Call:
-    """One call of a block: torch calls it in forward, and again whenever it recomputes."""
+    """One call of a block. Torch calls this object in forward, and again whenever it recomputes."""
 
     def __init__(self, recompute: Recompute, name: str, module: Module, function: Any, arguments: Any) -> None:
         self._recompute = recompute
@@ -136,7 +138,7 @@ class _Call:
         self._function = function
         self._buffers = Buffers(module)
         self._kept = recompute.store.keep(name, arguments)
-        self._first: Any = arguments  # until forward has them
+        self._first: Any = arguments  # None once forward has them
 
     def __call__(self, *_: Tensor) -> Any:
         if self._first is None:
@@ -159,38 +161,35 @@ class _Call:
 
 @final
 class Buffers:
-    """The buffers of a module as they were before a call that has changed them (the statistics of BatchNorm).
+    """The buffers of a module as they were before a call that changes them (the statistics of BatchNorm).
 
-    Torch's checkpoint lets a recomputation begin with what the first call has made of them, and change them once more.
+    With torch's checkpoint alone a recomputation would begin with the changed buffers, and change them once more.
     """
 
     def __init__(self, module: Module) -> None:
         self._before: list[_Before] = []
-        values: dict[int, Tensor] = {}  # a buffer may be in several modules
+        self._values: dict[int, Tensor] = {}  # copies, by the buffer's id: a buffer may be in several modules
         with torch.no_grad():
             for holder in module.modules():
                 if buffers := dict(holder._buffers):
                     for buffer in buffers.values():
-                        if buffer is not None and id(buffer) not in values:
-                            values[id(buffer)] = buffer.clone()
+                        if buffer is not None and id(buffer) not in self._values:
+                            self._values[id(buffer)] = buffer.clone()
                     versions = {name: version_of(buffer) for name, buffer in buffers.items() if buffer is not None}
-                    self._before.append(_Before(holder, buffers, versions, values))
+                    self._before.append(_Before(holder, buffers, versions))
 
     def forget_unchanged(self) -> None:
-        """The call is over."""
-        changed = [before for before in self._before if before.is_changed]
-        wanted = {id(buffer) for before in changed for buffer in before.buffers.values()}
-        for before in self._before[:1]:
-            for key in before.values.keys() - wanted:
-                del before.values[key]
-        self._before = changed
+        """Frees the copies for modules whose buffers the call, which is over, has not changed."""
+        self._before = [before for before in self._before if before.is_changed]
+        wanted = {id(buffer) for before in self._before for buffer in before.buffers.values()}
+        self._values = {key: value for key, value in self._values.items() if key in wanted}
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Inside, the module has other buffers, with the values of then."""
+        """Inside, the module has copies in place of its buffers, with the values from before the call."""
         now = [before.holder._buffers for before in self._before]
         with torch.no_grad():
-            copies = {key: value.clone() for before in self._before[:1] for key, value in before.values.items()}
+            copies = {key: value.clone() for key, value in self._values.items()}
         for before in self._before:
             shown = {name: copies.get(id(buffer), buffer) for name, buffer in before.buffers.items()}
             vars(before.holder)["_buffers"] = shown
@@ -202,12 +201,11 @@ class Buffers:
 
 
 class _Before(NamedTuple):
-    """The buffers of one module, then."""
+    """The buffers that one module had before a call."""
 
     holder: Module
     buffers: dict[str, Tensor | None]
     versions: dict[str, int]
-    values: dict[int, Tensor]  # copies, by the buffer's id; of all modules together
 
     @property
     def is_changed(self) -> bool:
@@ -219,7 +217,7 @@ class _Before(NamedTuple):
 
 @final
 class CheckpointFunction:
-    """What modules of transformers call in place of torch's checkpoint. A copy of the module gets torch's own."""
+    """The function that modules of transformers call in place of torch's checkpoint."""
 
     def __init__(self, recompute: Recompute, name: str, module: Module) -> None:
         self._recompute = recompute
@@ -234,19 +232,16 @@ class CheckpointFunction:
         return self._recompute.call(self._name, module, function, args, kwargs)
 
     def __reduce__(self) -> Any:
-        return _torchs_own, ()
-
-
-def _torchs_own() -> Callable[..., Any]:
-    return partial(checkpoint, use_reentrant=False)
+        """A copy of the module gets torch's own checkpoint."""
+        return partial(checkpoint, use_reentrant=False).__reduce__()
 
 
 class Chosen(NamedTuple):
-    """Modules that recompute, with their names."""
+    """The modules that recompute, with their names."""
 
-    blocks: list[str]  # all that were looked for
-    called: dict[Module, str]  # those whose calls are intercepted
-    asked: dict[Module, str]  # that know how to checkpoint for themselves, and the models around them
+    blocks: list[str]  # all blocks found, by name
+    called: dict[Module, str]  # modules whose calls are intercepted
+    asked: dict[Module, str]  # modules that can checkpoint by themselves, and the models around them
 
 
 def _choose(model: Module, modules: Any) -> Chosen:
@@ -254,7 +249,7 @@ def _choose(model: Module, modules: Any) -> Chosen:
     shells = {shell._orig_mod: shell for shell in model.modules() if type(shell).__name__ == "OptimizedModule"}
     called = {shells.get(module, module): name for name, module in blocks.items()}
     compiled, traced = modules_in_compiled_regions(model), modules_in_compiled_regions(model, roots=False)
-    own = {module: as_written(name) for name, module in model.named_modules() if _checkpoints_for_itself(module)}
+    own = {module: as_written(name) for name, module in model.named_modules() if _checkpoints_by_itself(module)}
     for module, name in (called | own).items():
         if module in (compiled if module in own else traced):
             raise ValueError(
@@ -266,28 +261,26 @@ def _choose(model: Module, modules: Any) -> Chosen:
     asked = {
         module: as_written(name)
         for name, module in model.named_modules()
-        if module in own or module in layers or (_can_be_asked(module) and not layers.isdisjoint(module.modules()))
+        if module in own
+        or module in layers
+        or ("gradient_checkpointing" in vars(module) and not layers.isdisjoint(module.modules()))
     }
     return Chosen(list(blocks), {module: name for module, name in called.items() if module not in layers}, asked)
 
 
 def _is_layer_of_transformers(module: Module) -> bool:
-    """These, and the models around them, use no cache of keys and values where they are told to checkpoint: a
-    recomputation would add to it once more."""
+    """Whether the module is such a layer as transformers checkpoints. When it and the models around it are asked to
+    checkpoint, they use no cache of keys and values, which a recomputation would add to once more."""
     return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
 
 
-def _can_be_asked(module: Module) -> bool:
-    return "gradient_checkpointing" in vars(module)
-
-
-def _checkpoints_for_itself(module: Module) -> bool:
-    """In the manner of transformers, as its user has told it."""
+def _checkpoints_by_itself(module: Module) -> bool:
+    """Whether the user has told the module to checkpoint, in the manner of transformers."""
     return bool(vars(module).get("gradient_checkpointing")) and "_gradient_checkpointing_func" in vars(module)
 
 
 def _records_gradients(module: Module, args: Any, kwargs: Any) -> bool:
-    """Whether a call makes a graph, whose values could be computed again."""
+    """Whether a call builds a graph, whose saved values could be computed again."""
     if not torch.is_grad_enabled() or not _hooks_are_allowed():
         return False
     with no_interception():

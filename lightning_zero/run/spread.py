@@ -1,39 +1,38 @@
-"""What ranks own of parameters and optimizer state, as checkpoints hold it: each rank its ranges, nobody the whole."""
+"""Tensors that are spread over the ranks, as checkpoints hold them: each rank writes, and reads, its own part alone."""
 
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from typing import NamedTuple, final
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_zero.shards.extents import Extent
 from lightning_zero.shards.group import ShardGroup
-from lightning_zero.shards.layout import Piece
 from lightning_zero.shards.local import Box
 from lightning_zero.shards.slot import Slot
 from lightning_zero.shards.units import as_written
 from lightning_zero.shards.window import StateElsewhere
 from lightning_zero.tiers.array import Array, Part, read_late
-from lightning_zero.views.lazy import Spread
+from lightning_zero.views.lazy import LazyTensor, Spread, Stored
 from lightning_zero.wire.mesh import Mesh
 
 WHOLE = " (whole)"  # ends the names of optimizer state that is not cut like its parameter
 
 
 class ModelValues(NamedTuple):
-    """Values for all of a model: its own, or those of an average of it."""
+    """The values of a model: its own, or an average of them."""
 
-    name: str  # what the names of its tensors in a checkpoint begin with
-    groups: Collection[ShardGroup]  # that these are of; others have the model's own
-    full: Callable[[ShardGroup], Tensor]  # of a group, (N * S,), not to be written to. A collective
-    owned: Callable[[ShardGroup], Array]  # what this rank owns of them
-    buffers: Mapping[int, Tensor]  # id -> values, where those are not its own
+    name: str  # begins the names of its tensors in a checkpoint
+    groups: Collection[ShardGroup]  # whose values these are; other groups have the model's own
+    full: Callable[[ShardGroup], Tensor]  # returns the full array of a group, (N * S,), read-only. Collective
+    owned: Callable[[ShardGroup], Array]  # returns this rank's part of it
+    buffers: Mapping[int, Tensor]  # id of a buffer -> its values, where they are not the model's own
 
 
 @final
 class SpreadParameter(Spread):
-    """A parameter, in the dtype in which its values are held. Reading it is a collective."""
+    """A parameter, in the dtype in which its values are held. `whole` is collective."""
 
     def __init__(self, slot: Slot, values: ModelValues) -> None:
         name = f"{values.name}:{as_written(slot.name)}"
@@ -48,8 +47,11 @@ class SpreadParameter(Spread):
 
     def pieces(self) -> list[tuple[Extent, Tensor | Part]]:
         self._refuse_freed()
-        slot = self._slot
-        return _written(self, slot, slot.share, slot.writes_once, partial(read_late, self._values.owned(slot.group)))
+        slot, share = self._slot, self._slot.share
+        owned = self._values.owned(slot.group)  # on every rank: it may take postponed steps, which is collective
+        if not (share.numel or slot.writes_once):
+            return []
+        return [(slot.local.box.extent(self.name, share.start, share.stop), read_late(owned, share.in_shard))]
 
     def _refuse_freed(self) -> None:
         if self._slot.group.is_freed:
@@ -61,8 +63,8 @@ class SpreadParameter(Spread):
 
 @final
 class SpreadPart(Spread):
-    """A DTensor that no group holds (frozen, a buffer, or put into a checkpoint by users). Reading it is a collective
-    of tensor-parallel ranks."""
+    """A DTensor that no group holds: frozen, a buffer, or put into a checkpoint by users. `whole` is collective, for
+    tensor-parallel ranks."""
 
     def __init__(self, name: str, tensor: DTensor, mesh: Mesh) -> None:
         super().__init__(name, tuple(tensor.shape), tensor.dtype)
@@ -80,7 +82,7 @@ class SpreadPart(Spread):
 
 @final
 class SpreadState(Spread):
-    """A tensor of an optimizer's state that is cut like its parameter: this rank has that of the piece it steps."""
+    """A tensor of optimizer state that is cut like its parameter. This rank has the part of the piece that it steps."""
 
     def __init__(self, name: str, slot: Slot, piece: Tensor) -> None:
         super().__init__(name, slot.local.box.whole, piece.dtype)
@@ -94,22 +96,23 @@ class SpreadState(Spread):
         )
 
     def pieces(self) -> list[tuple[Extent, Tensor | Part]]:
-        slot = self._slot
-        return _written(self, slot, slot.state_share, slot.writes_state_once, self._read)
-
-    def _read(self, part: slice) -> Tensor | Part:
-        start = self._slot.state_piece.shard_start
-        part = slice(part.start - start, part.stop - start)
-        if isinstance(self._piece, StateElsewhere):
-            self._piece.settle()
-            return Part(self._piece.array, part, self._piece.dtype)
-        return self._piece.detach().reshape(-1)[part]
+        slot, share = self._slot, self._slot.state_share
+        if not (share.numel or slot.writes_state_once):
+            return []
+        start = share.shard_start - slot.state_piece.shard_start
+        part, piece = slice(start, start + share.numel), self._piece
+        if isinstance(piece, StateElsewhere):
+            piece.settle()
+            values: Tensor | Part = Part(piece.array, part, piece.dtype)
+        else:
+            values = piece.detach().reshape(-1)[part]
+        return [(slot.local.box.extent(self.name, share.start, share.stop), values)]
 
 
 @final
 class SpreadBlocks(Spread):
-    """A tensor of an optimizer's state with one entry for each block of its parameter, of which this rank has those of
-    its piece. Whoever steps no blocks reads it as what is not cut like its parameter."""
+    """A tensor of optimizer state with one element for each block of its parameter, of which this rank has those of its
+    piece. It is named as not cut like its parameter, so that an optimizer that steps no blocks loads all of it."""
 
     def __init__(self, name: str, slot: Slot, entries: Tensor) -> None:
         super().__init__(name + WHOLE, (slot.blocks,), entries.dtype)
@@ -125,10 +128,13 @@ class SpreadBlocks(Spread):
         return [(Extent.of_whole(self.name, self.shape, own.start, own.stop), self._entries)] if is_written else []
 
 
-def _written(
-    source: Spread, slot: Slot, share: Piece, writes_once: bool, read: Callable[[slice], Tensor | Part]
-) -> list[tuple[Extent, Tensor | Part]]:
-    """What this rank writes: its share among those that have the same."""
-    if not (share.numel or writes_once):
-        return []
-    return [(slot.local.box.extent(source.name, share.start, share.stop), read(share.in_shard))]
+def read_part(saved: Tensor, box: Box, start: int, stop: int, device: torch.device) -> Tensor:
+    """Returns elements ``[start, stop)`` of a box of a saved tensor, flat, in storage of their own. Of a tensor in a
+    checkpoint nothing else is read, and `device` gets them; others stay on their device."""
+    source = saved.source if isinstance(saved, LazyTensor) else None
+    if isinstance(source, Stored):
+        part = torch.empty(stop - start, dtype=source.dtype, device=device)
+        source.read(box.extent(source.name, start, stop), part)
+        return part
+    whole = saved if source is None else source.whole()
+    return box.part(whole).reshape(-1)[start:stop].clone()

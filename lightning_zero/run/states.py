@@ -1,6 +1,6 @@
-"""`States`: what checkpoints hold of an engine: the model's and the optimizers' states, taken and given back.
+"""`States`: takes the states of an engine's model and optimizers for checkpoints, and loads them.
 
-*Full* states are those that one device would have; *spread* ones are lazy entries that all ranks write together.
+A *full* state is what one device would have. A *spread* state holds lazy entries, which all ranks write together.
 """
 
 import inspect
@@ -31,9 +31,9 @@ HOST = torch.device("cpu")
 
 @final
 class States:
-    """Those of one module and its optimizers, in order. All ranks call the same.
+    """The states of one module and its optimizers, in order. Call every method on all ranks alike.
 
-    State that optimizers have made at construction is cut to this rank's pieces.
+    The constructor cuts state that optimizers have made at their construction to this rank's pieces.
     """
 
     def __init__(self, module: Module, steppers: Mapping[Optimizer, PieceStepper], mesh: Mesh, loans: Loans) -> None:
@@ -47,22 +47,23 @@ class States:
         for state in self._optimizers.values():
             state.cut_in_place()
 
-    # -- of the model
+    # -- the model
 
     def full_model(self, *, copy: bool, of: ModelValues | None = None) -> dict[str, Any]:
-        """`module.state_dict()` with whole values in their declared dtypes. A collective. What rests as shards is
-        copied to the host: a whole model may not fit on the device, and one group at a time does.
+        """Returns `module.state_dict()` with whole values in their declared dtypes. Collective. Values that rest as
+        shards are copied to the host: a whole model may not fit on the device, but one group at a time does.
 
         Args:
-            copy: give every entry storage of its own; a view would drag its whole group into a file.
-            of: other values than the model's own; never there in full, these are copied to the host.
+            copy: give every entry storage of its own; a file would hold all of a group for each view of it.
+            of: values to return in place of the model's own; they are always copied to the host.
         """
         self._rendezvous.meet_before_collective()
-        whole = dict((of or self._own).buffers)
+        values = of or self._own
+        whole = dict(values.buffers)
         for group in self._groups:
-            values = of if of is not None and group in of.groups else self._own
-            full = values.full(group)
-            stays_full = group.stays_full and values is self._own
+            source = values if group in values.groups else self._own
+            full = source.full(group)
+            stays_full = group.stays_full and source is self._own
             device = group.setting.places.gathered.device if stays_full else HOST
             for slot in group.slots:
                 view = slot.view(full)
@@ -77,11 +78,11 @@ class States:
         return state
 
     def spread_model(self, of: ModelValues | None = None, *, key: str | None = None) -> dict[str, Any]:
-        """`module.state_dict()` to be written by all ranks together: a `LazyTensor` for every parameter of a group.
+        """Returns `module.state_dict()` for all ranks to write together: each parameter of a group is a `LazyTensor`.
 
         Args:
             of: see `full_model`.
-            key: the entry of the checkpoint, where one holds several models.
+            key: the model's entry in a checkpoint that holds several models.
         """
         values = of or self._own
         if key is not None:
@@ -98,9 +99,10 @@ class States:
         return state
 
     def _model_with(self, values: Mapping[int, Tensor], *, copy: bool) -> dict[str, Any]:
-        """`module.state_dict()` with other values for parameters, by id."""
+        """Returns `module.state_dict()` with `values` (by id) in place of parameters and buffers."""
+        # Lightning passes no argument, so a user's override may take none. It then reads the parameters, whose values
+        # in its result are whole, and none of them is found by its id.
         takes = inspect.signature(self._module.state_dict).parameters
-        # Lightning passes nothing, so users may override it without arguments: then it reads, and values are whole.
         finds = "keep_vars" in takes or any(one.kind is one.VAR_KEYWORD for one in takes.values())
         state = renamed(self._module.state_dict(keep_vars=True) if finds else self._module.state_dict())
         for name, own in state.items():
@@ -111,24 +113,24 @@ class States:
         return state
 
     def load_noted(self, verify: Callable[[], None]) -> None:
-        """After `module.load_state_dict` with lazy entries, of which parameters have only noted where they are: each
-        rank reads what it owns, and lets `verify` check its share of the rest. A collective.
+        """Reads the values of lazy entries, which `module.load_state_dict` has only noted. Collective. Each rank reads
+        what it owns, and `verify` checks its share of the rest of the checkpoint.
 
         Raises:
-            RuntimeError: on every rank the same, when reading fails on one.
+            RuntimeError: the same on every rank, when reading fails on one.
         """
         self._loans.catch_up_all()
-        self._loans.settle()  # copies that are lent are of what was there before
+        self._loans.settle()  # lent copies hold the old values: settled later, they would overwrite what is read
         with failing_together(self._mesh.world, "reading the model"):
             self._loans.read_noted()
             verify()
-        self._rendezvous.meet_before_collective()  # what is gathered is stale
+        self._rendezvous.meet_before_collective()  # units that are gathered hold the old values
         publish(self._groups)
 
     def spread_others(self, checkpoint: dict[str, Any], *, full: bool) -> dict[str, Any]:
-        """A checkpoint with what users have put into it of tensors that tensor-parallel ranks share (a copy of the
-        model, averaged): to be written by all ranks together, or `full`."""
-        made: dict[int, Tensor] = {}  # by id: what stands in two places is one tensor
+        """Returns the checkpoint with other tensors in place of the DTensors that users have put into it (an averaged
+        copy of the model, for example): lazy ones that all ranks write together, or whole ones if `full`."""
+        made: dict[int, Tensor] = {}  # by id: a tensor that stands in two places is written once
 
         def spread(tensor: DTensor) -> Tensor:
             if id(tensor) not in made:
@@ -139,36 +141,36 @@ class States:
         spread_all: dict[str, Any] = tree_map_only(DTensor, spread, checkpoint)
         return spread_all
 
-    # -- of the optimizers; these work after the engine was closed, too
+    # -- the optimizers, also after the engine is closed
 
     def full_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """`optimizer.state_dict()` as one device would have it. A collective."""
+        """Returns `optimizer.state_dict()` as one device would have it. Collective."""
         self._rendezvous.meet_before_collective()
         return self._optimizers[optimizer].full()
 
     def spread_optimizer(self, optimizer: Optimizer, key: str | None = None) -> dict[str, Any]:
-        """The same, to be written by all ranks together under a name of its own (its place, or `key`); see
-        `OptimizerState.spread`."""
+        """Returns `optimizer.state_dict()` for all ranks to write together, under a name of its own: its place among
+        the optimizers, or `key`. Collective. See `OptimizerState.spread`."""
         self._rendezvous.meet_before_collective()
         name = list(self._optimizers).index(optimizer) if key is None else key
         return self._optimizers[optimizer].spread(f"optimizer {name}")
 
     @property
     def optimizer_parameters(self) -> list[list[str]]:
-        """Of each optimizer, the names of its parameters in order."""
+        """The names of each optimizer's parameters, in order."""
         return [state.parameter_names for state in self._optimizers.values()]
 
     def load_optimizers(self, state_dicts: Sequence[Mapping[str, Any]]) -> None:
-        """Optimizers take the states of any strategy's checkpoint, in order. A collective.
+        """Loads states of any strategy's checkpoint into the optimizers, in order. Collective.
 
         Raises:
             ValueError: when an optimizer has other groups of parameters.
-            RuntimeError: on every rank the same, when reading fails on one.
+            RuntimeError: the same on every rank, when reading fails on one.
         """
         self._load(list(zip(self._optimizers.values(), state_dicts, strict=True)))
 
     def load_optimizer(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """As `load_optimizers`, for one of them."""
+        """Loads the state of one optimizer; see `load_optimizers`. Collective."""
         self._load([(self._optimizers[optimizer], state_dict)])
 
     def _load(self, pairs: Sequence[tuple[OptimizerState, Mapping[str, Any]]]) -> None:
@@ -181,7 +183,8 @@ class States:
 
 @contextmanager
 def failing_together(comm: Comm, doing: str) -> Iterator[None]:
-    """What fails on one rank inside, `doing` something, fails on all; nothing inside may wait for other ranks."""
+    """Raises RuntimeError on every rank when one rank fails inside, where all are `doing` something. Nothing inside may
+    wait for other ranks, since one that has failed does not come. Collective."""
     failed: Exception | None = None
     try:
         yield

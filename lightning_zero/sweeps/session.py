@@ -1,4 +1,4 @@
-"""Processes in a session of their own: what they start is killed with them, and a signal to us reaches them."""
+"""`run_in_session`: runs a process in a session of its own, passes signals on to it, and kills all that it started."""
 
 import os
 import signal
@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import IO, Any, NamedTuple
 
-TAIL_LINES = 60  # two chained tracebacks through Lightning
-GRACE_S = 10.0  # for a job's processes to end by themselves, once it was interrupted or rank 0 is through
+TAIL_LINES = 60  # enough for two chained tracebacks through Lightning
+GRACE_S = 10.0  # seconds for a job's processes to end by themselves, after an interrupt or the end of rank 0
 
 
 class End(NamedTuple):
     """How a process ended."""
 
-    code: int  # its exit code; -N when signal N killed it
+    code: int  # exit code; -N when signal N killed the process
     stderr_tail: str
 
     def describe(self) -> str:
@@ -28,20 +28,20 @@ class End(NamedTuple):
 
 
 def run_in_session(command: Sequence[str], environment: Mapping[str, str], grace_s: float = GRACE_S) -> End:
-    """Runs `command` in a session of its own, and kills what is left of the session when it ends.
+    """Runs `command` in a session of its own, and kills what is left of the session when the command ends.
 
-    When it ends well, the other processes of the session have `grace_s` to end as well.
+    After an exit code of 0, the other processes of the session have `grace_s` seconds to end by themselves.
     """
     process = echo = None
     last: deque[bytes] = deque(maxlen=TAIL_LINES)
     try:
-        with _signals_deferred():  # one that came between fork and assignment would leave the job to itself
+        with _signals_deferred():  # a signal between fork and assignment would leave the job running
             process = subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.PIPE)
             echo = threading.Thread(target=_echo, args=(process.stderr, last))
             echo.start()
         if process.wait() == 0:
             _await_session(process.pid, grace_s)
-    except BaseException:  # the terminal's Ctrl-C, or our SIGTERM, does not reach another session: pass it on
+    except BaseException:  # pass it on: the terminal's Ctrl-C, or our SIGTERM, does not reach another session
         if process is not None:
             _signal_session(process.pid, signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
@@ -57,6 +57,7 @@ def run_in_session(command: Sequence[str], environment: Mapping[str, str], grace
 
 
 def _echo(stream: IO[bytes], last: deque[bytes]) -> None:
+    """Copies a stream to our stderr, and keeps its last lines."""
     with stream:
         for line in stream:
             last.append(line)
@@ -65,27 +66,28 @@ def _echo(stream: IO[bytes], last: deque[bytes]) -> None:
 
 
 def _signal_session(leader: int, number: signal.Signals) -> None:
-    # The session's processes are also its one process group: the ranks, and their data loaders' workers.
-    with suppress(ProcessLookupError, PermissionError):  # the latter is macOS' word for a group of zombies
+    # All processes of the session (the ranks, and their data loaders' workers) are in its one process group.
+    with suppress(ProcessLookupError, PermissionError):  # macOS raises the latter for a group of zombies
         os.killpg(leader, number)
 
 
 def _await_session(leader: int, seconds: float) -> None:
+    """Waits until the session has no process left, but not longer than so many seconds."""
     end = time.monotonic() + seconds
-    with suppress(ProcessLookupError, PermissionError):  # nobody is left
+    with suppress(ProcessLookupError, PermissionError):  # raised when no process is left
         while time.monotonic() < end:
             os.killpg(leader, 0)
             time.sleep(0.05)
 
 
 def sigterm_as_exit() -> AbstractContextManager[None]:
-    """Lets SIGTERM unwind the stack, so that the running job is ended too."""
+    """Has SIGTERM raise SystemExit inside, so that a running job is ended too."""
     return _handling({signal.SIGTERM}, lambda number, _: sys.exit(128 + number))
 
 
 @contextmanager
 def _signals_deferred() -> Iterator[None]:
-    """Delivers SIGINT and SIGTERM when the block is done, not within it."""
+    """Delivers SIGINT and SIGTERM after the block instead of inside it."""
     pending: list[int] = []
     with _handling({signal.SIGINT, signal.SIGTERM}, lambda number, _: pending.append(number)):
         yield
@@ -95,7 +97,7 @@ def _signals_deferred() -> Iterator[None]:
 
 @contextmanager
 def _handling(numbers: set[signal.Signals], handler: Callable[[int, Any], Any]) -> Iterator[None]:
-    is_main = threading.current_thread() is threading.main_thread()  # signals are the main thread's
+    is_main = threading.current_thread() is threading.main_thread()  # only this thread may set handlers
     previous = {number: signal.signal(number, handler) for number in numbers if is_main}
     try:
         yield

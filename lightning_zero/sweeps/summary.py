@@ -1,4 +1,4 @@
-"""What a run leaves in its folder, `summary.json`, and what becomes of all of a sweep: a table and a picture."""
+"""`summary.json`, which each run leaves in its folder, and the table and the picture of all summaries of a sweep."""
 
 import csv
 import json
@@ -17,21 +17,21 @@ log = logging.getLogger(__name__)
 
 SUMMARY = "summary.json"
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
-HATCHES = {"host": "///", "disk": "xxx"}  # of what rests in another tier than the device, in the picture
-BASELINES = ("DDPStrategy", "SingleDeviceStrategy")  # Lightning's own, which the others are compared with
+HATCHES = {"host": "///", "disk": "xxx"}  # of bars in the picture, by tier; bytes on the device have none
+BASELINES = ("DDPStrategy", "SingleDeviceStrategy")  # Lightning's strategies, with which the others are compared
 LABEL = 32  # characters in a line of a job's name, in the picture
 
 
 class Measure(NamedTuple):
-    """What is shown of each job."""
+    """A value that is shown of each job."""
 
-    key: str  # in its summary; nested ones as in `sweep.csv`
+    key: str  # in the job's summary; a nested key is written as in `sweep.csv`
     column: str  # in the table
-    title: str | None = None  # of its panel in the picture
+    title: str | None = None  # of the panel in the picture; None: no panel
     is_bytes: bool = False
 
 
-# In each row the first that any job has; what none has is not shown.
+# Each row shows the first of its measures that any job has, or none.
 MEASURES = (
     (
         Measure("loss", "loss", "validation loss"),
@@ -52,7 +52,7 @@ MEASURES = (
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """The summary of the run in `folder`; empty when there is none."""
+    """Returns the summary of the run in `folder`; empty when there is none."""
     try:
         return json.loads((folder / SUMMARY).read_text())
     except FileNotFoundError:
@@ -60,7 +60,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Replaces the summary in one move, so that a job killed meanwhile leaves the old one or the new one."""
+    """Replaces the summary atomically, so that a job killed meanwhile leaves the old one or the new one."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{SUMMARY}.partial"
     partial.write_text(json.dumps(summary, indent=2, default=str) + "\n")
@@ -68,23 +68,23 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
 
 
 def open_summary(folder: Path, job: int | None, overrides: Sequence[str]) -> None:
-    """Begins the summary of a run that starts in `folder`."""
+    """Writes the first summary of a run that starts in `folder`."""
     write_summary(folder, {"job": job, "overrides": overrides, "status": RUNNING})
 
 
 def update_summary(folder: Path, **values: Any) -> None:
     """Adds `values` to the summary of the run in `folder`; call it on rank 0.
 
-    `sweep.csv` has a column for every number and text. The printed table and the picture show ``loss`` (else the value
-    that the job returned) beside what `ZeroMonitor` has counted: ``seconds_per_step`` (else the job's ``seconds``),
+    `sweep.csv` has a column for every number and text. The printed table and the picture show ``loss`` (or the value
+    that the job returned), and the values from `ZeroMonitor`: ``seconds_per_step`` (or the job's ``seconds``),
     ``memory_bytes`` (category -> bytes), ``wire_bytes_per_step``.
     """
     write_summary(folder, read_summary(folder) | values)
 
 
 def collect(sweep_dir: Path) -> list[dict[str, Any]]:
-    """The summaries of all jobs in a sweep's folder, in the order of the jobs, each with its folder's name. Other
-    programs' files of that name are passed over."""
+    """Returns the summaries of all jobs in a sweep's folder, in the order of the jobs, each with its folder's name.
+    Skips files of that name that other programs have written."""
     found: list[dict[str, Any]] = []
     for folder in (path.parent for path in sweep_dir.rglob(SUMMARY)):
         with suppress(ValueError):
@@ -110,13 +110,14 @@ def report(jobs: Sequence[Mapping[str, Any]], sweep_dir: Path) -> None:
 
 
 def distinct_labels(overrides: Sequence[Sequence[str]]) -> list[str]:
-    """What tells each job from the others: its overrides without those that all jobs have."""
+    """Returns a label for each job: its overrides, without those that all jobs have."""
     common = set(overrides[0]).intersection(*overrides)
     return [" ".join(item for item in own if item not in common) or f"#{index}" for index, own in enumerate(overrides)]
 
 
 def write_csv(jobs: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """One row per job; a column for each value any job has, nested ones as `memory_bytes.gradient`."""
+    """Writes a row for each job, and a column for each value that any job has. A nested value's column is named like
+    `memory_bytes.gradient`."""
     rows = [_flattened(job) for job in jobs]
     columns = list(dict.fromkeys(key for row in rows for key in row))
     with path.open("w", newline="") as file:
@@ -135,33 +136,29 @@ def _flattened(job: Mapping[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _value(job: Mapping[str, Any], key: str) -> Any:
-    return _flattened(job).get(key) if "." in key else job.get(key)
-
-
 def parts_of(job: Mapping[str, Any], measure: Measure) -> dict[str, float]:
-    """A number, or one number for each category; empty for what a job has not reported."""
-    value = _value(job, measure.key)
+    """Returns a number for each category, or a single one under ""; nothing for what the job has not reported."""
+    value = _flattened(job).get(measure.key) if "." in measure.key else job.get(measure.key)
     parts = value if isinstance(value, Mapping) else {"": value}
     numbers = {name: part for name, part in parts.items() if isinstance(part, int | float) and math.isfinite(part)}
     return {name: float(part) for name, part in numbers.items() if part or not name}
 
 
 def measures_of(jobs: Sequence[Mapping[str, Any]]) -> list[Measure]:
-    """What these jobs have reported."""
+    """Returns the measures to show: those that these jobs have reported."""
     found = (next((one for one in row if any(parts_of(job, one) for job in jobs)), None) for row in MEASURES)
     return [measure for measure in found if measure is not None]
 
 
 def scale_of(measure: Measure, jobs: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
-    """The unit that a measure is shown in, and its name."""
+    """Returns the size and the name of the unit in which to show a measure."""
     largest = max((sum(parts_of(job, measure).values()) for job in jobs), default=0.0)
     units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (0.0, "B")) if measure.is_bytes else ((0.0, ""),)
     return next((size or 1.0, name) for size, name in units if largest >= size)
 
 
 def baselines_of(jobs: Sequence[Mapping[str, Any]]) -> list[int | None]:
-    """Of each job the one that trains the same under Lightning's own strategy: its place among the jobs."""
+    """Returns, for each job, the index of the job that trains the same under a strategy of Lightning, or None."""
 
     def others(job: Mapping[str, Any]) -> set[str]:
         return {item for item in job["overrides"] if not item.lstrip("+").startswith("strategy")}
@@ -171,7 +168,7 @@ def baselines_of(jobs: Sequence[Mapping[str, Any]]) -> list[int | None]:
 
 
 def print_table(jobs: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> None:
-    """Prints loss, time, memory and bytes of all jobs: a line for each, or a paragraph where that is too long."""
+    """Prints loss, time, memory and bytes of each job: a line for each, or a paragraph if a line would be too long."""
     units = [(measure, *scale_of(measure, jobs)) for measure in measures_of(jobs)]
     rows = [["#", "job", "status", *(measure.column for measure, _, _ in units)]]
     for job, label in zip(jobs, labels, strict=True):
@@ -180,16 +177,16 @@ def print_table(jobs: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Non
             f"{sum(parts.values()) / size:.4g} {unit}".rstrip() if parts else "-" for parts, size, unit in totals
         ]
         rows.append([str(job["job"]), label, job["status"], *numbers])
-    width = shutil.get_terminal_size(fallback=(120, 24)).columns  # a file or a pipe has none of its own
+    width = shutil.get_terminal_size(fallback=(120, 24)).columns  # the fallback is for files and pipes
     lines = _aligned(rows)
     if max(map(len, lines)) > width:
         lines = [line for row in rows[1:] for line in _paragraph(rows[0], row, width)]
-    encoding = sys.stdout.encoding or "utf-8"  # which may lack what overrides have
+    encoding = sys.stdout.encoding or "utf-8"  # it may lack characters of the overrides
     print("\n".join([title_of(jobs), *lines]).encode(encoding, "backslashreplace").decode(encoding))
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of columns: number and name of a job to the left, what was measured to the right."""
+    """Returns lines of columns: number and name of a job are aligned left, all else right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join([*map(str.ljust, row[:2], widths[:2]), *map(str.rjust, row[2:], widths[2:])]).rstrip() for row in rows
@@ -197,7 +194,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _paragraph(columns: Sequence[str], row: Sequence[str], width: int) -> list[str]:
-    """A row of the table in lines of at most `width`, without what was not measured."""
+    """Returns a row of the table in lines of at most `width`, without the values that the job lacks."""
     number, label, status, *values = row
     told = ", ".join(f"{name} {value}" for name, value in zip(columns[3:], values, strict=True) if value != "-")
     head = wrap(f"#{number} {label}: {status}", width, subsequent_indent="    ")
@@ -205,19 +202,17 @@ def _paragraph(columns: Sequence[str], row: Sequence[str], width: int) -> list[s
 
 
 def title_of(jobs: Sequence[Mapping[str, Any]]) -> str:
-    """What all jobs are about: the model's size, the ranks."""
-
-    def told(key: str, one: str, many: str) -> str:
-        found = sorted({job[key] for job in jobs if isinstance(job.get(key), int)})
-        numbers = f"{found[0]:,}" if len(found) == 1 else f"{found[0]:,} to {found[-1]:,}" if found else ""
-        return f"{numbers} {one if found == [1] else many}" if numbers else ""
-
-    size, ranks = told("parameters", "parameter", "parameters"), told("world_size", "rank", "ranks")
-    return " on ".join(item for item in (size, ranks) if item) or "sweep"
+    """Returns the model's size and the number of ranks, as far as jobs have told them, or "sweep"."""
+    told = []
+    for key, noun in (("parameters", "parameter"), ("world_size", "rank")):
+        if found := sorted({job[key] for job in jobs if isinstance(job.get(key), int)}):
+            numbers = " to ".join(f"{number:,}" for number in dict.fromkeys((found[0], found[-1])))
+            told.append(f"{numbers} {noun if found == [1] else noun + 's'}")
+    return " on ".join(told) or "sweep"
 
 
 def draw(jobs: Sequence[Mapping[str, Any]], labels: Sequence[str], path: Path) -> None:
-    """Draws a panel with one bar per job for each thing that was measured, and time against memory."""
+    """Draws a panel of bars, one for each job, for each measure, and a panel of time against memory."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -234,16 +229,15 @@ def draw(jobs: Sequence[Mapping[str, Any]], labels: Sequence[str], path: Path) -
     grid = figure.add_gridspec(rows, 2)
     places = [grid[at // 2, at % 2] for at in range(count)]
     if count % 2:
-        places[-1] = grid[rows - 1, :]  # the last of an odd number takes the row
+        places[-1] = grid[rows - 1, :]  # the last panel of an odd number takes the whole row
     panels = [figure.add_subplot(place) for place in places]
+    numbers = [f"#{job['job']}" for job in jobs]
     endings = ["" if job["status"] == FINISHED else f" ({job['status']})" for job in jobs]
-    told = [f"#{job['job']} {label}{ending}" for job, label, ending in zip(jobs, labels, endings, strict=True)]
+    names = [fill(f"{number} {label}{end}", LABEL) for number, label, end in zip(numbers, labels, endings, strict=True)]
     for at, measure in enumerate(measures):
         compares = measure.is_bytes or measure is time
         _draw_bars(panels[at], measure, jobs, baselines_of(jobs) if compares else [])
-        is_left = at % 2 == 0
-        names = [fill(name, LABEL) for name in told] if is_left else [f"#{job['job']}" for job in jobs]
-        panels[at].set_yticks(range(len(names)), names)
+        panels[at].set_yticks(range(len(jobs)), numbers if at % 2 else names)
     if time is not None and memory is not None:
         _scatter(panels[-1], jobs, time, memory)
     figure.savefig(path, dpi=110)
@@ -252,7 +246,7 @@ def draw(jobs: Sequence[Mapping[str, Any]], labels: Sequence[str], path: Path) -
 def _draw_bars(
     panel: Any, measure: Measure, jobs: Sequence[Mapping[str, Any]], baselines: Sequence[int | None]
 ) -> None:
-    """One measure of all jobs, the first on top."""
+    """Draws one measure of all jobs, the first job on top."""
     size, unit = scale_of(measure, jobs)
     scaled = [{name: part / size for name, part in parts_of(job, measure).items()} for job in jobs]
     has_ddp = any(job.get("strategy_class") == BASELINES[0] for job in jobs)
@@ -266,23 +260,15 @@ def _draw_bars(
 def _stack_bars(
     panel: Any, jobs: Sequence[Mapping[str, float]], baselines: Sequence[int | None] = (), beside: str = "ddp"
 ) -> None:
-    """One bar per job, of its parts; next to it what they add up to, and how that compares with its baseline."""
+    """Draws a bar for each job, of its parts. Next to it are their sum and its ratio to the job's baseline."""
     lefts = [0.0] * len(jobs)
     categories = list(dict.fromkeys(category for parts in jobs for category, part in parts.items() if part))
     kinds = list(dict.fromkeys(category.partition(" (")[0] for category in categories))
     for category in categories or [""]:
         kind, _, tier = category.removesuffix(")").partition(" (")
         widths = [parts.get(category, 0.0) for parts in jobs]
-        color = f"C{kinds.index(kind)}" if kinds else None
-        bars = panel.barh(
-            range(len(jobs)),
-            widths,
-            left=lefts,
-            label=category,
-            color=color,
-            hatch=HATCHES.get(tier),
-            edgecolor="white",
-        )
+        look = {"color": f"C{kinds.index(kind)}" if kinds else None, "hatch": HATCHES.get(tier), "edgecolor": "white"}
+        bars = panel.barh(range(len(jobs)), widths, left=lefts, label=category, **look)
         lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
     told = [f"{total:.4g}" if parts else "not reported" for parts, total in zip(jobs, lefts, strict=True)]
     for at, baseline in enumerate(baselines):
@@ -294,7 +280,7 @@ def _stack_bars(
 
 
 def _scatter(panel: Any, jobs: Sequence[Mapping[str, Any]], time: Measure, memory: Measure) -> None:
-    """A point for each job that has both."""
+    """Draws a point for each job that has both measures."""
     size, unit = scale_of(memory, jobs)
     points = [
         (sum(parts_of(job, memory).values()) / size, sum(parts_of(job, time).values()), f"#{job['job']}")
@@ -303,7 +289,7 @@ def _scatter(panel: Any, jobs: Sequence[Mapping[str, Any]], time: Measure, memor
     ]
     right = max((across for across, _, _ in points), default=0.0) or 1.0
     top = max((up for _, up, _ in points), default=0.0) or 1.0
-    named: list[tuple[float, float, list[str]]] = []  # points that cannot be told apart share a label
+    named: list[tuple[float, float, list[str]]] = []  # points that almost coincide share a label
     for across, up, name in points:
         panel.plot(across, up, "o", color="C0")
         near = (names for x, y, names in named if abs(x - across) < 0.04 * right and abs(y - up) < 0.08 * top)

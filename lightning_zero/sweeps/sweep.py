@@ -1,4 +1,4 @@
-"""Hydra runs and sweeps whose jobs have several processes. The only file that imports Hydra; nothing imports it.
+"""Hydra runs and sweeps whose jobs have several processes. Only this file imports Hydra; no file imports this one.
 
 An app needs one line in its config, `override hydra/callbacks: lightning_zero`, and gets:
 
@@ -10,10 +10,10 @@ An app needs one line in its config, `override hydra/callbacks: lightning_zero`,
 
 Note: why a process per job
     Lightning's launcher starts rank 1 by repeating rank 0's command line, and kills rank 0's process when rank 1 fails.
-    Inside the sweep's own process that means: rank 1 starts a sweep of its own (the command line has `-m`), the second
-    job finds the first one's MASTER_PORT, process group and memory, and one failing rank takes the sweep with it.
-    A job that is a process with the job's own command line, environment and session has none of these by construction:
-    its ranks repeat the job's command line, and what it leaves behind is killed with its session.
+    If jobs ran in the sweep's own process, rank 1 would start a sweep of its own (the command line has `-m`), the
+    second job would find the first one's MASTER_PORT, process group and memory, and a failing rank would end the sweep.
+    A job that is a process with its own command line, environment and session has none of these problems: its ranks
+    repeat the job's command line, and what it leaves behind is killed with its session.
 """
 
 import json
@@ -51,25 +51,25 @@ log = logging.getLogger(__name__)
 BASIC_LAUNCHER = BasicLauncherConf._target_
 BASIC_SWEEPER = BasicSweeperConf._target_
 
-# What a launcher of ranks leaves in the environment. A job that inherits it believes to be a rank of another job.
+# Variables that launchers of ranks set. A job that inherits them would take itself for a rank of another job.
 RANK_VARIABLES = frozenset(
     "MASTER_ADDR MASTER_PORT RANK LOCAL_RANK NODE_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE "
     "GROUP_WORLD_SIZE ROLE_WORLD_SIZE PL_GLOBAL_SEED PL_SEED_WORKERS".split()
 )
 FAILURE = "this rank failed"  # heads the traceback in a rank's log
-CONFIG_DIGEST = "LIGHTNING_ZERO_CONFIG_DIGEST"  # from rank 0 to the ranks it starts: what config it resolved
+CONFIG_DIGEST = "LIGHTNING_ZERO_CONFIG_DIGEST"  # variable that tells rank 0's resolved config to the ranks it starts
 
-# --- what happens around a job and a sweep
+# --- before and after a job and a sweep
 
 
 class SweepCallback(Callback):
-    """Hydra's callback: prepares a sweep, records each run, reports at the end.
+    """A callback of Hydra that prepares a sweep, records each run, and reports at the end.
 
-    Hydra turns an Exception of a callback into a warning, so whatever must stop the program is a SystemExit here.
+    Hydra turns an Exception of a callback into a warning, so this raises SystemExit to stop the program.
     """
 
-    replaced: type[Plugin] | None = None  # Hydra's basic launcher, while ours has its place
-    unwatch: Callable[[], None] = staticmethod(lambda: None)  # during a job: ends the monitoring of its trainers
+    replaced: type[Plugin] | None = None  # Hydra's basic launcher, while ours is in its place
+    unwatch: Callable[[], None] = staticmethod(lambda: None)  # ends the monitoring of a job's trainers
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         rank = _rank()
@@ -78,9 +78,9 @@ class SweepCallback(Callback):
                 f"Rank {rank} was about to start a sweep of its own. Start sweeps with `python`, not with torchrun or "
                 f"srun: each job starts its own ranks (trainer.devices=...)."
             )
-        if config.hydra.launcher._target_ == BASIC_LAUNCHER:  # any other was chosen on purpose
+        if config.hydra.launcher._target_ == BASIC_LAUNCHER:  # the user has chosen any other on purpose
             # Hydra takes launchers only from packages called `hydra_plugins`, and does not find such a package in an
-            # editable install. It looks them up in this table, where ours takes the basic one's place for the sweep.
+            # editable install. It looks launchers up in this table, so ours replaces the basic one there for the sweep.
             table = Plugins.instance().class_name_to_class
             self.replaced = table[BASIC_LAUNCHER]
             table[BASIC_LAUNCHER] = ProcessLauncher
@@ -92,7 +92,7 @@ class SweepCallback(Callback):
         failed = [job for job in jobs if job["status"] != FINISHED]
         try:
             report(jobs, Path(config.hydra.sweep.dir))
-        finally:  # whatever becomes of the report
+        finally:  # also when the report fails
             if failed:
                 names = "\n".join(f"  #{job['job']} ({job['folder']}): {' '.join(job['overrides'])}" for job in failed)
                 raise SystemExit(f"{len(failed)} of {len(jobs)} jobs failed:\n{names}")
@@ -103,7 +103,7 @@ class SweepCallback(Callback):
         if _rank() == 0:
             number = OmegaConf.select(config, "hydra.job.num", default=None)
             open_summary(folder, number, _as_written(config.hydra.overrides.task))
-        from lightning_zero.pl.monitor import watch_trainers  # Lightning takes seconds, and the sweep itself needs none
+        from lightning_zero.pl.monitor import watch_trainers  # imports Lightning: seconds that the sweep itself saves
 
         self.unwatch = watch_trainers(partial(update_summary, folder))
 
@@ -121,20 +121,20 @@ class SweepCallback(Callback):
 
 
 def _as_written(overrides: ListConfig) -> list[str]:
-    # Not list(overrides): that would resolve the interpolations in `key=${other}`.
+    # list(overrides) would resolve the interpolations in `key=${other}`.
     written = OmegaConf.to_container(overrides, resolve=False)
     assert isinstance(written, list)
     return [str(item) for item in written]
 
 
 def _rank() -> int:
-    # torchrun's, else Lightning's launcher's (whose ranks beyond the first have only this), else SLURM's.
+    # Set by torchrun, Lightning's launcher and SLURM, in this order. Ranks that Lightning starts have only the second.
     names = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
     return int(next((os.environ[name] for name in names if name in os.environ), 0))
 
 
 def _require_the_config_of_rank_zero(config: DictConfig) -> None:
-    """Ends a rank whose config resolved to other values than rank 0's, before it trains something else."""
+    """Raises SystemExit on a rank whose config resolved to other values than rank 0's."""
     digests = {str(key): _digest(config, key) for key in config if key != "hydra"}
     expected = os.environ.get(CONFIG_DIGEST)
     if _rank() == 0 or expected is None:
@@ -152,13 +152,13 @@ def _digest(config: DictConfig, key: Any) -> str:
     holder = OmegaConf.masked_copy(config, key)
     try:
         value = OmegaConf.to_container(holder, resolve=True)
-    except OmegaConfBaseException:  # a value that nobody asks for may refer to nothing
+    except OmegaConfBaseException:  # an unused value may refer to nothing
         value = OmegaConf.to_container(holder)
     return sha256(repr(value).encode()).hexdigest()[:16]
 
 
 def _log_to_file(message: str, error: BaseException) -> None:
-    # Into this rank's log alone: the console gets the traceback from Hydra or from the interpreter.
+    # Not to the console, which gets the traceback from Hydra or from the interpreter.
     trace = (type(error), error, error.__traceback__)
     record = log.makeRecord(log.name, logging.ERROR, __file__, 0, message, (), trace)
     for handler in logging.getLogger().handlers:
@@ -188,7 +188,7 @@ class ProcessLauncher(Launcher):
         setup_globals()
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         jobs = [self._job(list(overrides), initial_job_idx + index) for index, overrides in enumerate(job_overrides)]
-        for job in jobs:  # none starts when the folder of one is, or was, another's
+        for job in jobs:  # before any starts, refuse two jobs in one folder, and a folder of another job
             earlier = read_summary(job.folder).get("overrides", job.task_overrides)
             owners = [other.task_overrides for other in jobs if other is not job and other.folder == job.folder]
             if owners or earlier != job.task_overrides:
@@ -245,8 +245,8 @@ class ProcessLauncher(Launcher):
         returned = JobReturn(overrides=job.overrides, cfg=job.config, hydra_cfg=job.config, working_dir=str(job.folder))
         returned.status = JobStatus.COMPLETED
         returned.return_value = summary.get("return_value")
-        # The basic sweeper reads every result and stops the sweep at the first failed one, so it hears of no failure;
-        # on_multirun_end does. A sweeper that learns from the results must hear of it.
+        # The basic sweeper would stop the sweep at the first failed result, so it is told of none; `on_multirun_end`
+        # reports the failures. A sweeper that learns from results must be told.
         if summary["status"] != FINISHED and self.config.hydra.sweeper._target_ != BASIC_SWEEPER:
             returned.status = JobStatus.FAILED
             returned.return_value = RuntimeError(summary["error"])
@@ -269,38 +269,35 @@ class Job:
         return summary.get("status") == FINISHED and summary.get("overrides") == self.task_overrides
 
     def record(self, end: End, seconds: float) -> None:
-        """Completes the summary by what only the sweep can know: how the process ended."""
-        logs = self._logs()
+        """Completes the summary with how the process ended, which only the sweep knows."""
+        logs = {  # since this attempt began
+            path.name: path.read_bytes()[self.log_bytes_before.get(path.name, 0) :].decode(errors="replace")
+            for path in sorted(self.folder.glob("*.log"))
+        }
         failures = {name: text[text.rindex(FAILURE) :] for name, text in logs.items() if FAILURE in text}
         known: dict[str, Any] = {"job": self.number, "overrides": self.task_overrides, "seconds": round(seconds, 1)}
-        if end.code == 0 and not failures:  # rank 0 may have been through before another rank failed
+        if end.code == 0 and not failures:  # another rank may have failed after rank 0 ended well
             update_summary(self.folder, **known, status=FINISHED)
             return
-        # The tracebacks that ranks logged, the last lines of the other ranks, and of stderr if no rank logged any.
+        # Tracebacks of the ranks that logged one, last lines of the other ranks, and of stderr if no rank logged one.
         tails = {name: _tail(failures[name]) if name in failures else _tail(logs[name], lines=5) for name in logs}
         if not failures:
             tails["stderr"] = end.stderr_tail
         told = [end.describe(), *(f"--- {name}\n{tail}" for name, tail in tails.items() if tail)]
         update_summary(self.folder, **known, status=FAILED, error="\n".join(told))
 
-    def _logs(self) -> dict[str, str]:
-        """What the ranks have logged since this attempt began."""
-        written = {path.name: path.read_bytes() for path in sorted(self.folder.glob("*.log"))}
-        new = {name: log[self.log_bytes_before.get(name, 0) :] for name, log in written.items()}
-        return {name: log.decode(errors="replace") for name, log in new.items()}
-
 
 def job_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` without what tells a process that it is a rank."""
+    """Returns `environment` without the variables that tell a process that it is a rank."""
     strange = {name for name in environment if name.startswith("TORCHELASTIC_")} | RANK_VARIABLES | {CONFIG_DIGEST}
     return {name: value for name, value in environment.items() if name not in strange}
 
 
 def program() -> list[str]:
-    """How this Python program was started, without its arguments.
+    """Returns the command that started this Python program, without its arguments.
 
     Raises:
-        SystemExit: when it was not started from a file or a module, so that it cannot be started again.
+        SystemExit: when the program was not started from a file or a module, so that it cannot be started again.
     """
     import __main__
 
@@ -315,12 +312,12 @@ def program() -> list[str]:
 
 
 def _config_flags(arguments: Sequence[str]) -> list[str]:
-    """Those of Hydra's own command-line flags that say which config an app composes."""
+    """Returns those of Hydra's command-line flags that say which config an app composes."""
     parsed = get_args_parser().parse_args(arguments)
     given = {"name": parsed.config_name, "path": parsed.config_path, "dir": parsed.config_dir}
     return [item for what, value in given.items() if value is not None for item in (f"--config-{what}", value)]
 
 
 def _quotable(path: str) -> str:
-    # Lightning gives the folder to the other ranks as `hydra.run.dir="..."`, without escaping anything.
+    # Lightning passes the folder to the other ranks as `hydra.run.dir="..."`, and escapes nothing.
     return path.translate({ord('"'): "'", ord("\\"): "_", ord("$"): "_"})
