@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from compare import assert_same_bits
 from lightning_zero.run.engine import Engine
-from lightning_zero.shards import assembly
+from lightning_zero.shards import granularity
 from lightning_zero.shards.probe import BY_TENSOR, ELEMENT_WISE, why_not_in_pieces
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.threads import ThreadWorld
@@ -118,6 +118,6 @@ def test_r31_every_optimizer_of_the_zoo_trains_as_under_ddp(
 ) -> None:
     known, expected = reasons(), under_ddp(world)
     assert sum(reason == BY_TENSOR for reason in known.values()) == len(WHOLE) + 3
-    monkeypatch.setattr(assembly, "why_not_in_pieces", lambda optimizer: known[type(optimizer)])
+    monkeypatch.setattr(granularity, "why_not_in_pieces", lambda optimizer: known[type(optimizer)])
     for found in ThreadWorld(world, 60).run(lambda comm: under_the_engine(comm, stage)):
         assert_same_bits(found, expected)
