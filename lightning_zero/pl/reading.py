@@ -1,4 +1,4 @@
-"""What users read of a strategy that has engines: whole parameters, gradients and state; bytes at rest and sent."""
+"""`Readings`: what users read of a strategy: whole parameters, gradients and state; bytes at rest and sent."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -14,26 +14,27 @@ from lightning_zero.run.engine import Engine
 
 
 class Readings:
-    """The strategy of a Trainer, which has one engine, and that of Fabric, which has one for each module."""
+    """Reading methods of a strategy. That of a Trainer has one engine, that of Fabric one for each module."""
 
     def _engine_of(self, what: Module | Parameter | None) -> Engine:
-        """The one that `what` is in; None: the only one."""
+        """Returns the engine of the model that `what` is part of; for None the only engine."""
         raise NotImplementedError
 
     @property
     def _engines(self) -> list[Engine]:
+        """All engines that have been made."""
         raise NotImplementedError
 
     @property
     def _stepped_in(self) -> Mapping[Optimizer, Engine]:
-        """Optimizers that may be asked for their state, and the engine of each."""
+        """Optimizers that may be asked for their state, each with its engine."""
         raise NotImplementedError
 
     def full_parameters(self, module: Module | None = None, write: bool = False) -> AbstractContextManager[None]:
         """All parameters of `module` (default: the whole model) hold their values inside. Enter it on every rank.
 
-        Edits in place persist without it where torch can see them. It cannot where they go through `.numpy()`, or
-        through `.data` inside a module's own forward; outside of ``write=True`` such edits may be lost.
+        In-place edits persist without it where torch can see them. It cannot see edits through `.numpy()`, or through
+        `.data` inside a module's own forward; outside of ``write=True`` such edits may be lost.
 
         Args:
             module: whose parameters.
@@ -44,8 +45,8 @@ class Readings:
     def full_optimizer_state(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
         """`optimizer.state_dict()` as one device would have it, on the host of every rank; in training and after fit.
 
-        The optimizer's own `state`, and its `state_dict()`, have what this rank steps: of each parameter a flat piece,
-        and of some nothing (``optimizer.state[p]`` is empty then). Call it on every rank.
+        The optimizer's own `state` and `state_dict()` hold what this rank steps: a flat piece of each parameter, and
+        nothing of some (``optimizer.state[p]`` is empty then). Call it on every rank.
 
         Args:
             optimizer: one of those of the latest fit; None where there is only one.
@@ -63,7 +64,7 @@ class Readings:
         return stepped[found[0]].states.full_optimizer(found[0])
 
     def full_grad(self, parameter: Parameter) -> Tensor | None:
-        """The averaged gradient of a parameter in its shape, or None; of a DTensor the whole. Call it on every rank."""
+        """The averaged gradient of a parameter in its shape (whole for a DTensor), or None. Call it on every rank."""
         return self._engine_of(parameter).averages.full(parameter)
 
     def grad_norms(self, norm_type: float = 2.0, module: Module | None = None) -> dict[str, Tensor]:
@@ -77,19 +78,21 @@ class Readings:
         return self._engine_of(module).averages.norms(norm_type)
 
     def memory_report(self) -> MemoryReport:
-        """Bytes at rest on this rank's device, by category (parameter, gradient, master, optimizer state, average,
-        bucket, gathered, activation checkpoint), and what is offloaded as ``"optimizer state (host)"`` or
-        ``"... (disk)"``: a dictionary that prints as a table. Of activation checkpoints the most that a step has kept.
-        After fit: as they were when it ended."""
+        """Bytes at rest on this rank's device by category, in a dictionary that prints as a table.
+
+        The categories are parameter, gradient, master, optimizer state, average, bucket, gathered and activation
+        checkpoint. Offloaded bytes are in ``"optimizer state (host)"``, ``"... (disk)"`` and so on. Activation
+        checkpoints count as the most that a step has kept. After fit the report is that of its end.
+        """
         report: Counter[str] = Counter()
-        for engine in self._engines or [self._engine_of(None)]:  # which says that there is none yet
+        for engine in self._engines or [self._engine_of(None)]:  # without an engine, raises and says so
             report.update(engine.bytes_by_category())
         return MemoryReport(report)
 
     def communication_report(self) -> dict[str, int]:
         """Bytes this rank has sent, by operation, and by what they cross: ``replicate ...`` between shard groups."""
         sent: Counter[str] = Counter()
-        for engine in self._engines:  # which share a world, and may have more communicators of their own
+        for engine in self._engines:  # they share a world, and may each have more communicators
             shared = engine.mesh.world.bytes_sent if sent else {}
             for kind, nbytes in engine.mesh.bytes_sent.items():
                 sent[kind] += nbytes - shared.get(kind, 0)
