@@ -1,4 +1,4 @@
-"""What to say when memory has run out: what has grown, and which option frees most."""
+"""Advice when memory has run out: what has grown, and which option frees most."""
 
 import re
 import traceback
@@ -14,11 +14,12 @@ from lightning_zero.stage import STAGES
 from lightning_zero.tiers.ledger import Category
 
 BESIDE = "activations and what else a step makes"
+_AROUND_STEP = ("wrapper", "profile_hook_step", "_use_grad")  # functions of torch that call an optimizer's step
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Of a GPU, or of the host, for which torch has no class of its own."""
+    """Whether memory of a GPU or of the host has run out; for the host torch has no class of errors."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     told = r"can't allocate memory|not enough memory|out of memory"
@@ -26,42 +27,40 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def asked_bytes(error: BaseException) -> int:
-    """What could not be had, where the error says."""
+    """Returns the bytes that could not be allocated, or 0 where the error does not say."""
     found = re.search(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", str(error), flags=re.IGNORECASE)
     return int(float(found[1]) * _UNITS[found[2]]) if found else 0
 
 
 def asked_for(error: BaseException) -> str:
-    """The category that could not be had: of an optimizer in its step, its state; of anybody else none of ours."""
+    """Returns the category of what could not be allocated: in an optimizer's own step its state, else `BESIDE`."""
     frames = traceback.extract_tb(error.__traceback__)
     in_step = any("/torch/optim/" in frame.filename and frame.name not in _AROUND_STEP for frame in frames)
     return Category.OPTIMIZER_STATE if in_step and not any(f.name == "closure" for f in frames) else BESIDE
 
 
-_AROUND_STEP = ("wrapper", "profile_hook_step", "_use_grad")
-
-
 class Held(NamedTuple):
     """Bytes of a rank at one moment."""
 
-    by_category: Mapping[str, int]  # of the model and its strategy, as in memory reports
-    beside: int  # of the device, or of the process, what is not in the report
+    by_category: Mapping[str, int]  # as in memory reports
+    beside: int  # other bytes of the device, or without a GPU of the process
 
 
 class Option(NamedTuple):
-    """What a user may write, and the bytes of one rank that it frees."""
+    """Something that a user may write, and the bytes that it frees on one rank."""
 
     write: str
     nbytes: int
 
 
 def advice_for(error: BaseException, where: str, before: Held, now: Held, options: list[Option]) -> str:
-    """Five lines at most.
+    """Returns at most five lines.
 
     Args:
-        where: which rank, in which step.
-        before: at the start of fit.
-        now: when memory ran out.
+        error: says what could not be allocated.
+        where: the rank and the step, in words.
+        before: bytes at the start of fit.
+        now: bytes when memory ran out.
         options: see `options_of`.
     """
     grown = {category: nbytes - before.by_category.get(category, 0) for category, nbytes in now.by_category.items()}
@@ -84,7 +83,7 @@ def advice_for(error: BaseException, where: str, before: Held, now: Held, option
 
 
 def options_of(engine: Engine, stage: int, expected: Forecast, beside: int) -> list[Option]:
-    """What is left to divide, to offload or to compute again; `beside` are bytes of activations."""
+    """Returns what is left to divide, to offload or to compute again; `beside` are bytes of activations."""
     here, offload, ranks = expected.here, engine.options.offload, engine.mesh.shard.size
     states = here.get(Category.MASTER, 0) + here.get(Category.OPTIMIZER_STATE, 0)
     gradient, parameter = here.get(Category.GRADIENT, 0), here.get(Category.PARAMETER, 0)
@@ -110,7 +109,7 @@ def options_of(engine: Engine, stage: int, expected: Forecast, beside: int) -> l
 
 
 def options_beside_ddp(under_ddp: Mapping[str, int], ranks: int, beside: int) -> list[Option]:
-    """For who trains without this package."""
+    """Returns the options of a user who trains without `ZeroStrategy`."""
     states = under_ddp[Category.OPTIMIZER_STATE]
     whole = states + under_ddp[Category.GRADIENT] + under_ddp[Category.PARAMETER]
     options = [

@@ -198,7 +198,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         if optimizers:
             self._begin_training(engine)
         for optimizer in optimizers:  # users call it with the whole state that `Fabric.load` has returned
-            vars(optimizer)["load_state_dict"] = partial(self._load_optimizer, optimizer)
+            vars(optimizer)["load_state_dict"] = partial(engine.states.load_optimizer, optimizer)
         return engine
 
     # -- steps
@@ -369,14 +369,6 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         engine.states.load_noted(lambda: None)
         if any(left):
             rank_zero_warn(f"strict=False: {left}. These stay as they are.")
-
-    def _load_optimizer(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Loads the whole state, as `optimizer.load_state_dict`. Call it on every rank."""
-        stepped_in = self._stepped_in
-        if optimizer in stepped_in:
-            stepped_in[optimizer].states.load_optimizer(optimizer, state_dict)
-        else:
-            type(optimizer).load_state_dict(optimizer, cast(dict[str, Any], state_dict))
 
     # -- the end
 

@@ -7,7 +7,7 @@ itself whether an fp16 step overflowed.
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any, final
 
 import lightning.pytorch as pl
@@ -51,16 +51,10 @@ def adapt(plugin: Precision) -> Precision:
         )
     adapted = copy.copy(plugin)
     kept = {"__qualname__": base.__qualname__, "__module__": base.__module__}
-    bases = (_sharded(lightnings),) if base is lightnings else (base, _sharded(lightnings))
+    # In the MRO, `ShardedGradients` comes behind a user's class, and before Lightning's.
+    bases = (ShardedGradients, lightnings) if base is lightnings else (base, ShardedGradients, lightnings)
     adapted.__class__ = type(base.__name__, bases, kept)
     return adapted
-
-
-@cache
-def _sharded(lightnings: type[Precision]) -> type[Precision]:
-    """Returns a subclass of one of Lightning's plugins. In the MRO of a user's class, put behind it, this comes before
-    Lightning's."""
-    return type(f"Sharded{lightnings.__name__}", (ShardedGradients, lightnings), {})
 
 
 @final

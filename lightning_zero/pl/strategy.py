@@ -288,7 +288,7 @@ class ZeroStrategy(CheckpointingStrategy):
         self.setup_optimizers(trainer)
         # `Preemption` replaces this broadcast of each batch, in which a rank would wait for one that has failed as long
         # as `timeout`, without a message.
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
         self._undo.callback(vars(trainer.fit_loop.epoch_loop).pop, "_broadcast_sigterm_tensor", None)
         refuse_to_fit(trainer, self._settings.options, self.precision_plugin.scaler)
 
@@ -341,7 +341,7 @@ class ZeroStrategy(CheckpointingStrategy):
         if self._live_engine is None or self._own_callbacks is None or trainer is None or not is_evaluating:
             self._meet_before_collective()
         else:
-            self._own_callbacks.before_collective(trainer)
+            self._own_callbacks.preemption.meet(trainer)
         if self._live_engine is not None:
             self.comm.all_reduce(torch.zeros(1, dtype=torch.uint8), f"before Strategy.{name}")
 
@@ -403,7 +403,7 @@ class ZeroStrategy(CheckpointingStrategy):
     def teardown(self) -> None:
         self._undo.close()
         if self._own_callbacks is not None and self.lightning_module is not None:
-            self._own_callbacks.close(self.lightning_module.trainer)
+            self._own_callbacks.preemption.tell(self.lightning_module.trainer)
             self._own_callbacks = None
         try:
             self._end_saves()
@@ -454,6 +454,10 @@ class ZeroStrategy(CheckpointingStrategy):
 
 
 ZeroStrategy.register_strategies(StrategyRegistry)
+
+
+def _nothing() -> None:
+    """A function at module level, so that the Trainer can be pickled in a fit."""
 
 
 def _moment_of(module: "pl.LightningModule | None") -> str:
