@@ -69,7 +69,7 @@ def advice_for(error: BaseException, where: str, before: Held, now: Held, option
     grown[category] = grown.get(category, 0) + asked
     most = max(grown, key=lambda name: grown[name])
     rests = [f"{name} {sized(nbytes)}" for name, nbytes in now.by_category.items() if nbytes]
-    best = sorted(options, key=lambda option: -option.nbytes)[:2]
+    best = sorted((option for option in options if option.nbytes > 0), key=lambda option: -option.nbytes)[:2]
     lines = [
         f"Out of memory {where}" + (f": {sized(asked)} more were asked for" if asked else ""),
         f"  grew most: {most}, by {sized(max(grown[most], 0))}",
@@ -87,16 +87,11 @@ def options_of(engine: Engine, stage: int, expected: Forecast, beside: int) -> l
     here, offload, ranks = expected.here, engine.options.offload, engine.mesh.shard.size
     states = here.get(Category.MASTER, 0) + here.get(Category.OPTIMIZER_STATE, 0)
     gradient, parameter = here.get(Category.GRADIENT, 0), here.get(Category.PARAMETER, 0)
-    options, left = [], 0.0
+    parts = {"optimizer": states, "gradient": gradient, "parameter": parameter}
+    options = []
     for higher in range(stage + 1, max(STAGES) + 1):
-        wider, narrower = STAGES[higher - 1], STAGES[higher]
-        newly = (
-            states * (narrower.optimizer - wider.optimizer)
-            + gradient * (narrower.gradient - wider.gradient)
-            + parameter * (narrower.parameter - wider.parameter)
-        )
-        left += newly * (1 - 1 / ranks)
-        options.append(Option(f"stage={higher}", int(left)))
+        newly = [name for name in parts if getattr(STAGES[higher], name) and not getattr(engine.partition, name)]
+        options.append(Option(f"stage={higher}", int(sum(parts[name] for name in newly) * (1 - 1 / ranks))))
     if ranks == 1:
         options.append(Option("Trainer(devices=2) and stage=3", (states + gradient + parameter) // 2))
     tier = "optimizer='nvme', path=..." if engine.device.type == "cpu" else "optimizer='cpu'"
@@ -105,16 +100,15 @@ def options_of(engine: Engine, stage: int, expected: Forecast, beside: int) -> l
         options.append(Option(f"offload=Offload({tier})", moved))
     if engine.recompute is None:
         options.append(Option("activation_checkpointing=True or a smaller batch", beside))
-    return [option for option in options if option.nbytes > 0]
+    return options
 
 
 def options_beside_ddp(under_ddp: Mapping[str, int], ranks: int, beside: int) -> list[Option]:
     """Returns the options of a user who trains without `ZeroStrategy`."""
     states = under_ddp[Category.OPTIMIZER_STATE]
     whole = states + under_ddp[Category.GRADIENT] + under_ddp[Category.PARAMETER]
-    options = [
+    return [
         Option(f"strategy='zero_stage_3' on {max(ranks, 2)} ranks", int(whole * (1 - 1 / max(ranks, 2)))),
         Option("strategy='zero_stage_2_offload'", states),
         Option("activation checkpoints or a smaller batch", beside),
     ]
-    return [option for option in options if option.nbytes > 0]

@@ -37,8 +37,9 @@ SIGNALS = tuple(vars(signal)[name] for name in ("SIGTERM", "SIGUSR1") if hasattr
 LOOK_AGAIN = 1.0  # s between looks at the flag in the store, in an evaluation
 
 
-class OwnCallbacks:
-    """The strategy's callbacks of one run."""
+class OwnCallbacks(pl.Callback):
+    """The strategy's callbacks of one run. Its own hooks are called before those of all others: before they draw random
+    numbers in a resumed batch, and before they synchronise metrics with ranks that still evaluate."""
 
     def __init__(self, strategy: CheckpointingStrategy, trainer: "pl.Trainer") -> None:
         self._strategy = strategy
@@ -46,7 +47,6 @@ class OwnCallbacks:
         has_monitor = any(isinstance(callback, ZeroMonitor) for callback in self._of_user)
         self._monitor = None if has_monitor else ZeroMonitor()
         self.preemption = Preemption(strategy)
-        self._first = First(strategy, self.preemption)
 
     @contextmanager
     def around(
@@ -55,12 +55,30 @@ class OwnCallbacks:
         """Surrounds Lightning's call of one hook of all callbacks, or of a part of them: of those that do not monitor a
         metric (`monitoring` is False), or, later, of those that do (True)."""
         is_trial = trainer.callbacks is not self._of_user  # type: ignore[attr-defined]  # one of Lightning's tuner
-        before = [self._first] if is_trial or self._monitor is None else [self._first, self._monitor]
+        before = [self] if is_trial or self._monitor is None else [self, self._monitor]
         for callback in before if monitoring is not True else ():
             getattr(callback, hook)(trainer, trainer.lightning_module, *args, **kwargs)
         yield
         if monitoring is not False:
             getattr(self.preemption, hook)(trainer, trainer.lightning_module, *args, **kwargs)
+
+    def on_train_batch_start(self, trainer: "pl.Trainer", *_: Any) -> None:
+        self._strategy._before_batch()
+        batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        self._strategy._notices.move(Notice.IN_BATCH, f"in batch {batches} of epoch {trainer.current_epoch}")
+
+    def on_validation_batch_start(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        assert trainer.state.stage is not None
+        self._strategy._notices.place = f"in batch {batch_idx + 1} of {trainer.state.stage.value}"
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start  # type: ignore[assignment]
+
+    def on_validation_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self.preemption.meet(trainer)
+
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
     def before_metrics(self, trainer: "pl.Trainer") -> None:
         """Meets, in an evaluation, before logged metrics are synchronised, through `Strategy` or not: until then, ranks
@@ -81,33 +99,6 @@ class OwnCallbacks:
                 f"Ranks {absent} have logged nothing in this evaluation, and the others synchronise what they have. "
                 "Give every rank a batch, or log with sync_dist=False."
             )
-
-
-class First(pl.Callback):
-    """Callback that is called before all others: before they draw random numbers in a resumed batch, and before they
-    synchronise metrics with ranks that still evaluate."""
-
-    def __init__(self, strategy: CheckpointingStrategy, preemption: "Preemption") -> None:
-        self._strategy = strategy
-        self._preemption = preemption
-
-    def on_train_batch_start(self, trainer: "pl.Trainer", *_: Any) -> None:
-        self._strategy._before_batch()
-        batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        self._strategy._notices.move(Notice.IN_BATCH, f"in batch {batches} of epoch {trainer.current_epoch}")
-
-    def on_validation_batch_start(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int, *_: Any
-    ) -> None:
-        assert trainer.state.stage is not None
-        self._strategy._notices.place = f"in batch {batch_idx + 1} of {trainer.state.stage.value}"
-
-    on_test_batch_start = on_predict_batch_start = on_validation_batch_start  # type: ignore[assignment]
-
-    def on_validation_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        self._preemption.meet(trainer)
-
-    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
 
 class Preemption(pl.Callback):

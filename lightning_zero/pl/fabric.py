@@ -28,7 +28,7 @@ from typing_extensions import override
 from lightning_zero.checkpoint import resume
 from lightning_zero.pl.precision import SkippedSteps
 from lightning_zero.pl.sharded_module import ShardedModule, SyncControl
-from lightning_zero.pl.sharded_strategy import ShardedStrategy, after_meeting, named
+from lightning_zero.pl.sharded_strategy import ShardedStrategy, after_meeting
 from lightning_zero.pl.single_file import is_read_by_plugin, read_single_file
 from lightning_zero.pl.strategy import ZeroStrategy
 from lightning_zero.run.engine import Engine
@@ -50,13 +50,15 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
 
     Args:
         of: has the user's arguments.
+        arguments: the user's, for a `ZeroStrategy` that is made here.
 
     Raises:
         ValueError: for arguments that Fabric itself takes.
         NotImplementedError: for features that only a Trainer has.
     """
 
-    def __init__(self, of: ZeroStrategy) -> None:
+    def __init__(self, of: ZeroStrategy | None = None, **arguments: Any) -> None:
+        of = of or ZeroStrategy(**arguments)
         if of._precision_plugin is not None:
             raise ValueError("Fabric has its own plugins: write Fabric(plugins=...) in place of precision_plugin=.")
         if of.checkpoint.async_save:
@@ -386,17 +388,6 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
 
     def __repr__(self) -> str:
         return f"<ZeroStrategy(stage={self.stage}) of Fabric>"
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers the names that a Trainer understands, too."""
-        for name, told, arguments in named():
-            strategy_registry.register(name, _from_arguments, told, override=True, **arguments)
-
-
-def _from_arguments(**arguments: Any) -> FabricZeroStrategy:
-    return FabricZeroStrategy(ZeroStrategy(**arguments))
 
 
 def for_fabric(init: Callable[..., None], connector: Any, *args: Any, strategy: Any = "auto", **kwargs: Any) -> None:

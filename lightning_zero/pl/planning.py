@@ -14,13 +14,8 @@ DDP = "ddp"
 def plans_for(numel: int, stages: Sequence[int], **setting: Any) -> dict[str, Mapping[str, int]]:
     """Returns bytes by category under ``"ddp"``, ``"stage 1"`` and so on.
 
-    Args:
-        numel: number of parameters.
-        stages: of ZeRO.
-        setting: arguments of `states_of`. Where stages are compared, those below 3 offload no parameters.
-
-    Raises:
-        ValueError: see `states_of`.
+    `setting` has arguments of `states_of`, which may raise ValueError. Where stages are compared, those below 3 offload
+    no parameters.
     """
     common = {name: setting[name] for name in ("precision", "state_tensors") if name in setting}
     offload: Offload | None = setting.pop("offload", None)

@@ -1,7 +1,7 @@
 """`ShardedStrategy`: what the strategies of Trainer and Fabric share: settings, communicator, engines, checkpoints."""
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -32,17 +32,6 @@ from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.native import make_comm
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-
-
-def named() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yields the names that ``strategy=`` understands, each with a description and the arguments of `ZeroStrategy`."""
-    kinds: list[tuple[str, str, dict[str, Any]]] = [
-        ("", "", {}),
-        ("_full", ", checkpoints in one file", {"checkpoint": "full"}),
-        ("_offload", ", optimizer state in host memory", {"offload": Offload(optimizer="cpu")}),
-    ]
-    for prefix, stage, (suffix, told, others) in itertools.product(("", "ddp_"), (1, 2, 3), kinds):
-        yield f"{prefix}zero_stage_{stage}{suffix}", f"ZeRO stage {stage}{told}", {"stage": stage, **others}
 
 
 def after_meeting(theirs: Callable[..., Any]) -> Any:
@@ -202,3 +191,18 @@ class ShardedStrategy(Readings):
         if self.checkpoint.format == "full":
             return engine.states.full_optimizer(optimizer)
         return engine.states.spread_optimizer(optimizer, key)
+
+    # -- names
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers the names that ``strategy=`` understands, each also with "ddp_" before it, for programs that look
+        for "ddp" in it. DDP's own method, which this replaces, would register "ddp" again."""
+        kinds: list[tuple[str, str, dict[str, Any]]] = [
+            ("", "", {}),
+            ("_full", ", checkpoints in one file", {"checkpoint": "full"}),
+            ("_offload", ", optimizer state in host memory", {"offload": Offload(optimizer="cpu")}),
+        ]
+        for prefix, stage, (suffix, told, others) in itertools.product(("", "ddp_"), (1, 2, 3), kinds):
+            name, description = f"{prefix}zero_stage_{stage}{suffix}", f"ZeRO stage {stage}{told}"
+            strategy_registry.register(name, cls, description, override=True, stage=stage, **others)

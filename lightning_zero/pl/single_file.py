@@ -32,12 +32,8 @@ def is_read_by_plugin(io: CheckpointIO, path: str) -> bool:
 
 
 def format_beside(io: CheckpointIO | None, policy: Checkpoint, *, may_choose: bool) -> Checkpoint:
-    """Returns how to save where `io` writes: as `policy` says, or as single files beside a plugin of the user's own.
-
-    Args:
-        io: the user's plugin, Lightning's default, or None.
-        policy: how to save without a plugin.
-        may_choose: whether the user has left the policy open.
+    """Returns how to save where `io` writes: as `policy` says, but if `io` is a plugin of the user's own and the policy
+    `may_choose`, because the user has left it open, as single files.
 
     Raises:
         ValueError: when the user has asked for folders of shards, and `io` writes single files.

@@ -32,7 +32,7 @@ from lightning_zero.pl.ema import ZeroEMA
 from lightning_zero.pl.fitting import refuse_to_fit, tell_of_foreign, warn_of_undivided, what_needs_gradients
 from lightning_zero.pl.precision import adapt, guard_schedulers
 from lightning_zero.pl.ranks import failed_alike, mesh_of, start_method_here, unshare
-from lightning_zero.pl.sharded_strategy import Settings, after_meeting, named
+from lightning_zero.pl.sharded_strategy import Settings, after_meeting
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.run.modes import NAMES as MODES
 from lightning_zero.stage import STAGES
@@ -335,13 +335,12 @@ class ZeroStrategy(CheckpointingStrategy):
     def _prepare_collective(self, name: str) -> None:
         """Meets, then has the ranks wait for each other in a collective of this package, which says after
         `wait_timeout` who is missing. Lightning's own waits as long as `timeout`, without a message."""
-        module = self.lightning_module
-        trainer = None if module is None else module._trainer
-        is_evaluating = trainer is not None and (trainer.evaluating or trainer.predicting)
-        if self._live_engine is None or self._own_callbacks is None or trainer is None or not is_evaluating:
-            self._meet_before_collective()
+        module, own = self.lightning_module, self._own_callbacks
+        trainer = None if module is None or self._live_engine is None else module._trainer
+        if own is not None and trainer is not None and (trainer.evaluating or trainer.predicting):
+            own.preemption.meet(trainer)
         else:
-            self._own_callbacks.preemption.meet(trainer)
+            self._meet_before_collective()
         if self._live_engine is not None:
             self.comm.all_reduce(torch.zeros(1, dtype=torch.uint8), f"before Strategy.{name}")
 
@@ -443,14 +442,6 @@ class ZeroStrategy(CheckpointingStrategy):
     def __repr__(self) -> str:
         written = {"stage": self.stage, **vars(self).get("_written", {})}  # not there yet while it is made
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in written.items())}){other_name.advice()}"
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers the names that `Trainer(strategy=...)` understands, each also with "ddp_" before it, for programs
-        that look for "ddp" in it; DDP's own registers "ddp" again."""
-        for name, told, arguments in named():
-            strategy_registry.register(name, cls, told, override=True, **arguments)
 
 
 ZeroStrategy.register_strategies(StrategyRegistry)
