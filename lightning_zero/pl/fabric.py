@@ -258,7 +258,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         else:
             self._unscale(optimizer)
 
-    # -- what users read; see `Readings`
+    # -- engines
 
     @override
     def _engine_of(self, what: Module | Parameter | None) -> Engine:

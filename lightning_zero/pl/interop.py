@@ -1,4 +1,4 @@
-"""Wraps seven functions of Lightning so that they know sharded checkpoints; `import lightning_zero` is enough.
+"""Wraps eight functions of Lightning so that they know sharded checkpoints; `import lightning_zero` is enough.
 
 Nothing else of Lightning is changed:
 
@@ -9,6 +9,7 @@ Nothing else of Lightning is changed:
 - `LightningCLI._parse_ckpt_path`, which reads a model's arguments from the checkpoint in ``--ckpt_path``.
 - `_Connector`, which chooses Fabric's strategy, so that ``Fabric(strategy=ZeroStrategy(...))`` works.
 - the call of all callbacks, so that those of `ZeroStrategy` are called too, which are not in `trainer.callbacks`.
+- the broadcast in each training batch of whether a rank was told to stop, which `callbacks.Preemption` replaces.
 - the end of an evaluation's batches, where logged metrics are synchronised: ranks with more batches finish them first.
 """
 
@@ -32,6 +33,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core import saving
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call as calls
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -151,6 +153,13 @@ def call_with_own(
         call(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
 
 
+def broadcast_sigterm(broadcast: Callable[..., None], loop: Any) -> None:
+    """Skips Lightning's broadcast where `Preemption` replaces it. In a broadcast a rank would wait for one that has
+    failed as long as `timeout`, without a message."""
+    if not getattr(loop.trainer.strategy, "_own_callbacks", None):
+        broadcast(loop)
+
+
 def store_when_all_have_come(store: Callable[..., None], loop: Any) -> None:
     """Synchronises what an evaluation has logged for one loader, once all ranks have finished their batches."""
     own = getattr(loop.trainer.strategy, "_own_callbacks", None)
@@ -170,9 +179,10 @@ def install() -> None:
         (_Connector, "__init__", for_fabric),
         (LightningCLI, "_parse_ckpt_path", parse_ckpt_path),
         (calls, "_call_callback_hooks", call_with_own),
+        (_TrainingEpochLoop, "_broadcast_sigterm_tensor", broadcast_sigterm),
         (_EvaluationLoop, "_store_dataloader_outputs", store_when_all_have_come),
     ):
-        if hasattr(place, name):  # older versions of LightningCLI read no hyperparameters
+        if hasattr(place, name):  # older versions of Lightning lack some
             setattr(place, name, wrapped_once(getattr(place, name), ours))
 
 

@@ -97,7 +97,7 @@ class ShardedGradients(Precision):
 
     engine: Engine | None = None
     scaler: Any = None
-    skipped = SkippedSteps()  # of no run yet; `begin` makes those of a run
+    skipped = SkippedSteps()  # for all plugins before their first run; `begin` makes another one
     skipped_last = False  # whether the latest step was: its learning rate schedulers do not move either
     grad_norm: Tensor | None = None  # of the latest step, if it was clipped by norm; 0-d, on the host
     _warned_of_nan = False

@@ -271,7 +271,8 @@ class ZeroStrategy(CheckpointingStrategy):
         if self._failed:
             comm.report(None)  # the failure of the run before is not the reason for one from here on
         if fitting:
-            self._prepare_fit(trainer)
+            self.setup_optimizers(trainer)
+            refuse_to_fit(trainer, self._settings.options, self.precision_plugin.scaler)
         optimizers = self.optimizers if fitting else []
         self.engine = engine = self._new_engine(module, optimizers, self.precision_plugin, "configure_model()")
         _update_properties(module, device=self.root_device)  # sets `module.device`, as `module.to` would
@@ -283,17 +284,8 @@ class ZeroStrategy(CheckpointingStrategy):
             self._trained = engine
             self._begin_fit(trainer, engine)
 
-    def _prepare_fit(self, trainer: "pl.Trainer") -> None:
-        """Does what a fit needs before its engine is made."""
-        self.setup_optimizers(trainer)
-        # `Preemption` replaces this broadcast of each batch, in which a rank would wait for one that has failed as long
-        # as `timeout`, without a message.
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
-        self._undo.callback(vars(trainer.fit_loop.epoch_loop).pop, "_broadcast_sigterm_tensor", None)
-        refuse_to_fit(trainer, self._settings.options, self.precision_plugin.scaler)
-
     def _begin_fit(self, trainer: "pl.Trainer", engine: Engine) -> None:
-        """Does what a fit needs once its engine is made."""
+        """Prepares Lightning's schedulers, optimizers and loggers for a fit, and prints the table."""
         module, scaler = trainer.lightning_module, self.precision_plugin.scaler
         self._undo.callback(guard_schedulers(self.precision_plugin, module, lambda: self.lr_scheduler_configs))
         for wrapper in self._lightning_optimizers:  # they have the class's methods, not those of this one object
@@ -445,10 +437,6 @@ class ZeroStrategy(CheckpointingStrategy):
 
 
 ZeroStrategy.register_strategies(StrategyRegistry)
-
-
-def _nothing() -> None:
-    """A function at module level, so that the Trainer can be pickled in a fit."""
 
 
 def _moment_of(module: "pl.LightningModule | None") -> str:
