@@ -54,7 +54,8 @@ class OwnCallbacks(pl.Callback):
     ) -> Iterator[None]:
         """Surrounds Lightning's call of one hook of all callbacks, or of a part of them: of those that do not monitor a
         metric (`monitoring` is False), or, later, of those that do (True)."""
-        is_trial = trainer.callbacks is not self._of_user  # type: ignore[attr-defined]  # one of Lightning's tuner
+        # Lightning's tuner replaces the callbacks while it tries something, which is no part of the run.
+        is_trial = trainer.callbacks is not self._of_user  # type: ignore[attr-defined]
         before = [self] if is_trial or self._monitor is None else [self, self._monitor]
         for callback in before if monitoring is not True else ():
             getattr(callback, hook)(trainer, trainer.lightning_module, *args, **kwargs)

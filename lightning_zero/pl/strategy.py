@@ -307,8 +307,9 @@ class ZeroStrategy(CheckpointingStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """A rank that returns None contributes zeros to the average over all ranks; where all do, nothing is stepped.
-        (Lightning refuses None where there are several ranks: under DDP the others would wait for this one.)"""
+        """Runs the user's step. A rank that returns None contributes zeros to the average over all ranks; if all return
+        None, nothing is stepped. (Lightning refuses None on several ranks: under DDP the others would wait for this
+        one.)"""
         with self._forward(trains=True):
             output = super().training_step(*args, **kwargs)
         if output is None and self.world_size > 1 and cast(Any, self.lightning_module).automatic_optimization:
