@@ -25,10 +25,10 @@ def what_needs_gradients(trainer: "pl.Trainer", scaler: Any) -> list[str]:
 
 
 def refuse_to_fit(trainer: "pl.Trainer", options: Options, scaler: Any) -> None:
-    """Raises ValueError for settings that cannot go together.
+    """Raises ValueError for settings that would train something else than what was asked for.
 
-    They are: `step_in_backward`, which keeps no gradients, and a setting that needs them after backward; tensor
-    parallelism, and a callback that copies the model before `configure_model` divides it among the ranks.
+    They are `step_in_backward`, which keeps no gradients, beside a setting that needs them after backward; and tensor
+    parallelism beside a callback that copies the model before `configure_model` divides it among the ranks.
 
     Args:
         trainer: has its module and callbacks.

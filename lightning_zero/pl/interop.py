@@ -78,7 +78,7 @@ def _folder_of_checkpoint(path: Any) -> Folder | None:
         try:
             folder = Folder(path)
             return folder if folder.is_checkpoint else None
-        except (ImportError, OSError):  # fsspec needs aiohttp, and a manifest beside the file that Lightning reads
+        except (ImportError, OSError):  # fsspec reads URLs with aiohttp; Lightning's loader asks for this file alone
             return None
     folder = Folder(path)
     is_ours = folder.is_checkpoint or folder.parent.is_checkpoint or (folder.is_local and folder.fs.isdir(folder.path))
