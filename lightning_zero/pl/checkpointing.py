@@ -131,7 +131,7 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
         if self.engine is not None and self.engine.mesh.tensor.size > 1:
             checkpoint = self.engine.states.spread_others(checkpoint, full=self.checkpoint.format == "full")
         if self.checkpoint.format == "full":
-            self._save_single_file(checkpoint, filepath, storage_options, whole=("state_dict", "optimizer_states"))
+            self._save_single_file(checkpoint, filepath, storage_options, ("state_dict", "optimizer_states"))
             return
         if storage_options is not None:
             raise TypeError("storage_options go to a CheckpointIO plugin; checkpoints are folders of shards here.")

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint import CheckpointKeeper
+from lightning_zero.checkpoint import CheckpointKeeper, pickle_on_all_ranks
 from lightning_zero.config import Checkpoint, Offload
 from lightning_zero.pl import ranks
-from lightning_zero.pl.single_file import format_beside, write_single_file
+from lightning_zero.pl.single_file import format_beside, is_plugin, refuse_place
 from lightning_zero.pl.table import MemoryReport, table_of, told_of_whole
 from lightning_zero.run.construction import Construction, constructing
 from lightning_zero.run.engine import Engine, Options
@@ -259,9 +259,29 @@ class ShardedStrategy:
         return self._keeper
 
     def _save_single_file(self, tree: dict[str, Any], path: Any, storage_options: Any, whole: Collection[str]) -> None:
-        """See `write_single_file`. Call it on every rank."""
-        saver, io, is_writer = self._checkpoints.saver, self.checkpoint_io, self.is_global_zero
-        write_single_file(saver, io, tree, path, storage_options, is_writer=is_writer, whole=whole)
+        """Writes a single file on rank 0. Call it on every rank: in entries that are not `whole` already users may have
+        modules whose parameters rest as shards, and all ranks must gather those.
+
+        Raises:
+            CheckpointError: the same on every rank, when rank 0 cannot write.
+        """
+        io, saver = self.checkpoint_io, self._checkpoints.saver
+
+        def look() -> dict[str, Any]:
+            if self.is_global_zero and not is_plugin(io):
+                refuse_place(path)
+            return {}
+
+        def write() -> dict[str, Any]:
+            if self.is_global_zero:
+                io.save_checkpoint(tree, path, storage_options=storage_options)
+            else:
+                pickle_on_all_ranks({key: value for key, value in tree.items() if key not in whole}, None)
+            return {}
+
+        # Two steps: if rank 0 found out only in `write` that it must not write, others would wait for it in a gather.
+        saver.together("look at the place", look)
+        saver.together("write a single file", write)
 
     def _model_to_save(self, engine: Engine, key: str | None = None) -> dict[str, Any]:
         """Returns the state of the engine's module as the chosen format has it: whole, or as lazy entries.

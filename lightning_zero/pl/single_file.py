@@ -1,17 +1,15 @@
-"""Checkpoints in Lightning's own format, a single file: rank 0 writes it, every rank reads it."""
+"""Checkpoints in Lightning's own format, a single file: when it is written, where it may be, and how it is read."""
 
 import os
 import pickle
 import zipfile
-from collections.abc import Collection
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
-from lightning_zero.checkpoint import CheckpointError, Folder, pickle_on_all_ranks
-from lightning_zero.checkpoint.save import Saver
+from lightning_zero.checkpoint import CheckpointError, Folder
 from lightning_zero.config import Checkpoint
 
 
@@ -53,50 +51,7 @@ def format_beside(io: CheckpointIO | None, policy: Checkpoint, *, may_choose: bo
     )
 
 
-def write_single_file(
-    saver: Saver,
-    io: CheckpointIO,
-    checkpoint: dict[str, Any],
-    path: Any,
-    storage_options: Any,
-    *,
-    is_writer: bool,
-    whole: Collection[str],
-) -> None:
-    """Writes `checkpoint` on rank 0. Call it on every rank: users' own entries may hold modules whose parameters rest
-    as shards, and all ranks must gather those.
-
-    Args:
-        saver: makes the ranks agree.
-        io: writes the file.
-        checkpoint: has the same entries on every rank.
-        path: of the file.
-        storage_options: for `io`.
-        is_writer: whether this is rank 0.
-        whole: names of the entries whose tensors are whole already.
-
-    Raises:
-        CheckpointError: the same on every rank, when rank 0 cannot write.
-    """
-
-    def look() -> dict[str, Any]:
-        if is_writer and not is_plugin(io):
-            _refuse_place(path)
-        return {}
-
-    def write() -> dict[str, Any]:
-        if is_writer:
-            io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-        else:
-            pickle_on_all_ranks({key: value for key, value in checkpoint.items() if key not in whole}, None)
-        return {}
-
-    # Two steps: if rank 0 found out only in the second that it must not write, others would wait for it in a gather.
-    saver.together("look at the place", look)
-    saver.together("write a single file", write)
-
-
-def _refuse_place(path: Any) -> None:
+def refuse_place(path: Any) -> None:
     """Raises CheckpointError where Lightning's writer would do the wrong thing: it moves its file into a folder of that
     name, and ignores a lack of permission."""
     place = Folder(path)
