@@ -641,7 +641,7 @@ def fit(kind: type[Classifier], strategy: Any, precision: str = "32-true", **kwa
 
 def what_fit_says(kind: type[Classifier], strategy: Any) -> str:
     said: list[str] = []
-    listening = patch("lightning_zero.pl.strategy.rank_zero_info", said.append)
+    listening = patch("lightning_zero.pl.sharded_strategy.rank_zero_info", said.append)
     with few_bytes(), listening, patch("lightning_zero.pl.table.WORTH_TELLING", 2000):
         trainer(strategy, 2, max_steps=1).fit(kind(), loader())
     return "\n".join(said)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_zero.pl.ranks
-import lightning_zero.pl.strategy
+import lightning_zero.pl.sharded_strategy
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import Folder, StoredCheckpoint
 from lightning_zero.wire.comm import Comm
@@ -638,7 +638,7 @@ def on_native(job: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert isinstance(control, GlooComm)
         return NativeComm(own_group("gloo", range(control.size)), control)
 
-    with patch.object(lightning_zero.pl.strategy, "make_comm", make_native):
+    with patch.object(lightning_zero.pl.sharded_strategy, "make_comm", make_native):
         return job(*args, **kwargs)
 
 

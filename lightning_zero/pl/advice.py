@@ -1,4 +1,4 @@
-"""What to say when memory has run out: what has grown, and which option frees most."""
+"""Advice when memory has run out: what has grown, and which option frees most."""
 
 import re
 import traceback
@@ -14,11 +14,12 @@ from lightning_zero.stage import STAGES
 from lightning_zero.tiers.ledger import Category
 
 BESIDE = "activations and what else a step makes"
+_AROUND_STEP = ("wrapper", "profile_hook_step", "_use_grad")  # functions of torch that call an optimizer's step
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Of a GPU, or of the host, for which torch has no class of its own."""
+    """Whether memory of a GPU or of the host has run out; for the host torch has no class of errors."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     told = r"can't allocate memory|not enough memory|out of memory"
@@ -26,42 +27,40 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def asked_bytes(error: BaseException) -> int:
-    """What could not be had, where the error says."""
+    """Returns the bytes that could not be allocated, or 0 where the error does not say."""
     found = re.search(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", str(error), flags=re.IGNORECASE)
     return int(float(found[1]) * _UNITS[found[2]]) if found else 0
 
 
 def asked_for(error: BaseException) -> str:
-    """The category that could not be had: of an optimizer in its step, its state; of anybody else none of ours."""
+    """Returns the category of what could not be allocated: in an optimizer's own step its state, else `BESIDE`."""
     frames = traceback.extract_tb(error.__traceback__)
     in_step = any("/torch/optim/" in frame.filename and frame.name not in _AROUND_STEP for frame in frames)
     return Category.OPTIMIZER_STATE if in_step and not any(f.name == "closure" for f in frames) else BESIDE
 
 
-_AROUND_STEP = ("wrapper", "profile_hook_step", "_use_grad")
-
-
 class Held(NamedTuple):
     """Bytes of a rank at one moment."""
 
-    by_category: Mapping[str, int]  # of the model and its strategy, as in memory reports
-    beside: int  # of the device, or of the process, what is not in the report
+    by_category: Mapping[str, int]  # as in memory reports
+    beside: int  # other bytes of the device, or without a GPU of the process
 
 
 class Option(NamedTuple):
-    """What a user may write, and the bytes of one rank that it frees."""
+    """Something that a user may write, and the bytes that it frees on one rank."""
 
     write: str
     nbytes: int
 
 
 def advice_for(error: BaseException, where: str, before: Held, now: Held, options: list[Option]) -> str:
-    """Five lines at most.
+    """Returns at most five lines.
 
     Args:
-        where: which rank, in which step.
-        before: at the start of fit.
-        now: when memory ran out.
+        error: says what could not be allocated.
+        where: the rank and the step, in words.
+        before: bytes at the start of fit.
+        now: bytes when memory ran out.
         options: see `options_of`.
     """
     grown = {category: nbytes - before.by_category.get(category, 0) for category, nbytes in now.by_category.items()}
@@ -70,7 +69,7 @@ def advice_for(error: BaseException, where: str, before: Held, now: Held, option
     grown[category] = grown.get(category, 0) + asked
     most = max(grown, key=lambda name: grown[name])
     rests = [f"{name} {sized(nbytes)}" for name, nbytes in now.by_category.items() if nbytes]
-    best = sorted(options, key=lambda option: -option.nbytes)[:2]
+    best = sorted((option for option in options if option.nbytes > 0), key=lambda option: -option.nbytes)[:2]
     lines = [
         f"Out of memory {where}" + (f": {sized(asked)} more were asked for" if asked else ""),
         f"  grew most: {most}, by {sized(max(grown[most], 0))}",
@@ -84,20 +83,15 @@ def advice_for(error: BaseException, where: str, before: Held, now: Held, option
 
 
 def options_of(engine: Engine, stage: int, expected: Forecast, beside: int) -> list[Option]:
-    """What is left to divide, to offload or to compute again; `beside` are bytes of activations."""
+    """Returns what is left to divide, to offload or to compute again; `beside` are bytes of activations."""
     here, offload, ranks = expected.here, engine.options.offload, engine.mesh.shard.size
     states = here.get(Category.MASTER, 0) + here.get(Category.OPTIMIZER_STATE, 0)
     gradient, parameter = here.get(Category.GRADIENT, 0), here.get(Category.PARAMETER, 0)
-    options, left = [], 0.0
+    parts = {"optimizer": states, "gradient": gradient, "parameter": parameter}
+    options = []
     for higher in range(stage + 1, max(STAGES) + 1):
-        wider, narrower = STAGES[higher - 1], STAGES[higher]
-        newly = (
-            states * (narrower.optimizer - wider.optimizer)
-            + gradient * (narrower.gradient - wider.gradient)
-            + parameter * (narrower.parameter - wider.parameter)
-        )
-        left += newly * (1 - 1 / ranks)
-        options.append(Option(f"stage={higher}", int(left)))
+        newly = [name for name in parts if getattr(STAGES[higher], name) and not getattr(engine.partition, name)]
+        options.append(Option(f"stage={higher}", int(sum(parts[name] for name in newly) * (1 - 1 / ranks))))
     if ranks == 1:
         options.append(Option("Trainer(devices=2) and stage=3", (states + gradient + parameter) // 2))
     tier = "optimizer='nvme', path=..." if engine.device.type == "cpu" else "optimizer='cpu'"
@@ -106,16 +100,15 @@ def options_of(engine: Engine, stage: int, expected: Forecast, beside: int) -> l
         options.append(Option(f"offload=Offload({tier})", moved))
     if engine.recompute is None:
         options.append(Option("activation_checkpointing=True or a smaller batch", beside))
-    return [option for option in options if option.nbytes > 0]
+    return options
 
 
 def options_beside_ddp(under_ddp: Mapping[str, int], ranks: int, beside: int) -> list[Option]:
-    """For who trains without this package."""
+    """Returns the options of a user who trains without `ZeroStrategy`."""
     states = under_ddp[Category.OPTIMIZER_STATE]
     whole = states + under_ddp[Category.GRADIENT] + under_ddp[Category.PARAMETER]
-    options = [
+    return [
         Option(f"strategy='zero_stage_3' on {max(ranks, 2)} ranks", int(whole * (1 - 1 / max(ranks, 2)))),
         Option("strategy='zero_stage_2_offload'", states),
         Option("activation checkpoints or a smaller batch", beside),
     ]
-    return [option for option in options if option.nbytes > 0]

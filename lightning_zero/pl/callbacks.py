@@ -1,14 +1,15 @@
-"""What `ZeroStrategy` does at Lightning's hooks: callbacks of its own, called around those of the trainer.
+"""Callbacks of `ZeroStrategy` itself, called before and after those of the trainer.
 
 They are not in `trainer.callbacks`, which is the user's list: `interop` wraps Lightning's call of all callbacks.
 
-Ranks stop together. A signal may reach one of them alone, anywhere: its handler only notes it (`Notices`), and the rank
-goes on to where ranks agree. There all of them have heard of it, save, and leave with code 0:
+Ranks stop together. A signal may reach one rank alone, anywhere. Its handler only notes it (`Notices`), and the rank
+continues to the next place where ranks exchange notices. There all ranks learn of it, save, and exit with code 0:
 
 - after a training batch, in the message that averages gradients, or that a step without gradients sends instead;
 - at the beginning and the end of an epoch, in one message each;
-- in an evaluation, where ranks need not have equally many batches: the rank that was told leaves it, and says so
-  through the store, at which the others look after a batch, once a second; all meet when they have left it.
+- in an evaluation, where ranks may have different numbers of batches: the rank that got the signal leaves the
+  evaluation, and raises a flag in the store. The others look at it after a batch, once a second. All ranks meet when
+  they have left the evaluation.
 """
 
 import signal
@@ -33,51 +34,64 @@ from lightning_zero.run.notices import Notice
 
 PREEMPTED = "preempted.ckpt"
 SIGNALS = tuple(vars(signal)[name] for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))  # Windows has one
-LOOK_AGAIN = 1.0  # s between looks at the store, in an evaluation
+LOOK_AGAIN = 1.0  # s between looks at the flag in the store, in an evaluation
 
 
-class OwnCallbacks:
-    """Those of one run of a trainer."""
+class OwnCallbacks(pl.Callback):
+    """The strategy's callbacks of one run. Its own hooks are called before those of all others: before they draw random
+    numbers in a resumed batch, and before they synchronise metrics with ranks that still evaluate."""
 
     def __init__(self, strategy: CheckpointingStrategy, trainer: "pl.Trainer") -> None:
         self._strategy = strategy
         self._of_user: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         has_monitor = any(isinstance(callback, ZeroMonitor) for callback in self._of_user)
         self._monitor = None if has_monitor else ZeroMonitor()
-        self._last = Preemption(strategy)
-        self._first = First(strategy, self._last)
+        self.preemption = Preemption(strategy)
 
     @contextmanager
     def around(
         self, trainer: "pl.Trainer", hook: str, monitoring: bool | None, *args: Any, **kwargs: Any
     ) -> Iterator[None]:
-        """Around the call of one hook of all callbacks, or of those that are `monitoring` (the latter part), or not."""
-        called = [(self._first, monitoring is not True), (self._monitor, monitoring is not True)]
-        if trainer.callbacks is not self._of_user:  # type: ignore[attr-defined]
-            called.pop()  # Lightning's tuner tries something, which is no part of the run
-        for callback, is_now in called:
-            if callback is not None and is_now:
-                getattr(callback, hook)(trainer, trainer.lightning_module, *args, **kwargs)
+        """Surrounds Lightning's call of one hook of all callbacks, or of a part of them: of those that do not monitor a
+        metric (`monitoring` is False), or, later, of those that do (True)."""
+        # Lightning's tuner replaces the callbacks while it tries something, which is no part of the run.
+        is_trial = trainer.callbacks is not self._of_user  # type: ignore[attr-defined]
+        before = [self] if is_trial or self._monitor is None else [self, self._monitor]
+        for callback in before if monitoring is not True else ():
+            getattr(callback, hook)(trainer, trainer.lightning_module, *args, **kwargs)
         yield
         if monitoring is not False:
-            getattr(self._last, hook)(trainer, trainer.lightning_module, *args, **kwargs)
+            getattr(self.preemption, hook)(trainer, trainer.lightning_module, *args, **kwargs)
 
-    def before_collective(self, trainer: "pl.Trainer") -> None:
-        """In an evaluation, before a collective of Lightning's or the user's: a rank that was told to stop may have
-        left, and waits for the others where they hear of it."""
-        self._last.meet(trainer)
+    def on_train_batch_start(self, trainer: "pl.Trainer", *_: Any) -> None:
+        self._strategy._before_batch()
+        batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        self._strategy._notices.move(Notice.IN_BATCH, f"in batch {batches} of epoch {trainer.current_epoch}")
+
+    def on_validation_batch_start(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        assert trainer.state.stage is not None
+        self._strategy._notices.place = f"in batch {batch_idx + 1} of {trainer.state.stage.value}"
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start  # type: ignore[assignment]
+
+    def on_validation_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self.preemption.meet(trainer)
+
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
     def before_metrics(self, trainer: "pl.Trainer") -> None:
-        """In an evaluation, before what is logged is synchronised, with or without `Strategy`: ranks that have more
-        batches come first.
+        """Meets, in an evaluation, before logged metrics are synchronised, through `Strategy` or not: until then, ranks
+        that have more batches need the others.
 
         Raises:
-            RuntimeError: on every rank, where one has evaluated nothing, and would not take part.
+            RuntimeError: on every rank, when one has logged nothing, and would not take part.
         """
-        self._last.meet(trainer)
+        self.preemption.meet(trainer)
         results = trainer._results
         logged = [] if results is None else results.result_metrics
-        # Of a metric of torchmetrics Lightning does not say whether it is synchronised: mostly it is.
+        # Lightning does not say whether a metric of torchmetrics is synchronised: mostly it is.
         waits = any(metric.meta.on_epoch and (metric.meta.sync.should or not metric.is_tensor) for metric in logged)
         there = self._strategy.comm.all_gather_object((bool(logged), waits), "what was logged")
         absent = [rank for rank, (has_logged, _) in enumerate(there) if not has_logged]
@@ -87,57 +101,19 @@ class OwnCallbacks:
                 "Give every rank a batch, or log with sync_dist=False."
             )
 
-    def close(self, trainer: "pl.Trainer") -> None:
-        """The run has ended."""
-        self._last.tell(trainer)
-
-
-class First(pl.Callback):
-    """Before all callbacks: before another one draws random numbers in a resumed batch, and before metrics are
-    synchronised with ranks that still evaluate."""
-
-    def __init__(self, strategy: CheckpointingStrategy, preemption: "Preemption") -> None:
-        self._strategy = strategy
-        self._preemption = preemption
-
-    def on_train_batch_start(self, trainer: "pl.Trainer", *_: Any) -> None:
-        self._strategy._before_batch()
-        batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        self._strategy._notices.move(Notice.IN_BATCH, f"in batch {batches} of epoch {trainer.current_epoch}")
-
-    def on_validation_batch_start(
-        self,
-        trainer: "pl.Trainer",
-        pl_module: "pl.LightningModule",
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        assert trainer.state.stage is not None
-        self._strategy._notices.place = f"in batch {batch_idx + 1} of {trainer.state.stage.value}"
-
-    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
-
-    def on_validation_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        self._preemption.meet(trainer)
-
-    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
-
 
 class Preemption(pl.Callback):
-    """After all callbacks: on SIGTERM or SIGUSR1 to any rank, all ranks save the same step and leave with code 0.
-
-    Lightning saves, and calls a collective, inside the signal's handler, wherever the rank happens to be.
-    """
+    """Callback that is called after all others. On SIGTERM or SIGUSR1 to any rank, all ranks save the same step, and
+    exit with code 0. (Lightning's handler itself saves, and calls a collective, wherever the rank happens to be.)"""
 
     def __init__(self, strategy: CheckpointingStrategy) -> None:
         self._strategy = strategy
         self._handlers: dict[int, Any] = {}
         self._stops = False
-        self._looks_at = 0.0  # s, of `time.monotonic`: when to look at the store again
+        self._looks_at = 0.0  # s, by `time.monotonic`: when to look at the store again
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Takes the place of Lightning's handlers; when the run ends, Lightning puts back what was before them."""
+        """Replaces Lightning's signal handlers. When the run ends, Lightning restores those from before its own."""
         if threading.current_thread() is not threading.main_thread():
             return
         noted = {number: {Notice.STOP} for number in SIGNALS}
@@ -159,7 +135,7 @@ class Preemption(pl.Callback):
 
     def on_train_batch_end(self, trainer: "pl.Trainer", *_: Any) -> None:
         notices, accumulates = self._strategy._notices, trainer.fit_loop._should_accumulate()
-        if not (accumulates or notices.are_current):  # in manual optimization nothing was stepped
+        if not (accumulates or notices.are_current):  # a batch without a step, in manual optimization
             self._strategy._meet()
         notices.leave()
         if not accumulates:
@@ -183,17 +159,21 @@ class Preemption(pl.Callback):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end  # type: ignore[assignment]
 
     def tell(self, trainer: "pl.Trainer") -> None:
-        """It may be too late to stop, but the user may ask."""
+        """Ends a run: sets `received_sigterm`, which users may read, also if the signal came too late to stop."""
         if self._strategy.engine is not None and Notice.STOP in self._strategy._notices.here:
             trainer._signal_connector.received_sigterm = True
 
     def meet(self, trainer: "pl.Trainer") -> None:
-        """All ranks are here, or on their way; they stop if one of them was told to."""
+        """Meets all other ranks. Then they all stop, if one of them was told to. Collective.
+
+        In an evaluation this comes before any other collective: a rank that was told to stop may have left, and waits
+        here for the others.
+        """
         self._strategy._meet()
         self._stop_if_told(trainer)
 
     def _is_told(self) -> bool:
-        """Whether this rank was, or another one has left word that it was."""
+        """Whether this rank was told to stop, or another one has raised the flag."""
         strategy, now = self._strategy, time.monotonic()
         if Notice.STOP in strategy._notices.here:
             strategy.board.raise_flag(self._flag)
@@ -205,18 +185,18 @@ class Preemption(pl.Callback):
 
     @property
     def _flag(self) -> str:
-        """Of this run alone: one that failed may have left its own."""
+        """Name of the flag in the store. Each run has its own, because a run that failed may have left one."""
         return f"stop run {self._strategy._runs}"
 
     def _stop_if_told(self, trainer: "pl.Trainer") -> None:
         noticed = self._strategy._notices.anywhere
         if Notice.UNSAVED in noticed:
-            self._strategy.finish_saves()  # raises why
+            self._strategy.finish_saves()  # raises the error
         if Notice.STOP not in noticed or self._stops:
             return
-        self._stops = True  # what saves meets, too
+        self._stops = True  # saving meets again, and must not stop again
         if trainer.is_global_zero:
-            self._strategy.board.lower_flag(self._flag)  # all have come, and nobody looks any more
+            self._strategy.board.lower_flag(self._flag)  # all ranks are here: none looks at it any more
         trainer._signal_connector.received_sigterm = True
         if trainer.state.fn == TrainerFn.FITTING:
             self._save(trainer, requeues=Notice.REQUEUE in noticed)

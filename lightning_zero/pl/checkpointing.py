@@ -1,4 +1,4 @@
-"""What Lightning asks of a strategy about checkpoints, answered for an engine's sharded states."""
+"""`CheckpointingStrategy`: saves and resumes a Trainer's run, whose model and optimizer states rest as shards."""
 
 import logging
 import os
@@ -7,31 +7,18 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
-from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.checkpoint import (
-    CheckpointError,
-    CheckpointKeeper,
-    Folder,
-    load_pretrained,
-    resume,
-)
+from lightning_zero.checkpoint import CheckpointError, Folder, load_pretrained, resume
 from lightning_zero.checkpoint.resume import ResumeEntry
-from lightning_zero.config import Checkpoint
-from lightning_zero.pl.single_file import (
-    format_beside,
-    is_folder_of_shards,
-    is_plugin,
-    read_single_file,
-    write_single_file,
-)
+from lightning_zero.pl.sharded_strategy import ShardedStrategy
+from lightning_zero.pl.single_file import is_plugin, is_read_by_plugin, read_single_file
 from lightning_zero.run.construction import Construction
 from lightning_zero.run.engine import Engine
 from lightning_zero.run.notices import Notice, Notices
@@ -43,46 +30,21 @@ from lightning_zero.wire.comm import Comm
 log = logging.getLogger(__name__)
 
 
-class CheckpointingStrategy(DDPStrategy):
-    """The half of `ZeroStrategy` that saves and resumes; the other half sets up the engine, and steps it."""
+class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
+    """The half of `ZeroStrategy` that saves and resumes. The other half makes the engine, and trains with it."""
 
-    stage: int  # told in checkpoints
-    checkpoint: Checkpoint  # how to save
-    _may_choose_format = False  # the user has left it out
     engine: Engine | None = None  # of the run under way, or of the last one
-    _trained: Engine | None = None  # the engine of the latest fit, which knows the optimizers' pieces
+    _trained: Engine | None = None  # engine of the latest fit, which knows the optimizers' pieces
     _construction: Construction | None = None  # what `configure_model` has built in shards
     _runs = 0  # engines that were made
-    _failed = False  # fit ended with an error
-    _keeper: CheckpointKeeper | None = None
-    _resumed_state: dict[str, Any] | None = None  # what the checkpoint says of the ranks that saved it
-
-    def _ensure_comm(self) -> Comm:
-        raise NotImplementedError
+    _failed = False  # the run ended with an error
+    _failed_for_good = False  # so that ranks cannot go on together
+    _resumed_state: dict[str, Any] | None = None  # the checkpoint's `ResumeEntry`
 
     @property
     def _live_engine(self) -> Engine | None:
-        """Unless the module is whole again."""
+        """The engine; None once it is closed, and the module is whole."""
         return None if self.engine is None or self.engine.closed else self.engine
-
-    def _end_rendezvous(self) -> None:
-        """Waits for ranks that still evaluate, and serves them; before collectives that are not the engine's."""
-        if self._live_engine is not None:
-            self._live_engine.rendezvous.meet_before_collective()
-
-    def _meet(self) -> None:
-        """All ranks come here, serve each other until all have, and hear of each other's notices."""
-        self._running_engine.rendezvous.meet_all()
-
-    @property
-    def comm(self) -> Comm:
-        """Of all ranks, for small agreements of hosts."""
-        return self._ensure_comm().host
-
-    @property
-    def board(self) -> Board:
-        """For agreements that are no collectives."""
-        return self._ensure_comm().board
 
     @property
     def _running_engine(self) -> Engine:
@@ -93,26 +55,43 @@ class CheckpointingStrategy(DDPStrategy):
             )
         return self.engine
 
+    @override
+    def _engine_of(self, what: Module | Parameter | None) -> Engine:
+        return self._running_engine
+
+    @property
+    @override
+    def _engines(self) -> list[Engine]:
+        return [] if self.engine is None else [self.engine]
+
+    @property
+    @override
+    def _stepped_in(self) -> dict[Optimizer, Engine]:
+        if self._trained is None:
+            raise RuntimeError("No optimizer is set up yet: use this inside of trainer.fit, or after it.")
+        return dict.fromkeys(self.optimizers, self._trained)
+
+    def _meet(self) -> None:
+        """Serves other ranks until all have come here, and exchanges their notices. Collective."""
+        self._running_engine.rendezvous.meet_all()
+
+    @property
+    def comm(self) -> Comm:
+        """Communicator of all ranks for small messages between hosts."""
+        return self._ensure_comm().host
+
+    @property
+    def board(self) -> Board:
+        """Agreements between ranks through the store, without a collective."""
+        return self._ensure_comm().board
+
     @property
     def _notices(self) -> Notices:
         """What ranks have noticed, such as a signal."""
         return self._running_engine.reductions.notices
 
-    @property
-    def _checkpoints(self) -> CheckpointKeeper:
-        """The checkpoints of this run."""
-        if self._keeper is None:
-            in_background = self.checkpoint.async_save
-            self._keeper = CheckpointKeeper(self._ensure_comm(), in_background=in_background, warn=rank_zero_warn)
-        return self._keeper
-
-    @DDPStrategy.checkpoint_io.setter  # type: ignore[attr-defined]
-    def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self.checkpoint = format_beside(io, self.checkpoint, may_choose=self._may_choose_format)
-        self._checkpoint_io = io
-
     def _warn_of_loggers(self, loggers: Iterable[Any]) -> None:
-        """Lightning has loggers upload checkpoints that are files, and passes over others without a word."""
+        """Warns of loggers that Lightning has upload checkpoints: it skips folders silently."""
         for logger in loggers if self.checkpoint.format == "sharded" else ():
             if getattr(logger, "_log_model", False):
                 rank_zero_warn(
@@ -123,29 +102,23 @@ class CheckpointingStrategy(DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole model in its declared dtypes: by default with lazy entries, in the format "full" on every rank."""
+        """Returns the model in its declared dtypes: as lazy entries, or in the format "full" whole on every rank."""
         assert self.lightning_module is not None
-        self._end_rendezvous()  # ranks may have read in hooks, alone
+        self._meet_before_collective()  # single ranks may have read parameters in hooks
         self._checkpoints.saver.muster()
         engine = self._live_engine
         if engine is None:
             state = renamed(self.lightning_module.state_dict())
             state.update({name: whole_of(value) for name, value in state.items()})
             return state
-        engine.loans.settle()
-        engine.rendezvous.expect_nothing()
-        if self.checkpoint.format == "full":
-            return engine.states.full_model(copy=self.is_global_zero)
-        return engine.states.spread_model()
+        return self._model_to_save(engine)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         assert self._trained is not None
-        states = self._trained.states
-        is_full = self.checkpoint.format == "full"
-        return states.full_optimizer(optimizer) if is_full else states.spread_optimizer(optimizer)
+        return self._optimizer_to_save(self._trained, optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -154,32 +127,24 @@ class CheckpointingStrategy(DDPStrategy):
         Raises:
             CheckpointError: on every rank, when one cannot write; says what is there now.
         """
-        self._end_rendezvous()  # ranks may have looked at lazy entries in hooks, alone
+        self._meet_before_collective()  # single ranks may have looked at lazy entries in hooks
         if self.engine is not None and self.engine.mesh.tensor.size > 1:
             checkpoint = self.engine.states.spread_others(checkpoint, full=self.checkpoint.format == "full")
         if self.checkpoint.format == "full":
-            write_single_file(
-                self._checkpoints.saver,
-                self.checkpoint_io,
-                checkpoint,
-                filepath,
-                storage_options,
-                is_writer=self.is_global_zero,
-                whole=("state_dict", "optimizer_states"),
-            )
+            self._save_single_file(checkpoint, filepath, storage_options, ("state_dict", "optimizer_states"))
             return
         if storage_options is not None:
             raise TypeError("storage_options go to a CheckpointIO plugin; checkpoints are folders of shards here.")
         assert self.lightning_module is not None
         trainer, path = self.lightning_module._trainer, os.fspath(filepath)
         if trainer is None:
-            # The process that has spawned the ranks: nothing trains here, and there is nothing to resume.
+            # This process has spawned the ranks: nothing trains here, and there is nothing to resume.
             step, epoch = checkpoint.get("global_step", 0), checkpoint.get("epoch", 0)
             self._checkpoints.save(checkpoint, path, step, {"epoch": epoch, "stage": self.stage})
             self.finish_saves()
             return
-        # Who asks to save `path` as its last checkpoint has saved another just now. With save_last="link" Lightning
-        # makes links by itself, and who saves `path` means that.
+        # A ModelCheckpoint that saves `path` as its last checkpoint has just saved the same state elsewhere: link to
+        # that. With save_last="link" Lightning makes links by itself, so a call for `path` means to save it.
         savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
         saved = [s._last_checkpoint_saved for s in savers if s.save_last is True and s.last_model_path == path]
         if saved and self._checkpoints.link_latest(path, saved[0], trainer.global_step):
@@ -189,12 +154,12 @@ class CheckpointingStrategy(DDPStrategy):
                 trainer.global_step,
                 [] if self._trained is None else self._trained.states.optimizer_parameters,
                 is_mid_epoch=not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch,
-                skipped_steps=getattr(self.precision_plugin, "skipped_steps", 0),
+                skipped_steps=cast(Any, self.precision_plugin).skipped.total,
             )
         self._checkpoints.save(
             checkpoint, path, trainer.global_step, {"epoch": trainer.current_epoch, "stage": self.stage}
         )
-        # Nobody would look for its errors later; and a SLURM job that is told to stop is requeued at once.
+        # After the run nothing would raise its errors; and a SLURM job that is told to stop is requeued at once.
         if self._live_engine is None or Notice.STOP in self._notices.anywhere:
             self.finish_saves()
 
@@ -213,17 +178,18 @@ class CheckpointingStrategy(DDPStrategy):
             super().remove_checkpoint(filepath)
         else:
             self._checkpoints.remove(os.fspath(filepath))
-            if self._live_engine is None:  # a callback's teardown comes after the strategy's; no thread is to be left
+            if self._live_engine is None:  # in a callback's teardown, after the strategy's: leave no thread behind
                 self._checkpoints.saver.wait()
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """A checkpoint of any strategy. Of a sharded one this reads the manifest, and each rank later what it owns."""
+        """Reads a checkpoint of any strategy. Of a sharded one this reads what is small; tensors are read when they are
+        loaded, by each rank the part that it owns."""
         self._resumed_state = None
         path = os.fspath(checkpoint_path)
-        if is_plugin(self.checkpoint_io) and not is_folder_of_shards(path):
+        if is_read_by_plugin(self.checkpoint_io, path):
             return super().load_checkpoint(path, weights_only=weights_only)
-        # Everything else is small. The third is the model beside its average, of Lightning's WeightAveraging.
+        # Entries with large tensors. Lightning's WeightAveraging saves the model beside its average in the third.
         lazy = ("state_dict", "optimizer_states", "current_model_state", resume.KEY)
         checkpoint = self._checkpoints.open(path, lazy=lazy, objects=weights_only is False)
         if checkpoint is not None:
@@ -241,10 +207,10 @@ class CheckpointingStrategy(DDPStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """See `resume.load_state_dict`. With ``strict=False`` what does not match is left as it is, and told.
+        """See `resume.load_state_dict`. With ``strict=False``, leaves and tells what does not match.
 
         Args:
-            checkpoint: with its "state_dict".
+            checkpoint: has the entry "state_dict".
             strict: `LightningModule.strict_loading`.
         """
         assert self.lightning_module is not None
@@ -264,7 +230,8 @@ class CheckpointingStrategy(DDPStrategy):
         rename: Callable[[str], str | None] | None = None,
         strict: bool = True,
     ) -> None:
-        """Parameters and persistent buffers of `module` take the values in safetensors files, each in its own dtype.
+        """Loads parameters and persistent buffers of `module` from safetensors files, each in its own dtype.
+
         Where parameters rest as shards, every rank reads its part. Call it on every rank: in `configure_model`, where
         the module may be on the meta device, or from `on_fit_start` on.
 
@@ -272,7 +239,7 @@ class CheckpointingStrategy(DDPStrategy):
             path: a ``.safetensors`` file, or a folder of Hugging Face's.
             module: whose `state_dict` has the names in the files; the LightningModule by default.
             rename: called with each name in the files; returns the module's, or None to leave the tensor out.
-            strict: raise for what is missing in the files or in the module, instead of telling it.
+            strict: raise an error for tensors that are missing in the files or in the module. Otherwise warn.
 
         Raises:
             RuntimeError: the same on every rank, with the names of all tensors that do not fit; see
@@ -302,20 +269,24 @@ class CheckpointingStrategy(DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.engine is not None
         states = checkpoint["optimizer_states"]
-        if states and len(states) != len(self.optimizers):  # none, where a hook has taken them out
+        if states and len(states) != len(self.optimizers):  # empty, where a hook has taken them out
             raise ValueError(
                 f"The checkpoint has the state of {len(states)} optimizers; configure_optimizers() returns "
                 f"{len(self.optimizers)}. Resume with the optimizers it was saved with."
             )
         if states:
-            self.engine.regroup()  # callbacks that thaw have made the groups anew that the optimizers had
+            self.engine.regroup()  # callbacks that thaw have added the groups that the saved optimizers had
             self.engine.states.load_optimizers(states)
         if self._resumed_state is not None:
-            cast(Any, self.precision_plugin).skipped_steps = self._resumed_state.get("skipped_steps", 0)
+            cast(Any, self.precision_plugin).skipped.total = self._resumed_state.get("skipped_steps", 0)
             self._resume_entry.restore_random(self._resumed_state)
 
     def _before_batch(self) -> None:
-        """In the middle of an epoch the data loader is made anew, which draws; the run that was saved did not."""
+        """Begins a training batch. In the first one after a resume, restores the random state once more.
+
+        A run that resumes in the middle of an epoch makes its data loader anew, which draws random numbers that the
+        saved run did not draw.
+        """
         self._notices.are_current = False
         saved, self._resumed_state = self._resumed_state, None
         if saved is not None and saved["is_mid_epoch"]:
@@ -329,13 +300,14 @@ class CheckpointingStrategy(DDPStrategy):
         """Waits for saves in the background. Call it on every rank: all of them raise what failed on one."""
         saver = self._checkpoints.saver
         if saver.has_agreed:
-            self._end_rendezvous()  # ranks may have read in hooks, alone
+            self._meet_before_collective()  # single ranks may have read parameters in hooks
             saver.together("finish what is being saved", saver.finish)
-        else:  # this rank has at most removed something
+        else:  # nothing was saved: this rank has at most removed checkpoints
             saver.wait()
 
     def _end_saves(self) -> None:
-        """As `finish_saves`; where the run failed, which other ranks may not have survived, this rank alone."""
+        """Finishes the saves of a run: all ranks together, or after a failure, which others may not have survived,
+        this rank alone."""
         self._resumed_state = None
         if self._keeper is None:
             return
@@ -348,12 +320,15 @@ class CheckpointingStrategy(DDPStrategy):
         except (CheckpointError, OSError) as error:
             if not self._failed:
                 raise
-            log.error("%s", error)  # another error is on its way out already
+            log.error("%s", error)  # the error that ended the run is being raised already
 
 
 def _call_it_the_last(checkpoint: Mapping[str, Any], name: str) -> None:
-    """What is loaded by a link was saved before there was the link: without this a `ModelCheckpoint` that goes on from
-    ``last.ckpt`` would take it for somebody else's, leave it as it is, and write ``last-v1.ckpt``."""
+    """Names, in the states of callbacks, the link that the checkpoint is loaded by as their last checkpoint.
+
+    The checkpoint was saved before the link was made. Without this a `ModelCheckpoint` that resumes from ``last.ckpt``
+    would take the link for a file of another run, leave it, and write ``last-v1.ckpt``.
+    """
     for state in checkpoint.get("callbacks", {}).values():
         if isinstance(state, dict) and "last_model_path" in state:
             state["last_model_path"] = str(Path(state.get("dirpath") or "") / name)

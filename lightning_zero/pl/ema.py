@@ -21,23 +21,24 @@ from lightning_zero.tiers.ledger import Category, Tier
 class ZeroEMA(EMAWeightAveraging):
     """Keeps an exponential moving average of the weights, 1/N of it on each of N ranks.
 
-    It is Lightning's `EMAWeightAveraging` to the bit, in what it does when as well: updated after optimizer steps,
-    swapped in for validation, the module's own weights when fit ends (so `test` has it too). Checkpoints have it as
-    their "state_dict", which is what `load_from_checkpoint`, ``lightning-zero consolidate`` and other evaluation take;
-    the weights that train are beside it. They are resumed at any stage, on any number of ranks, and by
-    `EMAWeightAveraging`, whose checkpoints are resumed here. Under any strategy but `ZeroStrategy` this is
+    It equals Lightning's `EMAWeightAveraging` to the bit, and does the same at the same time: the average is updated
+    after optimizer steps, swapped in for validation, and becomes the module's own weights when fit ends (so `test` uses
+    it too). In checkpoints it is the "state_dict", which `load_from_checkpoint`, ``lightning-zero consolidate`` and
+    other evaluation read; the weights that train are beside it. Checkpoints resume at any stage, on any number of
+    ranks, and with `EMAWeightAveraging`, whose checkpoints resume here. Under any strategy but `ZeroStrategy` this is
     `EMAWeightAveraging` itself.
 
-    Where the optimizer's state is offloaded the average is kept with it. What is declared in two bytes is averaged in
-    fp32. What is frozen, and in no optimizer, is its own average and takes no room (Lightning's drifts by rounding).
+    Where the optimizer's state is offloaded, the average is kept with it. Weights declared in two bytes are averaged in
+    fp32. A weight that is frozen, and in no optimizer, is its own average, and takes no memory (Lightning's drifts by
+    rounding).
 
     Args:
         device: where the average is kept, and updated: None, beside the weights that the optimizer steps, or
             ``"cpu"``.
         use_buffers: average buffers as well, as Lightning does; integer ones are rounded down each time. Otherwise the
-            latest ones belong to the average.
-        decay: of the average, 0 to 1: ``average = decay * average + (1 - decay) * weights``. The first update takes the
-            weights.
+            average has the latest buffers.
+        decay: of the average, 0 to 1: ``average = decay * average + (1 - decay) * weights``. The first update copies
+            the weights.
         update_every_n_steps: optimizer steps between updates.
         update_starting_at_step: the first optimizer step, from 0, after which the average is updated. Until then it is
             the model at the start of fit, as in Lightning, and that is what is validated and saved.
@@ -60,14 +61,14 @@ class ZeroEMA(EMAWeightAveraging):
             device, use_buffers, decay, update_every_n_steps, update_starting_at_step, update_starting_at_epoch
         )
         self._rule = get_ema_avg_fn(decay)
-        self._average_model: Any = None  # an `Average` in training under ZeroStrategy, where Lightning has its own
-        self._saved: Mapping[str, Any] | None = None  # the checkpoint that fit goes on from
-        self._updates: int | None = None  # of the average that the module has taken for good
+        self._average_model: Any = None  # an `Average` in training under ZeroStrategy, else Lightning's own
+        self._saved: Mapping[str, Any] | None = None  # the checkpoint that fit resumes from
+        self._updates: int | None = None  # number of updates of the average that is in the module since fit ended
 
     @property
     @override
     def state_key(self) -> str:
-        """Lightning's own, so that each reads the other's checkpoints."""
+        """The key of Lightning's own callback, so that each reads the other's checkpoints."""
         return EMAWeightAveraging.__qualname__
 
     @override
@@ -79,7 +80,7 @@ class ZeroEMA(EMAWeightAveraging):
 
     @override
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """From here on there are shards, and the module has what a checkpoint has of it."""
+        """Begins the average, now that the engine is made and the module is loaded from the checkpoint."""
         strategy = trainer.strategy
         if not isinstance(strategy, CheckpointingStrategy):
             return
@@ -92,7 +93,7 @@ class ZeroEMA(EMAWeightAveraging):
         self._average_model, self._saved = average, None
 
     def room(self, engine: Engine) -> dict[tuple[Category, Tier], int]:
-        """Bytes that the average will take on this rank, by tier."""
+        """Returns the bytes that the average will take on this rank, by tier."""
         return room_for_average(engine, on_host=self._rests_on_host(engine.device))
 
     def _rests_on_host(self, device: torch.device) -> bool:
@@ -117,7 +118,7 @@ class ZeroEMA(EMAWeightAveraging):
 
     @override
     def _copy_average_to_current(self, pl_module: "pl.LightningModule") -> None:
-        """What the module had is not kept: from here on it is the average."""
+        """Makes the average the module's weights for good."""
         if not isinstance(self._average_model, Average):
             super()._copy_average_to_current(pl_module)
             return
@@ -130,8 +131,8 @@ class ZeroEMA(EMAWeightAveraging):
         self._updates, self._average_model = self._average_model.updates, None
 
     def averaged_state_dict(self) -> dict[str, Tensor]:
-        """`module.state_dict()` with the averaged values, whole, on the host: in training, between two steps. After
-        fit they are the module's own. Call it on every rank.
+        """Returns `module.state_dict()` with the averaged values, whole, on the host; in training, between two steps.
+        After fit they are the module's own. Call it on every rank.
 
         Raises:
             RuntimeError: outside of training.
@@ -146,7 +147,7 @@ class ZeroEMA(EMAWeightAveraging):
     def on_save_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
-        """Lightning's entries: the average is the "state_dict", and the module's own weights stand beside it."""
+        """Adds Lightning's entries: the average becomes the "state_dict", with the module's own weights beside it."""
         average, strategy = self._average_model, trainer.strategy
         if not isinstance(strategy, CheckpointingStrategy):
             super().on_save_checkpoint(trainer, pl_module, checkpoint)
@@ -157,7 +158,7 @@ class ZeroEMA(EMAWeightAveraging):
         own = averaged = checkpoint["state_dict"]
         if average is not None:
             averaged = average.full() if strategy.checkpoint.format == "full" else average.spread()
-            if average.is_swapped:  # an evaluation has failed, and this is to rescue what was there
+            if average.is_swapped:  # an evaluation has failed, and this checkpoint is to rescue the training
                 own, averaged = averaged, own
         checkpoint["current_model_state"], checkpoint["state_dict"] = own, averaged
         checkpoint["averaging_state"] = {"n_averaged": torch.tensor(updates)}
@@ -166,8 +167,8 @@ class ZeroEMA(EMAWeightAveraging):
     def on_load_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
-        """Training goes on with the weights that trained. For anything else the module has the "state_dict" already:
-        the average."""
+        """Loads the weights that trained, for training to go on. Any other run has the average in its module already,
+        which is the "state_dict" of the checkpoint."""
         strategy = trainer.strategy
         if not isinstance(strategy, CheckpointingStrategy):
             super().on_load_checkpoint(trainer, pl_module, checkpoint)

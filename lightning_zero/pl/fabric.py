@@ -1,24 +1,23 @@
-"""`FabricZeroStrategy`: the stages under `lightning.Fabric`, with the arguments and the engine of `ZeroStrategy`.
+"""`FabricZeroStrategy`: the strategy of `lightning.Fabric`, with the arguments and the engine of `ZeroStrategy`.
 
     fabric = lightning.Fabric(devices=2, strategy=ZeroStrategy(stage=2))        or strategy="zero_stage_2"
     fabric.launch()
     model, optimizer = fabric.setup(model, optimizer)
 
-One strategy cannot be a Trainer's and Fabric's at once: Lightning gives methods of one name other arguments. So
-`interop` hands Fabric, in place of a `ZeroStrategy`, one of these made of it.
+One class cannot be the strategy of a Trainer and of Fabric, because Lightning gives methods of the same name different
+arguments. So `interop` gives Fabric a `FabricZeroStrategy` made from the user's `ZeroStrategy`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property, partial
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any, cast
 
-from lightning.fabric.plugins import BitsandbytesPrecision, CheckpointIO, MixedPrecision, Precision
+from lightning.fabric.plugins import BitsandbytesPrecision, Precision
 from lightning.fabric.plugins import TransformerEnginePrecision as TransformerEngine
 from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy, Strategy
 from lightning.fabric.strategies.strategy import _validate_keys_for_strict_loading
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.wrappers import _unwrap_objects
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
@@ -26,21 +25,12 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.checkpoint import CheckpointKeeper, resume
-from lightning_zero.pl.precision import SkippedStep, refuse_endless, tell_skipped
-from lightning_zero.pl.ranks import options_on_machine, warn_of_shared_store, whole_copies_that_fit
-from lightning_zero.pl.reading import Readings
+from lightning_zero.checkpoint import resume
+from lightning_zero.pl.precision import SkippedSteps
 from lightning_zero.pl.sharded_module import ShardedModule, SyncControl
-from lightning_zero.pl.single_file import (
-    format_beside,
-    is_folder_of_shards,
-    is_plugin,
-    read_single_file,
-    write_single_file,
-)
-from lightning_zero.pl.strategy import ZeroStrategy, named
-from lightning_zero.pl.table import table_of, told_of_whole
-from lightning_zero.run.construction import constructing
+from lightning_zero.pl.sharded_strategy import ShardedStrategy, after_meeting
+from lightning_zero.pl.single_file import is_read_by_plugin, read_single_file
+from lightning_zero.pl.strategy import ZeroStrategy
 from lightning_zero.run.engine import Engine
 from lightning_zero.run.modes import NAMES as MODES
 from lightning_zero.run.replicated import broadcast_states
@@ -48,29 +38,27 @@ from lightning_zero.run.states import failing_together
 from lightning_zero.shards.managed import foreign_parameters
 from lightning_zero.shards.norm import Overflow
 from lightning_zero.stage import STAGES
-from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.mesh import Mesh
-from lightning_zero.wire.native import make_comm
-
-T = TypeVar("T")
 
 
-class FabricZeroStrategy(Readings, DDPStrategy):
-    """See the module's docstring.
+class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
+    """Strategy of Fabric.
 
     Every module that is set up has an engine of its own, made as soon as its optimizers are known: by `Fabric.setup`,
-    or after `setup_module` and `setup_optimizers` in the first forward. `Fabric.save` writes a folder of shards, which
-    loads on any number of ranks, under Fabric's other strategies too.
+    or in the first forward after `setup_module` and `setup_optimizers`. `Fabric.save` writes a folder of shards, which
+    loads on any number of ranks, and under Fabric's other strategies.
 
     Args:
-        of: the arguments.
+        of: has the user's arguments.
+        arguments: the user's, for a `ZeroStrategy` that is made here.
 
     Raises:
-        ValueError: for arguments that are Fabric's own.
-        NotImplementedError: for what is not there under Fabric.
+        ValueError: for arguments that Fabric itself takes.
+        NotImplementedError: for features that only a Trainer has.
     """
 
-    def __init__(self, of: ZeroStrategy) -> None:
+    def __init__(self, of: ZeroStrategy | None = None, **arguments: Any) -> None:
+        of = of or ZeroStrategy(**arguments)
         if of._precision_plugin is not None:
             raise ValueError("Fabric has its own plugins: write Fabric(plugins=...) in place of precision_plugin=.")
         if of.checkpoint.async_save:
@@ -78,7 +66,7 @@ class FabricZeroStrategy(Readings, DDPStrategy):
                 "Checkpoint(async_save=True) is there under a Trainer alone: Fabric does not say when a run ends, and "
                 "nobody would wait for the last save. Leave it out."
             )
-        if of._options.tensor_parallel_size > 1:
+        if of._settings.options.tensor_parallel_size > 1:
             raise NotImplementedError("tensor_parallel_size is there under a Trainer alone. Leave it out.")
         super().__init__(
             accelerator=of._accelerator,
@@ -88,69 +76,32 @@ class FabricZeroStrategy(Readings, DDPStrategy):
             timeout=of._timeout,
             start_method=of._start_method,
         )
-        self._of = of
-        self.stage, self.checkpoint = of.stage, of.checkpoint
+        self.stage, self.checkpoint, self._settings = of.stage, of.checkpoint, of._settings
         if of._checkpoint_io is not None:
             self.checkpoint_io = of._checkpoint_io
         self._backward_sync_control = SyncControl()
         self._modules: list[ShardedModule] = []
         self._optimizers: list[Optimizer] = []
         self._steps = 0  # of all optimizers
-        self._overflows: dict[Optimizer, Overflow] = {}  # of the steps that come
-        self._in_a_row: tuple[SkippedStep, ...] = ()  # up to now
-        self.skipped_steps = 0  # that overflowed in fp16
+        self._overflows: dict[Optimizer, Overflow] = {}  # what unscaling has found for steps that are to come
+        self._skipped = SkippedSteps(of._settings.max_skipped_steps)
 
     # -- ranks
-
-    @override
-    def setup_environment(self) -> None:
-        warn_of_shared_store()
-        super().setup_environment()
-
-    @cached_property
-    def _comm(self) -> Comm:
-        of = self._of
-        return make_comm(self.root_device, of._wait_timeout, backend=self._process_group_backend, sanitize=of._sanitize)
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any] | None:  # type: ignore[override]
-        """One rank draws its data as one device does, or it could not equal `SingleDeviceStrategy`."""
+        """Arguments of `DistributedSampler`; None on one rank, which then draws its data as `SingleDeviceStrategy`."""
         return None if self.world_size == 1 else super().distributed_sampler_kwargs
 
-    def _end_rendezvous(self) -> None:
-        """Waits for ranks that still evaluate, and serves them; before collectives that are not the engines'."""
-        for engine in self._engines:
-            engine.rendezvous.meet_before_collective()
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._end_rendezvous()
-        super().barrier(*args, **kwargs)
-
-    @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        self._end_rendezvous()
-        return super().broadcast(obj, src)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        self._end_rendezvous()
-        return super().all_gather(tensor, group, sync_grads)
-
-    @override
-    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        self._end_rendezvous()
-        return super().all_reduce(tensor, group, reduce_op)
+    barrier = after_meeting(DDPStrategy.barrier)
+    broadcast = after_meeting(DDPStrategy.broadcast)
+    all_gather = after_meeting(DDPStrategy.all_gather)
+    all_reduce = after_meeting(DDPStrategy.all_reduce)
 
     # -- precision
 
-    @property
-    @override
-    def precision(self) -> Precision:
-        return super().precision
-
-    @precision.setter
+    @DDPStrategy.precision.setter  # type: ignore[attr-defined]
     def precision(self, precision: Precision | None) -> None:
         if isinstance(precision, BitsandbytesPrecision | TransformerEngine):
             raise ValueError(
@@ -167,8 +118,11 @@ class FabricZeroStrategy(Readings, DDPStrategy):
 
     @override
     def module_to_device(self, module: Module) -> None:
-        """Where parameters rest as shards, what trains moves there when it is set up, unit by unit: it may be larger
-        than the device. Fabric moves models in `setup` by the same call as a loss network of the user's."""
+        """Moves a module to the device, except one that trains at stage 3: it may be larger than the device.
+
+        The engine moves that one unit by unit. Fabric calls this for models in `setup`, and for others, such as a loss
+        network, which only this call moves.
+        """
         trains = any(parameter.requires_grad for parameter in module.parameters())
         if not (STAGES[self.stage].parameter and trains):
             super().module_to_device(module)
@@ -176,25 +130,25 @@ class FabricZeroStrategy(Readings, DDPStrategy):
     @override
     @contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Where parameters rest as shards, what is built inside is never whole."""
-        shards = constructing(stage=self.stage, comm=self._comm, options=self._of._options)
-        with super().module_init_context(empty_init), shards:
+        """Surrounds the construction of a module. At stage 3 it builds a module that is never whole."""
+        with super().module_init_context(empty_init), self._constructing():
             yield
 
     @override
     def setup_module(self, module: Module) -> ShardedModule:  # type: ignore[override]
-        sharded = ShardedModule(module, self._make_engine)
-        mesh = Mesh.of(self._comm, self._of._options.replicate_size)
-        broadcast_states(module, foreign_parameters(module), mesh)  # users may copy it before the engine is there
-        self._modules.append(sharded)
-        return sharded
+        mesh = Mesh.of(self._ensure_comm(), self._settings.options.replicate_size)
+        broadcast_states(module, foreign_parameters(module), mesh)  # users may copy it before the engine is made
+        return self._add(module)
+
+    def _add(self, module: Module) -> ShardedModule:
+        self._modules.append(ShardedModule(module, self._make_engine))
+        return self._modules[-1]
 
     @override
     def setup_module_and_optimizers(
         self, module: Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[Module, list[Optimizer], Any]:
-        sharded = ShardedModule(module, self._make_engine)
-        self._modules.append(sharded)
+        sharded = self._add(module)
         for optimizer in optimizers:
             self.setup_optimizer(optimizer)
         assert sharded.engine is not None
@@ -202,7 +156,7 @@ class FabricZeroStrategy(Readings, DDPStrategy):
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Its modules may have been set up before, or are so later.
+        """Adds an optimizer, before or after the modules of its parameters.
 
         Raises:
             NotImplementedError: for optimizers that move weights in methods of their own.
@@ -214,28 +168,20 @@ class FabricZeroStrategy(Readings, DDPStrategy):
                 "that knows nothing of shards. Use a Trainer, or stage=0."
             )
         for sharded in self._modules:
-            if sharded.made is not None and self._is_over(optimizer, sharded):
-                self._leave(sharded)
+            if sharded.made is not None and sharded.is_stepped_by(optimizer):
+                self._discard_engine(sharded)
         self._optimizers.append(optimizer)
         return optimizer
 
-    @staticmethod
-    def _is_over(optimizer: Optimizer, sharded: ShardedModule) -> bool:
-        own = {id(parameter) for parameter in sharded.parameters()}
-        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
-
-    def _optimizers_over(self, sharded: ShardedModule) -> list[Optimizer]:
-        return [optimizer for optimizer in self._optimizers if self._is_over(optimizer, sharded)]
-
-    def _leave(self, sharded: ShardedModule) -> None:
-        """The engine was made for evaluation; one that trains is to follow."""
+    def _discard_engine(self, sharded: ShardedModule) -> None:
+        """Closes an engine that was made for evaluation, so that the next one trains."""
         engine = sharded.engine
         if engine.optimizers:
             raise RuntimeError(
                 "An optimizer is set up for a module that trains with others already. Set up all of them first: "
                 "model, optimizer_1, optimizer_2 = fabric.setup(model, optimizer_1, optimizer_2)."
             )
-        if not self._fits_whole(engine):
+        if not self._copies_that_fit(engine):
             raise RuntimeError(
                 "The module was used before its optimizer was set up, and whole copies of it do not fit into host "
                 "memory. Call fabric.setup_optimizers before the first forward."
@@ -243,31 +189,26 @@ class FabricZeroStrategy(Readings, DDPStrategy):
         engine.close()
         sharded.made = None
 
-    def _fits_whole(self, engine: Engine) -> bool:
-        return whole_copies_that_fit(engine, self.root_device, self.num_processes) > 0
+    def _optimizers_of(self, sharded: ShardedModule) -> list[Optimizer]:
+        if sharded.made is not None:
+            return sharded.made.optimizers
+        return [optimizer for optimizer in self._optimizers if sharded.is_stepped_by(optimizer)]
 
     def _make_engine(self, sharded: ShardedModule) -> Engine:
-        mixed = self.precision.precision if isinstance(self.precision, MixedPrecision) else None
-        optimizers = self._optimizers_over(sharded)
-        if STAGES[self.stage].parameter and (told := told_of_whole(sharded.module, "fabric.init_module()")):
-            rank_zero_info(told)
-        engine = Engine(
-            sharded.module,
-            optimizers,
-            stage=self.stage,
-            comm=self._comm,
-            device=self.root_device,
-            options=options_on_machine(self._of._options, mixed, self.num_processes),
-        )
+        optimizers = self._optimizers_of(sharded)
+        engine = self._new_engine(sharded.module, optimizers, self.precision, "fabric.init_module()")
         if optimizers:
-            if self._of.offload is None:
-                _optimizers_to_device(optimizers, self.root_device)
-            rank_zero_info(table_of(engine, self.stage, optimizers))
-        for optimizer in optimizers:  # users load what `Fabric.load` has returned, whole
-            vars(optimizer)["load_state_dict"] = partial(self._load_optimizer, optimizer)
+            self._begin_training(engine)
+        for optimizer in optimizers:  # users call it with the whole state that `Fabric.load` has returned
+            vars(optimizer)["load_state_dict"] = partial(engine.states.load_optimizer, optimizer)
         return engine
 
     # -- steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Number of optimizer steps that were skipped because a gradient overflowed in fp16."""
+        return self._skipped.total
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
@@ -279,25 +220,16 @@ class FabricZeroStrategy(Readings, DDPStrategy):
         self._unscale(optimizer)
         output = super().optimizer_step(optimizer, **kwargs)
         self._steps += 1
-        self._note(self._overflows.pop(optimizer, None))
+        self._skipped.note(self._steps, self._overflows.pop(optimizer, None), self._scaler)
         return output
 
     def _unscale(self, optimizer: Optimizer) -> None:
-        """Once between two steps: `Averages.unscale_` leaves to a plugin's own scaler what is left to do."""
+        """Unscales the gradients, if there is a scaler, once between two steps. See `Averages.unscale_`, which leaves
+        nothing to unscale to the plugin's own scaler."""
         scaler = self._scaler
         if scaler is not None and scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             averages = self._stepped_in[optimizer].averages
             self._overflows[optimizer] = averages.unscale_(scaler, optimizer)
-
-    def _note(self, overflow: Overflow | None) -> None:
-        if overflow is None or not overflow.ranks:
-            self._in_a_row = ()
-            return
-        self.skipped_steps += 1
-        self._in_a_row += (SkippedStep(self._steps, None, overflow),)
-        scale = self._scaler.get_scale()
-        tell_skipped(self._in_a_row[-1], scale)
-        refuse_endless(self._in_a_row, self._of.max_skipped_steps, scale)
 
     @override
     def clip_gradients_norm(
@@ -322,11 +254,11 @@ class FabricZeroStrategy(Readings, DDPStrategy):
 
     def _prepare_clipping(self, optimizer: Optimizer) -> None:
         if self._scaler is None:
-            self.precision.unscale_gradients(optimizer)  # of a plugin of the user's own
+            self.precision.unscale_gradients(optimizer)  # the user's plugin may have its own way
         else:
             self._unscale(optimizer)
 
-    # -- what users read; see `Readings`
+    # -- engines
 
     @override
     def _engine_of(self, what: Module | Parameter | None) -> Engine:
@@ -345,28 +277,10 @@ class FabricZeroStrategy(Readings, DDPStrategy):
     @property
     @override
     def _stepped_in(self) -> dict[Optimizer, Engine]:
-        stepped: dict[Optimizer, Engine] = {}
-        for sharded in self._modules:  # what none of them steps has no engine yet, and may get optimizers
-            optimizers = self._optimizers_over(sharded) if sharded.made is None else sharded.made.optimizers
-            if optimizers:
-                stepped |= dict.fromkeys(optimizers, sharded.engine)
-        return stepped
+        # A module without optimizers may get some later: no engine is made for it here.
+        return {one: sharded.engine for sharded in self._modules for one in self._optimizers_of(sharded)}
 
     # -- checkpoints
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        return super().checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self.checkpoint = format_beside(io, self.checkpoint, may_choose=self._of._may_choose_format)
-        self._checkpoint_io = io
-
-    @cached_property
-    def _keeper(self) -> CheckpointKeeper:
-        return CheckpointKeeper(self._comm, in_background=False, warn=rank_zero_warn)
 
     @override
     def save_checkpoint(
@@ -381,38 +295,30 @@ class FabricZeroStrategy(Readings, DDPStrategy):
         Raises:
             CheckpointError: on every rank, when one cannot write; says what is there now.
         """
-        saver, is_full = self._keeper.saver, self.checkpoint.format == "full"
+        is_full = self.checkpoint.format == "full"
         if storage_options is not None and not is_full:
             raise TypeError("storage_options go to a CheckpointIO plugin; checkpoints are folders of shards here.")
-        self._end_rendezvous()
-        saver.muster()
-        states = {key: self._state_of(key, value) for key, value in state.items()}
+        self._meet_before_collective()
+        self._checkpoints.saver.muster()
+        states = {key: self._state_to_save(key, value) for key, value in state.items()}
         tree = self._convert_stateful_objects_in_state(states, filter or {})
         if is_full:
             whole = [key for key, value in states.items() if value is not state[key]]
-            io, is_writer = self.checkpoint_io, self.is_global_zero
-            write_single_file(saver, io, tree, path, storage_options, is_writer=is_writer, whole=whole)
+            self._save_single_file(tree, path, storage_options, whole)
         else:
-            self._keeper.save(tree, str(path), self._steps, {"stage": self.stage})
+            self._checkpoints.save(tree, str(path), self._steps, {"stage": self.stage})
 
-    def _state_of(self, key: str, value: Any) -> Any:
-        """That of a module or an optimizer; everything else as it is."""
-        is_full = self.checkpoint.format == "full"
+    def _state_to_save(self, key: str, value: Any) -> Any:
+        """Returns the state of a module or optimizer that was set up, and any other value as it is."""
         if isinstance(value, ShardedModule):
-            engine = value.engine
-            engine.loans.settle()
-            engine.rendezvous.expect_nothing()
-            if is_full:
-                return engine.states.full_model(copy=self.is_global_zero)
-            return engine.states.spread_model(key=key)
+            return self._model_to_save(value.engine, key)
         if isinstance(value, Optimizer) and value in self._stepped_in:
-            states = self._stepped_in[value].states
-            return states.full_optimizer(value) if is_full else states.spread_optimizer(value, key)
+            return self._optimizer_to_save(self._stepped_in[value], value, key)
         return value
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Whole, as one device would have it. Call it on every rank."""
+        """Returns the whole state, as one device would have it. Call it on every rank."""
         return self.full_optimizer_state(optimizer)
 
     @override
@@ -423,14 +329,15 @@ class FabricZeroStrategy(Readings, DDPStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """A checkpoint of any strategy. Of a folder of shards each rank reads what it owns. Call it on every rank."""
-        self._end_rendezvous()
+        """Loads a checkpoint of any strategy; each rank reads what it owns of a folder of shards. Call it on every
+        rank."""
+        self._meet_before_collective()
         entries: dict[str, Any] = state if isinstance(state, dict) else {}
         lazy = [key for key, value in entries.items() if isinstance(value, ShardedModule | Optimizer)]
-        if is_plugin(self.checkpoint_io) and not is_folder_of_shards(str(path)):
+        if is_read_by_plugin(self.checkpoint_io, str(path)):
             checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         else:
-            opened = self._keeper.open(str(path), lazy=lazy, objects=weights_only is False)
+            opened = self._checkpoints.open(str(path), lazy=lazy, objects=weights_only is False)
             checkpoint = read_single_file(self.checkpoint_io, str(path), weights_only) if opened is None else opened
         if isinstance(state, Module | Optimizer):
             self._load(state, checkpoint, strict)
@@ -443,9 +350,9 @@ class FabricZeroStrategy(Readings, DDPStrategy):
                     self._load(state[name], found, strict)
                 else:
                     state[name] = found
-        with failing_together(self._comm, "verifying"):
-            self._keeper.verify_rest()
-        self._keeper.forget()
+        with failing_together(self._ensure_comm(), "verifying"):
+            self._checkpoints.verify_rest()
+        self._checkpoints.forget()
         return checkpoint
 
     def _load(self, into: Any, found: Mapping[str, Any], strict: bool) -> None:
@@ -459,28 +366,20 @@ class FabricZeroStrategy(Readings, DDPStrategy):
         if not isinstance(module, ShardedModule):
             super().load_module_state_dict(module, state_dict, strict)
             return
-        engine = module.engine  # made here, if nobody has: what is loaded is noted in its shards
+        engine = module.engine  # made first: its parameters only note what is loaded
         left = resume.load_state_dict(module.module, state_dict, strict=strict)
-        engine.states.load_noted(_nothing)
+        engine.states.load_noted(lambda: None)
         if any(left):
             rank_zero_warn(f"strict=False: {left}. These stay as they are.")
-
-    def _load_optimizer(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """`optimizer.load_state_dict`, of the whole state. Call it on every rank."""
-        stepped_in = self._stepped_in
-        if optimizer in stepped_in:
-            stepped_in[optimizer].states.load_optimizer(optimizer, state_dict)
-        else:
-            type(optimizer).load_state_dict(optimizer, cast(dict[str, Any], state_dict))
 
     # -- the end
 
     @override
     def teardown(self) -> None:
         """Makes all modules whole that fit. Fabric does not call it; call it to go on without shards."""
-        for sharded in self._modules:
-            if sharded.made is not None and self._fits_whole(sharded.made):
-                sharded.made.close()
+        for engine in self._engines:
+            if self._copies_that_fit(engine):
+                engine.close()
         self._modules.clear()
         for optimizer in self._optimizers:
             vars(optimizer).pop("load_state_dict", None)
@@ -490,26 +389,13 @@ class FabricZeroStrategy(Readings, DDPStrategy):
     def __repr__(self) -> str:
         return f"<ZeroStrategy(stage={self.stage}) of Fabric>"
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """The names of a Trainer's strategies."""
-        for name, told, arguments in named():
-            strategy_registry.register(name, _of_arguments, told, override=True, **arguments)
-
-
-def _of_arguments(**arguments: Any) -> FabricZeroStrategy:
-    return FabricZeroStrategy(ZeroStrategy(**arguments))
-
 
 def for_fabric(init: Callable[..., None], connector: Any, *args: Any, strategy: Any = "auto", **kwargs: Any) -> None:
-    """The constructor of what chooses Fabric's strategy, which is given one of these for a `ZeroStrategy`."""
+    """Replaces the constructor of Fabric's connector, which chooses the strategy: it gets a `FabricZeroStrategy` in
+    place of a `ZeroStrategy`."""
     if isinstance(strategy, ZeroStrategy):
         strategy = FabricZeroStrategy(strategy)
     init(connector, *args, strategy=cast(Strategy, strategy), **kwargs)
-
-
-def _nothing() -> None: ...
 
 
 FabricZeroStrategy.register_strategies(STRATEGY_REGISTRY)

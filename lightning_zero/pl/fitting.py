@@ -1,4 +1,4 @@
-"""What the start of fit refuses, and what it tells beside the table."""
+"""Checks at the start of fit: errors for settings that would train wrongly, and notes beside the table."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ from torch.nn import Module
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.local import local_of
 
-SHOWN = 3  # names of parameters
+SHOWN = 3  # number of parameters that are named
 
 
 def what_needs_gradients(trainer: "pl.Trainer", scaler: Any) -> list[str]:
-    """Of all that is asked for, what needs gradients after backward; `scaler` is the precision plugin's, or None."""
+    """Returns the settings in use that need gradients after backward; `scaler` is the precision plugin's, or None."""
     needed = {
         f"Trainer(gradient_clip_val={trainer.gradient_clip_val})": bool(trainer.gradient_clip_val),
         f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})": trainer.accumulate_grad_batches != 1,
@@ -25,16 +25,15 @@ def what_needs_gradients(trainer: "pl.Trainer", scaler: Any) -> list[str]:
 
 
 def refuse_to_fit(trainer: "pl.Trainer", options: Options, scaler: Any) -> None:
-    """Refuses what would train something else than what was asked for.
+    """Raises ValueError for settings that would train something else than what was asked for.
+
+    They are `step_in_backward`, which keeps no gradients, beside a setting that needs them after backward; and tensor
+    parallelism beside a callback that copies the model before `configure_model` divides it among the ranks.
 
     Args:
-        trainer: with its module and callbacks.
+        trainer: has its module and callbacks.
         options: of the engine to be made.
         scaler: of the precision plugin, or None.
-
-    Raises:
-        ValueError: for gradients that are wanted after a backward that keeps none, and for a callback whose copy of
-            the model is older than `configure_model`, which divides it among tensor-parallel ranks.
     """
     needing = what_needs_gradients(trainer, scaler)
     if needing and options.step_in_backward:
@@ -51,7 +50,7 @@ def refuse_to_fit(trainer: "pl.Trainer", options: Options, scaler: Any) -> None:
 
 
 def warn_of_undivided(engine: Engine, module: Module) -> None:
-    """Tensor-parallel ranks without anything to share."""
+    """Warns if tensor-parallel ranks share no parameter."""
     if engine.mesh.tensor.size > 1 and all(local_of(parameter) is parameter for parameter in module.parameters()):
         rank_zero_warn(
             f"tensor_parallel_size={engine.mesh.tensor.size}, and no parameter is a DTensor: the ranks of a group "
@@ -61,7 +60,7 @@ def warn_of_undivided(engine: Engine, module: Module) -> None:
 
 
 def tell_of_foreign(engine: Engine) -> None:
-    """Parameters that no stage shards."""
+    """Names the parameters that no stage shards."""
     if foreign := engine.foreign_parameters:
         kinds = ", ".join(sorted({type(parameter).__name__ for parameter in foreign.values()}))
         names = ", ".join(list(foreign)[:SHOWN]) + (", ..." if len(foreign) > SHOWN else "")

@@ -1,15 +1,16 @@
-"""Lightning's own readers and callbacks, made to know folders; `import lightning_zero` is enough.
+"""Wraps eight functions of Lightning so that they know sharded checkpoints; `import lightning_zero` is enough.
 
-Seven functions of Lightning are wrapped, and nothing else of it is touched:
+Nothing else of Lightning is changed:
 
-- its loader of files (`pl_load`), so that `MyModule.load_from_checkpoint(folder)` and `Trainer(strategy="ddp")` read a
+- `pl_load`, its loader of files, so that `MyModule.load_from_checkpoint(folder)` and `Trainer(strategy="ddp")` read a
   sharded checkpoint as they read a file. (Without the import, ``zero://folder`` does the same through fsspec.)
-- `ModelCheckpoint._find_last_checkpoints`, so that ``ckpt_path="last"`` takes the newest checkpoint that is complete.
-- `ModelCheckpoint.file_exists`, so that a path is taken as soon as a checkpoint is being saved to it in the background.
-- `LightningCLI._parse_ckpt_path`, which takes from ``--ckpt_path`` what the model was made with.
-- Fabric's choice of a strategy (`_Connector`), so that ``Fabric(strategy=ZeroStrategy(...))`` works.
-- its call of all callbacks, around which `ZeroStrategy` has some of its own, which `trainer.callbacks` does not show.
-- the end of an evaluation's batches, where logged metrics are synchronised, so that ranks with more of them come first.
+- `ModelCheckpoint._find_last_checkpoints`, so that ``ckpt_path="last"`` takes the newest complete checkpoint.
+- `ModelCheckpoint.file_exists`, so that a path counts as taken as soon as a save to it is under way in the background.
+- `LightningCLI._parse_ckpt_path`, which reads a model's arguments from the checkpoint in ``--ckpt_path``.
+- `_Connector`, which chooses Fabric's strategy, so that ``Fabric(strategy=ZeroStrategy(...))`` works.
+- the call of all callbacks, so that those of `ZeroStrategy` are called too, which are not in `trainer.callbacks`.
+- the broadcast in each training batch of whether a rank was told to stop, which `callbacks.Preemption` replaces.
+- the end of an evaluation's batches, where logged metrics are synchronised: ranks with more batches finish them first.
 """
 
 import functools
@@ -32,6 +33,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core import saving
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call as calls
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -49,7 +51,7 @@ from lightning_zero.views.lazy import materialize
 def read_file_or_folder(
     load: Callable[..., Any], path: Any, map_location: Any = None, weights_only: bool | None = None
 ) -> Any:
-    """Lightning's loader of files, which also reads the folder of a sharded checkpoint."""
+    """Does what Lightning's loader of files does, and also reads the folder of a sharded checkpoint."""
     folder = _folder_of_checkpoint(path)
     if folder is None:
         return load(path, map_location=map_location, weights_only=weights_only)
@@ -69,14 +71,14 @@ def read_file_or_folder(
 
 
 def _folder_of_checkpoint(path: Any) -> Folder | None:
-    """What is to be read as a folder, or refused; None for what is Lightning's own business."""
+    """Returns the folder at `path` if it is to be read, or refused, here; None for a path that Lightning reads."""
     if not isinstance(path, str | os.PathLike) or str(path).startswith("zero://"):
         return None
     if str(path).startswith(("http://", "https://")):
         try:
             folder = Folder(path)
             return folder if folder.is_checkpoint else None
-        except (ImportError, OSError):  # fsspec reads them with aiohttp; Lightning's loader asks for a file alone
+        except (ImportError, OSError):  # fsspec reads URLs with aiohttp; Lightning's loader asks for this file alone
             return None
     folder = Folder(path)
     is_ours = folder.is_checkpoint or folder.parent.is_checkpoint or (folder.is_local and folder.fs.isdir(folder.path))
@@ -84,18 +86,18 @@ def _folder_of_checkpoint(path: Any) -> Folder | None:
 
 
 def find_complete(find: Callable[..., set[str]], callback: ModelCheckpoint, trainer: Any) -> set[str]:
-    """Lightning's search for the checkpoint that ``ckpt_path="last"`` means, which also looks inside."""
+    """Finds what ``ckpt_path="last"`` means, as Lightning does, but takes only complete checkpoints."""
     if trainer.state.fn != TrainerFn.FITTING and isinstance(callback._fs, LocalFileSystem):
-        # Who evaluates "last" means what is called so; who goes on training, what there is.
+        # In an evaluation "last" is the checkpoint of that name; in a fit it is the newest of any name.
         return {path for path in find(callback, trainer) if Path(path).is_file() or Folder(path).is_checkpoint}
     parent = str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
-    newest, saved_at, skipped = find_newest(parent)  # first: it forgets listings that are old
+    newest, saved_at, skipped = find_newest(parent)  # comes first: it drops outdated listings of the file system
     folder = Folder(parent)
     candidates = find(callback, trainer)
     for problem in skipped:
         rank_zero_warn(f"ckpt_path='last' passes over {problem}")
     files = [path for path in candidates if callback._fs.isfile(path)]
-    if not folder.is_local:  # Lightning leaves out of what file system they are
+    if not folder.is_local:  # Lightning's paths do not name the file system
         files = [callback._fs.unstrip_protocol(path) for path in files]
     preempted = folder.inside(PREEMPTED)
     if preempted.is_file:
@@ -103,23 +105,23 @@ def find_complete(find: Callable[..., set[str]], callback: ModelCheckpoint, trai
     newer = {path for path in files if callback._fs.modified(path).timestamp() > saved_at}
     if newest is None or newer:
         return newer
-    # Lightning asks when it was modified, which an object store knows of files only.
+    # Lightning asks for the time of modification, which an object store has for files only.
     return {str(newest) if newest.is_local else f"{newest}/{MANIFEST}"}
 
 
 def exists_or_is_saved(exists: Callable[..., bool], callback: ModelCheckpoint, filepath: Any, trainer: Any) -> bool:
-    """Lightning's question before it chooses a path."""
+    """Whether a path is taken: Lightning asks before it chooses one for a checkpoint."""
     is_saving = getattr(trainer.strategy, "_is_saving", None)
-    if is_saving is None:  # not ours
+    if is_saving is None:  # another strategy
         return exists(callback, filepath, trainer)
     if is_saving(str(filepath)):
         return True
-    # What was left of a killed save gives way to this one: nobody else would clear it away.
+    # The remains of a killed save are not in the way: this save replaces them, and nothing else would remove them.
     return exists(callback, filepath, trainer) and not trainer.strategy.broadcast(Folder(filepath).is_leftover)
 
 
 def parse_ckpt_path(parse: Callable[..., None], cli: LightningCLI) -> None:
-    """LightningCLI's look at the hyperparameters of the checkpoint to go on from, which it looks for in files alone."""
+    """Has LightningCLI read hyperparameters from the checkpoint to resume: it knows files, so this writes one."""
     command = cli.config.get("subcommand")
     path = cli.config[command].get("ckpt_path") if command else None
     folder = _folder_of_checkpoint(path) if path else None
@@ -144,15 +146,22 @@ def call_with_own(
     monitoring_callbacks: bool | None = None,
     **kwargs: Any,
 ) -> None:
-    """Lightning's call of one hook of all callbacks, or of those that do, or do not, monitor a metric."""
+    """Calls one hook of all callbacks, as Lightning does, and of the strategy's own; see `OwnCallbacks.around`."""
     own = getattr(trainer.strategy, "_own_callbacks", None)
     inside = own.around(trainer, hook_name, monitoring_callbacks, *args, **kwargs) if own else nullcontext()
     with inside:
         call(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
 
 
+def broadcast_sigterm(broadcast: Callable[..., None], loop: Any) -> None:
+    """Skips Lightning's broadcast where `Preemption` replaces it. In a broadcast a rank would wait for one that has
+    failed as long as `timeout`, without a message."""
+    if not getattr(loop.trainer.strategy, "_own_callbacks", None):
+        broadcast(loop)
+
+
 def store_when_all_have_come(store: Callable[..., None], loop: Any) -> None:
-    """Lightning's synchronisation of what an evaluation has logged of one loader."""
+    """Synchronises what an evaluation has logged for one loader, once all ranks have finished their batches."""
     own = getattr(loop.trainer.strategy, "_own_callbacks", None)
     if own:
         own.before_metrics(loop.trainer)
@@ -160,7 +169,7 @@ def store_when_all_have_come(store: Callable[..., None], loop: Any) -> None:
 
 
 def install() -> None:
-    """Wraps them, once. Makes ``zero://`` known where the package is not installed, too, and has no entry point."""
+    """Wraps the functions, once. Registers ``zero://``, which has no entry point if the package is not installed."""
     fsspec.register_implementation("zero", ZeroFileSystem, clobber=True)
     for place, name, ours in (
         (saving, "pl_load", read_file_or_folder),
@@ -170,14 +179,16 @@ def install() -> None:
         (_Connector, "__init__", for_fabric),
         (LightningCLI, "_parse_ckpt_path", parse_ckpt_path),
         (calls, "_call_callback_hooks", call_with_own),
+        (_TrainingEpochLoop, "_broadcast_sigterm_tensor", broadcast_sigterm),
         (_EvaluationLoop, "_store_dataloader_outputs", store_when_all_have_come),
     ):
-        if hasattr(place, name):  # older versions of LightningCLI look at no hyperparameters
+        if hasattr(place, name):  # older versions of Lightning lack some
             setattr(place, name, wrapped_once(getattr(place, name), ours))
 
 
 def wrapped_once(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """`ours`, called with `theirs` first, if that is not so already; other packages may have wrapped it too."""
+    """Returns a function that calls `ours` with `theirs` as its first argument; or `theirs`, if it is such a function
+    already, perhaps wrapped by other packages."""
 
     def is_ours(function: Any) -> bool:
         return hasattr(function, "_wrapped_by_lightning_zero")

@@ -1,6 +1,7 @@
-"""`ZeroMonitor`: what a run holds, sends and waits for, told at its start, in its loggers, and at its end."""
+"""`ZeroMonitor`: reports what a run holds, sends and waits for, at its start, in its loggers and at its end."""
 
 import logging
+import re
 import resource
 import statistics
 import sys
@@ -25,26 +26,26 @@ from lightning_zero.wire.clock import Clock, Mark
 
 log = logging.getLogger(__name__)
 
-KEPT = 1000  # latest steps, whose median is told
-MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024  # that getrusage counts in
+KEPT = 1000  # number of latest steps whose median time is reported
+MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024  # unit of getrusage's ru_maxrss
 
 
 class ZeroMonitor(pl.Callback):
-    """Tells what a run holds, sends and waits for. `ZeroStrategy` has one in every fit; under another strategy, such as
-    ``"ddp"``, add it to compare: it counts what it can see there, and takes the rest from formulas.
+    """Reports what a run holds, sends and waits for. `ZeroStrategy` has one in every fit. Under another strategy, such
+    as ``"ddp"``, add it to compare: it counts what it can see there, and takes the rest from formulas.
 
-    At the start of fit one table (under `ZeroStrategy` its own). For each step that is logged, to every logger, without
-    a message to other ranks and without waiting for a GPU:
+    At the start of fit it prints a table (under `ZeroStrategy` the strategy prints it). For each step that is logged it
+    writes to every logger, without a message to other ranks and without waiting for a GPU:
 
     - ``zero/bytes/<category>``: at rest on this rank, see `ZeroStrategy.memory_report`
-    - ``zero/peak_bytes``: the most so far, of the GPU's memory, or where there is none of the process
+    - ``zero/peak_bytes``: the most so far, in the GPU's memory, or without a GPU in the process
     - ``zero/wire_bytes``: sent by this rank in the step
     - ``zero/wait_seconds``: communication in the step that no work has hidden
     - ``zero/step_seconds``
     - ``zero/skipped_steps`` and ``zero/loss_scale`` under ``16-mixed``
-    - ``zero/grad_norm`` where gradients are clipped by it
+    - ``zero/grad_norm`` where gradients are clipped by norm
 
-    At the end a summary. When memory runs out: what has grown, and which option frees most.
+    At the end it prints a summary. When memory runs out it says what has grown, and which option frees most.
 
     Args:
         log: whether to write to loggers.
@@ -52,16 +53,16 @@ class ZeroMonitor(pl.Callback):
 
     def __init__(self, *, log: bool = True) -> None:
         self._logs = log
-        self.listeners: list[Callable[..., None]] = []  # take `costs` when fit ends, on rank 0
+        self.listeners: list[Callable[..., None]] = []  # called with `costs` when fit ends, on rank 0
         self._deaf: set[int] = set()  # ids of loggers that take no metrics
         self._before = Held({}, 0)  # at the start of fit
         self._begin(None)
 
     def _begin(self, device: torch.device | None) -> None:
-        self._clock = Clock(device, keeps=KEPT)  # of batches
+        self._clock = Clock(device, keeps=KEPT)  # times batches
         self._mark: Mark = None
-        self._batches, self._sent, self._waited = 0, 0, 0.0  # in all batches: bytes, s
-        self._sent_before, self._waited_before = 0, 0.0  # in this one
+        self._batches, self._sent, self._waited = 0, 0, 0.0  # in all batches: number, bytes, s
+        self._at_start = (0, 0.0)  # bytes and s when this batch began
 
     # -- the start
 
@@ -78,12 +79,13 @@ class ZeroMonitor(pl.Callback):
     # -- steps
 
     def on_train_batch_start(self, trainer: "pl.Trainer", *_: Any) -> None:
-        self._sent_before, self._waited_before = _sent_bytes(trainer), _waited_seconds(trainer)
+        self._at_start = _communicated(trainer)
         self._mark = self._clock.start()
 
     def on_train_batch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", *_: Any) -> None:
         self._clock.stop(self._mark)
-        sent, waited = _sent_bytes(trainer) - self._sent_before, _waited_seconds(trainer) - self._waited_before
+        (sent, waited), (sent_before, waited_before) = _communicated(trainer), self._at_start
+        sent, waited = sent - sent_before, waited - waited_before
         self._batches, self._sent, self._waited = self._batches + 1, self._sent + sent, self._waited + waited
         if self._logs and trainer._logger_connector.should_update_logs and not trainer.fit_loop._should_accumulate():
             metrics = self._metrics(trainer, pl_module)
@@ -93,7 +95,7 @@ class ZeroMonitor(pl.Callback):
 
     def _metrics(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> dict[str, float]:
         metrics: dict[str, float] = {
-            f"zero/bytes/{category.replace(' ', '_').translate(_NO_BRACKETS)}": nbytes
+            f"zero/bytes/{re.sub(r'[()]', '', category).replace(' ', '_')}": nbytes
             for category, nbytes in bytes_at_rest(trainer, module).items()
         }
         metrics["zero/peak_bytes"] = _peak_bytes(trainer)
@@ -120,14 +122,16 @@ class ZeroMonitor(pl.Callback):
         costs = self.costs(trainer, pl_module)
         if self.listeners:
             for peak in ("peak_resident_bytes", "peak_device_bytes"):
-                costs[peak] = costs[peak] and _largest(trainer, costs[peak])
+                if costs[peak]:  # the largest of any rank
+                    number = torch.tensor(costs[peak], device=trainer.strategy.root_device)
+                    costs[peak] = int(trainer.strategy.reduce(number, reduce_op="max"))
             for listener in self.listeners if trainer.is_global_zero else ():
                 listener(**costs)
         if costs["seconds_per_step"] is not None:
             rank_zero_info(_summary(costs))
 
     def costs(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> dict[str, Any]:
-        """What a run has cost on this rank: bytes, seconds; None for what was not measured."""
+        """Returns what a run has cost on this rank, in bytes and seconds; None for what was not measured."""
         per_step, latest = trainer.accumulate_grad_batches, self._clock.latest
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
         counts = isinstance(trainer.strategy, CheckpointingStrategy) and self._batches > 0
@@ -150,46 +154,36 @@ class ZeroMonitor(pl.Callback):
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
         if is_out_of_memory(exception):
-            with suppress(Exception):  # advice must not take the place of the error
+            with suppress(Exception):  # an error here must not replace the one of the run
                 log.error(_advice(trainer, pl_module, exception, self._before))
 
 
-_NO_BRACKETS = str.maketrans("", "", "()")
-
-
-def monitor_of(trainer: "pl.Trainer") -> ZeroMonitor:
-    """The monitor of a trainer, which has one from here on."""
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    found = next((callback for callback in callbacks if isinstance(callback, ZeroMonitor)), None)
-    if found is None:
-        found = ZeroMonitor()
-        callbacks.insert(0, found)
-    return found
-
-
 def watch_trainers(listener: Callable[..., None]) -> Callable[[], None]:
-    """From here on every Trainer that is made in this process has a monitor, whose `costs` go to `listener`. Returns
-    what ends it."""
+    """Has the `costs` of every Trainer that is made in this process from here on go to `listener`. Returns a function
+    that ends this."""
     connectors: Any = _CallbackConnector
     theirs = connectors.on_trainer_init
 
     @wraps(theirs)
     def ours(connector: Any, *args: Any, **kwargs: Any) -> None:
         theirs(connector, *args, **kwargs)
-        monitor_of(connector.trainer).listeners.append(listener)
+        callbacks = connector.trainer.callbacks
+        if not any(isinstance(callback, ZeroMonitor) for callback in callbacks):
+            callbacks.insert(0, ZeroMonitor())
+        next(callback for callback in callbacks if isinstance(callback, ZeroMonitor)).listeners.append(listener)
 
     connectors.on_trainer_init = ours
     return lambda: setattr(connectors, "on_trainer_init", theirs)
 
 
 def bytes_at_rest(trainer: "pl.Trainer", module: "pl.LightningModule") -> dict[str, int]:
-    """On this rank, by category: the strategy's own report, or for strategies without one a count."""
+    """Returns the bytes on this rank by category: the strategy's own report, or a count where it has none."""
     strategy = trainer.strategy
     if hasattr(strategy, "memory_report"):
         return strategy.memory_report()
     state = [item for optimizer in trainer.optimizers for held in optimizer.state.values() for item in held.values()]
     parameters = list(module.parameters())
-    # One gradient per parameter rests between backward and step, though zero_grad() may just have dropped it.
+    # Between backward and step each parameter has a gradient, though zero_grad() may just have dropped it.
     gradients = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     wrapped = strategy.model
     # DDP's buckets are a second copy of all gradients, unless the gradients are views of them.
@@ -203,7 +197,7 @@ def bytes_at_rest(trainer: "pl.Trainer", module: "pl.LightningModule") -> dict[s
 
 
 def resident_bytes() -> int:
-    """The most that this process has had in host memory."""
+    """Returns the most that this process has had in host memory."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES
 
 
@@ -215,24 +209,16 @@ def _peak_bytes(trainer: "pl.Trainer") -> int:
     return torch.cuda.max_memory_allocated(trainer.strategy.root_device) if _is_on_gpu(trainer) else resident_bytes()
 
 
-def _largest(trainer: "pl.Trainer", value: int) -> int:
-    """The largest value of any rank. A collective."""
-    number = torch.tensor(value, device=trainer.strategy.root_device)
-    return int(trainer.strategy.reduce(number, reduce_op="max"))
-
-
-def _sent_bytes(trainer: "pl.Trainer") -> int:
-    report = getattr(trainer.strategy, "communication_report", dict)
-    return sum(report().values())
-
-
-def _waited_seconds(trainer: "pl.Trainer") -> float:
-    engine = getattr(trainer.strategy, "engine", None)
-    return 0.0 if engine is None else engine.mesh.seconds_waited
+def _communicated(trainer: "pl.Trainer") -> tuple[int, float]:
+    """Returns what this rank has sent in the run, in bytes, and how long it has waited for others, in s."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, CheckpointingStrategy) or strategy.engine is None:
+        return 0, 0.0
+    return sum(strategy.communication_report().values()), strategy.engine.mesh.seconds_waited
 
 
 def _formula(trainer: "pl.Trainer", module: "pl.LightningModule") -> int | None:
-    """Bytes that a rank sends per step under DDP, whose all-reduce is a ring: 2 (N-1)/N of all gradients."""
+    """Returns what a rank sends per step under DDP, in bytes: its all-reduce is a ring, 2 (N-1)/N of all gradients."""
     ranks = trainer.world_size
     if ranks > 1 and not isinstance(trainer.strategy, DDPStrategy):
         return None
@@ -259,10 +245,10 @@ def _held(trainer: "pl.Trainer", module: "pl.LightningModule") -> Held:
 
 def _advice(trainer: "pl.Trainer", module: "pl.LightningModule", error: BaseException, before: Held) -> str:
     strategy, now = trainer.strategy, _held(trainer, module)
-    engine = getattr(strategy, "engine", None)
     beside = max(now.beside - before.beside, 0)
-    if isinstance(strategy, CheckpointingStrategy) and engine is not None:
-        options = options_of(engine, strategy.stage, forecast(engine, trainer.optimizers), beside)
+    if isinstance(strategy, CheckpointingStrategy) and strategy.engine is not None:
+        expected = forecast(strategy.engine, trainer.optimizers)
+        options = options_of(strategy.engine, strategy.stage, expected, beside)
     else:
         options = options_beside_ddp(bytes_under_ddp(module, trainer.optimizers), trainer.world_size, beside)
     return advice_for(error, f"on rank {trainer.global_rank}, in step {trainer.global_step}", before, now, options)

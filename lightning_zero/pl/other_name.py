@@ -1,8 +1,8 @@
-"""`pytorch_lightning` and `lightning_fabric` as other names of `lightning.pytorch` and `lightning.fabric`.
+"""Makes `pytorch_lightning` and `lightning_fabric` other names of `lightning.pytorch` and `lightning.fabric`.
 
-The wheels of Lightning bring both as copies, of which no class is the other's: a `pytorch_lightning.Trainer` takes no
-strategy, callback or module made of `lightning.pytorch`. Packages that import the old names train with this strategy
-once there is one of each.
+The wheels of Lightning contain both as copies with different classes: a `pytorch_lightning.Trainer` takes no strategy,
+callback or module of `lightning.pytorch`. Packages that import the old names can train with this strategy once both
+names are one package.
 """
 
 import importlib
@@ -18,8 +18,8 @@ OTHER_NAMES = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "li
 
 
 def serve_pytorch_lightning() -> None:
-    """From here on ``import pytorch_lightning`` gives `lightning.pytorch` itself, and all below it. Call it before
-    anything that imports the old name:
+    """Makes ``import pytorch_lightning`` give `lightning.pytorch` itself, also for submodules. Call it before anything
+    imports the old name:
 
         import lightning_zero
 
@@ -27,7 +27,7 @@ def serve_pytorch_lightning() -> None:
         from neuralforecast import NeuralForecast
 
     Raises:
-        RuntimeError: where somebody has imported a copy already.
+        RuntimeError: when a copy is imported already.
     """
     copies = sorted(name for name, real in OTHER_NAMES.items() if _is_copy(name, real))
     if copies:
@@ -40,7 +40,7 @@ def serve_pytorch_lightning() -> None:
 
 
 def advice() -> str:
-    """What to do where a copy is in use, for messages of it that print one of our objects; empty otherwise."""
+    """Returns what to do when a copy is in use, for its error messages that print one of our objects; else nothing."""
     if not _is_copy("pytorch_lightning", OTHER_NAMES["pytorch_lightning"]):
         return ""
     return (
@@ -54,7 +54,7 @@ def _is_copy(name: str, real: str) -> bool:
 
 @final
 class _Finder(MetaPathFinder, Loader):
-    """Finds a module of an old name in that of the new one."""
+    """Finds a module by its old name, and returns the one of the new name."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -71,6 +71,6 @@ class _Finder(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has run, under its own name; it goes on as that."""
+        """Restores the module's own spec. It has been executed under its own name."""
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state

@@ -1,4 +1,4 @@
-"""What `lightning-zero plan` prints: model states per rank at each stage, before there is a model."""
+"""Serves `lightning-zero plan`: model states per rank at each stage, before there is a model."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,13 +12,10 @@ DDP = "ddp"
 
 
 def plans_for(numel: int, stages: Sequence[int], **setting: Any) -> dict[str, Mapping[str, int]]:
-    """Bytes by category under ``"ddp"``, ``"stage 1"`` and so on.
+    """Returns bytes by category under ``"ddp"``, ``"stage 1"`` and so on.
 
-    Args:
-        setting: as `states_of` takes it. Where stages are compared, those below 3 offload no parameters.
-
-    Raises:
-        ValueError: see `states_of`.
+    `setting` has arguments of `states_of`, which may raise ValueError. Where stages are compared, those below 3 offload
+    no parameters.
     """
     common = {name: setting[name] for name in ("precision", "state_tensors") if name in setting}
     offload: Offload | None = setting.pop("offload", None)
@@ -32,7 +29,7 @@ def plans_for(numel: int, stages: Sequence[int], **setting: Any) -> dict[str, Ma
 
 
 def plan_text(numel: int, stages: Sequence[int], **setting: Any) -> str:
-    """A table of `plans_for`, and what it leaves out."""
+    """Returns a table of `plans_for`, and notes on what it leaves out."""
     plans = plans_for(numel, stages, **setting)
     precision = setting.get("precision", "32-true")
     head = f"{numel:,} parameters, {setting['ranks']} ranks, {precision}"

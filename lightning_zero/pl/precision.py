@@ -1,14 +1,14 @@
-"""Lightning's precision plugins, made to know that gradients and optimizer state are spread over ranks.
+"""Adapts Lightning's precision plugins to gradients that are spread over ranks.
 
-Left alone, they would clip by the norm of what one rank owns, with no error, and let each rank decide by itself
-whether an fp16 step overflowed.
+Unchanged, they would silently clip by the norm of the gradients that one rank owns, and each rank would decide by
+itself whether an fp16 step overflowed.
 """
 
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache, partial
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, final
 
 import lightning.pytorch as pl
 import torch
@@ -25,14 +25,14 @@ KNOWN = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
 
 
 def adapt(plugin: Precision) -> Precision:
-    """A copy of `plugin` (the user's scaler and all) that steps sharded optimizers.
+    """Returns a copy of `plugin`, with the user's scaler, that steps sharded optimizers.
 
-    Its class keeps its name: Lightning files the scaler's state under it, and a checkpoint must load without us. What a
-    class of the user's own overrides is called first, and its `super()` is ours.
+    Its class keeps the plugin's name, under which Lightning saves the scaler's state: a checkpoint must load without
+    this package. Overrides in a class of the user's own are called first, and their `super()` is `ShardedGradients`.
 
     Raises:
-        TypeError: for what is no plugin.
-        ValueError: for a plugin whose way of storing parameters we do not know.
+        TypeError: for an object that is no plugin.
+        ValueError: for a plugin that stores parameters in a way of its own.
     """
     if isinstance(plugin, ShardedGradients):
         return plugin
@@ -51,71 +51,68 @@ def adapt(plugin: Precision) -> Precision:
         )
     adapted = copy.copy(plugin)
     kept = {"__qualname__": base.__qualname__, "__module__": base.__module__}
-    bases = (_sharded(lightnings),) if base is lightnings else (base, _sharded(lightnings))
+    # In the MRO, `ShardedGradients` comes behind a user's class, and before Lightning's.
+    bases = (ShardedGradients, lightnings) if base is lightnings else (base, ShardedGradients, lightnings)
     adapted.__class__ = type(base.__name__, bases, kept)
     return adapted
 
 
-@cache
-def _sharded(lightnings: type[Precision]) -> type[Precision]:
-    """Ours before one of Lightning's; behind a user's class, which inherits from Lightning's, it comes in between."""
-    return type(f"Sharded{lightnings.__name__}", (ShardedGradients, lightnings), {})
+@final
+class SkippedSteps:
+    """Counts optimizer steps that were skipped because a gradient overflowed in fp16, and ends a run that skips more
+    than `most` in a row."""
 
+    def __init__(self, most: int = 20) -> None:
+        self.total = 0  # since training began, in whatever run
+        self._most = most
+        self._in_a_row: list[str] = []  # up to now, each in words
 
-class SkippedStep(NamedTuple):
-    """An optimizer step that was not taken because a gradient overflowed in fp16."""
+    def note(self, step: int, overflow: Overflow | None, scaler: Any, loss: float | None = None) -> None:
+        """Takes note of a step, which was skipped if a gradient overflowed on any rank. Warns if it was.
 
-    step: int
-    loss: float | None
-    overflow: Overflow
-
-    def __str__(self) -> str:
-        names = self.overflow.parameters
+        Raises:
+            RuntimeError: for more than `most` skipped steps in a row.
+        """
+        if overflow is None or not overflow.ranks:
+            self._in_a_row.clear()
+            return
+        names, scale = overflow.parameters, scaler.get_scale()
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        loss = "" if self.loss is None else f"loss {self.loss}, "
-        return f"step {self.step}: {loss}non-finite gradients on ranks {self.overflow.ranks} in {shown}"
-
-
-def tell_skipped(step: SkippedStep, scale: float) -> None:
-    """Warns of an optimizer step that was not taken."""
-    rank_zero_warn(f"Skipped an optimizer step, {step}. The loss scale is {scale:g}.")
-
-
-def refuse_endless(in_a_row: Sequence[SkippedStep], most: int, scale: float) -> None:
-    """Raises RuntimeError when more than `most` steps in a row were not taken."""
-    if len(in_a_row) > most:
-        told = "\n  ".join(map(str, in_a_row))
-        raise RuntimeError(
-            f"{len(in_a_row)} optimizer steps in a row overflowed in fp16 (max_skipped_steps={most}):\n  {told}\n"
-            f"The loss scale is {scale:g}. Look at the parameters named above, lower the learning rate, or use "
-            "precision='bf16-mixed'."
-        )
+        seen = "" if loss is None else f"loss {loss}, "
+        self._in_a_row.append(f"step {step}: {seen}non-finite gradients on ranks {overflow.ranks} in {shown}")
+        self.total += 1
+        rank_zero_warn(f"Skipped an optimizer step, {self._in_a_row[-1]}. The loss scale is {scale:g}.")
+        if len(self._in_a_row) > self._most:
+            told = "\n  ".join(self._in_a_row)
+            raise RuntimeError(
+                f"{len(self._in_a_row)} optimizer steps in a row overflowed in fp16 (max_skipped_steps={self._most}):\n"
+                f"  {told}\nThe loss scale is {scale:g}. Look at the parameters named above, lower the learning rate, "
+                "or use precision='bf16-mixed'."
+            )
 
 
 class ShardedGradients(Precision):
     """Ends backward with the reduction, clips by the global norm, and under a scaler (16-mixed) decides on overflow
-    once for all ranks: skipped steps are told, counted and bounded."""
+    once for all ranks."""
 
     engine: Engine | None = None
     scaler: Any = None
-    max_skipped_steps = 20
-    skipped_steps = 0  # since training began, in whatever run
-    skipped_last = False  # the latest step, so that its scheduler does not move either
-    grad_norm: Tensor | None = None  # of the latest step, where it was clipped by it; 0-d, on the host
-    _in_a_row: Sequence[SkippedStep] = ()  # up to now
+    skipped = SkippedSteps()  # for all plugins before their first run; `begin` makes another one
+    skipped_last = False  # whether the latest step was: its learning rate schedulers do not move either
+    grad_norm: Tensor | None = None  # of the latest step, if it was clipped by norm; 0-d, on the host
     _warned_of_nan = False
 
     def __reduce__(self) -> Any:
-        """Pickles as the plugin it was made of (``start_method="spawn"`` sends the strategy to every rank)."""
+        """Pickles the plugin that was adapted (``start_method="spawn"`` sends the strategy to every rank)."""
         base = next(base for base in type(self).__mro__[1:] if not issubclass(base, ShardedGradients))
         plain = base.__new__(base)
         vars(plain).update(vars(self), engine=None)
         return adapt, (plain,)
 
     def begin(self, engine: Engine, max_skipped_steps: int) -> None:
-        """A run starts."""
-        self.engine, self.max_skipped_steps = engine, max_skipped_steps
-        self.skipped_steps, self.skipped_last, self.grad_norm, self._in_a_row = 0, False, None, ()
+        """Begins a run."""
+        self.engine, self.skipped = engine, SkippedSteps(max_skipped_steps)
+        self.skipped_last, self.grad_norm = False, None
 
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: "pl.LightningModule", optimizer: Any, *args: Any, **kwargs: Any
@@ -150,7 +147,7 @@ class ShardedGradients(Precision):
         loss = closure()
         if loss is None and model.automatic_optimization:
             self._after_closure(model, optimizer)
-            return None  # training_step returned None: there was no backward
+            return None  # training_step returned None, and there was no backward
         overflow = self.engine.averages.unscale_(self.scaler, optimizer)
         self._after_closure(model, optimizer)
         step_output = self.scaler.step(optimizer, **kwargs)
@@ -159,25 +156,26 @@ class ShardedGradients(Precision):
         return step_output
 
     def _note(self, trainer: "pl.Trainer", overflow: Overflow, loss: Any) -> None:
-        scale = self.scaler.get_scale()
         self.skipped_last = bool(overflow.ranks)
-        if self.skipped_last:
-            self.skipped_steps += 1
-            value = float(loss) if isinstance(loss, Tensor) else None
-            self._in_a_row = (*self._in_a_row, SkippedStep(trainer.global_step, value, overflow))
-            tell_skipped(self._in_a_row[-1], scale)
-        else:
-            self._in_a_row = ()
-        trainer.callback_metrics["zero/skipped_steps"] = torch.tensor(float(self.skipped_steps))
-        trainer.callback_metrics["zero/loss_scale"] = torch.tensor(scale)
-        refuse_endless(self._in_a_row, self.max_skipped_steps, scale)
+        value = float(loss) if self.skipped_last and isinstance(loss, Tensor) else None
+        try:
+            self.skipped.note(trainer.global_step, overflow, self.scaler, value)
+        finally:
+            trainer.callback_metrics["zero/skipped_steps"] = torch.tensor(float(self.skipped.total))
+            trainer.callback_metrics["zero/loss_scale"] = torch.tensor(self.scaler.get_scale())
 
 
 def guard_schedulers(
     plugin: ShardedGradients, module: "pl.LightningModule", configs: Callable[[], Sequence[LRSchedulerConfig]]
 ) -> Callable[[], None]:
-    """A skipped fp16 step does not move those of the schedulers that step with it (a declared deviation from DDP).
-    `configs` tells them when asked: the learning rate finder puts others in their place. Returns what undoes it."""
+    """Keeps learning rate schedulers with ``interval="step"`` from moving in a skipped fp16 step (a declared deviation
+    from DDP). Returns a function that undoes this.
+
+    Args:
+        plugin: knows whether the latest step was skipped.
+        module: whose `lr_scheduler_step` is replaced.
+        configs: returns the schedulers of then: the learning rate finder replaces them.
+    """
     if plugin.scaler is None:
         return lambda: None
     step, own = module.lr_scheduler_step, vars(module).get("lr_scheduler_step")

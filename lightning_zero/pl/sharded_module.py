@@ -1,4 +1,4 @@
-"""`ShardedModule`: what Fabric calls in the place of a module."""
+"""`ShardedModule`: wraps a module under Fabric, as DDP does."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -8,6 +8,7 @@ import torch
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.run.engine import Engine
@@ -15,11 +16,11 @@ from lightning_zero.run.engine import Engine
 
 @final
 class ShardedModule(Module):
-    """What Fabric calls in the place of a module, as it calls DDP's wrapper.
+    """Wrapper that Fabric calls instead of the user's module, as it calls DDP's.
 
     Args:
         module: the user's.
-        make: makes the engine, once all optimizers are known: when it is first asked for.
+        make: makes the engine. Called when the engine is first used: only then are all optimizers known.
     """
 
     def __init__(self, module: Module, make: Callable[["ShardedModule"], Engine]) -> None:
@@ -31,14 +32,15 @@ class ShardedModule(Module):
 
     @property
     def engine(self) -> Engine:
+        """The engine, which is made here if there is none. Collective then."""
         if self.made is None:
-            with torch.inference_mode(False), torch.enable_grad():  # what is made here trains later
+            with torch.inference_mode(False), torch.enable_grad():  # the tensors made here are trained later
                 self.made = self._make(self)
         return self.made
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            _tell_uncompiled()
+            _warn_uncompiled()
         return self._call(*args, **kwargs)
 
     @torch.compiler.disable
@@ -49,7 +51,7 @@ class ShardedModule(Module):
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Around forward and backward of all but the last micro-batch."""
+        """Surrounds forward and backward of each micro-batch of a step but the last."""
         self._is_blocked = True
         try:
             with self.engine.accumulating():
@@ -58,19 +60,27 @@ class ShardedModule(Module):
             self._is_blocked = False
 
     def has(self, what: Module | Parameter) -> bool:
+        """Whether `what` is this module, or one of its modules or parameters."""
         return any(one is what for one in (self.modules() if isinstance(what, Module) else self.parameters()))
+
+    def is_stepped_by(self, optimizer: Optimizer) -> bool:
+        """Whether `optimizer` has a parameter of this module."""
+        own = set(self.parameters())
+        return any(not own.isdisjoint(group["params"]) for group in optimizer.param_groups)
 
 
 @final
 class SyncControl(_BackwardSyncControl):
+    """Serves `Fabric.no_backward_sync`."""
+
     @override
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
         return cast(ShardedModule, module).accumulating() if enabled else nullcontext()
 
 
 @torch.compiler.disable
-def _tell_uncompiled() -> None:
-    """Fabric compiles what it calls, around the engine, which cannot be traced."""
+def _warn_uncompiled() -> None:
+    """Warns that Fabric has compiled the wrapper, and with it the engine, which cannot be traced."""
     rank_zero_warn(
         "fabric.setup(torch.compile(model), ...) runs uncompiled with ZeroStrategy. Compile the model in place before: "
         "model.compile(); fabric.setup(model, ...)."

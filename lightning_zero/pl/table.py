@@ -1,6 +1,6 @@
-"""What a run says of itself in plain text: bytes by category beside DDP's, dtypes, what rests where, what is in vain.
+"""Plain-text reports of a run: bytes by category beside DDP's, dtypes, what is kept where, settings that bring nothing.
 
-Made for 60 columns and no colour: it ends up in logs.
+They fit into 60 columns and have no colour, because they end up in logs.
 """
 
 import textwrap
@@ -20,13 +20,13 @@ from lightning_zero.shards.units import scripted
 from lightning_zero.shards.window import may_fuse
 from lightning_zero.tiers.ledger import Category, Tier
 
-WORTH_TELLING = 2**30  # bytes that are whole on every rank, and need not be
+WORTH_TELLING = 2**30  # bytes of a model, from which on users are told that it is whole where it need not be
 WIDTH = 60  # columns that every terminal has
-SHOWN = 4  # sorts of modules that rest in fp32
+SHOWN = 4  # kinds of modules that stay in fp32
 
 
 class MemoryReport(dict[str, int]):
-    """Bytes by category; printed, a table of what there is."""
+    """Bytes by category; prints as a table of those that are not zero."""
 
     def __str__(self) -> str:
         rows = [[category, sized(nbytes)] for category, nbytes in self.items() if nbytes]
@@ -37,7 +37,7 @@ class MemoryReport(dict[str, int]):
 
 
 def sized(nbytes: float) -> str:
-    """Bytes in a unit that leaves three digits or so: ``"1.23 GB"``."""
+    """Returns bytes in a unit that leaves about three digits: ``"1.23 GB"``."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= 0.9995 * size:
             return f"{nbytes / size:.3g} {unit}" if nbytes < 999.5 * size else f"{nbytes / size:,.0f} {unit}"
@@ -45,7 +45,7 @@ def sized(nbytes: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of columns: the first to the left, numbers to the right."""
+    """Returns `rows` as lines of columns: the first column aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
@@ -55,7 +55,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def wrapped(text: str) -> list[str]:
-    """One sentence, in lines that fit."""
+    """Returns a sentence in lines that fit into the width."""
     return textwrap.wrap(text, WIDTH - 2, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
 
 
@@ -67,11 +67,26 @@ def table_of(
     *,
     can_step_in_backward: bool = False,
 ) -> str:
-    """What the start of fit says: who shares what, the bytes per rank beside DDP's (with `averages` of the model, see
-    `run.average.room_for_average`), and the dtypes. Where the Trainer needs no gradients after backward, fit
-    `can_step_in_backward`: who offloads is told of it."""
+    """Returns what is printed at the start of fit: the mesh, the bytes per rank beside DDP's, dtypes, and notes.
+
+    `averages` are the bytes of each average of the model; see `run.average.room_for_average`. The notes recommend
+    `step_in_backward` where optimizer state is offloaded, and the Trainer `can_step_in_backward`, because it needs no
+    gradients afterwards.
+    """
     optimizers = list(optimizers)
     expected = forecast(engine, optimizers, averages)
+    lines = [
+        *_mesh_lines(engine, expected),
+        *bytes_table(expected.numel, ddp=expected.ddp, here=expected.here),
+        *_dtype_lines(engine),
+    ]
+    for note in _notes(engine, expected, optimizers, can_step_in_backward):
+        lines += wrapped(note)
+    return "\n  ".join([f"ZeRO stage {stage} on {ranks_told(engine.mesh.world.size)}", *lines])
+
+
+def _notes(engine: Engine, expected: Forecast, optimizers: Sequence[Optimizer], in_backward: bool) -> list[str]:
+    """Returns the sentences below the table; see `table_of`."""
     told = [*_warnings(engine, expected), *_uncast_lines(engine)]
     if engine.resident_numel:
         told.append(f"{engine.resident_numel:,} stay whole on every rank: gathering them costs more than it saves")
@@ -86,23 +101,16 @@ def table_of(
     if any(group.setting.block > 1 for group in engine.groups):
         told.append("Pieces that optimizers step part no block of 256 elements")
     told += _offload_lines(engine, optimizers)
-    if can_step_in_backward and _would_hide_in_backward(engine, optimizers):
+    if in_backward and _would_hide_in_backward(engine, optimizers):
         told.append(
             "If no hook of yours looks at gradients, ZeroStrategy(step_in_backward=True) hides the offloaded step "
             "behind backward, which is longer than the next forward"
         )
-    told += _recompute_lines(engine)
-    lines = [
-        *_mesh_lines(engine, expected),
-        *bytes_table(expected.numel, ddp=expected.ddp, here=expected.here),
-        *_dtype_lines(engine),
-        *(line for sentence in told for line in wrapped(sentence)),
-    ]
-    return "\n  ".join([f"ZeRO stage {stage} on {ranks_told(engine.mesh.world.size)}", *lines])
+    return told + _recompute_lines(engine)
 
 
 def ranks_told(size: int) -> str:
-    """``"1 rank"``, ``"2 ranks"``."""
+    """Returns ``"1 rank"``, ``"2 ranks"`` and so on."""
     return f"{size} rank" + "s" * (size != 1)
 
 
@@ -117,8 +125,8 @@ def _mesh_lines(engine: Engine, expected: Forecast) -> list[str]:
 
 
 def bytes_table(numel: int, **reports: Mapping[str, int]) -> list[str]:
-    """Bytes of one rank by category, a column for each report; what each of `numel` parameters takes of the model
-    states on the device."""
+    """Returns the bytes of one rank by category, with a column for each report. The last line says how many bytes of
+    model states on the device each of `numel` parameters takes."""
     named = list(reports.values())
     categories = [category for category in {**named[-1], **named[0]} if any(report.get(category) for report in named)]
 
@@ -145,7 +153,7 @@ def _dtype_lines(engine: Engine) -> list[str]:
 
 
 def _uncast_lines(engine: Engine) -> list[str]:
-    """What rests in fp32 although autocast's dtype was asked for, and why."""
+    """Returns which parameters stay in fp32 although autocast's dtype was asked for, and why."""
     asked = str(engine.options.autocast_dtype).removeprefix("torch.")
     lines = [
         f"{uncast.numel:,} stay in float32, not {asked}: {uncast.kind} ({uncast.why})"
@@ -157,10 +165,10 @@ def _uncast_lines(engine: Engine) -> list[str]:
 
 
 def _warnings(engine: Engine, expected: Forecast) -> list[str]:
-    """Settings that bring nothing, each in a sentence."""
+    """Returns a sentence for each setting that brings nothing."""
     options, mesh, told = engine.options, engine.mesh, []
     here, ddp = (
-        sum(nbytes for category, nbytes in report.items() if "(" not in category)
+        sum(nbytes for category, nbytes in report.items() if "(" not in category)  # those on the device
         for report in (expected.here, expected.ddp)
     )
     data_ranks = mesh.world.size // mesh.tensor.size
@@ -174,23 +182,22 @@ def _warnings(engine: Engine, expected: Forecast) -> list[str]:
         told.append(
             f"The model is so small that buckets outweigh what is saved: ddp takes {sized(ddp)}, this {sized(here)}"
         )
-    offload = options.offload
     moved = any(tier in category for category in expected.here for tier in ("(host)", "(disk)"))
-    if offload is not None and not moved:
+    if options.offload is not None and not moved:
         on = "the model is in host memory already" if engine.device.type == "cpu" else "nothing that it names is here"
         told.append(f"Offload moves nothing: {on}")
     return told
 
 
 def _offload_lines(engine: Engine, optimizers: Sequence[Optimizer]) -> list[str]:
-    """What is offloaded, where to, and how it is stepped."""
+    """Returns what is offloaded, where to, and how it is stepped."""
     offload = engine.options.offload
     if offload is None:
         return []
-    rests = {"cpu": "in host memory", "nvme": f"on disk ({offload.path})"}
+    kept = {"cpu": "in host memory", "nvme": f"on disk ({offload.path})"}
     lines = []
     if offload.parameters is not None:
-        lines.append(f"Parameters are kept {rests[offload.parameters]} between uses")
+        lines.append(f"Parameters are kept {kept[offload.parameters]} between uses")
     if offload.optimizer is not None:
         fuses = any(may_fuse(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups)
         kernel = "torch's fused kernel" if fuses else "the optimizer's own kernels"
@@ -199,28 +206,30 @@ def _offload_lines(engine: Engine, optimizers: Sequence[Optimizer]) -> list[str]
             when = "in backward"
         elif engine.serial_because:
             when = f"in each call of step: {engine.serial_because}"
-        narrow = "" if offload.state_torch_dtype is None else f", rounded to {offload.state_torch_dtype}"
+        dtype = offload.state_torch_dtype
+        narrow = "" if dtype is None else f", rounded to {dtype}"
         lines.append(
-            f"Optimizer state of {_offloaded_numel(engine):,} elements is kept {rests[offload.optimizer]}{narrow}, and "
+            f"Optimizer state of {_offloaded_numel(engine):,} elements is kept {kept[offload.optimizer]}{narrow}, and "
             f"is stepped by {kernel}, {when}"
         )
         betas = {beta for one in optimizers for group in one.param_groups for beta in group.get("betas", ())}
-        stuck = sorted(beta for beta in betas if _is_stuck(beta, offload.state_torch_dtype))
+        # ``beta * average`` of these may be rounded up to the average again.
+        stuck = sorted(beta for beta in betas if dtype is not None and 1 - beta <= torch.finfo(dtype).eps / 2)
         if stuck:
             lines.append(f"Averages with beta {', '.join(map(str, stuck))} cannot fall there: write 0.99 or less")
     return lines
 
 
 def _offloaded_numel(engine: Engine) -> int:
-    """Elements whose optimizer state is offloaded."""
+    """Returns the number of elements whose optimizer state is offloaded."""
     return sum(slot.numel for group in engine.groups if group.kind.is_offloaded for slot in group.slots)
 
 
 def _would_hide_in_backward(engine: Engine, optimizers: Sequence[Optimizer]) -> bool:
     """Whether an offloaded step, which waits for the next forward, could be taken in backward."""
-    is_late = engine.options.offload is not None and _offloaded_numel(engine) > 0 and not engine.serial_because
     return (
-        is_late
+        _offloaded_numel(engine) > 0
+        and not engine.serial_because
         and engine.partition.gradient
         and len(optimizers) == 1
         and engine.imbalance is None  # whole tensors are exchanged after backward
@@ -228,13 +237,8 @@ def _would_hide_in_backward(engine: Engine, optimizers: Sequence[Optimizer]) -> 
     )
 
 
-def _is_stuck(beta: float, dtype: torch.dtype | None) -> bool:
-    """Whether ``beta * average`` may be rounded up to the average again."""
-    return dtype is not None and 1 - beta <= torch.finfo(dtype).eps / 2
-
-
-def told_of_whole(module: Module, builder: str = "configure_model()") -> str | None:
-    """What to say where parameters are to rest as shards, of a large model that every rank has built whole; `builder`
+def told_of_whole(module: Module, builder: str) -> str | None:
+    """Returns what to say of a large model that is to rest as shards, and that every rank has built whole; `builder`
     would have built it in shards."""
     nbytes = sum(parameter.nbytes for parameter in module.parameters() if early_of(parameter) is None)
     if nbytes <= WORTH_TELLING:
@@ -243,14 +247,14 @@ def told_of_whole(module: Module, builder: str = "configure_model()") -> str | N
 
 
 def _recompute_lines(engine: Engine) -> list[str]:
-    """Which blocks recompute, and where their inputs rest."""
+    """Returns which blocks recompute, and where their inputs are kept."""
     policy = engine.options.activation_checkpointing
     if policy is None or engine.recompute is None:
         return []
-    rests = "in host memory" if policy.offload else "on the device"
+    kept = "in host memory" if policy.offload else "on the device"
     how = (", each rank's part of it" if policy.partition else "") + (", in one array" if policy.contiguous else "")
     blocks = engine.recompute.chosen.blocks
     return [
         f"{len(blocks)} blocks ({blocks[0]}, ...) compute activations again in backward; "
-        f"their input is kept {rests}{how}"
+        f"their input is kept {kept}{how}"
     ]

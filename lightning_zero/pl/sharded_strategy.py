@@ -1,0 +1,316 @@
+"""`ShardedStrategy`: what the strategies of Trainer and Fabric share: settings, communicator, engines, checkpoints."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import wraps
+from typing import Any, final
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from lightning_zero.checkpoint import CheckpointKeeper, pickle_on_all_ranks
+from lightning_zero.config import Checkpoint, Offload
+from lightning_zero.pl import ranks
+from lightning_zero.pl.single_file import format_beside, is_plugin, refuse_place
+from lightning_zero.pl.table import MemoryReport, table_of, told_of_whole
+from lightning_zero.run.construction import Construction, constructing
+from lightning_zero.run.engine import Engine, Options
+from lightning_zero.shards.local import local_of
+from lightning_zero.shards.offload import Machine
+from lightning_zero.stage import STAGES
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.native import make_comm
+
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+def after_meeting(theirs: Callable[..., Any]) -> Any:
+    """Returns a method that calls `theirs`, a collective of Lightning's, once all ranks have come to it.
+
+    Ranks that still evaluate may need this one for a gather, in which it could not take part from inside of a
+    collective of Lightning's.
+    """
+
+    @wraps(theirs)
+    def ours(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._prepare_collective(theirs.__name__)
+        return theirs(self, *args, **kwargs)
+
+    return ours
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Checked arguments of `ZeroStrategy`, which the strategy of Fabric takes over."""
+
+    options: Options
+    max_skipped_steps: int
+    wait_timeout: timedelta
+    sanitize: bool
+    may_choose_format: bool  # the user has not written `checkpoint`
+
+
+class ShardedStrategy:
+    """Base of both strategies, placed before Lightning's `DDPStrategy`. A Trainer's strategy has one engine, Fabric's
+    has one for each module."""
+
+    root_device: torch.device  # this one and the next two are of `DDPStrategy`
+    num_processes: int  # ranks on this machine
+    is_global_zero: bool
+    stage: int
+    checkpoint: Checkpoint  # how to save
+    _process_group_backend: str | None  # of `DDPStrategy`
+    _settings: Settings
+    _comm: Comm | None = None
+    _keeper: CheckpointKeeper | None = None
+
+    def _engine_of(self, what: Module | Parameter | None) -> Engine:
+        """Returns the engine of the model that `what` is part of; for None the only engine."""
+        raise NotImplementedError
+
+    @property
+    def _engines(self) -> list[Engine]:
+        """All engines that have been made."""
+        raise NotImplementedError
+
+    @property
+    def _stepped_in(self) -> Mapping[Optimizer, Engine]:
+        """Optimizers that may be asked for their state, each with its engine."""
+        raise NotImplementedError
+
+    # -- what users read
+
+    def full_parameters(self, module: Module | None = None, write: bool = False) -> AbstractContextManager[None]:
+        """All parameters of `module` (default: the whole model) hold their values inside. Enter it on every rank.
+
+        In-place edits persist without it where torch can see them. It cannot see edits through `.numpy()`, or through
+        `.data` inside a module's own forward; outside of ``write=True`` such edits may be lost.
+
+        Args:
+            module: whose parameters.
+            write: keep edits made inside; make the same ones on every rank.
+        """
+        return self._engine_of(module).full_parameters(module, write=write)
+
+    def full_optimizer_state(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
+        """`optimizer.state_dict()` as one device would have it, on the host of every rank; in training and after fit.
+
+        The optimizer's own `state` and `state_dict()` hold what this rank steps: a flat piece of each parameter, and
+        nothing of some (``optimizer.state[p]`` is empty then). Call it on every rank.
+
+        Args:
+            optimizer: one of those of the latest fit; None where there is only one.
+
+        Raises:
+            RuntimeError: before the first fit.
+            ValueError: when None could be any of several, or the optimizer is of no fit.
+        """
+        stepped = self._stepped_in
+        wanted = getattr(optimizer, "optimizer", optimizer)  # Lightning wraps them
+        found = [one for one in stepped if optimizer is None or one is wanted]
+        if len(found) != 1:
+            kinds = ", ".join(type(one).__name__ for one in stepped)
+            raise ValueError(f"full_optimizer_state(optimizer={optimizer!r}) is to be one of this fit's: {kinds}.")
+        return stepped[found[0]].states.full_optimizer(found[0])
+
+    def full_grad(self, parameter: Parameter) -> Tensor | None:
+        """The averaged gradient of a parameter in its shape (whole for a DTensor), or None. Call it on every rank."""
+        return self._engine_of(parameter).averages.full(parameter)
+
+    def grad_norms(self, norm_type: float = 2.0, module: Module | None = None) -> dict[str, Tensor]:
+        """Parameter name -> norm of its averaged gradient, for those that have one; one small reduction for all.
+        Call it on every rank.
+
+        Args:
+            norm_type: p of the p-norm; ``inf`` for the largest magnitude.
+            module: with Fabric, which of the modules that were set up; None where there is only one.
+        """
+        return self._engine_of(module).averages.norms(norm_type)
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes at rest on this rank's device by category, in a dictionary that prints as a table.
+
+        The categories are parameter, gradient, master, optimizer state, average, bucket, gathered and activation
+        checkpoint. Offloaded bytes are in ``"optimizer state (host)"``, ``"... (disk)"`` and so on. Activation
+        checkpoints count as the most that a step has kept. After fit the report is that of its end.
+        """
+        report: Counter[str] = Counter()
+        for engine in self._engines or [self._engine_of(None)]:  # without an engine, raises and says so
+            report.update(engine.bytes_by_category())
+        return MemoryReport(report)
+
+    def communication_report(self) -> dict[str, int]:
+        """Bytes this rank has sent, by operation, and by what they cross: ``replicate ...`` between shard groups."""
+        sent: Counter[str] = Counter()
+        for engine in self._engines:  # they share a world, and may each have more communicators
+            shared = engine.mesh.world.bytes_sent if sent else {}
+            for kind, nbytes in engine.mesh.bytes_sent.items():
+                sent[kind] += nbytes - shared.get(kind, 0)
+        return dict(sent)
+
+    # -- ranks
+
+    def setup_environment(self) -> None:
+        """Connects the processes."""
+        ranks.warn_of_shared_store()
+        super().setup_environment()  # type: ignore[misc]
+
+    def _ensure_comm(self) -> Comm:
+        """Returns the communicator of all ranks. The first call makes it; make that one on every rank."""
+        if self._comm is None:
+            timeout, sanitize = self._settings.wait_timeout, self._settings.sanitize
+            self._comm = make_comm(self.root_device, timeout, backend=self._process_group_backend, sanitize=sanitize)
+        return self._comm
+
+    def _meet_before_collective(self) -> None:
+        """Serves the gathers of ranks that still evaluate, until all ranks have come here.
+
+        Call it on every rank, before a collective that is not the engines' own.
+        """
+        for engine in self._engines:
+            if not engine.closed:
+                engine.rendezvous.meet_before_collective()
+
+    def _prepare_collective(self, name: str) -> None:
+        """Makes ranks meet before Lightning's collective `name`; see `after_meeting`."""
+        self._meet_before_collective()
+
+    # -- engines
+
+    def _constructing(self) -> AbstractContextManager[Construction | None]:
+        """Returns a context in which models are built in shards at stage 3. Collective; see `constructing`."""
+        return constructing(stage=self.stage, comm=self._ensure_comm(), options=self._settings.options)
+
+    def _new_engine(self, module: Module, optimizers: Sequence[Optimizer], precision: Any, builder: str) -> Engine:
+        """Makes an engine. Collective: call it on every rank.
+
+        Args:
+            module: whose parameters are sharded.
+            optimizers: over parameters of `module`; none for evaluation.
+            precision: Lightning's plugin.
+            builder: names, for messages, where the model would be built in shards.
+        """
+        comm, options = self._ensure_comm(), self._settings.options
+        if STAGES[self.stage].parameter and comm.size > 1 and (told := told_of_whole(module, builder)):
+            rank_zero_info(told)
+        casts = isinstance(precision, MixedPrecision | FabricMixedPrecision) and options.param_dtype is None
+        available, local_ranks = ranks.available_host_bytes(), self.num_processes
+        options = replace(
+            options,
+            autocast_dtype=_AUTOCAST[precision.precision] if casts else None,
+            param_dtype=None if options.param_dtype == torch.float32 else options.param_dtype,
+            machine=Machine(host_bytes=None if available is None else available // local_ranks, ranks=local_ranks),
+        )
+        return Engine(module, optimizers, stage=self.stage, comm=comm, device=self.root_device, options=options)
+
+    def _begin_training(self, engine: Engine, **about: Any) -> None:
+        """Moves optimizer state to the device, unless it is offloaded, and prints `table_of` the engine."""
+        if engine.options.offload is None:
+            _optimizers_to_device(engine.optimizers, self.root_device)
+        rank_zero_info(table_of(engine, self.stage, engine.optimizers, **about))
+
+    def _copies_that_fit(self, engine: Engine) -> int:
+        """Returns how many whole copies of the model every rank of this machine can hold in host memory, 0 to 2.
+
+        One is for the weights, the second for the gradients of the last step, which DDP leaves. With tensor
+        parallelism, counts copies of this rank's part of the model on its device. Collective: one answer for all ranks.
+        """
+        available, copies = ranks.available_host_bytes(), self.num_processes
+        if engine.mesh.tensor.size > 1 and self.root_device.type == "cuda":
+            available, copies = torch.cuda.mem_get_info(self.root_device)[0], 1
+        needed = copies * sum(
+            local_of(parameter).numel() * parameter.dtype.itemsize for parameter in engine.module.parameters()
+        )
+        whole = not engine.partition.parameter
+        fits = torch.tensor(2 if available is None or 2 * needed < available else int(whole or needed < available))
+        engine.rendezvous.meet_before_collective()
+        return int(engine.mesh.world.all_reduce(fits, "fits in host memory", "min"))
+
+    # -- checkpoints
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Lightning's plugin that writes and reads single files."""
+        return super().checkpoint_io  # type: ignore[misc]
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self.checkpoint = format_beside(io, self.checkpoint, may_choose=self._settings.may_choose_format)
+        self._checkpoint_io = io
+
+    @property
+    def _checkpoints(self) -> CheckpointKeeper:
+        """Checkpoints of this run."""
+        if self._keeper is None:
+            in_background = self.checkpoint.async_save
+            self._keeper = CheckpointKeeper(self._ensure_comm(), in_background=in_background, warn=rank_zero_warn)
+        return self._keeper
+
+    def _save_single_file(self, tree: dict[str, Any], path: Any, storage_options: Any, whole: Collection[str]) -> None:
+        """Writes a single file on rank 0. Call it on every rank: in entries that are not `whole` already users may have
+        modules whose parameters rest as shards, and all ranks must gather those.
+
+        Raises:
+            CheckpointError: the same on every rank, when rank 0 cannot write.
+        """
+        io, saver = self.checkpoint_io, self._checkpoints.saver
+
+        def look() -> dict[str, Any]:
+            if self.is_global_zero and not is_plugin(io):
+                refuse_place(path)
+            return {}
+
+        def write() -> dict[str, Any]:
+            if self.is_global_zero:
+                io.save_checkpoint(tree, path, storage_options=storage_options)
+            else:
+                pickle_on_all_ranks({key: value for key, value in tree.items() if key not in whole}, None)
+            return {}
+
+        # Two steps: if rank 0 found out only in `write` that it must not write, others would wait for it in a gather.
+        saver.together("look at the place", look)
+        saver.together("write a single file", write)
+
+    def _model_to_save(self, engine: Engine, key: str | None = None) -> dict[str, Any]:
+        """Returns the state of the engine's module as the chosen format has it: whole, or as lazy entries.
+
+        Call it on every rank. `key` is the entry of the checkpoint, where one holds several models.
+        """
+        engine.loans.settle()
+        engine.rendezvous.expect_nothing()
+        if self.checkpoint.format == "full":
+            return engine.states.full_model(copy=self.is_global_zero)
+        return engine.states.spread_model(key=key)
+
+    def _optimizer_to_save(self, engine: Engine, optimizer: Optimizer, key: str | None = None) -> dict[str, Any]:
+        """Returns the state of an optimizer, as `_model_to_save` does that of a module."""
+        if self.checkpoint.format == "full":
+            return engine.states.full_optimizer(optimizer)
+        return engine.states.spread_optimizer(optimizer, key)
+
+    # -- names
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers the names that ``strategy=`` understands, each also with "ddp_" before it, for programs that look
+        for "ddp" in it. DDP's own method, which this replaces, would register "ddp" again."""
+        kinds: list[tuple[str, str, dict[str, Any]]] = [
+            ("", "", {}),
+            ("_full", ", checkpoints in one file", {"checkpoint": "full"}),
+            ("_offload", ", optimizer state in host memory", {"offload": Offload(optimizer="cpu")}),
+        ]
+        for prefix, stage, (suffix, told, others) in itertools.product(("", "ddp_"), (1, 2, 3), kinds):
+            name, description = f"{prefix}zero_stage_{stage}{suffix}", f"ZeRO stage {stage}{told}"
+            strategy_registry.register(name, cls, description, override=True, stage=stage, **others)
