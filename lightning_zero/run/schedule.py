@@ -24,14 +24,8 @@ from lightning_zero.shards.unit import Unit
 class Schedule:
     """Gathers and releases units around the calls of their modules, and collects and reduces gradients in backward.
 
-    Args:
-        assembly: units, cast modules and gradient shards of the engine.
-        reductions: takes the gradients.
-        loans: joined already; its cache and rendezvous gather the units.
-        begin_backward: called when a backward begins that `bracket` has not announced.
-        end_backward: called by autograd when such a backward ends without an error.
-        late: the module, if steps of its parameters may be postponed or their publishing may be under way. Then its
-            modules catch up with the step before each call.
+    It calls `begin_backward` and `end_backward` around a backward that `bracket` has not announced. `late` is the
+    module if its weights may be behind a step: then its modules catch up before each call.
     """
 
     def __init__(
@@ -109,11 +103,9 @@ class Schedule:
 
     @contextmanager
     def noting_saved(self) -> Iterator[None]:
-        """Around a forward: lets backward gather also parameters that are read outside their units' forwards.
-
-        Otherwise autograd saves the parameter itself, and finds no values in it if its loan has ended before backward,
-        as when a checkpoint is saved between forward and backward.
-        """
+        """Around a forward: lets backward gather also parameters that are read outside their units' forwards. Else
+        autograd saves the parameter itself, and finds no values in it if its loan has ended meanwhile (as when a
+        checkpoint is saved between forward and backward)."""
         notes = bool(self._cache.units) and torch.is_grad_enabled()
         if notes:
             self._saved.push()
@@ -124,10 +116,8 @@ class Schedule:
                 self._saved.pop()
 
     def _surround_late(self, shards: Iterable[GradientShard]) -> None:
-        """Has modules catch up with their weights of `shards` before each call, as a kernel may read weights past us.
-
-        A module also catches up for its children that have no children, as it may hand their weights to one kernel.
-        """
+        """Has modules catch up with weights of `shards` before each call, as a kernel may read them past torch. So does
+        a module around leaf modules, as it may hand their weights to one kernel."""
         groups = {shard.group for shard in shards if shard.group.stays_full}
         for module in () if self._late is None else self._late.modules():
             leaves = [child for child in module.children() if not any(True for _ in child.children())]
@@ -141,10 +131,8 @@ class Schedule:
             self._loans.catch_up(group)
 
     def _surround_cast_module(self, module: Module) -> None:
-        """Shows torch's own `forward` of the module its two-byte weights as they rest, where autocast would cast them.
-
-        Hooks on the module, which run before and after that `forward`, read the weights in their declared dtype.
-        """
+        """Shows torch's own `forward` of the module its weights as they rest, where autocast would cast them to that
+        dtype. Hooks on the module, which run before and after `forward`, read them in their declared dtype."""
         own = {name: (p, slot_of(p)) for name, p in module.named_parameters(recurse=False)}
         groups = {slot.group for _, slot in own.values() if slot is not None}
         resting, device = next((group.kind.resting, group.setting.places.gathered.device.type) for group in groups)
@@ -177,11 +165,11 @@ class Schedule:
         self._handles.append(surround(module, enter, leave))
 
     def _view(self, parameter: Parameter) -> Tensor:
-        """Returns a view of a two-byte weight, which is a node of its own in the graph.
+        """Returns a view of a two-byte weight, which is a node of the graph.
 
-        An autocast with a cache casts a weight once in a pass, so it sums the gradients of several uses in two bytes
-        before they become fp32. To give the same bits, the uses share a view. Without a cache, as in Lightning, each
-        use has a view of its own, and their gradients are summed in fp32.
+        An autocast with a cache casts a weight once in a pass, so gradients of several uses are summed in two bytes
+        before they become fp32: here, these uses share a view. Without a cache (as in Lightning) each use has a view of
+        its own, and their gradients are summed in fp32.
         """
         with no_interception():
             shares = torch.is_autocast_cache_enabled() and torch.is_grad_enabled() and parameter.requires_grad
@@ -197,26 +185,18 @@ class Schedule:
         with no_interception():
             for shard in shards:
                 for slot in shard.group.slots if shard.is_collected else ():
-                    self._hook_gradient(slot)
+                    parameter, trains_now = slot.parameter, slot.parameter.requires_grad
+                    parameter.requires_grad_(True)  # torch hooks only what trains; `toggle_optimizer` may thaw it later
+                    # Weak references: Python's collector of cycles does not see what such a hook holds. One that held
+                    # this schedule would keep the engine, and so the hooked parameter, alive until it is closed.
+                    collect = partial(_collect_if_alive, weakref.ref(self), weakref.ref(slot))
+                    handle = parameter.register_post_accumulate_grad_hook(collect)
+                    self._handles.append(handle)
+                    self._collectors.append((parameter, handle.id))
+                    parameter.requires_grad_(trains_now)
 
-    def _hook_gradient(self, slot: Slot) -> None:
-        # Weak references: Python's garbage collector does not see what a hook of autograd holds. A hook that held this
-        # schedule would keep the engine, and with it the hooked parameter, alive for ever, unless it is closed.
-        schedule_ref, slot_ref = weakref.ref(self), weakref.ref(slot)
-
-        def collect(_: Tensor) -> None:
-            schedule, its_slot = schedule_ref(), slot_ref()
-            if schedule is not None and its_slot is not None:
-                schedule._collect(its_slot)
-
-        parameter, trains_now = slot.parameter, slot.parameter.requires_grad
-        parameter.requires_grad_(True)  # torch hooks only what trains; `toggle_optimizer` may thaw it later
-        handle = parameter.register_post_accumulate_grad_hook(collect)
-        self._handles.append(handle)
-        self._collectors.append((parameter, handle.id))
-        parameter.requires_grad_(trains_now)
-
-    def _collect(self, slot: Slot) -> None:
+    def collect(self, slot: Slot) -> None:
+        """Takes the gradient that autograd has just accumulated into `p.grad`."""
         with no_interception():
             if slot.parameter.grad is None:
                 return  # a hook of the user's has taken it
@@ -259,3 +239,9 @@ class Schedule:
                 hooks: Any = parameter._post_accumulate_grad_hooks
                 if next(reversed(hooks)) != own:
                     hooks[own] = hooks.pop(own)  # not move_to_end: autograd goes by the order of the plain dict
+
+
+def _collect_if_alive(schedule_ref: weakref.ref[Schedule], slot_ref: weakref.ref[Slot], _: Tensor) -> None:
+    schedule, slot = schedule_ref(), slot_ref()
+    if schedule is not None and slot is not None:
+        schedule.collect(slot)
