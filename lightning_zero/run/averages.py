@@ -1,5 +1,6 @@
 """`Averages`: clips, measures and reads averaged gradients between backward and step."""
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -37,11 +38,7 @@ class Averages:
         self.loans.catch_up_all()
         if isinstance(parameters, Optimizer):
             parameters = [parameter for group in parameters.param_groups for parameter in group["params"]]
-        rendezvous = self.loans.rendezvous
-        if meets:
-            rendezvous.meet_with_gradients()
-        else:
-            rendezvous.settle_gradients()
+        self.loans.rendezvous.settle_gradients(meets=meets)
         with no_interception(), torch.no_grad():
             self.loans.take_back_gradients()
             found = [p for p in dict.fromkeys(parameters) if p.grad is not None]
@@ -96,12 +93,11 @@ class Averages:
             with no_interception():
                 trained = [slot for slot in map(training_slot, self.module.parameters()) if slot is not None]
                 has = torch.tensor([slot.parameter.grad is not None for slot in trained], dtype=torch.uint8)
-            here = self.mesh.world.host.all_reduce(has, "gradients at the end", "min").tolist()
-            kept = [slot.parameter for slot, is_here in zip(trained, here, strict=True) if is_here]
+            everywhere = self.mesh.world.host.all_reduce(has, "gradients at the end", "min").tolist()
             left = {}
-            for parameter in kept:  # one at a time: all gradients of a model may not fit on the device
-                if (grad := self.full(parameter)) is not None:
-                    left[parameter] = grad.to("cpu", parameter.dtype, copy=True)
+            for slot in itertools.compress(trained, everywhere):  # one at a time: all may not fit on the device
+                if (grad := self.full(slot.parameter)) is not None:
+                    left[slot.parameter] = grad.to("cpu", slot.parameter.dtype, copy=True)
             return left
 
     def unscale_(self, scaler: GradScaler, optimizer: Optimizer) -> norm.Overflow:

@@ -16,11 +16,8 @@ from lightning_zero.wire.comm import Gather
 
 @final
 class UnitCache:
-    """The units of an engine, by number, and the arena that they are gathered into.
-
-    `room` units are gathered at a time, beside those that contain other units (`apart`). A unit stays gathered until
-    its room is needed.
-    """
+    """The units of an engine, by number. `room` of them are gathered in the arena at a time, beside those that contain
+    other units (`apart`). A unit stays gathered until its room is needed."""
 
     def __init__(
         self, units: Sequence[Unit], arena: Arena, room: int, interception: Interception, saved: SavedParameters

@@ -1,4 +1,4 @@
-"""`Engine`: the stages for one module and its optimizers. Knows nothing of Lightning."""
+"""`Engine`: trains one module with its optimizers at a stage of ZeRO. Knows nothing of Lightning."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -44,7 +44,7 @@ MUCH = 64 * 2**20  # bytes of gradients, which a backward makes and frees
 
 @final
 class Engine:
-    """Trains `module` with its model states sharded over the ranks of `comm`, as `stage` says.
+    """Trains `module` on the ranks of `comm`, with optimizer state, gradients and parameters sharded as `stage` says.
 
     This is a whole training loop:
 
@@ -80,7 +80,7 @@ class Engine:
         module: the model. Its Parameter objects stay the user's own, from here until after `close`.
         optimizers: over parameters of the module. Call their `step` as usual.
         stage: 0, 1, 2 or 3.
-        comm: all ranks.
+        comm: the communicator of all ranks.
         device: where the module computes. Parameters move there group by group, so a model larger than the device's
             memory can be set up at stage 3. Everything else of the module moves there at once.
         options: see `Options`.
@@ -139,15 +139,9 @@ class Engine:
         self._steppers = {optimizer: PieceStepper(optimizer, setting, RestingState) for optimizer in optimizers}
         for stepper in self._steppers.values():
             stepper.is_lazy = is_lazy
+        whole = parts.stepped.whole
         self.regrouping = Regrouping(
-            module,
-            self._steppers,
-            parts.stepped.whole,
-            setting,
-            self.options,
-            self.schedule,
-            self.reductions,
-            self.loans,
+            module, self._steppers, whole, setting, self.options, self.schedule, self.reductions, self.loans
         )
         self.imbalance = self.regrouping.deal()
         self._stepped: dict[Slot, None] = {}  # by backward, since the last call of the optimizer's step
@@ -254,7 +248,7 @@ class Engine:
             self.reductions.end_backward()
             is_settled_now = not self.partition.optimizer or self.options.step_in_backward
             if is_settled_now and self.reductions.stage is Stage.UNSETTLED:
-                self.rendezvous.meet()  # at stage 0 `p.grad` is what is reduced, and must not be added to before
+                self.rendezvous.meet()  # `p.grad` is reduced in place, and must not be added to before; or is stepped
             self._publish(groups_of(self._stepped))
 
     def _recover(self) -> None:
@@ -406,7 +400,7 @@ class Engine:
         self.loans.settle()
         self.rendezvous.meet_all()  # after it no rank may ask for what is freed below
         self.rendezvous.forget()
-        self.reductions.free()  # before parameters are whole, which take the room of gradients
+        self.reductions.free()  # first: whole parameters then take their memory, and not more
         self._arena.close()
         for group in self.groups:
             self._restore(group)

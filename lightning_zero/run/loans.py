@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.shards.group import ShardGroup, publish
+from lightning_zero.shards.norm import gradient_of
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
 from lightning_zero.tiers.array import Array
@@ -149,7 +150,7 @@ class Loans(Lender, GradientLender):
         self.catch_up(group)
         if group.upcasts or group.stays_full:
             values = self._lend_declared(slot) if group.upcasts else slot.parameter
-            return Lent(slot.parameter, values, _keep_until_boundary)
+            return Lent(slot.parameter, values, lambda *_: None)  # until `settle`, which looks for edits
         unit = self._units[group]
         self.rendezvous.use(unit)
         self.cache.pin(unit)
@@ -247,13 +248,11 @@ class Loans(Lender, GradientLender):
         return gradient
 
     def _serve_gradient(self, slot: Slot, _: bool) -> Tensor:
-        assert slot.gradient is not None
         with no_interception(), torch.no_grad():
-            return slot.gradient.gather(slot)
+            return gradient_of(slot).gather(slot)
 
     def take_gradient(self, slot: Slot, gradient: Tensor, *, is_visible: bool) -> None:
-        assert slot.gradient is not None
-        slot.gradient.write(slot, gradient)
+        gradient_of(slot).write(slot, gradient)
         if is_visible:
             self._gradients[slot] = gradient
 
@@ -303,7 +302,3 @@ def _told_of(group: ShardGroup) -> str:
     """Names the parameters of a group, for messages."""
     first, *others = (slot.name for slot in group.slots)
     return f"{first} and {len(others)} more parameters" if others else first
-
-
-def _keep_until_boundary(*_: object) -> None:
-    """Leaves a loan to `settle`, which looks for edits."""

@@ -17,23 +17,14 @@ class Notice(Enum):
 
 @dataclass
 class Notices:
-    """The notices of this rank, and of all ranks as of their last meeting (`Rendezvous.meet`).
+    """The notices of this rank, and of all ranks as of their last meeting (`Rendezvous.meet`). All ranks hear them at
+    the same point: with the gradients of a backward, or at the latest after a batch, an evaluation or an epoch."""
 
-    Flags travel in the message of a meeting, so all ranks hear the same notices at the same point: at the end of a
-    backward, or at the latest after a batch, an evaluation or an epoch.
-
-    Attributes:
-        here: noticed on this rank. Each change is one call that edits the set in place: the handler of a signal may run
-            between any two calls, and its notice must not be lost.
-        anywhere: noticed on any rank, as of the last meeting. The same on all ranks.
-        are_current: whether ranks have met in the current batch.
-        place: where this rank is in its run, in words.
-    """
-
+    # Noticed on this rank. Changed only in place, by one call: a signal's handler may run in between, and add to it.
     here: set[Notice] = field(default_factory=set)
-    anywhere: set[Notice] = field(default_factory=set)
-    are_current: bool = False
-    place: str = ""
+    anywhere: set[Notice] = field(default_factory=set)  # noticed on any rank, as of the last meeting
+    are_current: bool = False  # ranks have met in the current batch
+    place: str = ""  # where this rank is in its run, in words
 
     def flags(self) -> list[bool]:
         """Returns one flag for each `Notice`, whether this rank has noticed it."""

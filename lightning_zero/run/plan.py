@@ -54,24 +54,15 @@ class Residents:
 
 @dataclass(frozen=True)
 class Step:
-    """One use of a plan, and what every rank does at it.
+    """One use of a plan, and what every rank does at it."""
 
-    Args:
-        use: the unit or call that is used.
-        due: this rank diverges unless so many gradient groups, from the first of the agreed order, are complete.
-        window: units that must stay gathered.
-        gathers: units to gather, in order.
-        learns: units whose gathers tell at this use whether a rank has diverged. Gathers that begin at this use are
-            asked at its end, others before anything else is done.
-        starts: reductions of so many groups of the agreed order are started.
-    """
-
-    use: int
-    due: int
-    window: tuple[int, ...]
-    gathers: tuple[int, ...]
+    use: int  # the unit or call that is used
+    due: int  # a rank diverges unless so many gradient groups, from the first of the agreed order, are complete on it
+    window: tuple[int, ...]  # units that must not be evicted
+    gathers: tuple[int, ...]  # units to gather, in order
+    # Units whose gathers tell here whether a rank has diverged: before anything else, or last if they begin here.
     learns: tuple[int, ...]
-    starts: int
+    starts: int  # reductions of so many groups of the agreed order are started
 
 
 Plan = tuple[Step, ...]  # of one round, in order

@@ -16,6 +16,7 @@ from lightning_zero.run.notices import Notice, Notices
 from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.bucket import BucketPool
 from lightning_zero.shards.gradient import GradientShard
+from lightning_zero.shards.norm import gradient_of
 from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.views.gradient import GradientLender, ShardedGradient
 from lightning_zero.views.parameter import Interception
@@ -76,8 +77,7 @@ class Reductions:
 
     def collect(self, slot: Slot) -> bool:
         """Takes the gradient in `p.grad`. Returns whether it completes its group."""
-        shard = slot.gradient
-        assert shard is not None
+        shard = gradient_of(slot)
         was_complete = shard.is_complete
         if was_complete and self.shards.index(shard) < self.started:
             raise RuntimeError(
@@ -167,17 +167,18 @@ class Reductions:
     def settle(self, said: Tensor) -> None:
         """Reduces the remaining gradients, by the combined statements of all ranks, and shows the averaged ones in
         `p.grad` (or steps them). Collective."""
-        self.notices.hear(said[1 : 1 + len(Notice)].tolist())
+        sizes = [1, len(Notice), len(self.shards), *(len(shard.group.slots) for shard in self.shards)]
+        has_gradients, noticed, _, *used = said.split(sizes)
+        self.notices.hear(noticed.tolist())
         if self.notices.are_apart:
             self._refuse_uneven_batches()
         if self.stage is Stage.UNSETTLED:
             for shard in self._plain:
                 self._interception.show(shard.group)
         self.stage = Stage.CLEAR
-        if not said[0]:  # no rank has a gradient
+        if not has_gradients:  # on any rank
             return
         with no_interception(), torch.no_grad():
-            used = said[1 + len(Notice) + len(self.shards) :].split([len(shard.group.slots) for shard in self.shards])
             having = [
                 [shard.group.slots[index] for index in flags.nonzero().flatten().tolist()]
                 for shard, flags in zip(self.shards, used, strict=True)
@@ -225,19 +226,18 @@ class Reductions:
 
     def show(self, slot: Slot) -> None:
         """Makes `p.grad` the averaged gradient."""
-        assert slot.gradient is not None
-        if slot.gradient.is_spread:
+        shard = gradient_of(slot)
+        if shard.is_spread:
             shown = slot.local.grad
             if not (isinstance(shown, ShardedGradient) and shown.is_of(slot)):
                 slot.local.grad = ShardedGradient(slot, self._lender)
         else:
-            assert slot.gradient.full_grad is not None
-            slot.local.grad = slot.view(slot.gradient.full_grad)
+            assert shard.full_grad is not None
+            slot.local.grad = slot.view(shard.full_grad)
 
     def adopt(self, slot: Slot) -> None:
         """Takes over a gradient that the user has put into `p.grad` in place of ours, the same one on every rank."""
-        shard, grad = slot.gradient, slot.local.grad
-        assert shard is not None
+        shard, grad = gradient_of(slot), slot.local.grad
         if grad is not None and not shard.is_shown(slot, grad):
             shard.write(slot, grad.detach().to(shard.dtype))
             self.show(slot)

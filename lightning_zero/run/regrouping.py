@@ -23,10 +23,8 @@ from lightning_zero.shards.whole import Imbalance, deal
 @final
 @dataclass(eq=False)
 class Regrouping:
-    """Knows which parameters of the module the engine averages, and takes in others that have begun to train.
-
-    A module that is replaced stays in its group as long as the engine lives, with a gradient of zeros.
-    """
+    """Knows which parameters of the module are averaged, and takes in others that have begun to train. A module that is
+    replaced stays in its group, with a gradient of zeros, as long as the engine lives."""
 
     module: Module
     steppers: Mapping[Optimizer, PieceStepper]

@@ -83,7 +83,7 @@ class Rendezvous:
         self._plans: dict[int, Plan] = {}  # kind of a round (the digest of its uses) -> its plan
         self._next: dict[tuple[int, int], int] = {}  # `_before` of a round -> its kind, the last time
         self._beginnings: dict[tuple[int, bool], int] = {}  # `begins` of a round -> its kind, the last time
-        self._before = (0, 0)  # kind of the last round in which all ranks used the same; empty rounds since
+        self._before = (0, 0)  # kind of the last round with uses in which ranks agreed, and how many empty ones since
         self.is_awaited = False  # the others wait for this rank to meet them once more, as it was early
 
     def enroll(self, label: str, serve: Callable[[bool], Any]) -> int:
@@ -158,12 +158,8 @@ class Rendezvous:
         return True
 
     def _take(self, step: Step, *, keep: bool, marks: bool = False) -> bool:
-        """Takes part in one step of the plan. Returns False if it turns out that a rank has diverged before this step.
-
-        Args:
-            keep: this rank follows the plan, and keeps the results.
-            marks: this rank diverges, and marks the first gather.
-        """
+        """Takes part in a step of the plan, and keeps the results if this rank follows it, or `marks` the first gather.
+        Returns False if a rank turns out to have diverged before this step."""
         if self._learn_of_divergence(number for number in step.learns if number not in step.gathers):
             return False
         self._reductions.start(step.starts)
@@ -269,10 +265,8 @@ class Rendezvous:
 
     def meet(self, *, early: bool = False) -> bool:
         """Ends the round: serves the other ranks until all have come here, and settles the gradients of a backward.
-
-        Collective. Collectives of the engine that are not issued above must come after a meeting. A rank that is
-        `early` may still want something before the step, so it meets once more. Returns whether all must.
-        """
+        Collective; collectives of the engine that are not issued above must come after a meeting. A rank that is
+        `early` may want something alone before the step, and meets once more. Returns whether any rank does."""
         if self._is_alone:
             self._settle(self._reductions.statement())
             return False
@@ -286,7 +280,7 @@ class Rendezvous:
         return heard.early and self.may_be_wanted
 
     def meet_all(self) -> None:
-        """Meets until no rank is early. Collective."""
+        """Meets until no rank is early: such a rank may have wanted something since it met. Collective."""
         while self.meet():
             pass
 
@@ -313,17 +307,15 @@ class Rendezvous:
                     self._serve(wants, self._to_reduce)
         self._reductions.start(number)
 
-    def settle_gradients(self) -> None:
-        """Makes ranks agree on which parameters have gradients, if they have not since the last backward."""
-        if self._reductions.stage is Stage.UNSETTLED:
-            with no_interception(), torch.no_grad():
-                self.meet(early=True)
-
-    def meet_with_gradients(self) -> None:
-        """Settles gradients, and meets also if a rank may have read gradients alone, before another collective."""
-        if self._reductions.stage is Stage.UNSETTLED or self.may_be_wanted:
-            with no_interception(), torch.no_grad():
+    def settle_gradients(self, *, meets: bool = False) -> None:
+        """Makes ranks agree on which parameters have gradients, if they have not since the last backward. With `meets`,
+        ranks also meet if one of them may have read gradients alone, so that another collective may follow."""
+        is_unsettled = self._reductions.stage is Stage.UNSETTLED
+        with no_interception(), torch.no_grad():
+            if meets and (is_unsettled or self.may_be_wanted):
                 self.meet_all()
+            elif is_unsettled:
+                self.meet(early=True)
 
     def expect_nothing(self) -> None:
         """Drops the plan of this round: all ranks are known to be here, and not to follow it."""

@@ -133,8 +133,8 @@ class Schedule:
     def _surround_cast_module(self, module: Module) -> None:
         """Shows torch's own `forward` of the module its weights as they rest, where autocast would cast them to that
         dtype. Hooks on the module, which run before and after `forward`, read them in their declared dtype."""
-        own = {name: (p, slot_of(p)) for name, p in module.named_parameters(recurse=False)}
-        groups = {slot.group for _, slot in own.values() if slot is not None}
+        own = {name: slot for name, p in module.named_parameters(recurse=False) if (slot := slot_of(p)) is not None}
+        groups = {slot.group for slot in own.values()}
         resting, device = next((group.kind.resting, group.setting.places.gathered.device.type) for group in groups)
 
         @torch.compiler.disable(recursive=False)
@@ -144,10 +144,10 @@ class Schedule:
                 self._loans.settle_in_pass()  # the lent copy may have been edited: the resting values would be stale
             shown = {}
             if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == resting:
-                for name, (parameter, slot) in own.items():
-                    is_there = slot is not None and slot.group.full_param is not None
-                    if is_there and module._parameters.get(name) is parameter:  # not pruned since
-                        shown[name] = self._view(parameter)
+                for name, slot in own.items():
+                    is_own = module._parameters.get(name) is slot.parameter  # not pruned since
+                    if is_own and slot.group.full_param is not None:
+                        shown[name] = self._view(slot.parameter)
             vars(module).update(shown)
             try:
                 return type(module).forward(module, *args, **kwargs)

@@ -45,25 +45,20 @@ class Around:
 def surround(module: Module, before: Callable[[], None], after: Callable[[], None] = lambda: None) -> Around:
     """Calls `before` before each call of `module`, and `after` after it, also when it raises. Unlike a bare `Around`,
     this may be used where the calls are compiled."""
-    before, after = _unseen(before), _unseen(after)
 
     @torch.compiler.disable(recursive=False)  # a compiler would trace our collectives
     def around(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        before()
+        _call_unseen(before)
         try:
             return call(*args, **kwargs)
         finally:
-            after()
+            _call_unseen(after)
 
     return Around(module, around)
 
 
-def _unseen(function: Callable[[], None]) -> Callable[[], None]:
-    """Hides the calls of `function` from compilers and tracers."""
-
-    def unseen() -> None:
-        with untraced():
-            function()
-
-    disabled: Callable[[], None] = torch.compiler.disable(unseen)
-    return disabled
+@torch.compiler.disable
+def _call_unseen(function: Callable[[], None]) -> None:
+    """Calls `function`, hidden from compilers and tracers."""
+    with untraced():
+        function()
