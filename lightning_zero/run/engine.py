@@ -58,7 +58,7 @@ class Engine:
             optimizer.zero_grad()
         engine.close()
 
-    In one training step:
+    A training step, from end to end (`ARCHITECTURE.md` explains unit, group, bucket and piece):
 
     1. `forward` takes over in-place edits that user code has made to parameters, and broadcasts rank 0's buffers. At
        stage 3, each unit is all-gathered into a buffer of the arena before the first of its modules runs, together with
@@ -74,10 +74,10 @@ class Engine:
     4. After the call, at stages 1 and 2, the new values are all-gathered. At stage 3, the next forward gathers them.
 
     All ranks start from rank 0's parameters and buffers. Without optimizers, only parameters are sharded. On one rank
-    there is no communication, and optimizers step the parameters themselves.
+    there is no communication, and without offload optimizers step the parameters themselves.
 
     Args:
-        module: the model. Its Parameter objects stay the user's own, from here until after `close`.
+        module: the model. Its Parameter objects stay the same ones, also after `close`.
         optimizers: over parameters of the module. Call their `step` as usual.
         stage: 0, 1, 2 or 3.
         comm: the communicator of all ranks.
