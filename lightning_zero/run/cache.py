@@ -1,4 +1,4 @@
-"""Which units are gathered now, and which of their values are shown, lent and edited."""
+"""`UnitCache`: which units are gathered, and which of them must stay gathered."""
 
 from collections.abc import Sequence
 from typing import final
@@ -16,8 +16,8 @@ from lightning_zero.wire.comm import Gather
 
 @final
 class UnitCache:
-    """Units in the arena: there is room for `room` of them, those that lie around others not counted. What was used
-    last stays until its room is needed."""
+    """The units of an engine, by number. `room` of them are gathered in the arena at a time, beside those that contain
+    other units (`apart`). A unit stays gathered until its room is needed."""
 
     def __init__(
         self, units: Sequence[Unit], arena: Arena, room: int, interception: Interception, saved: SavedParameters
@@ -32,31 +32,31 @@ class UnitCache:
         self._residents = Residents(room, self.apart)
 
     def touch(self, numbers: Sequence[int]) -> None:
-        """They are about to be used, and must not go."""
+        """Keeps units from being evicted next, as they are about to be used."""
         for number in numbers:
             self._residents.touch(number)
 
     def gather(self, number: int, diverges: bool | None = None) -> Gather:
-        """Starts to bring a unit; the least recently used goes if there is no room. A collective."""
+        """Starts the all-gather of a unit, and evicts the least recently used one if there is no room. Collective."""
         unit = self.units[number]
-        goes = self._residents.admit(number)
-        if goes is not None and not self.units[goes].pins:
-            self._release(self.units[goes])
-        if unit.is_gathered:  # somebody has held on to it
+        evicted = self._residents.admit(number)
+        if evicted is not None and not self.units[evicted].pins:
+            self._release(self.units[evicted])
+        if unit.is_gathered:  # it was pinned when it was evicted
             return unit.pass_by(diverges)
         gather = unit.gather(self._arena, diverges)
         self._saved.note_gathered(unit)
         return gather
 
     def pin(self, unit: Unit) -> None:
-        """Its values are here, which the caller has seen to, and stay until `unpin`; its parameters show them."""
+        """Keeps a gathered unit gathered until `unpin`, and shows its values in its parameters."""
         unit.pins += 1
         if unit.pins == 1:
             self.show(unit)
 
     def unpin(self, unit: Unit, *, keeps_edits: bool = True) -> None:
-        """The reverse; takes over what has been done to the parameters since (`clamp_`, `max_norm`). Without
-        `keeps_edits` the values are gathered anew when they are used next."""
+        """Undoes one `pin`. The last one keeps in-place edits made meanwhile (`clamp_`, `max_norm`), unless
+        `keeps_edits` is False: then the next use gathers the unit again."""
         unit.pins -= 1
         if unit.pins:
             return
@@ -73,8 +73,8 @@ class UnitCache:
             self._release(unit)
 
     def show(self, unit: Unit) -> None:
-        """Its parameters show their values until it is released, or unpinned; but for those of which readers see
-        another dtype."""
+        """Shows a unit's values in its parameters until it is unpinned or released. Parameters that are read in another
+        dtype than they rest in are not shown."""
         unit.wait()
         for group in unit.groups:
             if not group.upcasts:
@@ -82,14 +82,14 @@ class UnitCache:
                 group.note_versions()
 
     def discard(self, number: int) -> None:
-        """What was gathered is not valid."""
+        """Releases a unit whose gathered values are not valid, unless it is pinned."""
         self._residents.remove(number)
         unit = self.units[number]
         if unit.is_gathered and not unit.pins:
             self._release(unit)
 
     def discard_all(self, but: int | None = None) -> None:
-        """Nothing stays gathered past a boundary but what is pinned."""
+        """Releases all units that are not pinned, except the one of number `but`."""
         for number in self._residents:
             if number != but:
                 self.discard(number)

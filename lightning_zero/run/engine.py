@@ -1,6 +1,6 @@
-"""`Engine`: the stages for one module and its optimizers. Knows nothing of Lightning."""
+"""`Engine`: trains one module with its optimizers at a stage of ZeRO. Knows nothing of Lightning."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, final
@@ -44,9 +44,9 @@ MUCH = 64 * 2**20  # bytes of gradients, which a backward makes and frees
 
 @final
 class Engine:
-    """Partitions `module` over the ranks of `comm` as `stage` says.
+    """Trains `module` on the ranks of `comm`, with optimizer state, gradients and parameters sharded as `stage` says.
 
-    A training step, from end to end; this loop is all of it:
+    This is a whole training loop:
 
         engine = Engine(module, [optimizer], stage=2, comm=comm)
         for batch in batches:
@@ -58,32 +58,37 @@ class Engine:
             optimizer.zero_grad()
         engine.close()
 
-    1. `forward` takes over what users have edited since the last one, and rank 0's buffers. At stage 3 each unit is
-       gathered before the first of its modules runs, with the next one behind it, into an arena; what was used last
-       stays until its room is needed. What autograd saves of parameters is their place in a unit.
-    2. `backward` gathers a unit again when autograd asks for what it saved of it. Each gradient is collected as it
-       comes; when those of a group are complete, they are reduced bucket by bucket, in the same order on all ranks.
-    3. `step` (a hook on every `optimizer.step`) first makes the ranks agree on which parameters have a gradient: the
-       one message of a step beside its data. (At stages 0 to 2, where not all buckets can travel at once, there is one
-       more before the first.) For the step itself, a parameter *is* the piece that this rank owns.
-    4. After it the new values go where forward reads them: at stages 1 and 2 all ranks gather them at once.
+    A training step, from end to end (`ARCHITECTURE.md` explains unit, group, bucket and piece):
 
-    All ranks start from rank 0's parameters and buffers. Without optimizers only parameters are partitioned. On one
-    rank nothing travels and nothing is swapped.
+    1. `forward` takes over in-place edits that user code has made to parameters, and broadcasts rank 0's buffers. At
+       stage 3, each unit is all-gathered into a buffer of the arena before the first of its modules runs, together with
+       the unit after it. It stays gathered until another unit needs the buffer. In place of a parameter's values,
+       autograd saves which part of which unit they are.
+    2. `backward`, at stage 3, gathers a unit again when autograd asks for values that it has saved of it. A hook
+       collects each gradient as soon as autograd has written it. When all gradients of a group are complete, they are
+       reduce-scattered, bucket by bucket, while backward goes on. All ranks reduce the groups in the same order.
+    3. `optimizer.step()` enters `step` through a hook. First, all ranks agree on which parameters have a gradient. This
+       is the only message of a step beside its data. (At stages 0 to 2 there is one more before the first reduction, if
+       not all buckets can travel at once.) During the call, the values and the gradient of each parameter are the piece
+       that this rank owns, so the optimizer makes state for this piece only.
+    4. After the call, at stages 1 and 2, the new values are all-gathered. At stage 3, the next forward gathers them.
+
+    All ranks start from rank 0's parameters and buffers. Without optimizers, only parameters are sharded. On one rank
+    there is no communication, and without offload optimizers step the parameters themselves.
 
     Args:
-        module: whose parameters; the Parameter objects stay the same from here to `close`.
-        optimizers: over the module's parameters; stepped as ever.
+        module: the model. Its Parameter objects stay the same ones, also after `close`.
+        optimizers: over parameters of the module. Call their `step` as usual.
         stage: 0, 1, 2 or 3.
-        comm: all ranks.
-        device: where the engine's tensors live; parameters move there group by group, so that a model larger than
-            the device's memory can be set up at stage 3. Everything else of the module moves there at once.
+        comm: the communicator of all ranks.
+        device: where the module computes. Parameters move there group by group, so a model larger than the device's
+            memory can be set up at stage 3. Everything else of the module moves there at once.
         options: see `Options`.
 
     Raises:
-        ValueError: for a `replicate_size` that does not divide the ranks, an optimizer over parameters that are not
-            the module's, a parameter without a shape yet, a trainable one of a kind that cannot be sharded, or blocks
-            to recompute that are not there.
+        ValueError: if `replicate_size` does not divide the ranks, an optimizer has parameters that are not the
+            module's, a parameter has no shape yet, a trainable parameter is of a kind that cannot be sharded, or the
+            module has no blocks of the kind that is to recompute.
     """
 
     def __init__(
@@ -99,6 +104,7 @@ class Engine:
         self.module = module
         self.device = device
         self.options = options or Options()
+        self.optimizers = list(optimizers)
         parts = set_up(module, optimizers, stage, comm, device, self.options)
         setting, made = parts.setting, parts.assembly
         self.recompute = parts.recompute
@@ -114,7 +120,8 @@ class Engine:
         self._leaves_much = device == HOST and self.partition.gradient and nbytes > MUCH
         self.loans = Loans(self.groups)
         self._interception = Interception(self.loans)
-        saved = SavedParameters(lambda unit: self.schedule.bring(unit), self.loans.gather_old)
+        gather_old = partial(self.loans.gather, purpose="gather for backward")
+        saved = SavedParameters(lambda unit: self.schedule.bring(unit), gather_old)
         self.cache = UnitCache(made.units, self._arena, 1 + self.options.prefetch, self._interception, saved)
         self.reductions = Reductions(made, comm, self.options.overlap, self.loans, self._interception)
         self.rendezvous = Rendezvous(self.mesh, self.cache, self.reductions)
@@ -125,8 +132,8 @@ class Engine:
         is_lazy = offloads and self.serial_because is None
         is_large = self.mesh.shard.size > 1 and nbytes >= self.options.late_publish_bytes
         self._publishes_late = is_large and not made.units and not modules_in_compiled_regions(module)
-        late, ends = module if is_lazy or self._publishes_late else None, (self._begin_backward, self._end_backward)
-        self.schedule = Schedule(made, self.reductions, self.loans, *ends, late=late)
+        late = module if is_lazy or self._publishes_late else None
+        self.schedule = Schedule(made, self.reductions, self.loans, self._begin_backward, self._end_backward, late=late)
         if self.recompute is not None:
             self.recompute.begin()
         self._steppers = {optimizer: PieceStepper(optimizer, setting, RestingState) for optimizer in optimizers}
@@ -137,7 +144,7 @@ class Engine:
             module, self._steppers, whole, setting, self.options, self.schedule, self.reductions, self.loans
         )
         self.imbalance = self.regrouping.deal()
-        self._stepped: dict[Slot, None] = {}  # in backward, since the last call of an optimizer's step
+        self._stepped: dict[Slot, None] = {}  # by backward, since the last call of the optimizer's step
         if self.options.step_in_backward:
             self.reductions.step = self._step_in_backward
         self._calls = [
@@ -164,7 +171,8 @@ class Engine:
 
     @contextmanager
     def forward(self, *, reduces: bool = True) -> Iterator[None]:
-        """Around a forward. If it `reduces` its gradients, the next one takes rank 0's buffers first, as under DDP."""
+        """Around a forward. If its gradients will be reduced (`reduces`), the next forward broadcasts rank 0's buffers
+        first, as DDP does."""
         self._recover()
         if torch.is_grad_enabled():
             self.regroup()
@@ -179,16 +187,17 @@ class Engine:
         self._buffers_are_stale = reduces
 
     def regroup(self) -> None:
-        """Takes in what trains only since set-up, the same on every rank: what was thawed, given to an optimizer, or
-        made anew (of that all ranks take rank 0's values). What was there keeps every bit. A collective, if there is
-        any; `forward` calls it, and so must whoever loads the optimizers' states.
+        """Takes in parameters that have begun to train since set-up, the same ones on every rank: they were thawed,
+        given to an optimizer, or made. Those that were made take rank 0's values; all others keep every bit.
+
+        Collective if there are any. `forward` calls it; call it also before the optimizers' states are loaded.
 
         Raises:
-            RuntimeError: with offloaded parameters.
+            RuntimeError: if there are any, and parameters are offloaded.
         """
         if newly := self.regrouping.newly_trainable():
             self.catch_up()
-            self.rendezvous.meet_all()  # a backward that has been reduced is shown, before there is more to agree on
+            self.rendezvous.meet_all()  # settles the last backward, before there are more gradients to agree on
             self.loans.settle()
             self.regrouping.take_in(newly)
         self.regrouping.deal()
@@ -197,7 +206,7 @@ class Engine:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward; without it the end of backward is found by a callback of autograd."""
+        """Around a backward. A backward without it also works: a callback of autograd tells its end."""
         self._recover()
         with self.schedule.bracket():
             self._begin_backward()
@@ -206,7 +215,7 @@ class Engine:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate, on this rank; the first one after reduces what they left."""
+        """Around backwards that only accumulate gradients on this rank; the first backward after it reduces them."""
         self.averages.refuse_stepped("accumulating gradients")
         before, self.reductions.is_on = self.reductions.is_on, False
         try:
@@ -215,16 +224,16 @@ class Engine:
             self.reductions.is_on = before
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Around the backwards of all but the last micro-batch; communicates if gradients accumulate in shards."""
+        """Around the backwards of all micro-batches but the last; each is reduced if gradients accumulate as shards."""
         self.averages.refuse_stepped("accumulating gradients")
         reduces = self.partition.gradient and self.options.accumulation == "sharded"
         return nullcontext() if reduces else self.no_sync()
 
     def _begin_backward(self) -> None:
         self._recover()
-        self.catch_up()  # the gradients that are to come take the place of those that are to be stepped
+        self.catch_up()  # new gradients take the place of those that postponed steps need
         with no_interception(), torch.no_grad():
-            self.loans.take_back_gradients()  # what is stored from here on is of this backward
+            self.loans.take_back_gradients()  # keeps edits of the old gradients, before this backward stores new ones
         if self.reductions.stage is Stage.UNSETTLED or self.rendezvous.is_awaited:
             self.rendezvous.meet_all()
         self.schedule.start_pass()
@@ -239,11 +248,11 @@ class Engine:
             self.reductions.end_backward()
             is_settled_now = not self.partition.optimizer or self.options.step_in_backward
             if is_settled_now and self.reductions.stage is Stage.UNSETTLED:
-                self.rendezvous.meet()  # `p.grad` is what is reduced, and must not be added to meanwhile; or is stepped
+                self.rendezvous.meet()  # `p.grad` is reduced in place, and must not be added to before; or is stepped
             self._publish(groups_of(self._stepped))
 
     def _recover(self) -> None:
-        """After a backward or a step that failed (on every rank alike): forgets what it left half done."""
+        """Forgets what a failed backward or step has left half done. It must have failed on every rank."""
         for calls in self._calls:
             calls.recover()
         if self._phases.now is Phase.BACKWARD and not self.schedule.backward_is_known:
@@ -256,10 +265,10 @@ class Engine:
 
     @contextmanager
     def step(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, each parameter of `optimizer` is the piece this rank owns; hooks on `optimizer.step` enter it."""
+        """Inside, each parameter of `optimizer` is the piece that this rank owns. `StepCalls` enters it by hooks."""
         self._recover()
         self.catch_up()
-        self.rendezvous.meet_all()  # first: a rank that goes another way may gather still, and is not to find edits
+        self.rendezvous.meet_all()  # before edits are kept: a rank that diverges may still gather the old values
         self.loans.settle()
         self.regrouping.refuse_strangers(self.foreign_parameters)
         self.regrouping.deal()
@@ -277,15 +286,14 @@ class Engine:
         if self._leaves_much:
             return_freed_memory()
 
-    def _publish(self, groups: Iterable[ShardGroup]) -> None:
-        """What has been stepped is where forward reads it, or will be when it is wanted."""
-        now = [group for group in groups if not group.is_behind]
-        if self._publishes_late:
-            with torch.no_grad():
-                for group in now:
+    def _publish(self, groups: Sequence[ShardGroup]) -> None:
+        """Sends stepped values to where forward reads them. Leaves to `catch_up` what may arrive late."""
+        with torch.no_grad():
+            for group in groups:
+                if self._publishes_late and not group.is_behind:
                     group.begin_publish()
-            for group in (group for group in now if group.is_arriving):
-                group.leave_behind()
+                    if group.is_arriving:
+                        group.leave_behind()
         publish([group for group in groups if not group.is_behind])
         for group in groups:
             if group.is_behind and group.is_plain:
@@ -294,6 +302,7 @@ class Engine:
                 group.note_versions()
 
     def _step_in_backward(self, slots: Sequence[Slot]) -> None:
+        """Steps parameters whose averaged gradients are complete, in the middle of backward."""
         (stepper,) = self._steppers.values()
         own = set(stepper.slots)
         mine = [slot for slot in slots if slot in own]
@@ -306,13 +315,14 @@ class Engine:
         self._stepped.update(dict.fromkeys(mine))
 
     def catch_up(self) -> None:
-        """Takes all steps that have been postponed: of what is offloaded, each is taken when the values are wanted."""
+        """Takes all postponed steps of offloaded parameters, which otherwise wait until the values are needed."""
         self.loans.catch_up_all()
         for stepper in self._steppers.values():
             stepper.finish()
 
     def _change(self, optimizer: Optimizer, call: Callable[[], Any]) -> Any:
-        """Has `call` change what `optimizer` steps, as pieces that this rank owns, between two steps. A collective."""
+        """Returns `call()`, which changes parameters and state of `optimizer` between two steps. As in `step`, each
+        parameter is the piece that this rank owns. Collective."""
         self._recover()
         self.catch_up()
         self.loans.settle()
@@ -327,41 +337,30 @@ class Engine:
     # -- whole values
 
     def full_parameters(self, module: Module | None = None, *, write: bool = False) -> AbstractContextManager[None]:
-        """All parameters of `module` (default: the whole model) hold their values inside. Edits, the same on every
-        rank, are kept if `write`. A collective."""
-        wanted = {slot_of(parameter) for parameter in (module or self.module).parameters()} - {None}
-        groups = [group for group in self.groups if not group.is_plain and not wanted.isdisjoint(group.slots)]
-        return self.loans.all_of(groups, write=write)
+        """Inside, all parameters of `module` (default: the whole model) have their whole values. Edits, the same on
+        every rank, are kept if `write`. Collective."""
+        return self.loans.all_of((module or self.module).parameters(), write=write)
 
     # -- reports
 
     def bytes_by_category(self) -> dict[str, int]:
-        """Bytes that rest on this rank, by `Category`; after `close`, as they were before. Of activation checkpoints,
-        which are there from forward to backward, the most there ever were."""
+        """Returns the resident bytes of this rank by `Category`; after `close`, those before it. Activation checkpoints
+        live from forward to backward, so for these it is the most bytes that there ever were."""
         if self._phases.now is Phase.CLOSED:
             return self._bytes_at_close
         live = {str(category): self.ledger.live_in[category, Tier.DEVICE] for category in Category}
-        for (category, tier), nbytes in self.ledger.live_in.items():
-            if tier is not Tier.DEVICE and nbytes:
-                live[f"{category} ({tier})"] = nbytes
-        for (category, tier), nbytes in self.ledger.peak_in.items():
-            if category is Category.ACTIVATION_CHECKPOINT:
-                live[str(category) if tier is Tier.DEVICE else f"{category} ({tier})"] = nbytes
+        elsewhere = {where: n for where, n in self.ledger.live_in.items() if where[1] is not Tier.DEVICE and n}
+        most = {where: n for where, n in self.ledger.peak_in.items() if where[0] is Category.ACTIVATION_CHECKPOINT}
+        for (category, tier), nbytes in (elsewhere | most).items():
+            live[str(category) if tier is Tier.DEVICE else f"{category} ({tier})"] = nbytes
         for parameter in self.module.parameters():
             slot = slot_of(parameter)
-            if slot is None and parameter.layout == torch.strided:
-                live[Category.PARAMETER] += parameter.nbytes
-            with no_interception():
-                is_own = slot is not None and slot.gradient is not None and not slot.gradient.travels
-                live[Category.GRADIENT] += (
-                    local_of(parameter.grad).nbytes if is_own and parameter.grad is not None else 0
-                )
+            if slot is None:
+                live[Category.PARAMETER] += parameter.nbytes if parameter.layout == torch.strided else 0
+            elif slot.gradient is not None and not slot.gradient.travels:
+                with no_interception():
+                    live[Category.GRADIENT] += 0 if parameter.grad is None else local_of(parameter.grad).nbytes
         return live
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """Those it was made with."""
-        return list(self._steppers)
 
     # -- the end
 
@@ -370,15 +369,15 @@ class Engine:
         return self._phases.now is Phase.CLOSED
 
     def close(self, *, whole: bool = True) -> None:
-        """Leaves module and optimizers.
+        """Leaves the module and the optimizers.
 
         Args:
-            whole: the module gets its values back, in the declared dtypes (a collective). Without it (a rank failed,
-                others may be gone) only the hooks go; parameters that rest as shards raise when they are read.
+            whole: the parameters become whole again, in their declared dtypes. Collective. Pass False if a rank has
+                failed and others may be gone: then only the hooks are removed, and sharded parameters raise when read.
         """
-        for calls in self._calls if whole else ():
-            calls.interrupt()
         if whole:
+            for calls in self._calls:
+                calls.interrupt()
             self.catch_up()
         self._bytes_at_close = self.bytes_by_category()
         for calls in self._calls:
@@ -399,9 +398,9 @@ class Engine:
                 self._disk.close(drains=False)
             return
         self.loans.settle()
-        self.rendezvous.meet_all()  # nobody must ask for what is let go of below
+        self.rendezvous.meet_all()  # after it no rank may ask for what is freed below
         self.rendezvous.forget()
-        self.reductions.free()  # first, so that whole parameters take their place and not more
+        self.reductions.free()  # first: whole parameters then take their memory, and not more
         self._arena.close()
         for group in self.groups:
             self._restore(group)
@@ -410,9 +409,11 @@ class Engine:
         self.rendezvous.meet()
 
     def _restore(self, group: ShardGroup) -> None:
-        """Leaves the parameters for good: plain again, whole, in their declared dtype, each in storage of its own. What
-        rests as shards goes to the host: a whole model may not fit on the device, and one group at a time does. But for
-        what tensor-parallel ranks share: its mesh is of the device."""
+        """Makes the parameters of a group plain and whole again, in their declared dtypes, each with its own storage.
+
+        Sharded parameters go to the host, as a whole model may not fit on the device, though one group at a time does.
+        Those of tensor-parallel modules stay on the device, which their DTensors are bound to.
+        """
         full = self.loans.declared(group)
         device = self.device if group.stays_full or self.mesh.tensor.size > 1 else HOST
         with torch.no_grad(), no_interception():

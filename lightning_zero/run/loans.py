@@ -1,22 +1,24 @@
-"""Values that are lent to user code, and what becomes of the edits that it makes in them.
+"""`Loans`: lends the values of parameters and gradients to user code, and takes over the edits that it makes in them.
 
-Whoever reads a parameter or a gradient that rests as something else borrows its values. What a call has left no view of
-goes back at once; the rest at the next boundary: before a forward, before a step. Edits are taken over by value, each
-rank's where it owns them, so all ranks must make the same.
+A parameter or gradient that rests as a shard, in another dtype or in another tier lends its values to each call that
+reads it. A loan ends with the call if the call leaves no view of the values, and otherwise at the next boundary: before
+a forward or a step (`settle`). Each rank takes over edits of what it owns, so all ranks must make the same edits.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import final
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.shards.group import ShardGroup, publish
-from lightning_zero.shards.slot import Slot, no_interception
+from lightning_zero.shards.norm import gradient_of
+from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
 from lightning_zero.tiers.array import Array
 from lightning_zero.tiers.ledger import Category
@@ -29,16 +31,15 @@ from lightning_zero.views.saved import SavedParameters
 
 @final
 class Loans(Lender, GradientLender):
-    """What is lent of an engine's values."""
+    """The values of an engine that are lent to user code. After construction, `join` says where they come from."""
 
     def __init__(self, groups: list[ShardGroup]) -> None:
         self.groups = groups
-        self._declared: dict[ShardGroup, Tensor] = {}  # (N * S,) in the declared dtype, lent
-        self._in_blocks: dict[ShardGroup, Tensor] = {}  # of those, what blocks that recompute have read in this pass
-        self._pinned: dict[Unit, None] = {}  # of whose values views may be held
-        self._gradients: dict[Slot, Tensor] = {}  # whole ones, of which views may be held
-        self._noted: dict[Slot, Stored] = {}  # what parameters are to have the values of
-        self._served: Tensor | None = None  # what the latest call for values, or a gradient, has brought
+        self._declared: dict[ShardGroup, Tensor] = {}  # lent copies in the declared dtype, (N * S,)
+        self._in_blocks: dict[ShardGroup, Tensor] = {}  # those of them that recomputing blocks have read in this pass
+        self._pinned: dict[Unit, None] = {}  # lent units, of whose values user code may hold views
+        self._gradients: dict[Slot, Tensor] = {}  # lent whole gradients, of which user code may hold views
+        self._noted: dict[Slot, Stored] = {}  # the file that `read_noted` reads each parameter from
         for group in groups:
             if group.is_plain:
                 group.note_versions()
@@ -46,7 +47,6 @@ class Loans(Lender, GradientLender):
     def join(
         self, cache: UnitCache, rendezvous: Rendezvous, saved: SavedParameters, interception: Interception
     ) -> None:
-        """Says where the values come from."""
         self._interception = interception
         self.cache = cache
         self.rendezvous = rendezvous
@@ -58,34 +58,33 @@ class Loans(Lender, GradientLender):
             if group.is_cut and not group.is_plain
         }
         self._averages: dict[Slot, int] = {}
-        self.offer_gradients(self.groups)
+        self._enroll_gradients(self.groups)
         self._publishing: dict[ShardGroup, int] = {}
-        self._offer_publishing(self.groups)
+        self._enroll_publishing(self.groups)
 
-    def offer_gradients(self, groups: Iterable[ShardGroup]) -> None:
-        """Ranks may ask for averaged gradients of these, each for itself."""
+    def _enroll_gradients(self, groups: Iterable[ShardGroup]) -> None:
         for slot in (slot for group in groups for slot in group.slots):
             if slot.gradient is not None and slot.gradient.is_spread:
                 serve = partial(self._serve_gradient, slot)
                 self._averages[slot] = self.rendezvous.enroll(f"the gradient of {slot.name}", serve)
 
-    def _offer_publishing(self, groups: Iterable[ShardGroup]) -> None:
+    def _enroll_publishing(self, groups: Iterable[ShardGroup]) -> None:
         for group in groups:
             if group.is_cut and group.places.optimizer != group.places.gathered:
                 self._publishing[group] = self.rendezvous.enroll(f"publish {group.name}", partial(self._publish, group))
 
     def add(self, groups: Sequence[ShardGroup], trained: Iterable[ShardGroup]) -> None:
-        """New groups, which are plain; and all that train since the others."""
+        """Adds new groups, whose parameters are shown plain, and the gradients of groups that have begun to train."""
         self.groups.extend(groups)
         for group in groups:
             group.note_versions()
-        self._offer_publishing(groups)
-        self.offer_gradients(trained)
+        self._enroll_publishing(groups)
+        self._enroll_gradients(trained)
 
-    # -- steps that have been postponed
+    # -- postponed steps
 
     def catch_up(self, group: ShardGroup) -> None:
-        """What is there in full is not behind any more. A collective where ranks own parts of it."""
+        """Takes the postponed steps of a group, and publishes their values. Collective where ranks own parts of it."""
         if not (group.is_behind or group.needs_all):
             return
         if group in self._publishing and not group.is_arriving:
@@ -94,13 +93,13 @@ class Loans(Lender, GradientLender):
             self._publish(group)
 
     def catch_up_all(self) -> None:
-        """No step is postponed any longer."""
-        # In the order of forward: groups of whole models are made last first.
+        """Takes all postponed steps of all groups, in the order in which forward needs them."""
+        # Groups of a model without units are made in the order of backward.
         for group in self.groups if self.cache.units else reversed(self.groups):
             self.catch_up(group)
             group.catch_up()
 
-    def _publish(self, group: ShardGroup, keep: bool = True) -> None:
+    def _publish(self, group: ShardGroup, _: bool = True) -> None:
         with no_interception():
             group.catch_up()
             publish([group])
@@ -110,15 +109,15 @@ class Loans(Lender, GradientLender):
 
     # -- whole values
 
-    def _serve(self, group: ShardGroup, keep: bool) -> None:
+    def _serve(self, group: ShardGroup, keep: bool) -> Tensor | None:
         if keep:
-            self._served = self.gather(group, group.master)
-        else:
-            group.pass_by(group.master, "gather master")
+            return self.gather(group, group.master)
+        group.pass_by(group.master, "gather master")
+        return None
 
     @staticmethod
     def gather(group: ShardGroup, shard: Array, purpose: str = "gather master") -> Tensor:
-        """The full array ``(N * S,)`` of which ranks have a shard each. A collective."""
+        """Returns the full array ``(N * S,)`` of which each rank has a `shard`. Collective."""
         setting = group.setting
         full = setting.ledger.allocate(Category.GATHERED, group.layout.numel, shard.dtype, group.places.gathered)
         for gather in group.all_gather(full, shard, purpose):
@@ -126,23 +125,17 @@ class Loans(Lender, GradientLender):
         return full
 
     def declared(self, group: ShardGroup) -> Tensor:
-        """All values of a group in the declared dtype, flat ``(N * S,)``, not to be written to. A collective, unless
-        they rest here in full."""
+        """Returns all values of a group in the declared dtype, ``(N * S,)``, not to be written to. Collective, unless
+        they rest in full on this rank."""
         self.catch_up(group)
         if not group.is_cut:
             return group.master.read().to(group.places.gathered.device)
         if group.full_param is not None and group.stays_full and not group.kind.is_cast:
             return group.full_param
-        if group not in self._numbers:  # nobody reads them but all ranks together
+        if group not in self._numbers:  # only all ranks together read them
             return self.gather(group, group.master)
-        self.rendezvous.call(self._numbers[group])
-        full, self._served = self._served, None
-        assert full is not None
+        full: Tensor = self.rendezvous.call(self._numbers[group])
         return full
-
-    def gather_old(self, group: ShardGroup, shard: Array) -> Tensor:
-        """The full array as it was when `shard` was owned_param. A collective."""
-        return self.gather(group, shard, "gather for backward")
 
     # -- parameters
 
@@ -157,12 +150,13 @@ class Loans(Lender, GradientLender):
         self.catch_up(group)
         if group.upcasts or group.stays_full:
             values = self._lend_declared(slot) if group.upcasts else slot.parameter
-            return Lent(slot.parameter, values, _keep_until_boundary)
+            return Lent(slot.parameter, values, lambda *_: None)  # until `settle`, which looks for edits
         unit = self._units[group]
         self.rendezvous.use(unit)
         self.cache.pin(unit)
-        # Activation checkpointing counts what is saved, and layers that it computes again come here where their first
-        # forward did not: it must see parameters both times. What it keeps of them it lets go of in the same backward.
+        # Activation checkpointing compares what autograd saves in forward and in recomputation. A recomputed layer may
+        # come here where its first forward did not, so the checkpoint's hooks must see parameters themselves both
+        # times. What the checkpoint keeps of them it drops in the same backward.
         notes = not self.saved.is_inside_others
         recomputes = not notes and torch._C._current_graph_task_id() != -1
         if notes and not self.saved.push():
@@ -180,14 +174,14 @@ class Loans(Lender, GradientLender):
         if group not in self._declared:
             again = self._in_blocks.get(group)
             self._declared[group] = self.declared(group) if again is None else again
-        # Where nothing is gathered in backward, ranks do not come together in its middle: who recomputes finds there
-        # what its forward has read.
+        # Where backward gathers nothing, ranks do not meet in the middle of it. A block that recomputes there could not
+        # gather, so it finds here what its forward has read.
         if group.stays_full and torch.is_grad_enabled() and self.saved.is_inside_others:
             self._in_blocks[group] = self._declared[group]
         return self._declared[group]
 
     def _end_call(self, unit: Unit, notes: bool, recomputes: bool) -> None:
-        """Ends a loan to one call, unless its result is a view."""
+        """Ends the loan of a unit to one call, unless the values are still referred to."""
         if notes:
             self.saved.pop()
         if unit.is_shared and not recomputes:
@@ -195,18 +189,20 @@ class Loans(Lender, GradientLender):
         self.cache.unpin(unit)
 
     def hold(self, unit: Unit) -> None:
-        """Somebody has a view of the values, or will look for them where they are now: they stay until the boundary."""
+        """Keeps a unit gathered until the next boundary, as user code or a graph refers to its values."""
         if unit not in self._pinned:
             self._pinned[unit] = None
             self.cache.pin(unit)
 
     def is_lent(self, group: ShardGroup) -> bool:
-        """Whether somebody reads, and may have edited, a copy of the values in the declared dtype."""
+        """Whether a copy of the values in the declared dtype is lent, which may have been edited."""
         return group in self._declared
 
     @contextmanager
-    def all_of(self, groups: Collection[ShardGroup], *, write: bool) -> Iterator[None]:
-        """The values of all these are here; edits inside, the same on every rank, are kept if `write`. A collective."""
+    def all_of(self, parameters: Iterable[Parameter], *, write: bool) -> Iterator[None]:
+        """Lends the whole values of parameters; see `Engine.full_parameters`."""
+        slots = {slot_of(parameter) for parameter in parameters}
+        groups = [group for group in self.groups if not group.is_plain and not slots.isdisjoint(group.slots)]
         self.settle()
         for group in groups:
             if group.upcasts:
@@ -217,7 +213,7 @@ class Loans(Lender, GradientLender):
         try:
             yield
         finally:
-            for group in () if write else groups:  # without a look at what was edited
+            for group in () if write else groups:  # before `settle`, which would keep their edits
                 self._declared.pop(group, None)
                 unit = self._units.get(group)
                 if unit in self._pinned:
@@ -229,7 +225,7 @@ class Loans(Lender, GradientLender):
         self._noted[slot] = source
 
     def read_noted(self) -> None:
-        """Reads what this rank steps into the masters; all ranks must `publish` then."""
+        """Reads this rank's pieces of parameters that `load` has noted. All ranks must `publish` after it."""
         noted, self._noted = self._noted, {}
         with torch.no_grad():
             for slot, source in noted.items():
@@ -247,27 +243,21 @@ class Loans(Lender, GradientLender):
     def lend_gradient(self, slot: Slot) -> Tensor:
         if slot in self._gradients:
             return self._gradients[slot]
-        self.settle_gradients()  # nobody has asked the parameter, if it is shown plain
-        self.rendezvous.call(self._averages[slot])  # one rank may look alone, until the step
-        gradient, self._served = self._served, None
-        assert gradient is not None
+        self.settle_gradients()  # reading `p.grad` has not done it if the parameter is shown plain
+        gradient: Tensor = self.rendezvous.call(self._averages[slot])  # until the step, one rank may read it alone
         return gradient
 
-    def _serve_gradient(self, slot: Slot, keep: bool) -> None:
-        assert slot.gradient is not None
+    def _serve_gradient(self, slot: Slot, _: bool) -> Tensor:
         with no_interception(), torch.no_grad():
-            gradient = slot.gradient.gather(slot)
-        if keep:
-            self._served = gradient
+            return gradient_of(slot).gather(slot)
 
     def take_gradient(self, slot: Slot, gradient: Tensor, *, is_visible: bool) -> None:
-        assert slot.gradient is not None
-        slot.gradient.write(slot, gradient)
+        gradient_of(slot).write(slot, gradient)
         if is_visible:
             self._gradients[slot] = gradient
 
     def take_back_gradients(self) -> None:
-        """Ends all loans of gradients, with what was edited through views of them."""
+        """Ends all loans of gradients, and keeps edits made through views of them."""
         for slot, gradient in self._gradients.items():
             if slot.parameter.grad is not None:
                 self.take_gradient(slot, gradient, is_visible=False)
@@ -276,13 +266,13 @@ class Loans(Lender, GradientLender):
     # -- boundaries
 
     def settle_in_pass(self) -> None:
-        """`settle` in the middle of a forward: its backward is still to come."""
+        """Does `settle` in the middle of a forward, and keeps what its backward will recompute from."""
         in_blocks = dict(self._in_blocks)
         self.settle()
         self._in_blocks = in_blocks
 
     def settle(self) -> None:
-        """Ends all loans, with the edits that were made meanwhile."""
+        """Ends all loans, and keeps the edits that were made meanwhile."""
         with torch.no_grad(), no_interception():
             self.take_back_gradients()
             for group in self.groups:
@@ -295,7 +285,7 @@ class Loans(Lender, GradientLender):
                     group.adopt_assigned()
             for group, full in self._declared.items():
                 if group in self._units and self._units[group].is_gathered:
-                    self._units[group].wait()  # what is under way would undo the edit
+                    self._units[group].wait()  # a gather under way would overwrite the edit
                 group.take_edits(full)
             self._declared.clear()
             self._in_blocks.clear()
@@ -309,10 +299,6 @@ class Loans(Lender, GradientLender):
 
 
 def _told_of(group: ShardGroup) -> str:
-    """For messages: its parameters."""
+    """Names the parameters of a group, for messages."""
     first, *others = (slot.name for slot in group.slots)
     return f"{first} and {len(others)} more parameters" if others else first
-
-
-def _keep_until_boundary(*_: object) -> None:
-    """Ends a call's loan: `settle` looks at what was edited."""

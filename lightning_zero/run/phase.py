@@ -1,4 +1,4 @@
-"""What an engine is doing, and what may begin while it does."""
+"""`Phases`: the phase that an engine is in, and which phases may begin during it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import final
 
 
 class Phase(Enum):
-    """See `Engine`."""
+    """A phase of an engine; see `Engine` for what happens in each."""
 
     RESTING = auto()
     FORWARD = auto()
@@ -16,7 +16,7 @@ class Phase(Enum):
     CLOSED = auto()
 
 
-_WITHIN = {
+_MAY_BEGIN_IN = {
     Phase.RESTING: {Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.CLOSED},
     # Manual optimization runs all of a step inside `training_step`.
     Phase.FORWARD: {Phase.FORWARD, Phase.BACKWARD, Phase.STEP},
@@ -25,7 +25,7 @@ _WITHIN = {
 
 @final
 class Phases:
-    """The phase of an engine, with checked transitions; one may interrupt another."""
+    """The current phase of an engine, and the phases that it interrupts, with checked transitions."""
 
     def __init__(self) -> None:
         self._stack = [Phase.RESTING]
@@ -35,18 +35,19 @@ class Phases:
         return self._stack[-1]
 
     def enter(self, phase: Phase) -> None:
-        """Raises RuntimeError when `phase` cannot begin now."""
-        if phase not in _WITHIN.get(self.now, ()):
+        """Begins `phase`. Raises RuntimeError if it cannot begin in the current one."""
+        if phase not in _MAY_BEGIN_IN.get(self.now, ()):
             raise RuntimeError(f"The engine cannot begin {phase.name} while it is in {self.now.name}.")
         self._stack.append(phase)
 
     def leave(self, phase: Phase) -> None:
-        """Goes on with what `phase` has interrupted; nothing if it is over already."""
+        """Returns to the phase that `phase` has interrupted; does nothing if `phase` is already over."""
         if self.now is phase:
             self._stack.pop()
 
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
+        """Is in `phase` inside; ends it, and every phase that was left open in it, on the way out."""
         self.enter(phase)
         depth = len(self._stack)
         try:

@@ -1,15 +1,15 @@
-"""`Plan`: what is gathered when, as all ranks have agreed; integers only.
+"""`Plan`: which units are gathered at which use, and from where reductions may run; integers only.
 
-Ranks mostly use the same units in the same order, step after step. A plan is made of that order. It says at which use
-which units are gathered ahead, and from which use on which reductions may run; ranks that follow it need to tell each
-other nothing. Room is for `room` units at a time, the least recently used goes first:
+Ranks mostly use the same units in the same order, step after step. A plan is made from that order: it says at which use
+each unit is gathered, some uses ahead, and from which use on each reduction may run. Ranks that follow it send no other
+messages. There is room for `room` units at a time, and the least recently used one is evicted first:
 
     room for 2, one ahead     use  0   1   2   2'  1'  0'          ' = in backward
-                           gather 0,1  2           0'              unit 1 and 2 are still here when backward begins
+                           gather 0,1  2           0'              units 1 and 2 are still gathered when backward begins
 
-A rank that wants something else *diverges*: it marks the next gather of the plan, and takes part in the rest of it
-until all ranks have learnt of the mark (at the use of that gather, or one later). So a reduction that all ranks were
-ready for at use k may start as soon as a rank that was not would have been heard, and no sooner.
+A rank that wants something else *diverges*: it marks the next gather of the plan, and takes part in the plan until all
+ranks have learnt of the mark (at the use of the gathered unit, or one use later). A reduction that all ranks were ready
+for at use k therefore starts where a rank that was not ready would have been heard of, and not earlier.
 """
 
 from collections import OrderedDict
@@ -20,12 +20,13 @@ from typing import final
 
 @final
 class Residents:
-    """Which units are here: at most `room`, and those `apart`, which have room of their own and stay."""
+    """The numbers of the units that are gathered, least recently used first: at most `room` of them, beside those in
+    `apart`, which have buffers of their own and are never evicted."""
 
     def __init__(self, room: int, apart: Collection[int] = ()) -> None:
         self.room = room
         self._apart = apart
-        self._here: OrderedDict[int, None] = OrderedDict()  # the last used comes last
+        self._here: OrderedDict[int, None] = OrderedDict()
 
     def __contains__(self, number: int) -> bool:
         return number in self._here
@@ -34,18 +35,18 @@ class Residents:
         return iter(list(self._here))
 
     def touch(self, number: int) -> None:
-        """It is in use."""
+        """Makes a unit the most recently used one, if it is gathered."""
         if number in self._here:
             self._here.move_to_end(number)
 
     def admit(self, number: int) -> int | None:
-        """It comes. Returns the one that must go."""
+        """Adds a unit. Returns the one that is evicted for it, if any."""
         counted = [here for here in self._here if here not in self._apart]
-        goes = counted[0] if number not in self._apart and len(counted) >= self.room else None
-        if goes is not None:
-            del self._here[goes]
+        evicted = counted[0] if number not in self._apart and len(counted) >= self.room else None
+        if evicted is not None:
+            del self._here[evicted]
         self._here[number] = None
-        return goes
+        return evicted
 
     def remove(self, number: int) -> None:
         self._here.pop(number, None)
@@ -53,55 +54,45 @@ class Residents:
 
 @dataclass(frozen=True)
 class Step:
-    """One use, and what all ranks do when they come to it.
+    """One use of a plan, and what every rank does at it."""
 
-    Args:
-        use: the unit, or the call, that is used.
-        due: how many gradient groups, from the first of the agreed order, must be complete here; otherwise diverge.
-        window: units that must not go yet.
-        gathers: units to gather, in order.
-        learns: the gathers of these units tell now whether a rank has diverged: before anything else, or if they begin
-            at this use, after that.
-        starts: reduce so many groups of the agreed order.
-    """
-
-    use: int
-    due: int
-    window: tuple[int, ...]
-    gathers: tuple[int, ...]
+    use: int  # the unit or call that is used
+    due: int  # a rank diverges unless so many gradient groups, from the first of the agreed order, are complete on it
+    window: tuple[int, ...]  # units that must not be evicted
+    gathers: tuple[int, ...]  # units to gather, in order
+    # Units whose gathers tell here whether a rank has diverged: before anything else, or last if they begin here.
     learns: tuple[int, ...]
-    starts: int
+    starts: int  # reductions of so many groups of the agreed order are started
 
 
-Plan = tuple[Step, ...]  # of a round, in order; see the module's docstring
+Plan = tuple[Step, ...]  # of one round, in order
 
 
 def make_plan(
     uses: Sequence[int], units: Collection[int], here: Residents, complete: Mapping[int, int], late: bool
 ) -> Plan:
-    """Plans for an order of uses.
+    """Plans a round that uses `uses` in order.
 
     Args:
-        uses: what is used, one after the other. What is not among `units` is a call: nothing is gathered ahead.
-        units: numbers of those that can be gathered ahead.
-        here: as empty as the units are when the plan begins.
-        complete: use -> how many gradient groups all ranks have had complete there; counts never fall.
-        late: ranks learn of a mark one use after that of the gather.
+        uses: units and calls. A number that is not in `units` is a call, which is never done ahead.
+        units: numbers of the units.
+        here: empty, as no unit is gathered when the plan begins.
+        complete: use -> how many gradient groups were complete there on all ranks; counts never fall.
+        late: ranks learn of a mark one use after that of the marked gather.
     """
-    reach = max(here.room, 1)
     steps = []
     learns: list[list[int]] = [[] for _ in uses]
-    learnt_at: dict[int, list[int]] = {}  # use -> where the gathers issued there are learnt of
+    learnt_at: dict[int, int] = {}  # use -> where ranks learn of a mark in the first gather that is issued at it
     for at in range(len(uses)):
-        window = [number for number in uses[at : at + reach] if number in units]
+        window = [number for number in uses[at : at + here.room] if number in units]
         for number in window:
             here.touch(number)
         gathers = []
-        for place, number in enumerate(uses[at : at + reach], at + late):
+        for place, number in enumerate(uses[at : at + here.room], at + late):
             if number in units and number not in here:
                 here.admit(number)
                 gathers.append(number)
-                learnt_at.setdefault(at, []).append(place)
+                learnt_at.setdefault(at, place)
                 if place < len(uses):
                     learns[place].append(number)
         due = max((count for use, count in complete.items() if use <= at), default=0)
@@ -110,13 +101,13 @@ def make_plan(
     return tuple(Step(*step, tuple(learnt), start) for step, learnt, start in zip(steps, learns, starts, strict=True))
 
 
-def _starts(length: int, complete: Mapping[int, int], learnt_at: Mapping[int, Sequence[int]]) -> list[int]:
-    """At each use, how many groups may be reducing: those of which all ranks would have heard if one were not ready,
-    by the mark in the first gather that such a rank begins."""
+def _starts(length: int, complete: Mapping[int, int], learnt_at: Mapping[int, int]) -> list[int]:
+    """Returns, for each use, how many groups may be reducing: those of which every rank would have learnt by then if a
+    rank had not been ready. Such a rank marks the first gather that it begins."""
     starts = [0] * length
     for use, count in complete.items():
         marked = min((at for at in learnt_at if at >= use), default=None)
-        first = length if marked is None else max(learnt_at[marked][0], marked + 1)
+        first = length if marked is None else max(learnt_at[marked], marked + 1)
         for at in range(first, length):
             starts[at] = max(starts[at], count)
     return starts

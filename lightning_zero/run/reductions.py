@@ -1,7 +1,7 @@
-"""Which gradients travel when: every rank sends those of its groups in one agreed order, whatever became ready first.
+"""`Reductions`: sends the gradients of all groups, on every rank in one agreed order, whichever became ready first.
 
-The order starts as the reverse of the model's and is then learnt from rank 0's first backward, so that overlap
-survives models whose backward runs in another order than their modules stand in.
+The order starts as the reverse of the model's. It is then learnt from rank 0's first backward, so that reductions also
+overlap with the backward of a model whose modules do not run in the order in which they are defined.
 """
 
 from collections import Counter
@@ -16,6 +16,7 @@ from lightning_zero.run.notices import Notice, Notices
 from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.bucket import BucketPool
 from lightning_zero.shards.gradient import GradientShard
+from lightning_zero.shards.norm import gradient_of
 from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.views.gradient import GradientLender, ShardedGradient
 from lightning_zero.views.parameter import Interception
@@ -23,17 +24,20 @@ from lightning_zero.wire.comm import Comm
 
 
 class Stage(Enum):
-    """Where the gradients are between autograd and the optimizer."""
+    """Where gradients are between autograd and the optimizer."""
 
-    CLEAR = auto()  # no backward since ranks last agreed
-    COLLECTING = auto()  # in backward
-    UNSETTLED = auto()  # backward has ended; ranks have not agreed yet on which parameters have gradients
+    CLEAR = auto()  # no backward has ended since ranks last agreed
+    COLLECTING = auto()  # a backward is under way
+    UNSETTLED = auto()  # backward has ended, and ranks have not agreed yet on which parameters have gradients
 
 
 @final
 class Reductions:
-    """The reductions of one backward after the other; with `overlap` they run while it goes on. From its end until
-    ranks have agreed, `interception` makes parameters ask for their gradients; then `lender` lends averages."""
+    """Collects and reduces the gradients of each backward; with `overlap`, reductions run while backward goes on.
+
+    From the end of backward until ranks have agreed, `interception` makes parameters ask for their gradients. After
+    that, `p.grad` borrows averaged gradients from `lender`.
+    """
 
     def __init__(
         self, assembly: Assembly, comm: Comm, overlap: bool, lender: GradientLender, interception: Interception
@@ -44,25 +48,24 @@ class Reductions:
         self._overlap = overlap
         self._lender = lender
         self._interception = interception
-        self.started = 0  # how many of self.shards
-        self._ready_order: list[GradientShard] = []
+        self.started = 0  # how many of `shards` are being reduced, or have been
+        self._ready_order: list[GradientShard] = []  # the order in which this backward has completed groups
         self._order_learnt = False
         self.stage = Stage.CLEAR
-        self.is_on = True  # the next end of backward reduces; otherwise gradients only accumulate, on this rank
-        self.notices = Notices()  # what ranks tell each other as they agree
-        # Takes averaged gradients, which nobody keeps then.
-        self.step: Callable[[Sequence[Slot]], None] | None = None
-        self._unstepped: list[GradientShard] = []  # complete, and being reduced
+        self.is_on = True  # False: backwards only accumulate gradients, on this rank
+        self.notices = Notices()  # told to the other ranks with each statement
+        self.step: Callable[[Sequence[Slot]], None] | None = None  # steps averaged gradients in backward, if set
+        self._unstepped: list[GradientShard] = []  # complete on this rank, being reduced, and to be stepped
         self._stepped: set[GradientShard] = set()  # in this backward
 
     def add(self, shards: Sequence[GradientShard], pools: Sequence[BucketPool]) -> None:
-        """Gradients of what trains only now; they are the last in the order. Between two backwards."""
+        """Appends gradients that have begun to train to the agreed order. Call it between two backwards."""
         self.shards = [*self.shards, *shards]
         self.pools = [*self.pools, *pools]
 
     @property
     def may_wait(self) -> bool:
-        """Whether one reduction may wait for another, and so for another rank, before a backward has ended."""
+        """Whether a reduction may wait for another one, and so for another rank, before backward has ended."""
         chunks = Counter({pool: -pool.size for pool in self.pools})
         for shard in self.shards:
             if shard.travels:
@@ -73,9 +76,8 @@ class Reductions:
     # -- in backward
 
     def collect(self, slot: Slot) -> bool:
-        """Takes the gradient in `p.grad`; whether it was the last of its group."""
-        shard = slot.gradient
-        assert shard is not None
+        """Takes the gradient in `p.grad`. Returns whether it completes its group."""
+        shard = gradient_of(slot)
         was_complete = shard.is_complete
         if was_complete and self.shards.index(shard) < self.started:
             raise RuntimeError(
@@ -91,13 +93,13 @@ class Reductions:
         return True
 
     def count_complete(self) -> int:
-        """How many groups, from the first of the agreed order, have all their gradients."""
+        """Returns how many groups, from the first of the agreed order, have all their gradients on this rank."""
         if not (self.is_on and self._overlap):
             return 0
         return next((at for at, shard in enumerate(self.shards) if not shard.is_complete), len(self.shards))
 
     def start(self, number: int) -> None:
-        """Sends the first `number` groups of the agreed order, but for those that have been sent."""
+        """Starts the first `number` reductions of the agreed order, except those that have started."""
         if number <= self.started:
             return
         with no_interception(), torch.no_grad():
@@ -108,19 +110,15 @@ class Reductions:
                     self._unstepped += [shard] if shard.is_complete else []
         self.started = number
 
-    def start_all(self) -> None:
-        """Sends what has not been sent."""
-        self.start(len(self.shards))
-
     def _step_reduced(self) -> None:
-        """Steps what is reduced, while the latest is under way: gradients of two groups are there at a time."""
+        """Steps reduced gradients while the latest reduction is under way, so only two groups have gradients."""
         for shard in self._unstepped:
-            shard.wait()
             self._step(shard, shard.group.slots)
         self._unstepped.clear()
 
     def _step(self, shard: GradientShard, slots: Sequence[Slot]) -> None:
         assert self.step is not None
+        shard.wait()
         self._stepped.add(shard)
         if slots:
             self.step(slots)
@@ -128,11 +126,11 @@ class Reductions:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether this rank has any to reduce."""
+        """Whether this rank has gradients to reduce."""
         return self.is_on and any(shard.used for shard in self.shards)
 
     def end_backward(self) -> None:
-        """A backward has ended: what it left only accumulates, or is reduced when ranks agree."""
+        """Ends a backward: its gradients only accumulate, or are reduced when ranks agree (`settle`)."""
         if not self.is_on:
             self.stage = Stage.CLEAR
             for shard in self.shards:
@@ -140,7 +138,7 @@ class Reductions:
             self._clear()
             return
         self.stage = Stage.UNSETTLED
-        for shard in self.shards:  # until then parameters ask for gradients, and what autograd may add goes beside
+        for shard in self.shards:  # what a next backward adds to `p.grad` before ranks agree is kept apart
             if shard.is_spread and self.step is None:
                 for index in shard.used:
                     self.show(shard.group.slots[index])
@@ -150,38 +148,37 @@ class Reductions:
     # -- what ranks agree on
 
     def statement(self) -> Tensor:
-        """What this rank knows of the backward, ``(bytes,)`` uint8: a flag for each question. Over all ranks a flag is
-        set where one rank has set it."""
+        """Returns what this rank knows of the backward, ``(bytes,)`` uint8, one flag for each question. Ranks combine
+        their statements by the maximum: a flag is set if any rank has set it."""
         has_gradients = self.stage is Stage.UNSETTLED and any(shard.used for shard in self.shards)
         said = bytearray([has_gradients, *self.notices.flags()])
         complete = self.count_complete()
         said += bytes(at >= complete for at in range(len(self.shards)))
         for shard in self.shards:
-            used = bytearray(len(shard.group.slots))
-            for index in shard.used:
-                used[index] = 1
-            said += used
+            said += bytes(index in shard.used for index in range(len(shard.group.slots)))
         return torch.frombuffer(said, dtype=torch.uint8)
 
     def count_complete_in(self, said: Tensor) -> int:
-        """How many groups are complete on all ranks, by their statements."""
+        """Returns how many groups are complete on all ranks, by their combined statements."""
         first = 1 + len(Notice)
         incomplete = said[first : first + len(self.shards)].tolist()
         return incomplete.index(1) if 1 in incomplete else len(self.shards)
 
     def settle(self, said: Tensor) -> None:
-        """Reduces what is left, as the statements of all ranks say, and shows the averaged gradients. A collective."""
-        self.notices.hear(said[1 : 1 + len(Notice)].tolist())
+        """Reduces the remaining gradients, by the combined statements of all ranks, and shows the averaged ones in
+        `p.grad` (or steps them). Collective."""
+        sizes = [1, len(Notice), len(self.shards), *(len(shard.group.slots) for shard in self.shards)]
+        has_gradients, noticed, _, *used = said.split(sizes)
+        self.notices.hear(noticed.tolist())
         if self.notices.are_apart:
             self._refuse_uneven_batches()
         if self.stage is Stage.UNSETTLED:
             for shard in self._plain:
                 self._interception.show(shard.group)
         self.stage = Stage.CLEAR
-        if not said[0]:  # no rank has a gradient
+        if not has_gradients:  # on any rank
             return
         with no_interception(), torch.no_grad():
-            used = said[1 + len(Notice) + len(self.shards) :].split([len(shard.group.slots) for shard in self.shards])
             having = [
                 [shard.group.slots[index] for index in flags.nonzero().flatten().tolist()]
                 for shard, flags in zip(self.shards, used, strict=True)
@@ -194,7 +191,7 @@ class Reductions:
         self._clear()
 
     def _refuse_uneven_batches(self) -> None:
-        """Raises RuntimeError on every rank. A collective."""
+        """Raises RuntimeError on every rank. Collective."""
         places = self._comm.all_gather_object(self.notices.place, "places")
         told = "; ".join(f"rank {rank} is {place}" for rank, place in enumerate(places))
         raise RuntimeError(
@@ -203,8 +200,8 @@ class Reductions:
         )
 
     def _show_averages(self, having: Sequence[Sequence[Slot]]) -> None:
-        """What had a gradient on any rank shows the averaged one; other `p.grad` stays."""
-        self.start_all()  # all start before the first wait: another rank may be out of buckets
+        """Shows averaged gradients in parameters that had one on any rank (`having`); other `p.grad` stay as is."""
+        self.start(len(self.shards))  # all, before the first wait: another rank may be out of buckets
         for pool in self.pools:
             pool.drain()
         for shard, slots in zip(self.shards, having, strict=True):
@@ -213,44 +210,40 @@ class Reductions:
                 self.show(slot)
 
     def _step_averages(self, having: Sequence[Sequence[Slot]]) -> None:
-        """What is left is stepped group by group; what follows is begun when its turn comes."""
+        """Steps the remaining gradients group by group; each reduction starts when it is the group's turn."""
         for number, (shard, slots) in enumerate(zip(self.shards, having, strict=True)):
             self.start(number + 1)
             if shard in self._unstepped:
                 self._step_reduced()
             elif shard not in self._stepped:
-                shard.wait()
                 self._step(shard, slots)
             shard.end_reduce()
 
     @property
     def _plain(self) -> list[GradientShard]:
-        """Of parameters that nothing else makes ask for anything."""
+        """Gradients of parameters that are not intercepted for any other reason."""
         return [shard for shard in self.shards if shard.travels and shard.group.is_plain]
 
     def show(self, slot: Slot) -> None:
-        """`p.grad` is the averaged gradient."""
-        assert slot.gradient is not None
-        if slot.gradient.is_spread:
+        """Makes `p.grad` the averaged gradient."""
+        shard = gradient_of(slot)
+        if shard.is_spread:
             shown = slot.local.grad
             if not (isinstance(shown, ShardedGradient) and shown.is_of(slot)):
                 slot.local.grad = ShardedGradient(slot, self._lender)
         else:
-            assert slot.gradient.full_grad is not None
-            slot.local.grad = slot.view(slot.gradient.full_grad)
+            assert shard.full_grad is not None
+            slot.local.grad = slot.view(shard.full_grad)
 
     def adopt(self, slot: Slot) -> None:
-        """Takes over a gradient that the user has put into `p.grad` in place of ours; the same one on every rank."""
-        shard, grad = slot.gradient, slot.local.grad
-        assert shard is not None
+        """Takes over a gradient that the user has put into `p.grad` in place of ours, the same one on every rank."""
+        shard, grad = gradient_of(slot), slot.local.grad
         if grad is not None and not shard.is_shown(slot, grad):
             shard.write(slot, grad.detach().to(shard.dtype))
             self.show(slot)
 
-    # -- otherwise
-
     def forget(self) -> None:
-        """Drops what a backward that failed (on every rank alike) left half done."""
+        """Drops the gradients of a backward that has failed, on every rank."""
         for pool in self.pools:
             pool.drain()
         for shard in self.shards:
@@ -264,13 +257,14 @@ class Reductions:
         self._stepped.clear()
 
     def free(self) -> None:
-        """Lets go of gradients and buckets for good."""
+        """Releases gradients and buckets permanently."""
         for shard in self.shards:
             shard.free()
-        self.shards, self.pools = [], []  # an error may have left them in the middle of a backward: nothing is due
+        self.shards, self.pools = [], []  # so nothing is due, even if an error has ended a backward in the middle
 
     def _learn_order(self) -> None:
-        if self._order_learnt:  # nothing that differs between ranks may decide whether a message is sent
+        """Takes over the order in which rank 0's first backward has completed groups. Collective, once."""
+        if self._order_learnt:  # not a check that may differ between ranks: it decides whether a message is sent
             return
         self._order_learnt = True
         ready = [self.shards.index(shard) for shard in self._ready_order]

@@ -1,23 +1,22 @@
-"""Gathers in company: ranks go the same way without a word, and may go apart at any time.
+"""`Rendezvous`: makes all ranks issue the same gathers and reductions in the same order, also where they diverge.
 
-A gather needs every rank. A *round* is the time from one meeting of all ranks to the next: in training, a step. Ranks
-that have gone the same way in an earlier round follow its plan in this one (`plan.Plan`), and send nothing but the
-gathers. A rank that wants something else *diverges*: it marks a gather, and from where all have learnt of it to the end
-of the round every rank says what it wants before it gathers; all serve all that is wanted, and a rank that has come to
-the end serves the others until they have too.
+A gather needs every rank. A *round* is the time from one meeting of all ranks to the next; in training, it is a step.
+Ranks that have used the same units in an earlier round follow its plan (`plan.Plan`), and send only the gathers. A rank
+that needs something else *diverges*: it marks a gather. Once all ranks have learnt of the mark, each says what it wants
+before it gathers, and all take part in everything that any rank wants. A rank that has come to the end of the round
+serves the others until they have, too:
 
     rank 0   block.0   block.1   head.a    done      done
     rank 1   block.0   block.1   head.b    head.c    done
-    served   block.0   block.1   both      head.c    (nobody wants any: the round is over)
+    served   block.0   block.1   both      head.c    (no rank wants anything: the round is over)
 
-So a head that one rank does not use, uneven evaluation, `generate` of other lengths and a sample that only rank 0 draws
-all come to their end; and whatever happens, all ranks issue the same collectives in the same order, the reductions of
-gradients among them.
+So a head that only one rank uses, uneven evaluation, `generate` of different lengths, and a sample that only rank 0
+draws all work.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -36,39 +35,39 @@ _HASH = 2**61 - 1
 
 
 class _Call(NamedTuple):
-    """Something that can be wanted and is no unit: it is never done ahead."""
+    """A collective that a rank may want alone, beside the gathers of units. It is never done ahead."""
 
     label: str  # for messages
-    serve: Callable[[bool], None]  # a collective; told whether this rank wants its result
+    serve: Callable[[bool], Any]  # issues it, and returns its result; told whether this rank wants that
 
 
 class _Heard(NamedTuple):
-    """What all ranks have said in one exchange."""
+    """What all ranks have said in one exchange; the same on all of them."""
 
-    wants: list[int]  # of any rank, in order; empty where all have come to the end
+    wants: list[int]  # numbers that any rank wants, in order; empty if all have come to the end of the round
     agree: bool  # all want the same, and have used the same before
-    early: bool  # a rank will come again before the step
-    statement: Tensor  # see `Reductions`
+    early: bool  # a rank will meet the others once more before the step
+    statement: Tensor  # see `Reductions.statement`
 
 
 @dataclass
 class _Round:
-    """What this rank knows of the time since ranks have met."""
+    """The current round of this rank."""
 
     plan: Plan | None = None  # while it is followed
-    start: int = 0  # which use is the plan's first
+    start: int = 0  # the use at which the plan begins
     uses: list[int] = field(default_factory=list)
     digest: int = 0  # of the uses
-    begins: tuple[int, bool] | None = None  # what was used first, and whether gradients were on
+    begins: tuple[int, bool] | None = None  # the first use, and whether gradients were enabled then
     complete: dict[int, int] = field(default_factory=dict)  # use -> gradient groups that were complete on all ranks
     in_flight: dict[int, Gather] = field(default_factory=dict)  # unit -> its gather, until it tells who diverges
-    reduces: bool = False  # all ranks are known to reduce the gradients of this round
+    reduces: bool = False  # all ranks are known to reduce gradients in this round
 
 
 @final
 class Rendezvous:
-    """Agrees on what is gathered next, among the ranks that share shards; what is wanted has a number: a unit its place
-    in the cache, calls those after."""
+    """Agrees on the next collectives among the ranks that share shards. Each unit has its number in the cache; calls,
+    and last the reductions of a backward, have the numbers after those."""
 
     def __init__(self, mesh: Mesh, cache: UnitCache, reductions: Reductions) -> None:
         self._mesh = mesh
@@ -78,32 +77,35 @@ class Rendezvous:
         self._units = cache.units
         self._reductions = reductions  # started where all ranks are ready for them
         self._calls: list[_Call] = []
+        self._result: Any = None  # of the latest call that this rank has wanted
         self._round = _Round()
-        self._plans_ahead = True
+        self._makes_plans = True
         self._plans: dict[int, Plan] = {}  # kind of a round (the digest of its uses) -> its plan
-        self._next: dict[tuple[int, int], int] = {}  # what came before a round -> its kind, the last time
-        self._beginnings: dict[tuple[int, bool], int] = {}  # how a round begins -> its kind
-        self._was_early = False  # when it last met
-        self._before = (0, 0)  # kind of the last round with uses in which all ranks went one way; empty ones since
+        self._next: dict[tuple[int, int], int] = {}  # `_before` of a round -> its kind, the last time
+        self._beginnings: dict[tuple[int, bool], int] = {}  # `begins` of a round -> its kind, the last time
+        self._before = (0, 0)  # kind of the last round with uses in which ranks agreed, and how many empty ones since
+        self.is_awaited = False  # the others wait for this rank to meet them once more, as it was early
 
-    def enroll(self, label: str, serve: Callable[[bool], None]) -> int:
-        """Returns the number under which `call` asks for it; enroll the same on every rank. See `_Call`."""
+    def enroll(self, label: str, serve: Callable[[bool], Any]) -> int:
+        """Returns the number by which `call` asks for `serve`; see `_Call`. Enroll the same calls on every rank."""
         self._calls.append(_Call(label, serve))
         return len(self._units) + len(self._calls) - 1
 
     def use(self, unit: Unit) -> None:
-        """Returns when the unit is gathered, or on its way."""
+        """Has a unit gathered, or at least its gather under way."""
         number = self._cache.numbers[unit]
         if self._round.uses and self._round.uses[-1] == number and unit.is_gathered:
             return
         self._arrive(number)
 
-    def call(self, number: int) -> None:
-        """Returns when the call has been served."""
+    def call(self, number: int) -> Any:
+        """Has all ranks serve a call. Returns its result."""
         if self._is_alone:
-            self._calls[number].serve(True)
+            self._serve_call(number, True)
         else:
             self._arrive(number)
+        result, self._result = self._result, None
+        return result
 
     def _arrive(self, number: int) -> None:
         if not self._round.uses:
@@ -118,26 +120,31 @@ class Rendezvous:
 
     @property
     def _to_reduce(self) -> int:
-        """What a rank wants that is about to reduce."""
+        """The number that a rank wants when it is about to reduce gradients."""
         return len(self._units) + len(self._calls)
 
     def _serve(self, wants: Iterable[int], own: int | None) -> None:
-        """Does all that is wanted, and keeps what this rank wants."""
+        """Takes part in everything that is wanted, and keeps the results of what this rank wants (`own`)."""
         for want in wants:
             if want == self._to_reduce:
                 if own is None:  # this rank has no gradients, and contributes zeros
-                    self._reductions.start_all()
+                    self._reductions.start(len(self._reductions.shards))
             elif want >= len(self._units):
-                self._calls[want - len(self._units)].serve(want == own)
+                self._serve_call(want, want == own)
             elif want == own:
                 self._cache.gather(want)
             else:
                 self._units[want].pass_by()
 
+    def _serve_call(self, number: int, keep: bool) -> None:
+        result = self._calls[number - len(self._units)].serve(keep)
+        if keep:
+            self._result = result
+
     # -- by plan
 
     def _follow(self, plan: Plan, number: int) -> bool:
-        """Does what all ranks do at this use; False where ranks go, or this one wants to go, another way."""
+        """Does what the plan says for this use. Returns False if any rank diverges, this one included."""
         at = len(self._round.uses) - self._round.start
         step = plan[at] if at < len(plan) else None
         if step is None or step.use != number or self._reductions.count_complete() < step.due:
@@ -151,7 +158,8 @@ class Rendezvous:
         return True
 
     def _take(self, step: Step, *, keep: bool, marks: bool = False) -> bool:
-        """What all ranks do at one use of the plan; False where a rank is learnt to have diverged before it."""
+        """Takes part in a step of the plan, and keeps the results if this rank follows it, or `marks` the first gather.
+        Returns False if a rank turns out to have diverged before this step."""
         if self._learn_of_divergence(number for number in step.learns if number not in step.gathers):
             return False
         self._reductions.start(step.starts)
@@ -163,11 +171,11 @@ class Rendezvous:
                 self._round.in_flight[number] = self._units[number].pass_by(marks)
                 marks = False
         if step.use >= len(self._units):
-            self._calls[step.use - len(self._units)].serve(keep)
+            self._serve_call(step.use, keep)
         return not self._learn_of_divergence(number for number in step.learns if number in step.gathers)
 
     def _diverge(self, plan: Plan, at: int) -> None:
-        """Leaves the plan before its step `at`: takes part in it until the others have learnt of it."""
+        """Leaves the plan before its step `at`, but takes part in it until the others have learnt of that."""
         marks = True
         for step in plan[at:]:
             if not self._take(step, keep=False, marks=marks):
@@ -180,7 +188,7 @@ class Rendezvous:
             self._diverge(plan, len(self._round.uses) - self._round.start)  # at its end there is nothing to mark
 
     def _learn_of_divergence(self, numbers: Iterable[int]) -> bool:
-        """Whether a rank has marked one of these gathers; then nobody follows the plan any longer."""
+        """Whether a rank has marked one of these gathers. Then no rank follows the plan any longer."""
         for number in numbers:
             gather = self._round.in_flight.get(number)
             if gather is not None:
@@ -192,7 +200,7 @@ class Rendezvous:
         return False
 
     def _stop(self) -> None:
-        """Leaves the plan, as all ranks do. What was gathered with a mark is void, unless marks travel beside."""
+        """Ends the plan, as all ranks do here. Units gathered with a mark are void, unless marks travel beside them."""
         self._round.plan = None
         for number, gather in self._round.in_flight.items():
             gather.wait()
@@ -207,17 +215,18 @@ class Rendezvous:
         if heard.agree:
             self._round.complete[len(self._round.uses)] = self._reductions.count_complete_in(heard.statement)
         self._serve(heard.wants, number)
-        if heard.agree and self._plans_ahead:
+        if heard.agree and self._makes_plans:
             self._look_for_plan(number)
 
     def _look_for_plan(self, number: int) -> None:
-        """All ranks want the same, and have done the same: what followed the last time may follow now."""
+        """Follows a plan from here on, if there is one. All ranks want `number`, and have used the same before it, so
+        they all come to the same plan: that of the last round that began so, or of the last batch of an evaluation."""
         plan, uses = None, self._round.uses
         if not uses:
             plan = self._plans.get(self._beginnings.get((number, torch.is_grad_enabled()), 0))
-        elif not torch.is_grad_enabled() and number in uses:  # one batch after the other
+        elif not torch.is_grad_enabled() and number in uses:  # one batch after another
             plan = self._plan_of(uses[len(uses) - uses[::-1].index(number) - 1 :], {})
-            self._cache.discard_all(but=number)  # as the plan expects it
+            self._cache.discard_all(but=number)  # as the plan expects
         if plan is None:
             return
         self._round.plan, self._round.start = plan, len(uses)
@@ -227,7 +236,7 @@ class Rendezvous:
                 self._round.in_flight[ahead] = self._cache.gather(ahead, diverges=False)
 
     def _exchange(self, number: int | None, *, early: bool = False) -> _Heard:
-        """Says what this rank wants (None: nothing more in this round), and hears what the others want."""
+        """Says what this rank wants (None: nothing more in this round), and hears what the others want. Collective."""
         known = self._to_reduce + 1
         wants = bytearray(known)
         if number is not None:
@@ -235,20 +244,19 @@ class Rendezvous:
         want = known if number is None else number
         state = (want, len(self._round.uses), self._round.digest, torch.is_grad_enabled())
         same = b"".join(value.to_bytes(8, "little") for value in state)
-        # Where ranks differ in a byte of `same`, the largest of it and of its complement do not add up to 255.
+        # Where ranks differ in a byte of `same`, its maximum and that of its complement do not add up to 255.
         mine = torch.frombuffer(wants + same + bytes(255 - byte for byte in same) + bytes([early]), dtype=torch.uint8)
         said = torch.cat([mine, self._reductions.statement()])
         try:
             heard = self._comm.all_reduce(said, "rendezvous", "max")
         except RankTimeoutError as error:
-            units = [f"the all-gather of {unit.name or 'the model'}" for unit in self._units]
-            wanted = "the agreement that ends a step or an evaluation"
-            if number is not None:
-                wanted = [*units, *(call.label for call in self._calls), "the reductions of a backward"][number]
-            error.place = f"{wanted}, on rank {self._comm.rank}"
+            labels = [f"the all-gather of {unit.name or 'the model'}" for unit in self._units]
+            labels += [call.label for call in self._calls]
+            labels += ["the reductions of a backward", "the agreement that ends a step or an evaluation"]
+            error.place = f"{labels[want]}, on rank {self._comm.rank}"
             raise
         wanted, one, other, anybody, statement = heard.split([known, len(same), len(same), 1, len(said) - len(mine)])
-        if wanted.any():  # else all that are left start together, when they settle
+        if wanted.any():  # else the remaining reductions start together, when gradients are settled
             self._reductions.start(self._reductions.count_complete_in(statement))
         agree = bool((one.int() + other.int() == 255).all())
         return _Heard(wanted.nonzero().flatten().tolist(), agree, bool(anybody), statement)
@@ -256,38 +264,38 @@ class Rendezvous:
     # -- meeting
 
     def meet(self, *, early: bool = False) -> bool:
-        """Ends the round: serves the others until all have come here, and settles the gradients of a backward. A
-        collective; any other collective of ours but those above comes after one. A rank that is `early` may want more
-        before the step, and will meet once more; returns whether any rank is."""
+        """Ends the round: serves the other ranks until all have come here, and settles the gradients of a backward.
+        Collective; collectives of the engine that are not issued above must come after a meeting. A rank that is
+        `early` may want something alone before the step, and meets once more. Returns whether any rank does."""
         if self._is_alone:
             self._settle(self._reductions.statement())
             return False
         self._leave_plan()
-        self._was_early = early
+        self.is_awaited = early and self.may_be_wanted
         while (heard := self._exchange(None, early=early)).wants:
             self._serve(heard.wants, None)
         self._learn(heard.agree)
         self._cache.discard_all()
         self._settle(heard.statement)
-        return heard.early
+        return heard.early and self.may_be_wanted
 
     def meet_all(self) -> None:
-        """`meet`, until no rank is early: it may have wanted something since it was asked for its gradients."""
-        while self.meet() and self.may_be_wanted:
+        """Meets until no rank is early: such a rank may have wanted something since it met. Collective."""
+        while self.meet():
             pass
 
     def _settle(self, statement: Tensor) -> None:
-        """What the ranks that share shards have said, all ranks hear."""
+        """Settles gradients by the statements of all ranks: `statement` is of those that share shards."""
         for comm in (self._mesh.replicate, self._mesh.tensor):
             if comm.size > 1:
                 statement = comm.host.all_reduce(statement, "settle", "max")
         self._reductions.settle(statement)
 
     def start_reductions(self, number: int) -> None:
-        """Starts the first `number` reductions, unless gathers tell when all ranks do.
+        """Starts the first `number` reductions; not at stage 3, where gathers tell when all ranks are ready.
 
-        A reduction may wait for another rank, which would not come if it wanted something alone, or had no gradients:
-        so ranks serve each other until all are about to reduce, or have nothing more to do in this round.
+        A reduction may wait for another rank, which never comes if it wants something alone, or has no gradients. So
+        ranks serve each other until all are about to reduce, or have come to the end of the round.
         """
         if self._units or number <= self._reductions.started:
             return
@@ -299,41 +307,34 @@ class Rendezvous:
                     self._serve(wants, self._to_reduce)
         self._reductions.start(number)
 
-    def settle_gradients(self) -> None:
-        """Makes ranks agree on which parameters have gradients, if they have not yet."""
-        if self._reductions.stage is Stage.UNSETTLED:
-            with no_interception(), torch.no_grad():
+    def settle_gradients(self, *, meets: bool = False) -> None:
+        """Makes ranks agree on which parameters have gradients, if they have not since the last backward. With `meets`,
+        ranks also meet if one of them may have read gradients alone, so that another collective may follow."""
+        is_unsettled = self._reductions.stage is Stage.UNSETTLED
+        with no_interception(), torch.no_grad():
+            if meets and (is_unsettled or self.may_be_wanted):
+                self.meet_all()
+            elif is_unsettled:
                 self.meet(early=True)
 
-    def meet_with_gradients(self) -> None:
-        """The same, and `meet_before_collective`: a rank may have looked at gradients alone."""
-        if self._reductions.stage is Stage.UNSETTLED or self.may_be_wanted:
-            with no_interception(), torch.no_grad():
-                self.meet_all()
-
     def expect_nothing(self) -> None:
-        """All ranks are known to be here, and not to go on as they did the last time."""
+        """Drops the plan of this round: all ranks are known to be here, and not to follow it."""
         self._round.plan = None
 
     def meet_before_collective(self) -> None:
-        """`meet`, where ranks may want anything that others must serve first."""
+        """Meets, if a rank may want something alone that the others must serve first."""
         if self.may_be_wanted:
             self.meet_all()
 
     @property
-    def is_awaited(self) -> bool:
-        """Whether others wait until this rank, which was early, meets them once more."""
-        return self._was_early and self.may_be_wanted
-
-    @property
     def may_be_wanted(self) -> bool:
-        """Whether there is anything that one rank can want by itself."""
+        """Whether there is anything that one rank can want alone."""
         return bool(self._units or self._calls)
 
     def _learn(self, agree: bool) -> None:
-        """The round is over: what comes next is expected to be what came next the last time."""
+        """Remembers the round that is over, and begins the next one with the plan of what came next the last time."""
         uses, kind, begins, (last, empty) = self._round.uses, self._round.digest, self._round.begins, self._before
-        agree &= self._plans_ahead
+        agree &= self._makes_plans
         if agree:
             self._next[self._before] = kind
             self._before = (kind, 0) if uses else (last, min(empty + 1, _MOST_PLANS))
@@ -350,7 +351,7 @@ class Rendezvous:
         return make_plan(uses, units, Residents(self._cache.room, self._cache.apart), complete, late)
 
     def forget(self) -> None:
-        """Expects nothing from here on: what was wanted in earlier rounds is about to be let go of."""
+        """Drops all plans, and makes no more, as the units in them are about to be freed."""
         self._plans.clear()
         self._round.plan = None
-        self._plans_ahead = False
+        self._makes_plans = False

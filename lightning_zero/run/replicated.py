@@ -1,7 +1,7 @@
-"""What every rank holds whole of a module: its buffers, metrics, and the parameters that no group holds."""
+"""Tensors that every rank holds whole: buffers, metrics, and parameters that are in no group."""
 
 import itertools
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 
 import torch
 from torch import Tensor
@@ -10,46 +10,51 @@ from torch.nn import Module, Parameter
 
 from lightning_zero.shards.early import early_of
 from lightning_zero.shards.local import local_of
-from lightning_zero.shards.optimizer import PieceStepper
 from lightning_zero.shards.slot import no_interception, slot_of
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.mesh import Mesh
 
 
 def broadcast_states(module: Module, foreign: Container[str], mesh: Mesh) -> None:
-    """Every rank takes rank 0's values, as under DDP: otherwise each would hold the shard of another model. Of what
-    tensor-parallel ranks share it takes those of the first rank with the same part. Tensors of their own kind, the
-    `foreign` ones, stay as they are."""
-    if mesh.world.size == 1:
-        return
+    """Gives every rank rank 0's parameters and buffers, as DDP does: otherwise ranks would hold shards of different
+    models. Collective: call it on every rank.
+
+    A DTensor is broadcast among the ranks that hold the same part of it. Parameters whose names are in `foreign`
+    (quantised tensors and others of a kind of their own) stay as they are.
+    """
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
-        if early_of(tensor) is not None:  # ranks agree on those one by one
+        if early_of(tensor) is not None:  # ranks agree on the values of each of these as it is made
             continue
         if (isinstance(tensor, Parameter) and name not in foreign) or type(tensor) in (Tensor, DTensor):
-            local = local_of(tensor).detach()
-            values = local.contiguous()
-            for comm in (mesh.world,) if type(tensor) is not DTensor else (mesh.replicate, mesh.shard):
-                if comm.size > 1:
-                    comm.broadcast(values, f"initial {name}")
-            with torch.no_grad():
-                local.copy_(values)
+            comms = (mesh.replicate, mesh.shard) if type(tensor) is DTensor else (mesh.world,)
+            _broadcast(name, local_of(tensor).detach(), *comms)
 
 
 def broadcast_new(parameters: Mapping[str, Parameter], known: Container[int], mesh: Mesh) -> None:
-    """The same for parameters that have been made since (whose ids are not `known`)."""
+    """Gives every rank rank 0's values of the parameters whose ids are not in `known`. Collective."""
     for name, parameter in parameters.items():
-        if id(parameter) not in known and mesh.world.size > 1 and not isinstance(parameter, DTensor):
-            values = parameter.detach().contiguous()
-            mesh.world.broadcast(values, f"initial {name}")
-            with torch.no_grad():
-                parameter.copy_(values)
+        if id(parameter) not in known and not isinstance(parameter, DTensor):
+            _broadcast(name, parameter.detach(), mesh.world)
+
+
+def _broadcast(name: str, tensor: Tensor, *comms: Comm) -> None:
+    """Copies the values of the first rank of each of `comms`, one after the other, to the others."""
+    if all(comm.size == 1 for comm in comms):
+        return
+    values = tensor.contiguous()
+    for comm in comms:
+        if comm.size > 1:
+            comm.broadcast(values, f"initial {name}")
+    with torch.no_grad():
+        tensor.copy_(values)
 
 
 def broadcast_buffers(module: Module, comm: Comm, keep: bool) -> None:
-    """Sends rank 0's buffers, those of one dtype in one message, to every rank; one that is to `keep` them does so."""
+    """Sends rank 0's buffers to every rank, in one message for each dtype. Collective; a rank takes them over if it is
+    to `keep` them."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for buffer in module.buffers():
-        if not isinstance(buffer, DTensor):  # tensor-parallel modules keep those equal, or each its part
+        if not isinstance(buffer, DTensor):  # tensor-parallel modules keep theirs equal, or divided
             by_dtype.setdefault(buffer.dtype, []).append(buffer.detach())
     for dtype, buffers in by_dtype.items():
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
@@ -60,8 +65,11 @@ def broadcast_buffers(module: Module, comm: Comm, keep: bool) -> None:
 
 
 def move_replicated(module: Module, device: torch.device) -> None:
-    """Moves all that no group holds. Grouped parameters must not even be passed by: modules that look at their weights
-    when they move (RNNs) would find nothing."""
+    """Moves everything that is in no group to `device`.
+
+    It does not call `_apply` on modules with grouped parameters: some (RNNs) look at their weights when they move, and
+    would find no values.
+    """
     with no_interception():
         for inner in module.modules():
             moves_by_itself = type(inner)._apply is not Module._apply
@@ -73,36 +81,3 @@ def move_replicated(module: Module, device: torch.device) -> None:
             for parameter in inner._parameters.values():
                 if parameter is not None and slot_of(parameter) is None:
                     parameter.data = parameter.data.to(device)
-
-
-def refuse_strangers(
-    module: Module,
-    trained: Container[int],  # ids of the parameters whose gradients are averaged
-    known: Container[int],  # ids of those that were there at set-up
-    foreign: Container[str],  # names of those that are tensors of their own kind
-    steppers: Iterable[PieceStepper],
-) -> None:
-    """Raises RuntimeError for a parameter that trains since the middle of this step: nobody averages its gradient."""
-    others = [parameter for parameter in module.parameters() if id(parameter) not in trained]
-    strangers = {parameter for parameter in others if parameter.grad is not None}
-    if not strangers:
-        return
-    stepped = {parameter for stepper in steppers for parameter in stepper.parameters}
-    for name, parameter in module.named_parameters():
-        if parameter not in strangers:
-            continue
-        if id(parameter) not in known:
-            raise RuntimeError(
-                f"Parameter {name!r} was made in the middle of a step, and has a gradient that is not averaged over "
-                "ranks. Make modules between steps (in on_train_epoch_start or on_train_batch_start), or before fit."
-            )
-        if name in foreign:
-            raise RuntimeError(
-                f"Parameter {name!r} is a {type(parameter).__name__}, a tensor of its own kind, and trains since "
-                "set-up: its gradient is not averaged over ranks. Keep it frozen."
-            )
-        if parameter in stepped:
-            raise RuntimeError(
-                f"Parameter {name!r} was thawed in the middle of a step, and its gradient is not averaged over ranks. "
-                "Thaw it, and call add_param_group, between steps (in on_train_epoch_start or on_train_batch_start)."
-            )

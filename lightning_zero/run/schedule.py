@@ -1,7 +1,7 @@
-"""When things happen: around modules' calls, at each gradient, and at the end of backward."""
+"""`Schedule`: does what is due before and after the calls of modules, at each gradient, and at the end of backward."""
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, final
@@ -12,7 +12,7 @@ from torch.nn import Module, Parameter
 
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.reductions import Reductions
-from lightning_zero.run.surrounding import Surrounding
+from lightning_zero.run.surrounding import surround
 from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.group import ShardGroup
@@ -22,8 +22,11 @@ from lightning_zero.shards.unit import Unit
 
 @final
 class Schedule:
-    """Calls gather, release, collect and reduce at the right moments, and `begin_backward` and `end_backward` around a
-    backward if its caller does not say that it is one (`bracket`). Weights in `late` may be behind a step."""
+    """Gathers and releases units around the calls of their modules, and collects and reduces gradients in backward.
+
+    It calls `begin_backward` and `end_backward` around a backward that `bracket` has not announced. `late` is the
+    module if its weights may be behind a step: then its modules catch up before each call.
+    """
 
     def __init__(
         self,
@@ -42,23 +45,23 @@ class Schedule:
         self._saved = loans.saved
         self._begin_backward = begin_backward
         self._end_backward = end_backward
-        self._bracketed = False  # a backward is under way whose end its caller tells
-        self._end: weakref.ref[Callable[[], None]] | None = None  # ... or whose end autograd tells: alive until then
-        self._casts = _Casts()
-        self._collectors: list[tuple[Parameter, int]] = []  # and the id of its hook
+        self._is_bracketed = False  # a backward is under way that `bracket` has announced
+        self._end: weakref.ref[Callable[[], None]] | None = None  # autograd's callback: alive while its backward runs
+        self._views: dict[Parameter, Tensor] = {}  # of two-byte weights that one pass uses several times
+        self._collectors: list[tuple[Parameter, int]] = []  # each with the id of its gradient hook
         self._handles: list[Any] = []
         self._late = late
         self._surround_late(reductions.shards)
         for module in assembly.cast_modules:
             self._surround_cast_module(module)
-        for unit in assembly.units:  # last, and so outermost: the values must be there
+        for unit in assembly.units:  # last, and so outermost: everything else needs the values
             for module in unit.modules:
-                if module in unit.traced:  # dynamo goes straight to a forward without hooks, past what we do
-                    self._handles.append(module.register_forward_hook(_nothing))
+                if module in unit.traced:  # dynamo traces `forward` itself, past us, unless the module has a hook
+                    self._handles.append(module.register_forward_hook(lambda *_: None))
                 before, after = partial(self._before_forward, unit), partial(self._after_forward, unit)
-                self._handles.append(Surrounding(module, before, after))
+                self._handles.append(surround(module, before, after))
         for module, unit in assembly.entrances:
-            self._handles.append(Surrounding(module, partial(self._show_entrance, unit), _nothing))
+            self._handles.append(surround(module, partial(self._show_entrance, unit)))
         self._hook_gradients(assembly.shards)
 
     def detach(self) -> None:
@@ -68,31 +71,31 @@ class Schedule:
         self._handles.clear()
 
     def add(self, shards: Iterable[GradientShard]) -> None:
-        """These train from here on."""
+        """Hooks gradients of parameters that have begun to train."""
         self._hook_gradients(shards)
         self._surround_late(shards)
 
-    # -- parameters: gathered before use, and again where backward looks for them
+    # -- parameters: gathered before use, and again when backward asks for them
 
     def _before_forward(self, unit: Unit) -> None:
         if any(self._loans.is_lent(group) for group in unit.groups):
-            self._loans.settle()  # the copy may have been edited; gather what it is now
+            self._loans.settle()  # the lent copy may have been edited: gather the edited values
         self._rendezvous.use(unit)
         self._cache.pin(unit)
         if not self._saved.push():
-            self._loans.hold(unit)  # where autograd cannot be told how to find the values again, they must stay
+            self._loans.hold(unit)  # no saved-tensor hooks here: what autograd saves must stay gathered
 
-    def _after_forward(self, unit: Unit, *_: object) -> None:
+    def _after_forward(self, unit: Unit) -> None:
         self._saved.pop()
         self._cache.unpin(unit)
 
     def _show_entrance(self, unit: Unit) -> None:
-        """Shows a unit's parameters to the module around it, which looks at them before it calls the unit."""
+        """Shows the parameters of `unit` to the module around it, which reads them before it calls the unit."""
         self._rendezvous.use(unit)
         self._cache.show(unit)
 
     def bring(self, unit: Unit) -> None:
-        """Backward, or somebody who looks at a graph, asks for values of the unit."""
+        """Gathers a unit whose saved values are asked for, by a backward or by someone who inspects a graph."""
         if torch._C._current_graph_task_id() != -1:
             self._enter_backward()
         self._rendezvous.use(unit)
@@ -100,8 +103,8 @@ class Schedule:
 
     @contextmanager
     def noting_saved(self) -> Iterator[None]:
-        """Around a forward: also parameters that are read outside their units' forward are gathered again for backward.
-        Without it autograd saves the parameter itself, and finds nothing there if its loan has ended meanwhile (a
+        """Around a forward: lets backward gather also parameters that are read outside their units' forwards. Else
+        autograd saves the parameter itself, and finds no values in it if its loan has ended meanwhile (as when a
         checkpoint is saved between forward and backward)."""
         notes = bool(self._cache.units) and torch.is_grad_enabled()
         if notes:
@@ -113,41 +116,38 @@ class Schedule:
                 self._saved.pop()
 
     def _surround_late(self, shards: Iterable[GradientShard]) -> None:
-        """Modules whose weights, of those that train, may be late."""
+        """Has modules catch up with weights of `shards` before each call, as a kernel may read them past torch. So does
+        a module around leaf modules, as it may hand their weights to one kernel."""
         groups = {shard.group for shard in shards if shard.group.stays_full}
         for module in () if self._late is None else self._late.modules():
-            self._surround_late_module(module, groups)
-
-    def _surround_late_module(self, module: Module, among: Container[ShardGroup]) -> None:
-        """Around its calls: kernels may look at late weights past torch. So may those of a module around it, which
-        hands its children's weights to one kernel."""
-        leaves = [child for child in module.children() if not any(True for _ in child.children())]
-        slots = [slot_of(parameter) for near in (module, *leaves) for parameter in near.parameters(recurse=False)]
-        groups = dict.fromkeys(slot.group for slot in slots if slot is not None and slot.group in among)
-        if groups:
-            self._handles.append(Surrounding(module, partial(self._catch_up, groups), _nothing))
+            leaves = [child for child in module.children() if not any(True for _ in child.children())]
+            slots = [slot_of(parameter) for near in (module, *leaves) for parameter in near.parameters(recurse=False)]
+            own = dict.fromkeys(slot.group for slot in slots if slot is not None and slot.group in groups)
+            if own:
+                self._handles.append(surround(module, partial(self._catch_up, own)))
 
     def _catch_up(self, groups: Iterable[ShardGroup]) -> None:
         for group in groups:
             self._loans.catch_up(group)
 
     def _surround_cast_module(self, module: Module) -> None:
-        """Torch's own forward sees the weights as they rest; hooks on the module, before and after, as declared."""
-        own = {name: (p, slot_of(p)) for name, p in module.named_parameters(recurse=False)}
-        groups = {slot.group for _, slot in own.values() if slot is not None}
+        """Shows torch's own `forward` of the module its weights as they rest, where autocast would cast them to that
+        dtype. Hooks on the module, which run before and after `forward`, read them in their declared dtype."""
+        own = {name: slot for name, p in module.named_parameters(recurse=False) if (slot := slot_of(p)) is not None}
+        groups = {slot.group for slot in own.values()}
         resting, device = next((group.kind.resting, group.setting.places.gathered.device.type) for group in groups)
 
         @torch.compiler.disable(recursive=False)
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._catch_up(groups)
             if any(self._loans.is_lent(group) for group in groups):
-                self._loans.settle_in_pass()  # the copy may have been edited, and what rests would be stale
+                self._loans.settle_in_pass()  # the lent copy may have been edited: the resting values would be stale
             shown = {}
             if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == resting:
-                for name, (parameter, slot) in own.items():
-                    is_there = slot is not None and slot.group.full_param is not None
-                    if is_there and module._parameters.get(name) is parameter:  # not pruned since
-                        shown[name] = self._casts.of(parameter)
+                for name, slot in own.items():
+                    is_own = module._parameters.get(name) is slot.parameter  # not pruned since
+                    if is_own and slot.group.full_param is not None:
+                        shown[name] = self._view(slot.parameter)
             vars(module).update(shown)
             try:
                 return type(module).forward(module, *args, **kwargs)
@@ -158,42 +158,48 @@ class Schedule:
         def enter() -> None:
             vars(module).setdefault("forward", forward)  # unless users have put one there since
 
-        def leave(*_: Any) -> None:
+        def leave() -> None:
             if vars(module).get("forward") is forward:
                 del module.forward
 
-        self._handles.append(Surrounding(module, enter, leave))
+        self._handles.append(surround(module, enter, leave))
+
+    def _view(self, parameter: Parameter) -> Tensor:
+        """Returns a view of a two-byte weight, which is a node of the graph.
+
+        An autocast with a cache casts a weight once in a pass, so gradients of several uses are summed in two bytes
+        before they become fp32: here, these uses share a view. Without a cache (as in Lightning) each use has a view of
+        its own, and their gradients are summed in fp32.
+        """
+        with no_interception():
+            shares = torch.is_autocast_cache_enabled() and torch.is_grad_enabled() and parameter.requires_grad
+            if not shares or torch._C._current_graph_task_id() != -1:
+                return parameter.view_as(parameter)
+            if parameter not in self._views:
+                self._views[parameter] = parameter.view_as(parameter)
+            return self._views[parameter]
 
     # -- gradients
 
     def _hook_gradients(self, shards: Iterable[GradientShard]) -> None:
-        """They are collected as they come."""
         with no_interception():
             for shard in shards:
                 for slot in shard.group.slots if shard.is_collected else ():
-                    self._hook_gradient(slot)
+                    parameter, trains_now = slot.parameter, slot.parameter.requires_grad
+                    parameter.requires_grad_(True)  # torch hooks only what trains; `toggle_optimizer` may thaw it later
+                    # Weak references: Python's collector of cycles does not see what such a hook holds. One that held
+                    # this schedule would keep the engine, and so the hooked parameter, alive until it is closed.
+                    collect = partial(_collect_if_alive, weakref.ref(self), weakref.ref(slot))
+                    handle = parameter.register_post_accumulate_grad_hook(collect)
+                    self._handles.append(handle)
+                    self._collectors.append((parameter, handle.id))
+                    parameter.requires_grad_(trains_now)
 
-    def _hook_gradient(self, slot: Slot) -> None:
-        # torch does not show Python's collector of cycles what such a hook holds. Holding this schedule, it would keep
-        # the engine, and so the parameter that has the hook, for good, unless somebody closed the engine.
-        schedule_ref, slot_ref = weakref.ref(self), weakref.ref(slot)
-
-        def collect(_: Tensor) -> None:
-            schedule, its_slot = schedule_ref(), slot_ref()
-            if schedule is not None and its_slot is not None:
-                schedule._collect(its_slot)
-
-        parameter, trains_now = slot.parameter, slot.parameter.requires_grad
-        parameter.requires_grad_(True)  # torch hooks only what trains; `toggle_optimizer` may thaw it later
-        handle = parameter.register_post_accumulate_grad_hook(collect)
-        self._handles.append(handle)
-        self._collectors.append((parameter, handle.id))
-        parameter.requires_grad_(trains_now)
-
-    def _collect(self, slot: Slot) -> None:
+    def collect(self, slot: Slot) -> None:
+        """Takes the gradient that autograd has just accumulated into `p.grad`."""
         with no_interception():
             if slot.parameter.grad is None:
-                return  # a hook of the user's has had it
+                return  # a hook of the user's has taken it
         self._enter_backward(slot)
         if self._reductions.collect(slot):
             self._rendezvous.start_reductions(self._reductions.count_complete())
@@ -202,59 +208,40 @@ class Schedule:
 
     @contextmanager
     def bracket(self) -> Iterator[None]:
-        """Around a backward whose beginning and end the caller knows."""
-        self._bracketed = True
+        """Around a backward whose beginning and end the caller handles."""
+        self._is_bracketed = True
         try:
             yield
         finally:
-            self._bracketed = False
+            self._is_bracketed = False
 
     def _enter_backward(self, slot: Slot | None = None) -> None:
-        """A backward is under way: it has come to a unit, or to the gradient of `slot`."""
+        """Begins a backward, unless one is known. It has come to a unit, or to the gradient of `slot`."""
         if not self.backward_is_known:
             with nullcontext() if slot is None else slot.gradient.kept_apart(slot):  # type: ignore[union-attr]
                 self._begin_backward()
-            end = partial(self._end_backward)  # autograd calls it when backward has ended well, and drops it otherwise
+            end = partial(self._end_backward)  # autograd drops it without a call if the backward fails
             self._end = weakref.ref(end)
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
     @property
     def backward_is_known(self) -> bool:
-        """Whether the backward that has begun is still under way; one that has failed is not."""
-        return self._bracketed or (self._end is not None and self._end() is not None)
+        """Whether a backward has begun, and has neither ended nor failed."""
+        return self._is_bracketed or (self._end is not None and self._end() is not None)
 
     def start_pass(self) -> None:
-        """A new forward or backward begins."""
-        self._end = None if not self.backward_is_known else self._end
-        self._casts.of_this_pass.clear()
+        """Notes that a new forward or backward begins."""
+        if not self.backward_is_known:
+            self._end = None
+        self._views.clear()
         with no_interception():
-            for parameter, own in self._collectors:  # hooks that users have added since see the gradient before us
+            for parameter, own in self._collectors:  # our hook goes last, so that users' newer hooks see the gradient
                 hooks: Any = parameter._post_accumulate_grad_hooks
                 if next(reversed(hooks)) != own:
                     hooks[own] = hooks.pop(own)  # not move_to_end: autograd goes by the order of the plain dict
 
 
-@final
-class _Casts:
-    """Two-byte weights as the modules that autocast serves see them: views, each a node of the graph.
-
-    An autocast with a cache casts a weight once and uses the copy again, so the gradients of several uses are summed
-    in two bytes before they become fp32: its uses share a node, for a pass. Without a cache (Lightning's) each use has
-    a node of its own, and the sum is fp32's.
-    """
-
-    def __init__(self) -> None:
-        self.of_this_pass: dict[Parameter, Tensor] = {}
-
-    def of(self, parameter: Parameter) -> Tensor:
-        with no_interception():
-            shares = torch.is_autocast_cache_enabled() and torch.is_grad_enabled() and parameter.requires_grad
-            if not shares or torch._C._current_graph_task_id() != -1:
-                return parameter.view_as(parameter)
-            if parameter not in self.of_this_pass:
-                self.of_this_pass[parameter] = parameter.view_as(parameter)
-            return self.of_this_pass[parameter]
-
-
-def _nothing(*_: Any) -> None:
-    pass
+def _collect_if_alive(schedule_ref: weakref.ref[Schedule], slot_ref: weakref.ref[Slot], _: Tensor) -> None:
+    schedule, slot = schedule_ref(), slot_ref()
+    if schedule is not None and slot is not None:
+        schedule.collect(slot)

@@ -1,4 +1,4 @@
-"""`set_up`: what an engine stands on: which parameters it has, where each rests, and what of them optimizers step."""
+"""`set_up`: takes over a module's parameters, and decides where each rests and what optimizers step of it."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -27,22 +27,22 @@ from lightning_zero.wire.mesh import Mesh
 
 @dataclass(frozen=True)
 class Setup:
-    """What `set_up` makes of a module and its optimizers."""
+    """The parts of an engine that `set_up` makes of a module and its optimizers."""
 
     setting: Setting
     assembly: Assembly
     stepped: Stepped
-    foreign: dict[str, Parameter]  # of kinds of their own, which every rank keeps whole
-    recompute: Recompute | None  # has not begun
+    foreign: dict[str, Parameter]  # tensors of a kind of their own, which every rank keeps whole
+    recompute: Recompute | None  # not begun yet
 
 
 def set_up(
     module: Module, optimizers: Sequence[Optimizer], stage: int, comm: Comm, device: torch.device, options: Options
 ) -> Setup:
-    """Takes over the parameters of `module`, with rank 0's values; see `Engine`. A collective."""
+    """Takes over the parameters of `module`, with rank 0's values; see `Engine`. Collective."""
     mesh = Mesh.of(comm, options.replicate_size, options.tensor_parallel_size)
-    is_replicated = options.replicate_size > 1 and mesh.replicate.size == 1
-    partition = STAGES[0 if is_replicated else stage]
+    has_copies_only = options.replicate_size > 1 and mesh.replicate.size == 1  # no ranks divide a copy of the model
+    partition = STAGES[0 if has_copies_only else stage]
     ledger = Ledger()
     recompute = recompute_for(module, options, device, ledger, mesh.tensor)
     managed = managed_parameters(module, optimizers, mesh.tensor_ranks)
@@ -70,7 +70,7 @@ def set_up(
     with together():
         made = assembly.assemble(module, managed, trainable, setting, options)
     if options.offload is not None:
-        with together():  # all ranks of a machine have what is taken at once: what is free is for the state
+        with together():  # all ranks of the machine have allocated their groups: what is free now is for the state
             offload.refuse_too_little_room(options.offload, made.shards, optimizers, setting, options.machine)
     return Setup(setting, made, stepped, foreign, recompute)
 

@@ -1,4 +1,8 @@
-"""Before and after a module, without hooks on it."""
+"""Runs code around the calls of a module, without putting hooks on it.
+
+Hooks would do harm: torch's transformer layers leave their fused path when any module inside has one,
+`module.compile()` would trace them, and a copy of the module would take them along.
+"""
 
 from collections.abc import Callable
 from typing import Any, final
@@ -10,15 +14,23 @@ from lightning_zero.views.intercept import untraced
 
 
 @final
-class _InPlaceOfCall:
-    """What torch calls in place of a module. Of a module that is copied or pickled nothing but None goes along: torch
-    leaves it behind, and Lightning's module, which has a `__getstate__` of its own, would take it."""
+class Around:
+    """Calls `around(call, args, kwargs)` in place of each call of `module`, until `remove`.
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
+    `call` is what torch would have called: the module with all its hooks. Torch calls `_compiled_call_impl` in place of
+    a module where it is set, and leaves it behind when the module is copied or pickled. A module with a `__getstate__`
+    of its own, as Lightning's, would take it along, so a copy or a pickle of this object is None.
+    """
+
+    def __init__(self, module: Module, around: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
+        self._module = module
+        self._around = around
+        self._previous = module._compiled_call_impl
+        self._call = self._previous or module._call_impl
+        module._compiled_call_impl = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
+        return self._around(self._call, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -26,68 +38,27 @@ class _InPlaceOfCall:
     def __reduce__(self) -> Any:
         return type(None), ()
 
-
-def _unseen(function: Callable[..., None]) -> Callable[..., None]:
-    """`function`, of which neither a compiler nor a tracer takes notice."""
-
-    def unseen(*args: Any) -> None:
-        with untraced():
-            function(*args)
-
-    disabled: Callable[..., None] = torch.compiler.disable(unseen)
-    return disabled
-
-
-@final
-class Surrounding:
-    """Does something before and after each call of a module, its hooks and all.
-
-    Not by hooks: torch's transformer layers leave their fused path when any module inside has one, `module.compile()`
-    would trace them, and a copy of the module would take them along. Torch calls `_compiled_call_impl` in place of a
-    module, where there is one; copies and pickles leave it behind.
-
-    Args:
-        module: the user's.
-        before: called with nothing.
-        after: called with the arguments of the call and its result (None if it raised).
-    """
-
-    def __init__(self, module: Module, before: Callable[[], None], after: Callable[[Any, Any], None]) -> None:
-        self._module = module
-        self._previous = module._compiled_call_impl
-        inner = self._previous or module._call_impl
-
-        @torch.compiler.disable(recursive=False)  # a compiler would trace our collectives
-        def call(*args: Any, **kwargs: Any) -> Any:
-            unseen_before()
-            output = None
-            try:
-                output = inner(*args, **kwargs)
-            finally:
-                unseen_after((args, kwargs), output)
-            return output
-
-        unseen_before, unseen_after = _unseen(before), _unseen(after)
-        module._compiled_call_impl = _InPlaceOfCall(call)
-
     def remove(self) -> None:
         self._module._compiled_call_impl = self._previous
 
 
-@final
-class Around:
-    """Calls `around(inner, args, kwargs)` in place of each call of a module; `inner` is that call, its hooks and all.
-    As `Surrounding`, and for modules whose callers nobody compiles."""
+def surround(module: Module, before: Callable[[], None], after: Callable[[], None] = lambda: None) -> Around:
+    """Calls `before` before each call of `module`, and `after` after it, also when it raises. Unlike a bare `Around`,
+    this may be used where the calls are compiled."""
 
-    def __init__(self, module: Module, around: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
-        self._module = module
-        self._previous = module._compiled_call_impl
-        inner = self._previous or module._call_impl
+    @torch.compiler.disable(recursive=False)  # a compiler would trace our collectives
+    def around(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        _call_unseen(before)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            _call_unseen(after)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return around(inner, args, kwargs)
+    return Around(module, around)
 
-        module._compiled_call_impl = _InPlaceOfCall(call)
 
-    def remove(self) -> None:
-        self._module._compiled_call_impl = self._previous
+@torch.compiler.disable
+def _call_unseen(function: Callable[[], None]) -> None:
+    """Calls `function`, hidden from compilers and tracers."""
+    with untraced():
+        function()
