@@ -325,8 +325,8 @@ class Engine:
         parameter is the piece that this rank owns. Collective."""
         self._recover()
         self.catch_up()
+        self.rendezvous.meet_all()  # before edits are taken over, as in `step`
         self.loans.settle()
-        self.rendezvous.meet_all()
         stepper = self._steppers[optimizer]
         groups = groups_of(stepper.slots)
         with self._phases.within(Phase.STEP):
