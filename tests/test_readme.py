@@ -2,8 +2,10 @@
 
 import importlib
 import re
+import tomllib
 from pathlib import Path
 from types import FunctionType
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,9 @@ from ranks import RankPool
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
-PLACES = re.findall(r"^\|[^|]+\| `([\w/]+\.(?:py|yaml))(?::(\w+))?` \|$", ARCHITECTURE, flags=re.MULTILINE)
+WHERE_IS = (ROOT / "docs" / "where-is.md").read_text()
+PLACES = re.findall(r"^\|[^|]+\| `([\w/]+\.(?:py|yaml))(?::(\w+))?` \|$", WHERE_IS, flags=re.MULTILINE)
+WALKED = sorted(set(re.findall(r"`(\w+/\w+)\.py(?::([\w.]+))?`", ARCHITECTURE)))
 
 
 def test_readme_is_short_enough_to_read() -> None:
@@ -30,6 +34,20 @@ def test_where_is_names_a_symbol_that_is_there(file: str, symbol: str) -> None:
     if symbol:
         module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
         assert getattr(module, symbol).__module__ == module.__name__ if symbol != "STAGES" else module.STAGES is STAGES
+
+
+@pytest.mark.parametrize(("module", "symbol"), WALKED)
+def test_the_walks_call_what_is_there(module: str, symbol: str) -> None:
+    found: Any = importlib.import_module(f"lightning_zero.{module.replace('/', '.')}")
+    for name in symbol.split(".") if symbol else ():
+        found = getattr(found, name)
+
+
+def test_the_picture_shows_the_ladder_that_is_checked() -> None:
+    picture = re.findall(r"```\n(.*?)```", ARCHITECTURE, flags=re.DOTALL)[0]
+    drawn = [set(re.findall(r"\w+", line[:20])) for line in picture.splitlines()]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    assert [rooms for rooms in drawn if rooms] == [set(layer.split(" | ")) for layer in contracts[0]["layers"]]
 
 
 def test_where_is_covers_every_module() -> None:
