@@ -96,12 +96,8 @@ class Draft(ABC):
         return LocalDraft(folder, token) if folder.is_local else UploadedDraft(folder, token)
 
     def begin(self) -> None:
-        """Prepares the place for new files.
-
-        Raises:
-            CheckpointError: when something else than a checkpoint is there, or another job writes there. Then there is
-                nothing to close.
-        """
+        """Prepares the place for new files. Raises CheckpointError when something else than a checkpoint is there, or
+        another job writes there; then there is nothing to close."""
         folder = self.folder
         if folder.is_file:
             raise CheckpointError(

@@ -202,7 +202,11 @@ class Folder:
         if self.is_link or self.is_file:
             self.fs.rm_file(self.path)
         elif self.is_local and self.exists:
-            return partial(self._delete_hidden, self._rename_away())
+            hidden = hidden_beside(Path(self.path), "deleting")
+            shutil.rmtree(hidden, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                Path(self.path).rename(hidden)
+            return partial(self._delete_hidden, hidden)
         elif not self.is_local:
             if MANIFEST in (names := self.names()):
                 self.fs.rm_file(self.file(MANIFEST))
@@ -235,35 +239,22 @@ class Folder:
 
     def link_to(self, target: "Folder") -> None:
         """Makes this path a link to a checkpoint beside it, in one step, in the place of any link or checkpoint here.
-
-        Raises:
-            CheckpointError: when this is a folder of something else than a checkpoint.
-        """
+        Raises CheckpointError when this is a folder of something else."""
         path = Path(self.path)
         is_folder = path.is_dir() and not self.is_link
         if is_folder:
             self.refuse_other_folder()
         coming = self._new_link(os.path.relpath(target.path, path.parent))
-        replaced = self._rename_away() if is_folder else None
+        delete_replaced = self.hide() if is_folder else lambda: None
         coming.replace(path)
         sync_names(path.parent)
-        if replaced is not None:
-            shutil.rmtree(replaced, ignore_errors=True)
+        delete_replaced()
 
     def _new_link(self, target: str) -> Path:
         coming = hidden_beside(Path(self.path), "linking")
         coming.unlink(missing_ok=True)
         coming.symlink_to(target)
         return coming
-
-    def _rename_away(self) -> Path:
-        """Renames the folder, so that it cannot be found half deleted, and returns its new path."""
-        path = Path(self.path)
-        going = hidden_beside(path, "deleting")
-        shutil.rmtree(going, ignore_errors=True)
-        with contextlib.suppress(FileNotFoundError):  # another process was faster
-            path.rename(going)
-        return going
 
 
 def hidden_beside(path: Path, purpose: str) -> Path:

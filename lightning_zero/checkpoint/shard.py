@@ -81,15 +81,8 @@ def chunks_of(values: Tensor) -> Iterator[memoryview]:
 def write_shard(
     stream: Stream, checks: Stream, ranges: Sequence[Range], partials: dict[str, Any], beat: Callable[[], None]
 ) -> ShardFile:
-    """Writes a rank's safetensors file and its checksums.
-
-    Args:
-        stream: of the safetensors file.
-        checks: the stream of the checksums.
-        ranges: the rank's pieces.
-        partials: the rank's items of each `Partial`, encoded.
-        beat: called after every chunk.
-    """
+    """Writes a rank's safetensors file and its checksums; `partials` has its items of each `Partial`, encoded. Calls
+    `beat` after every chunk."""
     ranges = sorted(ranges, key=lambda item: -item.values.dtype.itemsize)  # so that every tensor is aligned
     named: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
     extents: dict[str, list[Any]] = {}

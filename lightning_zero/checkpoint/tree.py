@@ -265,14 +265,8 @@ def _identity(tensor: Tensor) -> Any:
 
 
 def merge(partials: Iterable[list[Any]]) -> Any:
-    """Merges the encoded items of one `Partial` from all ranks.
-
-    Args:
-        partials: in rank order. Of an item that several ranks have, the first counts.
-
-    Returns:
-        One encoded dictionary.
-    """
+    """Merges the encoded items of one `Partial` from all ranks, in rank order, into one encoded dictionary. Where
+    several ranks have an entry, the first counts."""
     merged: dict[Any, dict[str, list[Any]]] = {}
     others: dict[str, Any] = {}  # items whose keys are no numbers, such as the counters of some optimizers
     for items in partials:
@@ -307,19 +301,13 @@ def parted(encoded: Mapping[str, Any], keys: Collection[str]) -> tuple[dict[str,
 
 @final
 class Decoder:
-    """Decodes what `Encoder` encoded.
-
-    Args:
-        tensor: returns the tensor of a name.
-        partials: encoded dictionaries by the name of their `Partial`.
-        objects: the unpickled objects by number; None where the user has not opted in.
-    """
+    """Decodes what `Encoder` encoded."""
 
     def __init__(self, tensor: Callable[[str], Tensor], partials: Mapping[str, Any], objects: list[Any] | None) -> None:
-        self._tensor = tensor
-        self._partials = dict(partials)
+        self._tensor = tensor  # returns the tensor of a name
+        self._partials = dict(partials)  # encoded dictionaries by the name of their `Partial`
         self._decoded_partials: dict[str, Any] = {}
-        self._objects = objects
+        self._objects = objects  # unpickled, by number; None without the user's opt-in
         self.left_out: list[str] = []  # classes of objects that were not read
 
     def decode(self, value: Any) -> Any:
