@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any, final
+from typing import IO, Any, cast, final
 
 import fsspec
 import torch
@@ -26,7 +26,6 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from lightning_zero.checkpoint.folder import MANIFEST, CheckpointError, Folder
 from lightning_zero.checkpoint.load import StoredCheckpoint
-from lightning_zero.checkpoint.manifest import Entry
 from lightning_zero.checkpoint.shard import CHUNK_BYTES, SAFE_NAMES, chunks_of, header_of
 from lightning_zero.shards.extents import Extent
 from lightning_zero.views.lazy import LazyTensor, Stored
@@ -92,8 +91,7 @@ def write_single_file(checkpoint: StoredCheckpoint, stream: IO[bytes], *, object
 
         def write_record(name: str, content: str | bytes | UntypedStorage, nbytes: int) -> None:
             if isinstance(content, _UnreadStorage):
-                entry = checkpoint.manifest.tensors[content.tensor.source.name]
-                _add(archive, name, _chunks_of_stored(checkpoint, entry, scratch))
+                _add(archive, name, _chunks_of_lazy(content.tensor, scratch))
             elif isinstance(content, UntypedStorage):  # of a tensor in a pickled object, or of part of a composed one
                 _add(archive, name, chunks_of(torch.empty(0, dtype=torch.uint8).set_(content)))
             else:
@@ -140,17 +138,17 @@ class _UnreadStorage(UntypedStorage):
         return self.tensor.nbytes
 
 
-def _chunks_of_stored(checkpoint: StoredCheckpoint, entry: Entry, scratch: Tensor) -> Iterator[memoryview]:
-    """Yields the verified bytes of a tensor in C order, a chunk at a time; each is valid until the next one.
+def _chunks_of_lazy(tensor: LazyTensor, scratch: Tensor) -> Iterator[memoryview]:
+    """Yields the verified bytes of a stored tensor in C order, a chunk at a time; each is valid until the next one.
 
     All tensors share `scratch`, ``(CHUNK_BYTES,)`` uint8: memory allocated for each chunk would be returned to the
     system late, and resident memory would grow by several chunks.
     """
-    numel, step = entry.nbytes // entry.dtype.itemsize, CHUNK_BYTES // entry.dtype.itemsize
+    source = cast(Stored, tensor.source)
+    numel, step = tensor.numel(), CHUNK_BYTES // source.dtype.itemsize
     for start in range(0, numel, step):
-        values = scratch.view(entry.dtype)[: min(step, numel - start)]
-        extent = Extent.of_whole(entry.name, entry.shape, start, start + values.numel())
-        checkpoint.reader.read(entry, extent, values)
+        values = scratch.view(source.dtype)[: min(step, numel - start)]
+        source.read(Extent.of_whole(source.name, source.shape, start, start + values.numel()), values)
         yield from chunks_of(values)
 
 
@@ -174,17 +172,17 @@ def export_safetensors(
             or `out` is a file.
     """
     with closing(StoredCheckpoint(url)) as checkpoint:
-        entries = {
-            name.removeprefix(prefix): checkpoint.manifest.tensors[lazy.source.name]
+        tensors = {
+            name.removeprefix(prefix): lazy
             for name, lazy in checkpoint.model().items()
             if isinstance(lazy, LazyTensor) and name.startswith(prefix)
         }
-        if not entries:
+        if not tensors:
             raise CheckpointError(f"{url} has no tensor whose name begins with {prefix!r}.")
-        for name, entry in entries.items():
-            if entry.dtype not in SAFE_NAMES:
-                raise CheckpointError(f"safetensors has no {entry.dtype}, which {name!r} of {url} is.")
-        files = _divide(entries, shard_bytes)
+        for name, lazy in tensors.items():
+            if lazy.dtype not in SAFE_NAMES:
+                raise CheckpointError(f"safetensors has no {lazy.dtype}, which {name!r} of {url} is.")
+        files = _divide(tensors, shard_bytes)
         target = Folder(out)
         target.refuse_inside_checkpoint()
         if target.is_file:
@@ -193,9 +191,9 @@ def export_safetensors(
         with ExitStack() as arriving:
             index = arriving.enter_context(_arriving(target.inside(INDEX))) if len(files) > 1 else None
             for name, group in files.items():
-                _write_safetensors(checkpoint, group, arriving.enter_context(_arriving(target.inside(name))))
+                _write_safetensors(group, arriving.enter_context(_arriving(target.inside(name))))
             if index is not None:
-                total = sum(entry.nbytes for entry in entries.values())
+                total = sum(lazy.nbytes for lazy in tensors.values())
                 weight_map = {key: name for name, group in files.items() for key in group}
                 index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
                 if INDEX in target.names():  # wherever this may be cut off, no two exports are read as one model
@@ -207,26 +205,26 @@ def export_safetensors(
     return list(files)
 
 
-def _write_safetensors(checkpoint: StoredCheckpoint, group: dict[str, Entry], path: Path) -> None:
+def _write_safetensors(group: dict[str, LazyTensor], path: Path) -> None:
     scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
     with path.open("wb") as file:
-        file.write(header_of([(key, entry.dtype, entry.shape) for key, entry in group.items()], {"format": "pt"}))
-        for entry in group.values():
-            file.writelines(_chunks_of_stored(checkpoint, entry, scratch))
+        file.write(header_of([(name, lazy.dtype, lazy.shape) for name, lazy in group.items()], {"format": "pt"}))
+        for lazy in group.values():
+            file.writelines(_chunks_of_lazy(lazy, scratch))
         file.flush()
         os.fsync(file.fileno())
 
 
-def _divide(entries: dict[str, Entry], shard_bytes: int) -> dict[str, dict[str, Entry]]:
+def _divide(tensors: dict[str, LazyTensor], shard_bytes: int) -> dict[str, dict[str, LazyTensor]]:
     """Divides tensors among files; returns those of each file by its name."""
-    groups: list[dict[str, Entry]] = [{}]
+    groups: list[dict[str, LazyTensor]] = [{}]
     held = 0  # bytes
-    for name, entry in sorted(entries.items(), key=lambda item: -item[1].dtype.itemsize):  # so that all are aligned
-        if groups[-1] and held + entry.nbytes > shard_bytes:
+    for name, lazy in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):  # so that all are aligned
+        if groups[-1] and held + lazy.nbytes > shard_bytes:
             groups.append({})
             held = 0
-        groups[-1][name] = entry
-        held += entry.nbytes
+        groups[-1][name] = lazy
+        held += lazy.nbytes
     if len(groups) == 1:
         return {SINGLE: groups[0]}
     return {f"model-{number:05}-of-{len(groups):05}.safetensors": group for number, group in enumerate(groups, start=1)}

@@ -201,7 +201,7 @@ class Encoder:
         if type(value) is dict and TAG not in value and all(type(key) is str for key in value):
             return {key: self.encode(item, f"{place}/{key}" if place else key) for key, item in value.items()}
         if type(value) is Partial:
-            # Names are looked up anew: what a partial names must be written by this rank, see `_name_of`.
+            # A tensor that also stands outside gets a second name: this rank must write what its partial names.
             outside, self._names, self._in_partial = self._names, {}, True
             self.partials[value.name] = self._items(value, place)
             self._names, self._in_partial = outside, False
