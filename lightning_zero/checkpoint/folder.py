@@ -197,8 +197,8 @@ class Folder:
         self.hide()()
 
     def hide(self) -> Callable[[], None]:
-        """Does the first half of `remove`, after which the checkpoint is not found. Returns the second half, which may
-        take long and never fails."""
+        """Hides the checkpoint, as the first half of `remove`. Returns the other half, which may take long and never
+        fails."""
         if self.is_link or self.is_file:
             self.fs.rm_file(self.path)
         elif self.is_local and self.exists:

@@ -50,9 +50,8 @@ class CheckpointKeeper:
         return str(self._latest[0]) if self._latest is not None and self._latest[0].is_checkpoint else None
 
     def link_latest(self, path: str, saved: str, step: int) -> bool:
-        """Makes `path` a link to the checkpoint `saved` if that is the latest one, was saved beside it at this step,
-        and the file system has links. Returns whether it did. Call it on every rank: a failure is raised on all of
-        them."""
+        """Makes `path` a link to the checkpoint `saved`, and returns True, if that is the latest one, was saved beside
+        it at this step, and the file system has links. Call it on every rank: all of them raise what fails on one."""
         link, latest = Folder(path), Folder(saved)
         is_beside = link.is_local and latest != link and latest.parent == link.parent
         if not is_beside or self._latest != (latest, step):
@@ -71,8 +70,7 @@ class CheckpointKeeper:
         return made
 
     def remove(self, path: str) -> None:
-        """Removes a checkpoint. Links to it that this object made are moved to the latest one. Call it on every
-        rank."""
+        """Removes a checkpoint, and moves its links that this object made to the latest one. Call it on every rank."""
         folder = Folder(path)
         if self.is_latest(path):
             self._latest = None
@@ -99,8 +97,7 @@ class CheckpointKeeper:
 
         Raises:
             CheckpointNotFoundError: on every rank the same, when one finds nothing there.
-            CheckpointError: on every rank the same, when `path` is a folder that is no checkpoint, or a file of one,
-                and
+            CheckpointError: on every rank the same, when `path` is a folder that is no checkpoint, or a file of one, or
                 when ranks find different checkpoints.
         """
         self.forget()
@@ -121,7 +118,7 @@ class CheckpointKeeper:
         return read
 
     def _look_at(self, path: str) -> Record:
-        """Opens the checkpoint. Returns where it is, and what tells it from all others: None if nothing is there."""
+        """Opens the checkpoint. Returns where it is, and what tells it from all others, or None if nothing is there."""
         self.saver.wait()  # this checkpoint may be under way
         folder = Folder(path)
         if folder.is_file and not folder.parent.is_checkpoint:
@@ -153,8 +150,7 @@ class CheckpointKeeper:
 
 
 def _fingerprint(file: Folder) -> list[int]:
-    """Returns the size of a single file, and a checksum of its end, where torch's files have checksums of all
-    records."""
+    """Returns the size of a single file, and a checksum of its end, where torch's files have those of all records."""
     size = file.fs.size(file.path)
     if size is None:  # a zero:// file, which is made when it is opened
         return []

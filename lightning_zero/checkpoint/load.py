@@ -170,15 +170,8 @@ class StoredCheckpoint:
         return None if file is None else self.folder.read_checked(file.name, file.crc32)
 
     def verify_rest(self, part: int, parts: int) -> None:
-        """Verifies what ranks that resume do not read: the shards' headers, pickled objects, tensors of single ranks.
-
-        Args:
-            part: which share of it this rank verifies.
-            parts: the number of shares.
-
-        Raises:
-            CheckpointError: for the first file that is not as it was written.
-        """
+        """Verifies share `part`, of `parts`, of what ranks that resume do not read: shards' headers, pickled objects,
+        and tensors of single ranks. Raises CheckpointError for the first file that is not as it was written."""
         for number in range(part, len(self.manifest.files), parts):
             self.reader.check_header(number)
         rest = [entry for name, entry in self.manifest.tensors.items() if not name.startswith(_RESUMED)]
@@ -189,12 +182,8 @@ class StoredCheckpoint:
 
     @contextmanager
     def reading_together(self, comm: Comm) -> Iterator[None]:
-        """Shares the reading among ranks that all load the same model inside, see `ReadingTogether`. At the end they
-        verify what they have not read. Collective: call it on every rank.
-
-        Raises:
-            RuntimeError: on every rank the same, when one cannot read.
-        """
+        """Shares the reading of a model that all ranks load inside, see `ReadingTogether`. At the end they verify what
+        they have not read. Collective: call it on every rank. All raise a RuntimeError when one cannot read."""
         self.together = ReadingTogether(comm)
         try:
             yield

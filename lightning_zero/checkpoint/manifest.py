@@ -244,8 +244,7 @@ def _entry(name: str, plain: dict[str, Any], files: tuple[ShardFile, ...]) -> En
 
 
 def refuse_gaps(entry: Entry) -> Entry:
-    """Returns `entry`; raises ValueError unless its pieces hold every element once. Values that no piece holds would be
-    uninitialised memory."""
+    """Returns `entry`; raises ValueError unless its pieces hold every element once. A gap would stay uninitialised."""
     extents = [piece.extent for piece in entry.pieces if piece.extent.numel]
     held = sum(extent.numel for extent in extents)
     if held != math.prod(entry.shape):

@@ -22,12 +22,11 @@ PARAMETERS = "optimizer_parameters"  # in it: for each optimizer, the names of t
 @final
 @dataclass(frozen=True)
 class ResumeEntry:
-    """Writes and reads a rank's part of the checkpoint's entry `KEY`: the state of the run besides model and
-    optimizers."""
+    """Writes and reads a checkpoint's entry `KEY` on one rank: the state of the run without model and optimizers."""
 
     rank: int
     world: int  # number of ranks
-    tensor: int  # so many neighbouring ranks share modules by tensor parallelism, and draw the same random values
+    tensor: int  # number of neighbouring ranks that share modules by tensor parallelism, and draw the same values
     device: torch.device  # its random state is saved, too
     tell: Callable[[str], None]  # called with messages for the user
 
@@ -38,19 +37,19 @@ class ResumeEntry:
             name: LazyTensor(OfOneRank(f"rank {self.rank}:{name}", value)) if isinstance(value, Tensor) else value
             for name, value in randomness.capture(self.device).items()
         }
-        seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
-        entry = {
+        return {
             "world": self.world,
             "tensor_parallel_size": self.tensor,
             "step": step,
-            "seed": seed,
+            "seed": int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())),
             "random": Partial("random", {self.rank: mine}),
+            PARAMETERS: parameters,
+            **counters,
         }
-        return {**entry, PARAMETERS: parameters, **counters}
 
     def restore_random(self, saved: Mapping[str, Any]) -> None:
-        """Restores the random state of this rank. If the number of ranks, or of those that share modules, has changed,
-        every rank gets a new one."""
+        """Restores this rank's random state. If the number of ranks, or of those that share modules, is another one
+        than in the checkpoint, every rank gets a new state."""
         then, now = (saved["world"], saved.get("tensor_parallel_size", 1)), (self.world, self.tensor)
         if then == now:
             randomness.restore(materialize(saved["random"][self.rank]), self.device)
@@ -101,8 +100,7 @@ def load_state_dict(module: Module, state: Mapping[str, Any], *, strict: bool) -
 
 
 def _placed(value: Any, own: Any) -> Any:
-    """Returns this rank's part of a whole tensor if the module's own is shared by tensor-parallel ranks, else
-    `value`."""
+    """Returns `value`, or this rank's part of it where tensor-parallel ranks share the module's own tensor."""
     if not isinstance(own, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     if isinstance(value, LazyTensor):
@@ -113,8 +111,7 @@ def _placed(value: Any, own: Any) -> Any:
 
 
 def _fill_assigned(module: Module) -> None:
-    """Replaces lazy tensors in a module by their values. They are there if its own `load_state_dict` says
-    ``assign=True``."""
+    """Replaces lazy tensors in a module, whose own `load_state_dict` said ``assign=True``, by their values."""
     made: dict[Source, Tensor] = {}  # so that tied parameters stay tied
     for inner in module.modules():
         for name, lazy in [*inner._parameters.items(), *inner._buffers.items()]:

@@ -72,27 +72,21 @@ class Saver:
         self._saving: Future[None] | None = None  # the latest save in the background, until its failure is known
 
     def muster(self) -> None:
-        """Waits until all ranks are about to save, and the previous save is complete.
-
-        Raises:
-            CheckpointError: on every rank that came, when one does not, or a task in the background has failed.
-        """
+        """Waits until all ranks are about to save, and the previous save is complete. Raises CheckpointError on every
+        rank that came, when one does not, or a task in the background has failed."""
         self.together("muster", self.finish, absent=_ABSENT)
 
     def together(
         self, doing: str, work: Callable[[], Record], decide: _Decide | None = None, absent: str | None = None
     ) -> Record:
-        """Calls `work` on every rank, and raises on all of them when it fails on one. Call it on every rank.
+        """Calls `work`, and raises the same CheckpointError on all ranks when it fails on one. Call it on every rank.
 
         Args:
-            doing: names the work, such as "remove a file".
+            doing: names the work in messages, such as "remove a file".
             work: may take long, but must not wait for other ranks.
-            decide: makes the result of what `work` returned on all ranks; called on rank 0. By default the result is
-                what `work` returned there.
+            decide: called on rank 0 with what `work` returned on all ranks; returns the result for all of them. By
+                default that is what `work` returned on rank 0.
             absent: the message when ranks do not come, with ``{missing}`` for them.
-
-        Raises:
-            CheckpointError: on every rank the same.
         """
         with self._board.alive():
             record = _told(work)

@@ -81,8 +81,7 @@ def chunks_of(values: Tensor) -> Iterator[memoryview]:
 def write_shard(
     stream: Stream, checks: Stream, ranges: Sequence[Range], partials: dict[str, Any], beat: Callable[[], None]
 ) -> ShardFile:
-    """Writes a rank's safetensors file and its checksums; `partials` has its items of each `Partial`, encoded. Calls
-    `beat` after every chunk."""
+    """Writes a rank's safetensors file and its checksums; `partials` has its encoded items of each `Partial`."""
     ranges = sorted(ranges, key=lambda item: -item.values.dtype.itemsize)  # so that every tensor is aligned
     named: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
     extents: dict[str, list[Any]] = {}
