@@ -103,8 +103,8 @@ class Folder:
         return bool(names) and MANIFEST not in names and all(OURS.fullmatch(name) for name in names)
 
     def refresh(self) -> Any:
-        """Returns the file system, with no listing of this folder in its cache. Those of object stores never expire,
-        and other processes write here: a stale listing hides the newest checkpoint, or shows an old one."""
+        """Returns the file system, with no listing of this folder in its cache. Object stores keep listings for ever,
+        and other processes write here: a stale one hides the newest checkpoint, or shows an old one."""
         if not self.is_local:
             self.fs.invalidate_cache(self.path)
         return self.fs
@@ -193,12 +193,12 @@ class Folder:
             path = posixpath.dirname(path)
 
     def remove(self) -> None:
-        """Removes the checkpoint, if there is one. Of a link, removes the link and not its target."""
+        """Removes the checkpoint, or only the link if this is one. Does nothing if nothing is there."""
         self.hide()()
 
     def hide(self) -> Callable[[], None]:
-        """Hides the checkpoint, as the first half of `remove`. Returns the other half, which may take long and never
-        fails."""
+        """Does the first half of `remove`, which hides the checkpoint. Returns the other half: it may take long, and
+        never fails."""
         if self.is_link or self.is_file:
             self.fs.rm_file(self.path)
         elif self.is_local and self.exists:

@@ -22,7 +22,7 @@ from lightning_zero.wire.comm import Comm
 
 _WORTH_SHARING = 1 << 16  # bytes that a rank reads of a tensor; less would cost too much in blocks that ranks share
 
-# Prefixes of the names of tensors of which ranks read extents, or nothing.
+# Ranks that resume read tensors whose names begin so by extents, or not at all: `verify_rest` leaves them out.
 _RESUMED = ("model:", "average:", "state_dict/", "optimizer ", "optimizer_states/")
 
 
@@ -87,8 +87,8 @@ class ReadingTogether:
         return rows.view(-1)[:numel].view(tensor.shape)
 
     def attempt(self, tensor: StoredTensor, extent: Extent, into: Tensor) -> None:
-        """Reads an extent of `tensor`, or notes in `failed` why it could not. The rank must go on, because others
-        wait for it in collectives. They hear of the failure when all have loaded the model."""
+        """Reads an extent of `tensor`, or notes in `failed` why it could not: the rank must still call the collectives
+        in which others wait for it. They hear of the failure when all have loaded the model."""
         try:
             tensor.read(extent, into)
         except Exception as error:

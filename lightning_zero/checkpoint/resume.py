@@ -78,8 +78,8 @@ class Incompatible(NamedTuple):
 def load_state_dict(module: Module, state: Mapping[str, Any], *, strict: bool) -> Incompatible:
     """Calls `module.load_state_dict`, hooks included. A compiled model loads the state of a plain one, and the reverse.
 
-    Lazy entries are read one by one, as they are copied into the module. What does not match is an error of torch's
-    own if `strict`; otherwise it stays as it is.
+    Lazy entries are read one by one, as they are copied into the module. Entries that do not match are an error of
+    torch's own if `strict`; otherwise the module's stay as they are.
     """
     own = Module.state_dict(module, keep_vars=True)  # without the user's override, and without reading values
     names = {as_written(name): name for name in [*vars(own).get("_metadata", ()), *own]}
