@@ -158,15 +158,16 @@ class Saver:
 
     def _pickle(self, objects: list[tuple[str, Any]]) -> bytes:
         """Pickles objects on all ranks. Returns the bytes on rank 0, and none on the others."""
-        packed, told = io.BytesIO(), f"checkpoint holds objects that are no plain data: {_places(objects)}"
+        packed = io.BytesIO()
         try:
             pickle_on_all_ranks([value for _, value in objects], packed if self._board.rank == 0 else None)
         except Exception as error:
-            raise CheckpointError(f"the {told}; and they cannot be pickled: {error}") from error
+            told = f"the checkpoint holds objects that are no plain data: {_places(objects)}"
+            raise CheckpointError(f"{told}; and they cannot be pickled: {error}") from error
         if self._board.rank == 0:
             self._warn(
-                f"The {told}. They are pickled into a file of their own, and read again only with weights_only=False."
-                f"{_advice_for(objects)}"
+                f"The checkpoint holds objects that are no plain data: {_places(objects)}. They are pickled into a "
+                f"file of their own, and read again only with weights_only=False.{_advice_for(objects)}"
             )
         return packed.getvalue()
 
