@@ -1,7 +1,7 @@
-"""To and from folders of torch.distributed.checkpoint (DCP), which FSDP's users have, Lightning's and torch's own.
+"""Converts checkpoints from and to folders of torch.distributed.checkpoint (DCP), as users of FSDP have them.
 
-Both go through the memory of one process. DCP keeps its plan and all that is no tensor as pickles: import only what you
-trust.
+Both directions go through the memory of one process. DCP pickles its plan and all values that are no tensors: import
+only what you trust.
 """
 
 import os
@@ -24,13 +24,13 @@ from lightning_zero.checkpoint.resume import KEY, PARAMETERS
 from lightning_zero.checkpoint.save import Saver
 from lightning_zero.wire.local import LocalComm
 
-META = "meta.pt"  # where Lightning's FSDP and ModelParallel strategies put what is neither model nor optimizer
-_MODEL_KEYS = ("model", "state_dict")  # FSDPStrategy's and torch's examples, ModelParallelStrategy's
+META = "meta.pt"  # here Lightning's FSDP and ModelParallel strategies put what is neither model nor optimizer
+_MODEL_KEYS = ("model", "state_dict")  # of FSDPStrategy and torch's examples; of ModelParallelStrategy
 _OPTIMIZER_KEY = re.compile(r"optim(?:izer)?(?:_(\d+))?")
 
 
 def import_dcp(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
-    """Makes a checkpoint of a DCP folder.
+    """Imports a DCP folder as a checkpoint.
 
     Args:
         source: the folder; its ``.metadata`` is unpickled.
@@ -39,12 +39,12 @@ def import_dcp(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> N
     Raises:
         CheckpointError: when `source` is no DCP folder, holds no model, or an optimizer's state is flattened.
     """
-    Folder(out).parent.refuse_inside_checkpoint()  # `out` itself may be one, which gives way
+    Folder(out).parent.refuse_inside_checkpoint()  # `out` itself may be a checkpoint, which is replaced
     folder = Folder(source)
     if not folder.fs.isfile(folder.file(".metadata")):
         raise CheckpointError(f"{source} is not a folder of torch.distributed.checkpoint: it has no .metadata.")
     found: dict[str, Any] = {}
-    # Lightning goes on from nothing that does not say which version wrote it.
+    # Lightning resumes from no checkpoint that lacks the version that wrote it.
     tree: dict[str, Any] = {"epoch": 0, "global_step": 0, "pytorch-lightning_version": metadata.version("lightning")}
     with _failing_as(f"{source} cannot be read"):
         _load_state_dict(
@@ -62,7 +62,7 @@ def import_dcp(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> N
     tree["state_dict"] = found[model_key]
     matches = [matched for key in found if (matched := _OPTIMIZER_KEY.fullmatch(key))]
     optimizers = [found[matched[0]] for matched in sorted(matches, key=lambda matched: int(matched[1] or 0))]
-    if optimizers:  # without them Lightning says that there is only a model
+    if optimizers:  # without this key, Lightning says that the checkpoint has only a model
         names = [_parameter_names(optimizer, source) for optimizer in optimizers]
         numbers = [{name: number for number, name in enumerate(known)} for known in names]
         tree["optimizer_states"] = list(map(_renamed, optimizers, numbers))
@@ -72,7 +72,7 @@ def import_dcp(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> N
 
 
 def export_dcp(url: str | os.PathLike[str], out: str | os.PathLike[str]) -> list[str]:
-    """Writes a checkpoint as a DCP folder, laid out as Lightning's `FSDPStrategy` does.
+    """Exports a checkpoint as a DCP folder with the layout of Lightning's `FSDPStrategy`.
 
     Args:
         url: the checkpoint's folder.
@@ -82,7 +82,7 @@ def export_dcp(url: str | os.PathLike[str], out: str | os.PathLike[str]) -> list
         The classes of pickled objects, which were left out.
 
     Raises:
-        CheckpointError: when the checkpoint is damaged, or there is something at `out`.
+        CheckpointError: when the checkpoint is damaged, or `out` is a file or not empty.
     """
     folder = Folder(out)
     folder.refuse_inside_checkpoint()
@@ -101,7 +101,7 @@ def export_dcp(url: str | os.PathLike[str], out: str | os.PathLike[str]) -> list
     for number, (optimizer, known) in enumerate(zip(optimizers, names, strict=True)):
         state[f"optimizer_{number}"] = _renamed(optimizer, dict(enumerate(known)))
     with warnings.catch_warnings(), _failing_as(f"{out} cannot be written"):
-        warnings.simplefilter("ignore")  # it says that there is one process
+        warnings.simplefilter("ignore")  # DCP warns that there is one process
         writer = dcp.FileSystemWriter(folder.path) if folder.is_local else FsspecWriter(str(folder))
         dcp.save(state, storage_writer=writer, no_dist=True)
         with folder.fs.open(folder.file(META), "wb") as stream:
@@ -111,7 +111,7 @@ def export_dcp(url: str | os.PathLike[str], out: str | os.PathLike[str]) -> list
 
 @contextmanager
 def _failing_as(what: str) -> Iterator[None]:
-    """Errors of DCP, which wraps them in one that no `except Exception` catches, as a CheckpointError."""
+    """Turns errors of DCP into a CheckpointError. DCP wraps them in one that `except Exception` does not catch."""
     try:
         yield
     except (Exception, dcp.CheckpointException) as error:
@@ -132,8 +132,8 @@ def _parameter_names(optimizer: Mapping[str, Any], source: Any) -> list[str]:
 
 
 def _renamed(optimizer: Mapping[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
-    """An optimizer's state with a new name or number for each parameter. Frozen parameters, which have an empty name
-    and no state, are left out."""
+    """Returns an optimizer's state with a new name or number for each parameter. Leaves out frozen parameters, which
+    have an empty name and no state."""
     return {
         "state": {new[key]: state for key, state in optimizer.get("state", {}).items() if new[key] != ""},
         "param_groups": [

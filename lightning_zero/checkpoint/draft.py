@@ -1,9 +1,8 @@
-"""How a checkpoint comes to be there all at once or never: a kill at any moment leaves the old one or the new one.
+"""`Draft`: a checkpoint while it is written. It replaces the old one in one step: a kill at any moment leaves either.
 
-A `Draft` is the checkpoint while it is written. On local disks that is a hidden folder beside DIR, and one rename makes
-it the checkpoint. Where DIR holds one already, the new files (every save has names of its own) join it, and replacing
-the manifest is the one step that counts. Object stores have no rename: files go to their place at once, and the
-manifest is what counts there too.
+On local disks the draft is a hidden folder beside DIR, and one rename makes it the checkpoint. If DIR already holds a
+checkpoint, the new files (whose names differ in every save) are moved there, and the step is to replace the manifest.
+Object stores have no rename: files are written to their final place, and the step is to write the manifest.
 """
 
 import contextlib
@@ -37,7 +36,7 @@ if sys.platform != "win32":  # there, two jobs that save to one path are not tol
 
 @contextmanager
 def _naming(path: str) -> Iterator[None]:
-    """Errors of the system inside say which file they are about; those of an open file do not by themselves."""
+    """Turns errors of the system into a CheckpointError that names the file; those of an open file do not name it."""
     try:
         yield
     except OSError as error:
@@ -49,9 +48,9 @@ def _naming(path: str) -> Iterator[None]:
 
 @final
 class Stream:
-    """A file of a draft. `write` takes all it is given; `sync` makes sure that the disk has it."""
+    """A file of a draft. `write` writes all of its argument; `sync` waits until the disk has it."""
 
-    SYNC_BYTES = 1 << 28  # let no more than this wait for the disk, so that the last sync is short
+    SYNC_BYTES = 1 << 28  # at most so many bytes wait for the disk, so that the last sync is short
 
     def __init__(self, raw: Any, path: str, *, has_disk: bool) -> None:
         self.name = posixpath.basename(path)
@@ -78,27 +77,27 @@ class Stream:
 
 
 class InDoubtError(CheckpointError):
-    """Whether a checkpoint was replaced cannot be told."""
+    """It is unknown whether a checkpoint was replaced."""
 
 
 class Draft(ABC):
-    """A checkpoint while it is written. Rank 0 calls `begin`, then every rank may `create` files; rank 0 may `commit`
-    them, and calls `close` at last."""
+    """A checkpoint while it is written. Rank 0 calls `begin`, every rank may then `create` files, and rank 0 may
+    `commit` them. In the end it calls `close`."""
 
     def __init__(self, folder: Folder, token: str) -> None:
         self.folder = folder
         self.written = folder  # where the files are before `commit`
-        self.token = token  # eight hexadecimal digits, in the names of all its files and of no other checkpoint's
+        self.token = token  # eight hexadecimal digits in the names of all its files, and of no other checkpoint's
         self.is_committed = False
-        self._superfluous: list[str] = []  # names of files that go at last, when no rank waits for it any more
+        self._superfluous: list[str] = []  # files that `close` removes, when no rank waits for rank 0
 
     @staticmethod
     def of(folder: Folder, token: str) -> "Draft":
         return LocalDraft(folder, token) if folder.is_local else UploadedDraft(folder, token)
 
     def begin(self) -> None:
-        """Raises CheckpointError when something else than a checkpoint is in the place, or another job writes there;
-        then there is nothing to close."""
+        """Prepares the place for new files. Raises CheckpointError when something else than a checkpoint is there, or
+        another job writes there; then there is nothing to close."""
         folder = self.folder
         if folder.is_file:
             raise CheckpointError(
@@ -113,11 +112,11 @@ class Draft(ABC):
 
     @abstractmethod
     def _begin(self) -> None:
-        """The place is free: makes what files are to be written into."""
+        """Does `begin` once the place is known to be free."""
 
     @contextmanager
     def create(self, name: str) -> Iterator[Stream]:
-        """A new file, complete when the context ends."""
+        """Opens a new file, which is complete when the context ends."""
         path = posixpath.join(self.written.path, name)
         with _naming(path):
             raw = io.FileIO(path, "w") if self.folder.is_local else self.folder.fs.open(path, "wb")
@@ -130,14 +129,14 @@ class Draft(ABC):
                 raw.close()
 
     def commit(self, manifest: bytes) -> str | None:
-        """The files become the checkpoint, in one step.
+        """Makes the files the checkpoint, in one step.
 
         Returns:
-            None, or what went wrong after that step: the new checkpoint is in its place all the same.
+            None, or what went wrong after that step, when the new checkpoint is in its place.
 
         Raises:
-            InDoubtError: what is there is the old checkpoint or the new one, whole.
-            Exception: what went wrong before that step: everything is as it was.
+            InDoubtError: when either the old checkpoint or the new one is there, whole.
+            Exception: what went wrong before that step, when everything is as it was.
         """
         with self.create(README) as stream:
             stream.write(README_TEXT)
@@ -147,22 +146,22 @@ class Draft(ABC):
             if self.folder.is_local:
                 sync_names(Path(self.folder.path))
                 sync_names(Path(self.folder.path).parent)
-        except OSError as error:  # the step may be lost with the power: what it would come back to must stay
+        except OSError as error:  # a loss of power may undo the step, so the old files must stay
             return f"the disk does not confirm that it will last ({error})"
         self._superfluous = old
         return None
 
     @abstractmethod
     def _replace(self, manifest: bytes) -> list[str]:
-        """The step. Returns the names of files that it made superfluous."""
+        """Does the step. Returns the names of files that it made superfluous."""
 
     @contextmanager
     def _step(self, manifest: bytes, undo: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Inside, the step is done. What fails there is no failure if the step was done although the system said that
-        it failed, as network file systems may; otherwise `undo` is called.
+        """Surrounds the step. Ignores an error if the step was done all the same: network file systems may report that
+        what they did has failed. Otherwise calls `undo`, and raises the error.
 
         Raises:
-            InDoubtError: when that cannot be told. Then nothing may be cleared away.
+            InDoubtError: when it is unknown whether the step was done. Then nothing may be removed.
         """
         try:
             yield
@@ -183,18 +182,18 @@ class Draft(ABC):
                 self.folder.fs.rm_file(self.folder.file(name))
 
     def close(self) -> None:
-        """Nothing remains but what was committed. Never raises: no save fails for what it leaves behind."""
+        """Removes all files that are not part of the checkpoint. Never raises: no save fails because files are left."""
         self._remove(self._superfluous)
         self._clear_away()
 
     @abstractmethod
     def _clear_away(self) -> None:
-        """Takes away what was not committed; never raises."""
+        """Removes files that were not committed. Never raises."""
 
 
 @final
 class LocalDraft(Draft):
-    """On a disk: a hidden folder beside the place, until a rename."""
+    """A draft on a disk: a hidden folder beside the place, until it is renamed."""
 
     def __init__(self, folder: Folder, token: str) -> None:
         super().__init__(folder, token)
@@ -207,12 +206,12 @@ class LocalDraft(Draft):
     def _begin(self) -> None:
         self._target.parent.mkdir(parents=True, exist_ok=True)
         with self._acquire() as lock:
-            shutil.rmtree(self._beside, ignore_errors=True)  # what a killed job left: nobody else is writing
+            shutil.rmtree(self._beside, ignore_errors=True)  # left by a killed job: no other job is writing
             self._beside.mkdir()
             self._lock = lock.pop_all()
 
     def _acquire(self) -> contextlib.ExitStack:
-        """Holds a lock file, until what this returns is closed; the system lets go of it when this process dies."""
+        """Locks a lock file until the returned stack is closed. The system unlocks it when this process dies."""
         path = hidden_beside(self._target, "lock")
         while True:
             with contextlib.ExitStack() as unless_held:
@@ -231,7 +230,7 @@ class LocalDraft(Draft):
             raise CheckpointError(told) from None
         except OSError:  # a file system without locks
             return True
-        with contextlib.suppress(FileNotFoundError):  # its last holder took it away in between
+        with contextlib.suppress(FileNotFoundError):  # its last holder removed it in between
             return os.fstat(lock.fileno()).st_ino == Path(lock.name).stat().st_ino
         return False
 
@@ -240,12 +239,12 @@ class LocalDraft(Draft):
         with self.create(MANIFEST) as stream:
             stream.write(manifest)
         sync_names(self._beside)
-        # A checkpoint that a link shows is another one, and stays: the link is replaced.
+        # The checkpoint that a link points to is another one, and stays: the link is replaced.
         joins = not self._target.is_symlink() and self.folder.is_checkpoint
         return self._join(manifest) if joins else self._rename(manifest)
 
     def _join(self, manifest: bytes) -> list[str]:
-        """The new files join the old ones; then the manifest changes over."""
+        """Moves the new files beside the old ones, then replaces the manifest."""
         old = [name for name in self.folder.names() if name not in (MANIFEST, README)]
         new = [path.name for path in self._beside.iterdir() if path.name not in (MANIFEST, README)]
         with self._step(manifest, undo=lambda: self._remove(new)):
@@ -258,16 +257,16 @@ class LocalDraft(Draft):
         return old
 
     def _rename(self, manifest: bytes) -> list[str]:
-        """The new folder takes the place of nothing, of an empty folder or of a link."""
-        shown = self._target.readlink() if self._target.is_symlink() else None
+        """Renames the new folder, in the place of nothing, an empty folder or a link."""
+        linked = self._target.readlink() if self._target.is_symlink() else None
 
-        def show_again() -> None:
-            if shown is not None and not self._target.is_symlink():
-                self._target.symlink_to(shown)
+        def link_again() -> None:
+            if linked is not None and not self._target.is_symlink():
+                self._target.symlink_to(linked)
 
-        with self._step(manifest, undo=show_again):
-            if shown is not None:
-                self._target.unlink()  # what it showed stays where it is
+        with self._step(manifest, undo=link_again):
+            if linked is not None:
+                self._target.unlink()  # its target stays
             self._beside.rename(self._target)
         return []
 
@@ -285,7 +284,7 @@ def _unlink(path: Path) -> None:
 
 @final
 class UploadedDraft(Draft):
-    """On an object store: files in their place, where nothing is a checkpoint without its manifest."""
+    """A draft on an object store: files in their final place, where they are no checkpoint without the manifest."""
 
     @override
     def _begin(self) -> None:
@@ -293,7 +292,7 @@ class UploadedDraft(Draft):
 
     @override
     def _replace(self, manifest: bytes) -> list[str]:
-        old = [name for name in self.folder.names() if OURS.fullmatch(name)]  # those of killed saves, too
+        old = [name for name in self.folder.names() if OURS.fullmatch(name)]  # also those of killed saves
         with self._step(manifest):
             self.folder.fs.pipe_file(self.folder.file(MANIFEST), manifest)
         kept = manifest.decode()

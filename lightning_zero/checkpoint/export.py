@@ -1,5 +1,7 @@
-"""A checkpoint in other formats: Lightning's single file, Hugging Face's safetensors. Written as a stream: of the
-tensors no more than a chunk is in memory at a time."""
+"""Writes a checkpoint in other formats: Lightning's single file, and Hugging Face's safetensors.
+
+Tensors are streamed: a chunk is in memory at a time. Only composed tensors, such as 8-bit state, are read whole.
+"""
 
 import json
 import os
@@ -15,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any, final
+from typing import IO, Any, cast, final
 
 import fsspec
 import torch
@@ -24,22 +26,22 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from lightning_zero.checkpoint.folder import MANIFEST, CheckpointError, Folder
 from lightning_zero.checkpoint.load import StoredCheckpoint
-from lightning_zero.checkpoint.manifest import Entry
 from lightning_zero.checkpoint.shard import CHUNK_BYTES, SAFE_NAMES, chunks_of, header_of
 from lightning_zero.shards.extents import Extent
 from lightning_zero.views.lazy import LazyTensor, Stored
 
-INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = f"{SINGLE}.index.json"
 _EXPORTED = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(INDEX))
 
 
 def consolidate(url: str | os.PathLike[str], out: str | os.PathLike[str], *, objects: bool = False) -> list[str]:
-    """Writes a checkpoint as one ordinary Lightning file, optimizer and all, that needs nothing of ours to be read.
+    """Writes a checkpoint as one ordinary Lightning file, with the optimizers. Reading it does not need lightning_zero.
 
     Args:
         url: the checkpoint's folder.
-        out: path or URL of the file; it comes to be there whole or not at all.
-        objects: include what had to be pickled (this unpickles it).
+        out: path or URL of the file, which is written whole or not at all.
+        objects: whether to include the pickled objects (this unpickles them).
 
     Returns:
         The classes of pickled objects that were left out.
@@ -61,7 +63,7 @@ def consolidate(url: str | os.PathLike[str], out: str | os.PathLike[str], *, obj
 
 @contextmanager
 def _arriving(place: Folder) -> Iterator[Path]:
-    """A file to write, which becomes `place` when the context ends well and goes away when it does not."""
+    """Yields the path of a file to write. It becomes `place` when the context ends, or is deleted if that raises."""
     place.parent.fs.makedirs(place.parent.path, exist_ok=True)
     beside = Path(place.path).parent if place.is_local else Path(tempfile.gettempdir())
     scratch = beside / f".{posixpath.basename(place.path)}.{secrets.token_hex(4)}.tmp"
@@ -71,38 +73,37 @@ def _arriving(place: Folder) -> Iterator[Path]:
             scratch.replace(place.path)
         else:
             place.fs.put_file(str(scratch), place.path)
-    except OSError as error:  # of a full disk, which file it is about is not in it
+    except OSError as error:  # that of a full disk does not name the file
         raise CheckpointError(f"cannot write {place}: {error.strerror or error}") from error
     finally:
         scratch.unlink(missing_ok=True)
 
 
 def write_single_file(checkpoint: StoredCheckpoint, stream: IO[bytes], *, objects: bool = False) -> None:
-    """Writes to `stream` what `torch.save` would write of a checkpoint, without ever holding it.
+    """Writes to `stream` the file that `torch.save` would write of a checkpoint, without holding its tensors.
 
-    Torch does it, except that its own writer of zip files wants each tensor whole. (`torch.serialization.skip_data`
-    leaves room for values in a file that torch writes, but does not tell what belongs where, nor has the file then the
-    checksums that other readers of zip files look at.)
+    This is torch's own code, with another writer of zip files: torch's takes only whole tensors.
+    (`torch.serialization.skip_data` makes torch leave room for the values, but does not say which tensor belongs where,
+    and the file then lacks the checksums that other readers of zip files verify.)
     """
     scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
     with zipfile.ZipFile(stream, "w") as archive:
 
         def write_record(name: str, content: str | bytes | UntypedStorage, nbytes: int) -> None:
-            if isinstance(content, _Unread):
-                entry = checkpoint.manifest.tensors[content.tensor.source.name]
-                _put(archive, name, stored_chunks_of(checkpoint, entry, scratch))
-            elif isinstance(content, UntypedStorage):  # a pickled object brought it along
-                _put(archive, name, chunks_of(torch.empty(0, dtype=torch.uint8).set_(content)))
+            if isinstance(content, _UnreadStorage):
+                _add(archive, name, _chunks_of_lazy(content.tensor, scratch))
+            elif isinstance(content, UntypedStorage):  # of a tensor in a pickled object, or of part of a composed one
+                _add(archive, name, chunks_of(torch.empty(0, dtype=torch.uint8).set_(content)))
             else:
-                _put(archive, name, [content.encode() if isinstance(content, str) else content])
+                _add(archive, name, [content.encode() if isinstance(content, str) else content])
 
         writer, pickling = SimpleNamespace(write_record=write_record), SimpleNamespace(Pickler=_Pickler)
         torch.serialization._save(checkpoint.tree(objects=objects), writer, pickling, 2, False)
-        _put(archive, "version", [b"3\n"])
+        _add(archive, "version", [b"3\n"])
 
 
-def _put(archive: zipfile.ZipFile, name: str, content: Iterable[bytes | memoryview]) -> None:
-    """Adds a file whose bytes start at a multiple of 64, as torch writes them: tensors can be mapped from there."""
+def _add(archive: zipfile.ZipFile, name: str, content: Iterable[bytes | memoryview]) -> None:
+    """Adds a file whose bytes start at a multiple of 64, as torch aligns them, so that tensors can be mapped."""
     info = zipfile.ZipInfo(f"archive/{name}")
     assert archive.fp is not None
     start = archive.fp.tell() + 30 + len(info.filename) + 4 + 20  # header, name, this extra field and the one of zip64
@@ -113,23 +114,23 @@ def _put(archive: zipfile.ZipFile, name: str, content: Iterable[bytes | memoryvi
 
 @final
 class _Pickler(pickle.Pickler):
-    """Pickles a lazy tensor as torch does one in memory, except that its storage is `_Unread`."""
+    """Pickles a lazy tensor as torch pickles one in memory, but over an `_UnreadStorage`."""
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, LazyTensor):
             return NotImplemented
-        if not isinstance(value.source, Stored):  # made of several: one at a time is in memory
+        if not isinstance(value.source, Stored):  # a composed tensor, whose parts are read whole
             return value.source.whole().__reduce_ex__(2)
         rebuild, (storage, _, _, _, *rest) = torch.empty(0, dtype=value.dtype).__reduce_ex__(2)
-        unread = _Unread(0)
+        unread = _UnreadStorage(0)
         unread.tensor = value
-        # Dtypes newer than typed storages go as bytes.
+        # Dtypes without a typed storage, which are newer, are written as bytes.
         typed = TypedStorage(wrap_storage=unread, dtype=getattr(storage, "dtype", torch.uint8), _internal=True)
         return rebuild, (typed, 0, value.shape, torch.empty(value.shape, device="meta").stride(), *rest)
 
 
-class _Unread(UntypedStorage):
-    """Stands for the storage of a lazy tensor: it knows the size, and takes no memory."""
+class _UnreadStorage(UntypedStorage):
+    """Stands for the storage of a lazy tensor: has its size, and no memory."""
 
     tensor: LazyTensor
 
@@ -137,100 +138,102 @@ class _Unread(UntypedStorage):
         return self.tensor.nbytes
 
 
-def stored_chunks_of(checkpoint: StoredCheckpoint, entry: Entry, scratch: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor in C order, checked, a chunk at a time; each is valid until the next one.
+def _chunks_of_lazy(tensor: LazyTensor, scratch: Tensor) -> Iterator[memoryview]:
+    """Yields the verified bytes of a stored tensor in C order, a chunk at a time; each is valid until the next one.
 
-    All tensors share `scratch`, ``(CHUNK_BYTES,)`` uint8: an allocation for each chunk is returned to the system late,
-    and makes the process grow by several.
+    All tensors share `scratch`, ``(CHUNK_BYTES,)`` uint8: memory allocated for each chunk would be returned to the
+    system late, and resident memory would grow by several chunks.
     """
-    numel, step = entry.nbytes // entry.dtype.itemsize, CHUNK_BYTES // entry.dtype.itemsize
+    source = cast(Stored, tensor.source)
+    numel, step = tensor.numel(), CHUNK_BYTES // source.dtype.itemsize
     for start in range(0, numel, step):
-        values = scratch.view(entry.dtype)[: min(step, numel - start)]
-        extent = Extent.of_whole(entry.name, entry.shape, start, start + values.numel())
-        checkpoint.reader.read(entry, extent, values)
+        values = scratch.view(source.dtype)[: min(step, numel - start)]
+        source.read(Extent.of_whole(source.name, source.shape, start, start + values.numel()), values)
         yield from chunks_of(values)
 
 
 def export_safetensors(
     url: str | os.PathLike[str], out: str | os.PathLike[str], *, prefix: str = "", shard_bytes: int = 5 * 10**9
 ) -> list[str]:
-    """Writes the model of a checkpoint as Hugging Face does: `model.safetensors`, or several and an index.
+    """Writes the model of a checkpoint as Hugging Face does: `model.safetensors`, or several files and an index.
 
     Args:
         url: the checkpoint's folder.
-        out: the folder to write to. An earlier export gives way; other files, such as ``config.json``, may be there.
-        prefix: of the names to write (``"model."`` for a transformers model held as ``self.model``); it is cut off.
-            The default writes all names as they are.
-        shard_bytes: the most that one file holds; a larger tensor has one to itself.
+        out: the folder to write to. An earlier export is replaced; other files, such as ``config.json``, may be there.
+        prefix: only names that begin so are written, without it (``"model."`` for a transformers model held as
+            ``self.model``). The default writes all names as they are.
+        shard_bytes: the largest size of a file; a larger tensor has a file to itself.
 
     Returns:
         Names of the files, without the index.
 
     Raises:
-        CheckpointError: when the checkpoint is damaged, holds nothing of that prefix or a dtype that safetensors lacks,
+        CheckpointError: when the checkpoint is damaged, has no name with that prefix or a dtype that safetensors lacks,
             or `out` is a file.
     """
     with closing(StoredCheckpoint(url)) as checkpoint:
-        entries = {
-            name.removeprefix(prefix): checkpoint.manifest.tensors[lazy.source.name]
+        tensors = {
+            name.removeprefix(prefix): lazy
             for name, lazy in checkpoint.model().items()
             if isinstance(lazy, LazyTensor) and name.startswith(prefix)
         }
-        if not entries:
+        if not tensors:
             raise CheckpointError(f"{url} has no tensor whose name begins with {prefix!r}.")
-        for name, entry in entries.items():
-            if entry.dtype not in SAFE_NAMES:
-                raise CheckpointError(f"safetensors has no {entry.dtype}, which {name!r} of {url} is.")
-        groups = _fill(entries, shard_bytes)
-        several = len(groups) > 1
-        names = [f"model-{at + 1:05}-of-{len(groups):05}.safetensors" for at in range(len(groups))]
-        files = dict(zip(names if several else ["model.safetensors"], groups, strict=True))
+        for name, lazy in tensors.items():
+            if lazy.dtype not in SAFE_NAMES:
+                raise CheckpointError(f"safetensors has no {lazy.dtype}, which {name!r} of {url} is.")
+        files = _divide(tensors, shard_bytes)
         target = Folder(out)
         target.refuse_inside_checkpoint()
         if target.is_file:
             raise CheckpointError(f"{out} is a file; name the folder to write to.")
-        with ExitStack() as arriving:  # none comes if one cannot be written; the index, which readers trust, is last
-            index = arriving.enter_context(_arriving(target.inside(INDEX))) if several else None
+        # No file gets its name if one cannot be written. The index, which readers trust, gets it last.
+        with ExitStack() as arriving:
+            index = arriving.enter_context(_arriving(target.inside(INDEX))) if len(files) > 1 else None
             for name, group in files.items():
-                _write_safetensors(checkpoint, group, arriving.enter_context(_arriving(target.inside(name))))
+                _write_safetensors(group, arriving.enter_context(_arriving(target.inside(name))))
             if index is not None:
-                total = sum(entry.nbytes for entry in entries.values())
+                total = sum(lazy.nbytes for lazy in tensors.values())
                 weight_map = {key: name for name, group in files.items() for key in group}
                 index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
-                if INDEX in target.names():  # whatever ends this now, none reads files of two exports as one model
+                if INDEX in target.names():  # wherever this may be cut off, no two exports are read as one model
                     target.fs.rm_file(target.file(INDEX))
-    for name in target.names():  # of an earlier export, which transformers might prefer to this one
-        if _EXPORTED.fullmatch(name) and name not in files and not (several and name == INDEX):
+    written = set(files) if index is None else {*files, INDEX}
+    for name in target.names():  # files of an earlier export, which transformers might prefer
+        if _EXPORTED.fullmatch(name) and name not in written:
             target.fs.rm_file(target.file(name))
     return list(files)
 
 
-def _write_safetensors(checkpoint: StoredCheckpoint, group: dict[str, Entry], path: Path) -> None:
+def _write_safetensors(group: dict[str, LazyTensor], path: Path) -> None:
     scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
     with path.open("wb") as file:
-        file.write(header_of([(key, entry.dtype, entry.shape) for key, entry in group.items()], {"format": "pt"}))
-        for entry in group.values():
-            file.writelines(stored_chunks_of(checkpoint, entry, scratch))
+        file.write(header_of([(name, lazy.dtype, lazy.shape) for name, lazy in group.items()], {"format": "pt"}))
+        for lazy in group.values():
+            file.writelines(_chunks_of_lazy(lazy, scratch))
         file.flush()
         os.fsync(file.fileno())
 
 
-def _fill(entries: dict[str, Entry], shard_bytes: int) -> list[dict[str, Entry]]:
-    groups: list[dict[str, Entry]] = [{}]
-    held = 0
-    for name, entry in sorted(entries.items(), key=lambda item: -item[1].dtype.itemsize):  # so that all are aligned
-        if groups[-1] and held + entry.nbytes > shard_bytes:
+def _divide(tensors: dict[str, LazyTensor], shard_bytes: int) -> dict[str, dict[str, LazyTensor]]:
+    """Divides tensors among files; returns those of each file by its name."""
+    groups: list[dict[str, LazyTensor]] = [{}]
+    held = 0  # bytes
+    for name, lazy in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):  # so that all are aligned
+        if groups[-1] and held + lazy.nbytes > shard_bytes:
             groups.append({})
             held = 0
-        groups[-1][name] = entry
-        held += entry.nbytes
-    return groups
+        groups[-1][name] = lazy
+        held += lazy.nbytes
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{number:05}-of-{len(groups):05}.safetensors": group for number, group in enumerate(groups, start=1)}
 
 
 class ZeroFileSystem(fsspec.AbstractFileSystem):
-    """``zero://DIR``: a checkpoint's folder as one ordinary Lightning file, for whatever reads files through fsspec.
+    """The file system ``zero://``: ``zero://DIR`` reads a checkpoint's folder as one ordinary Lightning file.
 
-    Reading one writes the file to a temporary place first. Registered by entry point: nothing need be imported.
+    Opening it first writes the file to a temporary place. fsspec finds it by entry point: nothing need be imported.
     """
 
     protocol = "zero"
@@ -239,7 +242,7 @@ class ZeroFileSystem(fsspec.AbstractFileSystem):
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         if not self.exists(path):
             raise FileNotFoundError(path)
-        return {"name": path, "size": None, "type": "file"}  # it is not known before the file is written
+        return {"name": path, "size": None, "type": "file"}  # the size is unknown until it is opened
 
     def exists(self, path: str, **_: Any) -> bool:
         return Folder(self._strip_protocol(path)).is_checkpoint
@@ -257,4 +260,4 @@ class ZeroFileSystem(fsspec.AbstractFileSystem):
             single.flush()
             if left_out := checkpoint.told_left_out:
                 warnings.warn(left_out, stacklevel=2)
-            return Path(single.name).open("rb")  # its name goes away, the file stays until it is closed
+            return Path(single.name).open("rb")  # the name is removed now, the file when it is closed

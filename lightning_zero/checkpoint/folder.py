@@ -1,10 +1,10 @@
-"""Where a checkpoint lies, on any file system that fsspec knows.
+"""`Folder`: the folder of a checkpoint, on any file system that fsspec supports.
 
 DIR/
-  shard-00000-of-00002-5f3a9c1e.safetensors   what rank 0 wrote; opens with the safetensors library
+  shard-00000-of-00002-5f3a9c1e.safetensors   the pieces of rank 0; the safetensors library opens it
   shard-00000-of-00002-5f3a9c1e.crc32         its checksums
   ...
-  README.txt                                  what this is, for who finds it
+  README.txt                                  says what the folder is
   manifest.json                               written last: without it there is no checkpoint
 """
 
@@ -14,6 +14,7 @@ import os
 import posixpath
 import re
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -43,29 +44,25 @@ It is complete, and depends on no number of ranks, stage or strategy. After `pip
     lightning-zero consolidate DIR model.ckpt                 one ordinary file of Lightning
     lightning-zero consolidate DIR hf --safetensors           the weights, as Hugging Face writes them
 """
-OURS = re.compile(  # the names of all files that a checkpoint has
+OURS = re.compile(  # the names of all files in a checkpoint
     r"shard-\d{5}-of-\d{5}-[0-9a-f]{8}\.(safetensors|crc32)|objects-[0-9a-f]{8}\.pt|manifest\.json|README\.txt"
-    r"|\.nfs[0-9a-f]+"  # how NFS keeps what was deleted while somebody reads it
+    r"|\.nfs[0-9a-f]+"  # how NFS keeps a file that was deleted while a process reads it
 )
-# What a file system answers that cannot make the names in a folder last: there is nothing more to be done there.
+# Errors of file systems that cannot sync a folder: nothing more can be done there.
 _NO_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read; says which file, and what to do."""
+    """A checkpoint cannot be written or read. The message names the file, and says what to do."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is nothing at the path; Lightning's own strategies raise a FileNotFoundError then."""
+    """There is nothing at the path. A FileNotFoundError, too, as Lightning's own strategies raise."""
 
 
 @final
 class Folder:
-    """A folder by its path or URL.
-
-    Args:
-        url: what fsspec understands: a path, ``memory://...``, ``s3://...``.
-    """
+    """A folder by its path or URL, such as ``memory://...`` or ``s3://...``."""
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
         self.url = str(url)
@@ -74,7 +71,7 @@ class Folder:
         else:  # `url_to_fs` would take "::" in a path for a file system inside another one
             self.fs, path = LocalFileSystem(), str(LocalFileSystem._strip_protocol(self.url))
         self.is_local = isinstance(self.fs, LocalFileSystem)
-        if not self.is_local:  # an object store knows files, not folders: there the manifest stands for its folder
+        if not self.is_local:  # object stores have files and no folders: there the manifest may stand for its folder
             path = path.rstrip("/").removesuffix(f"/{MANIFEST}")
         self.path: str = str(Path(path).absolute()) if self.is_local else path
 
@@ -101,13 +98,13 @@ class Folder:
 
     @property
     def is_leftover(self) -> bool:
-        """Whether a save or a removal that was killed left this on an object store: files of ours, and no manifest."""
+        """Whether a killed save or removal left this on an object store: files of a checkpoint, and no manifest."""
         names = [] if self.is_local or self.is_file else self.names()
         return bool(names) and MANIFEST not in names and all(OURS.fullmatch(name) for name in names)
 
     def refresh(self) -> Any:
-        """The file system, which forgets what it listed here. Those of object stores remember listings for good, and
-        other processes write here too: a stale one hides the newest checkpoint, or shows an old one."""
+        """Returns the file system, with no listing of this folder in its cache. Object stores keep listings for ever,
+        and other processes write here: a stale one hides the newest checkpoint, or shows an old one."""
         if not self.is_local:
             self.fs.invalidate_cache(self.path)
         return self.fs
@@ -118,7 +115,7 @@ class Folder:
 
     @property
     def real(self) -> "Folder":
-        """What a link shows. It may move while somebody reads what it showed."""
+        """The folder that a link points to; otherwise this folder. A link may be moved while its target is read."""
         return Folder(Path(self.path).resolve()) if self.is_link and self.exists else self
 
     def file(self, name: str) -> str:
@@ -132,7 +129,7 @@ class Folder:
         return Folder(posixpath.dirname(str(self)))
 
     def names(self) -> list[str]:
-        """Of what is inside; nothing where there is no folder."""
+        """Returns the names in the folder, sorted; none where there is no folder."""
         try:
             return sorted(posixpath.basename(path.rstrip("/")) for path in self.refresh().ls(self.path, detail=False))
         except (FileNotFoundError, NotADirectoryError):
@@ -146,14 +143,23 @@ class Folder:
         with self._reading(name), self.open(name) as stream:
             return stream.read()
 
+    def read_checked(self, name: str, crc32: int, told: str = "its checksum does not match") -> bytes:
+        """Reads a file; raises CheckpointError when it is missing, or has another checksum, which `told` says."""
+        try:
+            raw = self.read(name)
+        except FileNotFoundError:
+            raise CheckpointError(f"{self}: {name} is missing.") from None
+        if zlib.crc32(raw) != crc32:
+            raise CheckpointError(f"{self.file(name)} is damaged: {told}.")
+        return raw
+
     def size(self, name: str) -> int:
         with self._reading(name):
             return int(self.refresh().size(self.file(name)))
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[None]:
-        """A disk that fails says which file it is about, as damage does; that a file is not there, who asks for it
-        explains."""
+        """Turns errors of a disk into a CheckpointError that names the file. Callers explain that a file is missing."""
         try:
             yield
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -162,41 +168,45 @@ class Folder:
             raise CheckpointError(f"cannot read {self.file(name)}: {error.strerror or error}") from error
 
     def refuse_other_folder(self) -> None:
-        """Raises CheckpointError when this is a folder of something else than a checkpoint, which is not to be lost."""
+        """Raises CheckpointError when the folder holds something else than a checkpoint, which must not be lost."""
         names = self.names()
         strange = [name for name in names if not OURS.fullmatch(name)]
         has_shards = any(name.startswith("shard-") for name in names)
-        # A killed save leaves shards without a manifest on an object store, and on no disk; a manifest.json without
-        # shards belongs to some other program.
+        # A killed save leaves shards without a manifest on an object store, but not on a disk. A manifest.json without
+        # shards belongs to another program.
         is_ours = has_shards and (self.is_checkpoint or not self.is_local)
         if names and (strange or not is_ours):
             told = f"is a folder that is not a checkpoint (it holds {', '.join((strange or names)[:3])})"
             raise CheckpointError(f"{self} {told}. Choose another path, or empty it.")
 
     def refuse_inside_checkpoint(self) -> None:
-        """Raises CheckpointError when this is, or is to be, inside a checkpoint: that holds its own files only, and the
-        next save to it would refuse to touch any other."""
+        """Raises CheckpointError when this is, or would be, inside a checkpoint: the next save to that would refuse to
+        touch a file that is not its own."""
         path = self.path
         while path not in ("", "/"):
             if self.fs.isfile(posixpath.join(path, MANIFEST)):
                 outer = Folder(path if self.is_local else self.fs.unstrip_protocol(path))
-                if any(name.startswith("shard-") for name in outer.names()):  # other programs have manifests, too
+                if any(name.startswith("shard-") for name in outer.names()):  # others have a manifest.json, too
                     raise CheckpointError(
                         f"{outer} is a checkpoint, and nothing else may be written there. Name another place."
                     )
             path = posixpath.dirname(path)
 
     def remove(self) -> None:
-        """Takes the checkpoint away. A link only goes itself. Nothing happens where there is nothing."""
+        """Removes the checkpoint, or only the link if this is one. Does nothing if nothing is there."""
         self.hide()()
 
     def hide(self) -> Callable[[], None]:
-        """The first half of `remove`: nobody finds the checkpoint any more. Returns the other half, which may take its
-        time and never fails."""
+        """Does the first half of `remove`, which hides the checkpoint. Returns the other half: it may take long, and
+        never fails."""
         if self.is_link or self.is_file:
             self.fs.rm_file(self.path)
         elif self.is_local and self.exists:
-            return partial(self._delete_hidden, self._rename_away())
+            hidden = hidden_beside(Path(self.path), "deleting")
+            shutil.rmtree(hidden, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                Path(self.path).rename(hidden)
+            return partial(self._delete_hidden, hidden)
         elif not self.is_local:
             if MANIFEST in (names := self.names()):
                 self.fs.rm_file(self.file(MANIFEST))
@@ -205,22 +215,22 @@ class Folder:
 
     def _delete_uploaded(self, files: list[str]) -> None:
         for file in files:  # not `rm`, which takes "*" and "[" in a path for patterns
-            with contextlib.suppress(Exception):  # without a manifest they are nobody's; the next save here tries again
+            with contextlib.suppress(Exception):  # without a manifest it does no harm; the next save here tries again
                 self.fs.rm_file(file)
-        with contextlib.suppress(Exception):  # where there are folders
+        with contextlib.suppress(Exception):  # some object stores have no folders
             if "/" in self.path.strip("/"):  # not a bucket
                 self.fs.rmdir(self.path)
 
     def _delete_hidden(self, hidden: Path) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
-        for left in hidden.parent.glob(".*.deleting"):  # by jobs that were killed here; nobody else looks for them
-            with contextlib.suppress(OSError):  # another user's
+        for left in hidden.parent.glob(".*.deleting"):  # of jobs that were killed here: nothing else removes them
+            with contextlib.suppress(OSError):  # of another user
                 if all(OURS.fullmatch(name) for name in Folder(left).names()):
                     shutil.rmtree(left, ignore_errors=True)
 
     @property
     def can_be_link(self) -> bool:
-        """Whether the file system has symbolic links; some of removable disks and of networks have none."""
+        """Whether the file system has symbolic links; some on removable disks and networks have none."""
         try:
             self._new_link("nowhere").unlink()
         except OSError:
@@ -228,21 +238,17 @@ class Folder:
         return True
 
     def link_to(self, target: "Folder") -> None:
-        """Makes this path a link to a checkpoint beside it, in one step, whatever link was there.
-
-        Raises:
-            CheckpointError: when it is a folder of something else than a checkpoint.
-        """
+        """Makes this path a link to a checkpoint beside it, in one step, in the place of any link or checkpoint here.
+        Raises CheckpointError when this is a folder of something else."""
         path = Path(self.path)
         is_folder = path.is_dir() and not self.is_link
         if is_folder:
             self.refuse_other_folder()
         coming = self._new_link(os.path.relpath(target.path, path.parent))
-        replaced = self._rename_away() if is_folder else None
+        delete_replaced = self.hide() if is_folder else lambda: None
         coming.replace(path)
         sync_names(path.parent)
-        if replaced is not None:
-            shutil.rmtree(replaced, ignore_errors=True)
+        delete_replaced()
 
     def _new_link(self, target: str) -> Path:
         coming = hidden_beside(Path(self.path), "linking")
@@ -250,24 +256,15 @@ class Folder:
         coming.symlink_to(target)
         return coming
 
-    def _rename_away(self) -> Path:
-        """From under its name, so that nobody finds half of it. Returns where it is now."""
-        path = Path(self.path)
-        going = hidden_beside(path, "deleting")
-        shutil.rmtree(going, ignore_errors=True)
-        with contextlib.suppress(FileNotFoundError):  # somebody was faster
-            path.rename(going)
-        return going
-
 
 def hidden_beside(path: Path, purpose: str) -> Path:
-    """Where something is prepared that concerns `path`. Never under its own name: Lightning takes everything with
-    ``hpc_ckpt_`` in its name for a checkpoint that a SLURM job goes on from."""
+    """Returns a hidden path beside `path`, to prepare something there. It does not contain the name as it is: Lightning
+    takes everything with ``hpc_ckpt_`` in its name for a checkpoint from which a SLURM job resumes."""
     return path.with_name(f".{path.name.replace('_', '+')}.{purpose}")
 
 
 def sync_names(path: Path) -> None:
-    """Makes the names inside a folder last."""
+    """Syncs a folder to disk, so that the names in it survive a loss of power."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

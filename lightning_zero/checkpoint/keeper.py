@@ -1,4 +1,4 @@
-"""`CheckpointKeeper`: the checkpoints of one run: the latest one, the links to it, and the one it goes on from."""
+"""`CheckpointKeeper`: the checkpoints of one run: the latest one, the links to it, and the one it was resumed from."""
 
 import zlib
 from collections.abc import Callable, Collection
@@ -13,17 +13,17 @@ from lightning_zero.checkpoint.save import Saver
 from lightning_zero.wire.board import Record
 from lightning_zero.wire.comm import Comm
 
-_END_BYTES = 65536
+_END_BYTES = 65536  # of a single file, which tell it from other files
 
 
 @final
 class CheckpointKeeper:
-    """Saves, links and removes checkpoints of one run, and holds on to the one that it was resumed from.
+    """Saves, links and removes the checkpoints of one run, and keeps open the one that it was resumed from.
 
     Args:
         comm: all ranks.
         in_background: see `Saver`.
-        warn: called with what the user should know.
+        warn: called with messages for the user.
     """
 
     def __init__(self, comm: Comm, *, in_background: bool, warn: Callable[[str], None]) -> None:
@@ -31,13 +31,13 @@ class CheckpointKeeper:
         self._warn = warn
         self.saver = Saver(comm.board, in_background=in_background, warn=warn)
         self._latest: tuple[Folder, int] | None = None  # and the step it was saved at
-        self._links: set[str] = set()  # that were made here
+        self._links: set[str] = set()  # paths of links that this object made
         self._resumed: StoredCheckpoint | None = None
 
     # -- saving
 
     def save(self, tree: dict[str, Any], path: str, step: int, about: dict[str, Any]) -> None:
-        """See `Saver.save`."""
+        """Saves a checkpoint; see `Saver.save`."""
         self.saver.save(tree, path, {"step": step, **about})
         self._latest = (Folder(path), step)
 
@@ -46,12 +46,12 @@ class CheckpointKeeper:
 
     @property
     def latest_complete(self) -> str | None:
-        """The checkpoint that was saved last, if it is there; what is saved in the background may not be yet."""
+        """The checkpoint that was saved last, if it is complete; one that is saved in the background may not be yet."""
         return str(self._latest[0]) if self._latest is not None and self._latest[0].is_checkpoint else None
 
     def link_latest(self, path: str, saved: str, step: int) -> bool:
-        """Makes `path` a link to the checkpoint `saved`, if that is the latest one, was saved beside it at this very
-        step, and the file system has links. Call it on every rank: all of them hear when it fails."""
+        """Makes `path` a link to the checkpoint `saved`, and returns True, if that is the latest one, was saved beside
+        it at this step, and the file system has links. Call it on every rank: all of them raise what fails on one."""
         link, latest = Folder(path), Folder(saved)
         is_beside = link.is_local and latest != link and latest.parent == link.parent
         if not is_beside or self._latest != (latest, step):
@@ -59,7 +59,7 @@ class CheckpointKeeper:
 
         def make() -> Record:
             self.saver.wait()
-            # It is not there when saving it has failed in the background.
+            # The checkpoint is missing if the save in the background failed.
             if can_be_made := not self._comm.rank and latest.is_checkpoint and link.can_be_link:
                 self.saver.link(link, latest)
             return {"made": can_be_made}
@@ -70,7 +70,7 @@ class CheckpointKeeper:
         return made
 
     def remove(self, path: str) -> None:
-        """Removes a checkpoint. Links that were made here show the latest one from now on. Call it on every rank."""
+        """Removes a checkpoint, and moves its links that this object made to the latest one. Call it on every rank."""
         folder = Folder(path)
         if self.is_latest(path):
             self._latest = None
@@ -85,21 +85,20 @@ class CheckpointKeeper:
                     self.saver.remove(Folder(link))
         self.saver.remove(folder)
 
-    # -- going on from one
+    # -- resuming
 
     def open(self, path: str, *, lazy: Collection[str], objects: bool) -> dict[str, Any] | None:
-        """What was saved to the folder `path`; None for a file that is not of a sharded checkpoint. Call it on every
-        rank.
+        """Returns what was saved to the folder `path`; None when that is a single file. Call it on every rank.
 
         Args:
             path: of the folder.
-            lazy: the entries whose tensors are to be read when they are needed, range by range.
+            lazy: the entries whose tensors are to be read when they are needed.
             objects: see `StoredCheckpoint.tree`.
 
         Raises:
             CheckpointNotFoundError: on every rank the same, when one finds nothing there.
-            CheckpointError: on every rank the same: for a folder, or a file in one, that is not the checkpoint itself,
-                and when ranks find different ones.
+            CheckpointError: on every rank the same, when `path` is a folder that is no checkpoint, or a file of one, or
+                when ranks find different checkpoints.
         """
         self.forget()
         found = self.saver.together("resume", partial(self._look_at, path), _refuse_different)
@@ -119,8 +118,8 @@ class CheckpointKeeper:
         return read
 
     def _look_at(self, path: str) -> Record:
-        """Opens the checkpoint. Returns where it is, and what no other checkpoint has; None where there is nothing."""
-        self.saver.wait()  # it may be the one that is being written
+        """Opens the checkpoint. Returns where it is, and what tells it from all others, or None if nothing is there."""
+        self.saver.wait()  # this checkpoint may be under way
         folder = Folder(path)
         if folder.is_file and not folder.parent.is_checkpoint:
             return {"path": str(folder), "is": _fingerprint(folder)}
@@ -130,30 +129,30 @@ class CheckpointKeeper:
         return {"path": str(folder), "is": [file.name for file in self._resumed.manifest.files[:1]]}
 
     def reading_together(self) -> AbstractContextManager[None]:
-        """See `StoredCheckpoint.reading_together`, of the checkpoint that is resumed from."""
+        """See `StoredCheckpoint.reading_together`. Does nothing without a resumed checkpoint."""
         return nullcontext() if self._resumed is None else self._resumed.reading_together(self._comm)
 
     def verify_rest(self) -> None:
-        """See `StoredCheckpoint.verify_rest`; each rank its share."""
+        """Verifies this rank's share of what it has not read of the resumed checkpoint, if there is one."""
         if self._resumed is not None:
             self._resumed.verify_rest(self._comm.rank, self._comm.size)
 
     @property
     def bytes_read(self) -> int:
-        """By this rank, of the checkpoint that it was resumed from."""
+        """Bytes that this rank has read of the resumed checkpoint."""
         return 0 if self._resumed is None else self._resumed.reader.bytes_read
 
     def forget(self) -> None:
-        """Lets go of the resumed checkpoint."""
+        """Closes the resumed checkpoint."""
         if self._resumed is not None:
             self._resumed.close()
             self._resumed = None
 
 
 def _fingerprint(file: Folder) -> list[int]:
-    """Of a single file: its size, and its end, which in torch's files has the checksums of all that is in them."""
+    """Returns the size of a single file, and a checksum of its end, where torch's files have those of all records."""
     size = file.fs.size(file.path)
-    if size is None:  # it is made when it is opened, as of zero://
+    if size is None:  # a zero:// file, which is made when it is opened
         return []
     with file.fs.open(file.path, "rb") as stream:
         stream.seek(max(0, size - _END_BYTES))
@@ -161,7 +160,7 @@ def _fingerprint(file: Folder) -> list[int]:
 
 
 def _refuse_different(records: list[Record]) -> Record:
-    """Ranks that read their parts of different checkpoints would train on with a model that never was."""
+    """Raises CheckpointError when ranks found different checkpoints: they would train a mixture of two models."""
     for rank, record in enumerate(records):
         if record["is"] is None:
             return {"absent": f"rank {rank}: ckpt_path={record['path']!r} is not there."}

@@ -1,9 +1,8 @@
-"""Reading a checkpoint: as tensors that are read when they are needed (`ZeroStrategy`), or all at once (anybody)."""
+"""Reads a checkpoint: tensors when they are needed (`ZeroStrategy`), or all at once (any other reader)."""
 
 import io
 import math
 import os
-import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, contextmanager
 from functools import cache, partial
@@ -21,15 +20,15 @@ from lightning_zero.shards.extents import Extent
 from lightning_zero.views.lazy import LazyTensor, Stored
 from lightning_zero.wire.comm import Comm
 
-_WORTH_SHARING = 1 << 16  # bytes; of a smaller part, the blocks that it shares with others would cost too much
+_WORTH_SHARING = 1 << 16  # bytes that a rank reads of a tensor; less would cost too much in blocks that ranks share
 
-# Beginnings of the names of what ranks read by range, or not at all.
-RESUMED = ("model:", "average:", "state_dict/", "optimizer ", "optimizer_states/")
+# Ranks that resume read tensors whose names begin so by extents, or not at all: `verify_rest` leaves them out.
+_RESUMED = ("model:", "average:", "state_dict/", "optimizer ", "optimizer_states/")
 
 
 @final
 class StoredTensor(Stored):
-    """A tensor of a checkpoint."""
+    """A tensor in a checkpoint."""
 
     def __init__(self, entry: Entry, checkpoint: "StoredCheckpoint") -> None:
         super().__init__(entry.name, entry.shape, entry.dtype)
@@ -44,10 +43,10 @@ class StoredTensor(Stored):
         if together is None:
             self.read(extent, into)
         else:
-            together.attempt(self, extent.start, into)
+            together.attempt(self, extent, into)
 
     def whole(self) -> Tensor:
-        self._checkpoint.reader.open(self._entry)  # before memory is asked for: a manifest may claim any size
+        self._checkpoint.reader.open(self._entry)  # before memory is allocated: a manifest may claim any size
         found = torch.empty(self.shape, dtype=self.dtype)
         self.read(Extent.of_whole(self.name, self.shape), found.view(-1))
         return found
@@ -58,8 +57,8 @@ class StoredTensor(Stored):
 
 @final
 class ReadingTogether:
-    """Ranks that load the same model read its tensors together, each a part, and gather them: between them they read
-    the file once."""
+    """Reads the tensors of a model that all ranks load: each rank reads a part, and the parts are all-gathered, so that
+    the ranks together read every file once."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm.host
@@ -68,8 +67,7 @@ class ReadingTogether:
         self.failed: Exception | None = None
 
     def read(self, tensor: StoredTensor, target: Tensor) -> Tensor:
-        """The values of `tensor`, which every rank asks for; `target` itself where it has them already. A rank that
-        cannot read goes on, so that none waits for it: the others hear of it when all have come to the end."""
+        """Returns the values of `tensor`, or `target` itself if it has them. Collective: call it on every rank."""
         if (id(target), tensor.name) in self._targets:
             return target
         self._targets.add((id(target), tensor.name))
@@ -77,32 +75,32 @@ class ReadingTogether:
         if numel * tensor.dtype.itemsize < size * _WORTH_SHARING:  # one rank reads it, another the next
             reads, self._turn = self._turn, (self._turn + 1) % size
             values = torch.zeros(numel, dtype=tensor.dtype)
-            self.attempt(tensor, 0, values if reads == self._comm.rank else values[:0])
+            if reads == self._comm.rank:
+                self.attempt(tensor, Extent.of_whole(tensor.name, tensor.shape), values)
             self._comm.broadcast(values, f"load {tensor.name}", source=reads)
             return values.view(tensor.shape)
         rows = torch.zeros(size, -(-numel // size), dtype=tensor.dtype)
         start = self._comm.rank * rows.shape[1]
-        self.attempt(tensor, start, rows[self._comm.rank, : max(numel - start, 0)])
+        mine = rows[self._comm.rank, : max(numel - start, 0)]
+        self.attempt(tensor, Extent.of_whole(tensor.name, tensor.shape, start, start + mine.numel()), mine)
         self._comm.all_gather(rows, rows[self._comm.rank], f"load {tensor.name}").wait()
         return rows.view(-1)[:numel].view(tensor.shape)
 
-    def attempt(self, tensor: StoredTensor, start: int, into: Tensor) -> None:
-        """Reads elements from `start` on. Who cannot goes on, so that no rank waits: see `failed`."""
+    def attempt(self, tensor: StoredTensor, extent: Extent, into: Tensor) -> None:
+        """Reads an extent of `tensor`, or notes in `failed` why it could not: the rank must still call the collectives
+        in which others wait for it. They hear of the failure when all have loaded the model."""
         try:
-            tensor.read(Extent.of_whole(tensor.name, tensor.shape, start, start + into.numel()), into)
+            tensor.read(extent, into)
         except Exception as error:
             self.failed = error
 
 
 @final
 class StoredCheckpoint:
-    """A checkpoint in its folder.
+    """An open checkpoint. Raises CheckpointError as `read_manifest` does.
 
     Args:
-        url: of the folder.
-
-    Raises:
-        CheckpointError: see `read_manifest`.
+        url: its folder.
     """
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
@@ -113,27 +111,25 @@ class StoredCheckpoint:
         self.together: ReadingTogether | None = None  # while all ranks load a model
 
     def tree(self, *, objects: bool = False, lazy: Collection[str] | None = None) -> dict[str, Any]:
-        """What was saved, with a `LazyTensor` for every tensor; the same one wherever the same tensor stood.
+        """Returns what was saved. Where one tensor stood in several places, one tensor stands there again.
 
         Args:
-            objects: unpickle what had to be pickled, which runs whatever code it names; otherwise it is left out.
-            lazy: the entries that this is for; those of the others are in memory. None: all.
+            objects: whether to unpickle the pickled objects, which runs whatever code they name, or to leave them out.
+            lazy: the entries whose tensors are `LazyTensor`; those of the others are read now. None means all entries.
         """
-        with self._believing():
-            later, now = (self.manifest.tree, {}) if lazy is None else parted(self.manifest.tree, lazy)
-        return self._decode(now, later, objects)
+        return self._decode(self.manifest.tree, objects=objects, lazy=lazy)
 
     def load(self, *, objects: bool = False) -> dict[str, Any]:
-        """What was saved, with all tensors in memory; tied ones are one tensor."""
+        """Returns what was saved, with all tensors in memory; see `tree`."""
         return self.tree(objects=objects, lazy=())
 
     def model(self) -> dict[str, Any]:
-        """The entry "state_dict" of `tree`. Nothing else is looked at."""
-        return self._decode({}, self.manifest.tree.get("state_dict", {}), objects=False)
+        """Returns the entry "state_dict" of `tree`, without a look at the others."""
+        return self._decode(self.manifest.tree.get("state_dict", {}), objects=False, lazy=None)
 
     @property
     def told_left_out(self) -> str | None:
-        """What to tell the user of objects that the last `tree` or `load` did not read."""
+        """A message about the objects that the last `tree` or `load` did not read, if there were any."""
         told = f"{self.folder} holds pickled objects that were not read ({', '.join(self.left_out)})."
         return f"{told} If you trust it, pass weights_only=False." if self.left_out else None
 
@@ -152,61 +148,42 @@ class StoredCheckpoint:
             if found != nbytes:
                 raise CheckpointError(f"{self.folder}: {name} has {found} of {nbytes} bytes.")
 
-    def _decode(self, now: Any, later: Any, objects: bool) -> dict[str, Any]:
-        """Two encoded dictionaries as one, in which the tensors of the first are in memory, the others lazy."""
-        raw = self._whole_file(self.manifest.objects) if objects else None
+    def _decode(self, encoded: Any, *, objects: bool, lazy: Collection[str] | None) -> dict[str, Any]:
+        """Decodes a dictionary; see `tree`."""
+        raw = self._read_file(self.manifest.objects) if objects else None
         opened = [] if raw is None else list(torch.load(io.BytesIO(raw), map_location="cpu", weights_only=False))
         stored = {name: StoredTensor(entry, self) for name, entry in self.manifest.tensors.items()}
-        read, lazy = cache(lambda name: stored[name].whole()), cache(lambda name: LazyTensor(stored[name]))
+        make_lazy, read = cache(lambda name: LazyTensor(stored[name])), cache(lambda name: stored[name].whole())
         tree: dict[str, Any] = {}
         self.left_out = []
-        for encoded, tensor in ((now, read), (later, lazy)):
-            decoder = Decoder(tensor, self.manifest.partials, opened if objects else None)
-            with self._believing():
-                tree |= decoder.decode(encoded)
-            self.left_out += decoder.left_out
-        return tree
-
-    @contextmanager
-    def _believing(self) -> Iterator[None]:
         try:
-            yield
+            later, now = (encoded, {}) if lazy is None else parted(encoded, lazy)
+            for part, tensor in ((now, read), (later, make_lazy)):
+                decoder = Decoder(tensor, self.manifest.partials, opened if objects else None)
+                tree |= decoder.decode(part)
+                self.left_out += decoder.left_out
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise CheckpointError(f"{self.folder}: its tree cannot be believed: {error}.") from error
+        return tree
 
-    def _whole_file(self, file: ObjectsFile | ReadmeFile | None) -> bytes | None:
-        if file is None:
-            return None
-        try:
-            raw = self.folder.read(file.name)
-        except FileNotFoundError:
-            raise CheckpointError(f"{self.folder}: {file.name} is missing.") from None
-        if zlib.crc32(raw) != file.crc32:
-            raise CheckpointError(f"{self.folder.file(file.name)} is damaged: its checksum does not match.")
-        return raw
+    def _read_file(self, file: ObjectsFile | ReadmeFile | None) -> bytes | None:
+        return None if file is None else self.folder.read_checked(file.name, file.crc32)
 
     def verify_rest(self, part: int, parts: int) -> None:
-        """Checks share `part`, of `parts` that ranks divide among them, of what a resume does not read: the shards'
-        headers, pickled objects, what single ranks left.
-
-        Raises:
-            CheckpointError: for the first file that is not what it was.
-        """
+        """Verifies share `part`, of `parts`, of what ranks that resume do not read: shards' headers, pickled objects,
+        and tensors of single ranks. Raises CheckpointError for the first file that is not as it was written."""
         for number in range(part, len(self.manifest.files), parts):
             self.reader.check_header(number)
-        rest = [entry for name, entry in self.manifest.tensors.items() if not name.startswith(RESUMED)]
+        rest = [entry for name, entry in self.manifest.tensors.items() if not name.startswith(_RESUMED)]
         for entry in rest[part::parts]:
             StoredTensor(entry, self).whole()
         if part == 0:
-            self._whole_file(self.manifest.objects)
+            self._read_file(self.manifest.objects)
 
     @contextmanager
     def reading_together(self, comm: Comm) -> Iterator[None]:
-        """Inside, all ranks load the same model as `ReadingTogether`; at the end they verify what they have not read.
-
-        Raises:
-            RuntimeError: on every rank the same, when one cannot read.
-        """
+        """Shares the reading of a model that all ranks load inside, see `ReadingTogether`. At the end they verify what
+        they have not read. Collective: call it on every rank. All raise a RuntimeError when one cannot read."""
         self.together = ReadingTogether(comm)
         try:
             yield
@@ -219,11 +196,12 @@ class StoredCheckpoint:
             self.verify_rest(comm.rank, comm.size)
 
     def verify(self) -> list[str]:
-        """What is wrong: a sentence for each file that is missing, short or altered."""
-        rest = [partial(self._whole_file, file) for file in (self.manifest.objects, self.manifest.readme)]
-        checks: list[Callable[[], Any]] = [*rest, self.tree]
+        """Returns a sentence for each file that is missing, short or altered."""
+        checks: list[Callable[[], Any]]
+        checks = [partial(self.reader.check_file, number) for number in range(len(self.manifest.files))]
+        checks += [partial(self._read_file, file) for file in (self.manifest.objects, self.manifest.readme)]
         problems = []
-        for check in [partial(self.reader.check_file, number) for number in range(len(self.manifest.files))] + checks:
+        for check in [*checks, self.tree]:
             try:
                 check()
             except CheckpointError as error:
@@ -235,7 +213,7 @@ class StoredCheckpoint:
 
 
 def verify(url: str | os.PathLike[str]) -> list[str]:
-    """What is wrong with a checkpoint: nothing, or a sentence for each file that is missing, short or altered."""
+    """Returns what is wrong with a checkpoint: a sentence for each file that is missing, short or altered."""
     try:
         with closing(StoredCheckpoint(url)) as checkpoint:
             return checkpoint.verify()
@@ -244,15 +222,15 @@ def verify(url: str | os.PathLike[str]) -> list[str]:
 
 
 class Found(NamedTuple):
-    """The newest complete checkpoint of a folder, and what was passed over because it is not complete."""
+    """The newest complete checkpoint in a folder."""
 
     newest: Folder | None
-    saved_at: float  # when that was, in seconds since 1970
-    skipped: list[str]
+    saved_at: float  # in seconds since 1970
+    skipped: list[str]  # messages about what is there and is no complete checkpoint
 
 
 def find_newest(url: str | os.PathLike[str]) -> Found:
-    """Looks among the checkpoints in a folder for the one saved last. Only manifests and sizes are looked at."""
+    """Finds the checkpoint in a folder that was saved last. Looks only at manifests and the sizes of files."""
     parent = Folder(url)
     found: list[tuple[float, bool, str]] = []
     skipped = []

@@ -1,17 +1,17 @@
-"""The manifest: what a checkpoint holds and where, as plain data; JSON that any tool can read.
+"""The manifest: which tensors and values a checkpoint holds, and where; plain data, in JSON that any tool can read.
 
     {"format": "lightning_zero", "version": 1, "about": {...}, "block_bytes": 8192,
      "files":    [{"name", "bytes", "checks", "checks_crc32"}, ...],
      "tensors":  {name: {"dtype", "shape", "pieces": [[file, offset, start, stop], ...]}, ...},
      "tree":     the checkpoint as Lightning knows it, tensors by name (`tree.Encoder`),
-     "partials": {name: what ranks put together, such as an optimizer's state, as in the tree},
-     "objects":  null, or the file of what had to be pickled,
-     "readme":   the file that says what the folder is; older ones have none,
+     "partials": {name: a dictionary merged from all ranks' items, such as an optimizer's state, encoded as the tree},
+     "objects":  null, or the file of pickled objects,
+     "readme":   the file that says what the folder is; older manifests have none,
      "crc32":    of everything before it}
 
-A piece is elements ``[start, stop)``, in C order, of the whole tensor; where a tensor-parallel rank wrote it, of a box
-(two more entries: its offset and its shape). Nothing depends on stage, ranks or optimizer: whoever reads takes the
-ranges it needs. Everything is checked before it is believed, for a manifest may come from anywhere.
+A piece holds elements ``[start, stop)`` of the whole tensor, in C order. One that a tensor-parallel rank wrote holds
+elements of a box, whose offset and shape are two more entries. Nothing depends on the stage, the number of ranks or the
+optimizer: every reader takes the extents it needs. A manifest may come from anywhere; it is checked before it is used.
 """
 
 import itertools
@@ -32,20 +32,22 @@ from lightning_zero.shards.extents import Extent
 
 FORMAT = "lightning_zero"
 VERSION = 1
-# The unit of verification. A reader takes whole blocks, so a rank's range costs up to two blocks more than it holds:
-# with blocks of 1 MiB, eight ranks that resume a checkpoint of 64 MB would read it several times over.
+# The unit of verification. Readers read whole blocks, so an extent costs up to two blocks more than its own bytes: with
+# blocks of 1 MiB, eight ranks that resume from a checkpoint of 64 MB would read it several times over.
 BLOCK_BYTES = 8192
-_MOST_DIMENSIONS = 64  # before their sizes are multiplied
+_MOST_DIMENSIONS = 64  # checked before their sizes are multiplied
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=-]*")
-_NO_VALUES = re.compile(r"torch\.(q|bits|u?int[1-7]$)")  # quantised ones, and those that torch can do nothing with
-_END_OF_TIME = 253402300800  # 10000-01-01 in seconds since 1970: what clocks and calendars can tell
+_NO_VALUES = re.compile(r"torch\.(q|bits|u?int[1-7]$)")  # quantised dtypes, and those without operations in torch
+_END_OF_TIME = 253402300800  # 10000-01-01 in seconds since 1970; calendars end there
 _SEAL = ',"crc32":"%08x"}\n'
 _SEAL_BYTES = len(_SEAL % 0)
+
+_Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
 
 
 @dataclass(frozen=True)
 class StoredRange:
-    """A range of a tensor, and where its bytes are."""
+    """A piece of a tensor, and where its bytes are."""
 
     extent: Extent
     file: int  # of `Manifest.files`
@@ -54,11 +56,11 @@ class StoredRange:
 
     @property
     def blocks(self) -> int:
-        """Checksums it has; blocks never span two pieces."""
+        """The number of its blocks, and so of its checksums; blocks never span two pieces."""
         return -(-self.nbytes // BLOCK_BYTES)
 
     def to_list(self) -> list[Any]:
-        """As it stands in the manifest."""
+        """Returns the piece as it stands in the manifest."""
         extent = self.extent
         box = [extent.box_offset, extent.box_shape] if extent.box_shape != extent.shape else []
         return [self.file, self.offset, extent.start, extent.stop, *box]
@@ -78,7 +80,7 @@ class Entry(NamedTuple):
 
 
 class ShardFile(NamedTuple):
-    """A safetensors file and its checksums: one of the header, then those of its pieces' blocks, by offset."""
+    """A safetensors file and its checksums: that of the header, then those of the blocks of its pieces, by offset."""
 
     name: str
     nbytes: int
@@ -87,7 +89,7 @@ class ShardFile(NamedTuple):
 
 
 class ObjectsFile(NamedTuple):
-    """What had to be pickled."""
+    """The file of pickled objects."""
 
     name: str
     nbytes: int
@@ -96,7 +98,7 @@ class ObjectsFile(NamedTuple):
 
 
 class ReadmeFile(NamedTuple):
-    """For people; nothing but `verify` reads it."""
+    """The text for people; only `verify` reads it."""
 
     name: str
     crc32: int
@@ -107,9 +109,9 @@ WRITTEN_README = ReadmeFile(README, zlib.crc32(README_TEXT))
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds and where; see the module's docstring."""
+    """The manifest as plain data; see the module's docstring."""
 
-    about: dict[str, Any]  # step, epoch, stage and world: to be told, not to be read by
+    about: dict[str, Any]  # step, epoch, stage and world: shown to users, and not needed to read the checkpoint
     files: tuple[ShardFile, ...]
     tensors: dict[str, Entry]
     tree: Any
@@ -142,7 +144,7 @@ class Manifest:
 
     @cached_property
     def pieces(self) -> list[list[StoredRange]]:
-        """What each shard holds, by offset."""
+        """For each shard, its pieces by offset."""
         found: list[list[StoredRange]] = [[] for _ in self.files]
         for entry in self.tensors.values():
             for piece in entry.pieces:
@@ -150,15 +152,15 @@ class Manifest:
         return [sorted(pieces, key=lambda piece: (piece.offset, piece.nbytes)) for pieces in found]
 
     def checks_nbytes(self, file: int) -> int:
-        """Bytes of a shard's checksums."""
-        return 4 * (1 + sum(piece.blocks for piece in self.pieces[file]))  # the header's is the first
+        """Returns the size of a shard's file of checksums."""
+        return 4 * (1 + sum(piece.blocks for piece in self.pieces[file]))  # the header's comes first
 
     @cached_property
     def first_blocks(self) -> dict[tuple[int, int], int]:
-        """(file, offset) of a piece -> the place of its first checksum."""
+        """Maps (file, offset) of a piece to the index of its first checksum."""
         found = {}
         for number, pieces in enumerate(self.pieces):
-            block = 1  # the header's is the first
+            block = 1  # the header's comes first
             for piece in pieces:
                 found[number, piece.offset] = block
                 block += piece.blocks
@@ -170,7 +172,7 @@ class Manifest:
 
 
 def read_manifest(folder: Folder) -> Manifest:
-    """The manifest of a checkpoint; raises CheckpointError for none, or one that is damaged, too new or nonsense."""
+    """Reads the manifest of a checkpoint; raises CheckpointError when it is missing, damaged, too new or nonsense."""
     try:
         raw = folder.read(MANIFEST)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -179,7 +181,7 @@ def read_manifest(folder: Folder) -> Manifest:
 
 
 def parse_manifest(raw: bytes, where: str) -> Manifest:
-    """`Manifest.to_bytes` and back; `where` is for messages."""
+    """Reads what `Manifest.to_bytes` returned; raises as `read_manifest`. `where` is for messages."""
     if not raw.endswith(b'"}\n') or raw[-_SEAL_BYTES:] != (_SEAL % zlib.crc32(raw[:-_SEAL_BYTES])).encode():
         raise CheckpointError(f"{where}: {MANIFEST} is damaged (its checksum does not match, or its end is missing).")
     try:
@@ -242,15 +244,14 @@ def _entry(name: str, plain: dict[str, Any], files: tuple[ShardFile, ...]) -> En
 
 
 def refuse_gaps(entry: Entry) -> Entry:
-    """Raises ValueError unless the pieces hold every element of the tensor once; what nobody wrote would be read as the
-    memory was."""
+    """Returns `entry`; raises ValueError unless its pieces hold every element once. A gap would stay uninitialised."""
     extents = [piece.extent for piece in entry.pieces if piece.extent.numel]
     held = sum(extent.numel for extent in extents)
     if held != math.prod(entry.shape):
         raise ValueError(f"the pieces of {entry.name!r} hold {held} elements, and it has {math.prod(entry.shape)}")
     if any(e.shape != entry.shape for e in extents) or sum(piece.nbytes for piece in entry.pieces) != entry.nbytes:
         raise ValueError(f"the pieces of {entry.name!r} are of tensors of several shapes or dtypes")
-    by_box: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Extent]] = {}
+    by_box: dict[_Box, list[Extent]] = {}
     for extent in extents:
         by_box.setdefault((extent.box_offset, extent.box_shape), []).append(extent)
     if extents and not _is_grid(list(by_box), entry.shape):
@@ -264,9 +265,9 @@ def refuse_gaps(entry: Entry) -> Entry:
     return entry
 
 
-def _is_grid(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> bool:
-    """Whether different boxes are all that come of cutting every dimension at some places, as tensor parallelism does;
-    that they fill the tensor without overlap follows, and need not be looked for pair by pair."""
+def _is_grid(boxes: list[_Box], shape: tuple[int, ...]) -> bool:
+    """Whether distinct boxes are the cells of a grid: every dimension cut at some places, as tensor parallelism does. A
+    grid fills the tensor without overlap, so boxes need not be compared pair by pair."""
     cells = 1
     for dimension, size in enumerate(shape):
         cuts = sorted({(offset[dimension], box[dimension]) for offset, box in boxes})
@@ -278,7 +279,7 @@ def _is_grid(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[
 
 
 def _name(value: Any) -> str:
-    """A plain file name: nothing that leads out of the folder."""
+    """Returns `value`; raises ValueError unless it is a plain file name, which cannot lead out of the folder."""
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise ValueError(f"{value!r} is no name of a file in this folder")
     return value
@@ -294,7 +295,7 @@ _SHARD_FILE: dict[str, Callable[[Any], Any]] = {"name": _name, "bytes": _count, 
 
 
 def _shape(values: Any) -> tuple[int, ...]:
-    """One that torch can make a tensor of, however wide its elements are."""
+    """Returns a shape; raises ValueError unless torch can make a tensor of it, however wide its elements are."""
     if not isinstance(values, list):
         raise ValueError(f"{values!r} is no shape")
     shape = tuple(_count(value) for value in values)
@@ -320,7 +321,7 @@ def _readme(name: Any, crc32: Any) -> ReadmeFile:
 
 
 def what_was_meant(folder: Folder) -> str:
-    """What the user may have meant by a path that holds no checkpoint."""
+    """Says, for a message, what the user may have meant by a path that holds no checkpoint."""
     if folder.is_file and folder.parent.is_checkpoint:
         return f"it is a file of the checkpoint {folder.parent}; pass that folder."
     if folder.is_file:

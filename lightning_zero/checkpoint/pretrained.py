@@ -1,6 +1,6 @@
-"""Weights of a trained model from safetensors files, of which every rank reads what it keeps.
+"""Loads weights of a trained model from safetensors files, of which every rank reads what it keeps.
 
-file      header | embed.weight | block.0.weight | ...         names, dtypes, shapes and places stand in the header
+file      header | embed.weight | block.0.weight | ...         the header has names, dtypes, shapes and offsets
 rank 0             ====           =======                      rows or pieces, at every stage that shards parameters
 rank 1                 ====              =======
 """
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lightning_zero.checkpoint.export import INDEX
+from lightning_zero.checkpoint.export import INDEX, SINGLE
 from lightning_zero.checkpoint.folder import CheckpointError, Folder
-from lightning_zero.checkpoint.shard import LONGEST_HEADER, SAFE_NAMES
+from lightning_zero.checkpoint.shard import LONGEST_HEADER, SAFE_NAMES, fill
 from lightning_zero.run.construction import Construction
 from lightning_zero.run.engine import Engine
 from lightning_zero.run.states import failing_together
@@ -31,18 +31,17 @@ from lightning_zero.wire.comm import Comm
 HOST = torch.device("cpu")
 _DTYPES = {name: dtype for dtype, name in SAFE_NAMES.items()}
 _SUFFIX = ".safetensors"
-_ONLY = "model.safetensors"  # where it is there, others beside it hold the same once more, in another form
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_CHUNK_BYTES = 1 << 20  # that are converted at a time
+_CHUNK_BYTES = 1 << 20  # converted to another dtype or device at a time
 
 Rename = Callable[[str], str | None]
 
 
 class Left(NamedTuple):
-    """What was left as it is, without `strict`."""
+    """Names of tensors without a counterpart, which stay as they are without `strict`."""
 
-    missing: list[str]  # of the module, in the files
-    surplus: list[str]  # of the files, in the module
+    missing: list[str]  # in the module and not in the files
+    surplus: list[str]  # in the files and not in the module
 
 
 def load_pretrained(
@@ -56,25 +55,24 @@ def load_pretrained(
     rename: Rename | None = None,
     strict: bool = True,
 ) -> Left:
-    """Parameters and persistent buffers of `module` take the values in `path`, each in its own dtype. Call it on every
-    rank. Where parameters rest as shards, every rank reads its part, and the model is never whole.
+    """Loads the values in `path` into the parameters and persistent buffers of `module`, each in its own dtype. Call it
+    on every rank. Where parameters rest as shards, every rank reads its part, and the model is never whole.
 
-    What is on the meta device is made anew, as `Module.to_empty` does: call it before optimizers are made.
+    Tensors on the meta device are replaced, as `Module.to_empty` does, so call it before optimizers are made.
 
     Args:
-        module: whose tensors the names in the files are, as in its `state_dict`. A tied parameter needs one of its
-            names.
-        path: a ``.safetensors`` file, or a folder: what its index lists (Hugging Face's ``*.index.json``), else its
-            ``model.safetensors``, else all such files in it. On any file system of fsspec.
+        module: its `state_dict` has the names in the files. One name of a tied parameter is enough.
+        path: a ``.safetensors`` file, or a folder: the files in its index (Hugging Face's ``*.index.json``), else its
+            ``model.safetensors``, else all such files in it. On any file system that fsspec supports.
         comm: all ranks.
-        engine: that holds the parameters, if there is one.
-        construction: that holds them until then; it also makes those that are on the meta device, in shards.
-        device: where what is on the meta device is made without a construction.
+        engine: holds the parameters, if there is one.
+        construction: holds the parameters until there is an engine. Replaces those on the meta device by shards.
+        device: where tensors on the meta device are made without a construction.
         rename: called with each name in the files; returns the name in `module`, or None to leave the tensor out.
-        strict: all tensors of the module and of the files must have found each other.
+        strict: whether all tensors of the module and of the files must have a counterpart.
 
     Returns:
-        What has not, without `strict`.
+        The names of those that have none, without `strict`.
 
     Raises:
         RuntimeError: the same on every rank: for tensors that are missing, surplus, of another shape or of a dtype
@@ -82,34 +80,28 @@ def load_pretrained(
     """
     with ExitStack() as opened:
         with failing_together(comm, "loading weights"):
-            match = _match(module, _Files(path, opened), rename or (lambda name: name), strict)
-            for target, source in sorted(match.pairs, key=lambda pair: pair[1].place):
+            pairs, left = _match(module, Folder(path), opened, rename or (lambda name: name), strict)
+            for target, source in sorted(pairs, key=lambda pair: pair[1].place):
                 tensor = target.materialize(construction, device) if target.tensor.is_meta else target.tensor
                 with torch.no_grad():
                     tensor.copy_(LazyTensor(source))
         if engine is not None:
             engine.states.load_noted(lambda: None)
-    return match.left
+    return left
 
 
 # -- files
 
 
-class _Found(NamedTuple):
-    """A tensor in a file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int  # bytes from the start of the file
-
-
 @final
 class PretrainedTensor(Stored):
-    """A tensor of a safetensors file."""
+    """A tensor in a safetensors file."""
 
-    def __init__(self, name: str, found: _Found, file: str, stream: IO[bytes]) -> None:
-        super().__init__(name, found.shape, found.dtype)
-        self.place = (file, found.offset)
+    def __init__(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, place: tuple[str, int], stream: IO[bytes]
+    ) -> None:
+        super().__init__(name, shape, dtype)
+        self.place = place  # path of the file, offset in bytes
         self._stream = stream
 
     def read(self, extent: Extent, into: Tensor) -> None:
@@ -121,19 +113,15 @@ class PretrainedTensor(Stored):
             part.copy_(self._fill(torch.empty(part.shape, dtype=self.dtype)))
 
     def _fill(self, flat: Tensor) -> Tensor:
-        rest = flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-        while rest:
-            got = self._stream.readinto(rest)  # type: ignore[attr-defined]
-            if not got:
-                raise CheckpointError(f"{self.place[0]} ends within {self.name!r}.")
-            rest = rest[got:]
+        if flat.numel():
+            fill(flat.view(torch.uint8).numpy().data, self._stream, f"{self.place[0]} ends within {self.name!r}.")
         return flat
 
     def whole(self) -> Tensor:
         return self.for_loading(torch.empty(self.shape, dtype=self.dtype))
 
     def for_loading(self, target: Tensor) -> Tensor:
-        """Into `target` itself, so that nothing else is whole."""
+        """Reads into `target` itself if that is contiguous, so that the tensor is not in memory twice."""
         into = target.detach()
         if not into.is_contiguous():
             return self.whole()
@@ -141,57 +129,50 @@ class PretrainedTensor(Stored):
         return target
 
 
-@final
-class _Files:
-    """The tensors of all files at a path, by name."""
-
-    def __init__(self, path: str | os.PathLike[str], opened: ExitStack) -> None:
-        self.tensors: dict[str, PretrainedTensor] = {}
-        self.place = place = Folder(path)
-        folder, names, listed = self._choose(place)
-        for file in names:
-            stream = opened.enter_context(self._open(folder, file))
-            for name, found in _read_header(folder.file(file), stream, folder.size(file)).items():
-                if listed is not None and listed.get(name) != file:
-                    continue
-                if name in self.tensors:
-                    first = self.tensors[name].place[0]
-                    raise CheckpointError(f"{name!r} is in two files, {first} and {folder.file(file)}.")
-                self.tensors[name] = PretrainedTensor(name, found, folder.file(file), stream)
-        if absent := sorted(set(listed or ()) - set(self.tensors)):
-            raise CheckpointError(f"{place}: {absent} are in the index, and not in the files.")
-
-    @staticmethod
-    def _choose(place: Folder) -> tuple[Folder, list[str], dict[str, str] | None]:
-        """The folder, the files to read in it, and which of them has what, where an index says so."""
-        if place.is_file:
-            name = os.path.basename(place.path)  # noqa: PTH119
-            if not name.endswith(_SUFFIX):
-                raise CheckpointError(_refusal(place, [name]))
-            return place.parent, [name], None
-        names = place.names()
-        indices = [name for name in names if name.endswith(f"{_SUFFIX}.index.json")]
-        if indices:
-            index = INDEX if INDEX in indices else indices[0]
-            try:
-                listed = {str(name): str(file) for name, file in json.loads(place.read(index))["weight_map"].items()}
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise CheckpointError(f"{place.file(index)} is no index: {type(error).__name__}: {error}.") from error
-            return place, sorted(set(listed.values())), listed
-        if place.is_checkpoint or not (files := [name for name in names if name.endswith(_SUFFIX)]):
-            raise CheckpointError(_refusal(place, names))
-        return place, [_ONLY] if _ONLY in files else files, None
-
-    @staticmethod
-    def _open(folder: Folder, file: str) -> IO[bytes]:
+def _open_all(place: Folder, opened: ExitStack) -> dict[str, PretrainedTensor]:
+    """Opens the files at a path, and returns their tensors by name."""
+    folder = place.parent if place.is_file else place
+    tensors: dict[str, PretrainedTensor] = {}
+    files, listed = _choose_files(place)
+    for file in files:
+        path = folder.file(file)
         try:
-            return folder.open(file)
+            stream = opened.enter_context(folder.open(file))
         except FileNotFoundError:
-            raise CheckpointError(f"{folder.file(file)}, which the index names, is missing.") from None
+            raise CheckpointError(f"{path}, which the index names, is missing.") from None
+        for tensor in _read_header(path, stream, folder.size(file)):
+            if listed is not None and listed.get(tensor.name) != file:
+                continue
+            if (first := tensors.setdefault(tensor.name, tensor)) is not tensor:
+                raise CheckpointError(f"{tensor.name!r} is in two files, {first.place[0]} and {path}.")
+    if absent := sorted(set(listed or ()) - set(tensors)):
+        raise CheckpointError(f"{place}: {absent} are in the index, and not in the files.")
+    return tensors
+
+
+def _choose_files(place: Folder) -> tuple[list[str], dict[str, str] | None]:
+    """Returns the names of the files to read, and if there is an index, the file of each tensor."""
+    if place.is_file:
+        name = os.path.basename(place.path)  # noqa: PTH119
+        if not name.endswith(_SUFFIX):
+            raise CheckpointError(_refusal(place, [name]))
+        return [name], None
+    names = place.names()
+    if indices := [name for name in names if name.endswith(f"{_SUFFIX}.index.json")]:
+        index = INDEX if INDEX in indices else indices[0]
+        try:
+            listed = {str(name): str(file) for name, file in json.loads(place.read(index))["weight_map"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{place.file(index)} is no index: {type(error).__name__}: {error}.") from error
+        return sorted(set(listed.values())), listed
+    if place.is_checkpoint or not (files := [name for name in names if name.endswith(_SUFFIX)]):
+        raise CheckpointError(_refusal(place, names))
+    # Files beside SINGLE hold the same tensors again, in another form.
+    return [SINGLE] if SINGLE in files else files, None
 
 
 def _refusal(place: Folder, names: list[str]) -> str:
-    """Why there is nothing to load at a place, and what to do."""
+    """Says why there is nothing to load at a path, and what to do."""
     if not place.exists:
         return f"{place} does not exist. For a model of a hub, give what huggingface_hub.snapshot_download() returns."
     if not place.is_file and place.is_checkpoint:
@@ -208,21 +189,22 @@ def _refusal(place: Folder, names: list[str]) -> str:
     return f"{place} has no safetensors."
 
 
-def _read_header(path: str, stream: IO[bytes], nbytes: int) -> dict[str, _Found]:
-    """https://github.com/huggingface/safetensors#format"""
+def _read_header(path: str, stream: IO[bytes], nbytes: int) -> list[PretrainedTensor]:
+    """Reads which tensors are in a file of `nbytes`: https://github.com/huggingface/safetensors#format"""
     length = int.from_bytes(stream.read(8), "little")
     if not 2 <= length <= min(LONGEST_HEADER, nbytes - 8):
         raise CheckpointError(f"{path} is not a safetensors file, or was not written to its end.")
-    tensors = {}
+    tensors = []
     try:
         plain = json.loads(stream.read(length))
         plain.pop("__metadata__", None)
         for name, entry in plain.items():
-            found = _Found(_DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
-            end = found.offset + math.prod(found.shape) * found.dtype.itemsize
-            if end != 8 + length + entry["data_offsets"][1] or end > nbytes:
+            dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+            start, stop = (8 + length + offset for offset in entry["data_offsets"])
+            end = start + math.prod(shape) * dtype.itemsize
+            if end != stop or end > nbytes:
                 raise CheckpointError(f"{path} is damaged, or was not written to its end: {name!r} ends at {end}.")
-            tensors[name] = found
+            tensors.append(PretrainedTensor(name, shape, dtype, (path, start), stream))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a safetensors file: {type(error).__name__}: {error}.") from error
     return tensors
@@ -233,14 +215,14 @@ def _read_header(path: str, stream: IO[bytes], nbytes: int) -> dict[str, _Found]
 
 @dataclass(eq=False)
 class _Target:
-    """A tensor of a module, and where it stands; a tied one stands in several places."""
+    """A tensor of a module; a tied one has several names."""
 
     tensor: Tensor
     names: list[str] = field(default_factory=list)
-    places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    places: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # the dictionaries and keys where it stands
 
     def materialize(self, construction: Construction | None, device: torch.device) -> Tensor:
-        """A tensor with memory in place of one on the meta device."""
+        """Replaces a tensor on the meta device by one with memory, which it returns."""
         meta = self.tensor
         made: Tensor
         if not isinstance(meta, Parameter):
@@ -254,35 +236,26 @@ class _Target:
         return made
 
 
-class _Match(NamedTuple):
-    pairs: list[tuple[_Target, PretrainedTensor]]
-    left: Left
-
-
 def _targets(module: Module) -> list[_Target]:
-    """What `module.state_dict()` would hold of tensors; that itself would read them."""
+    """Returns the tensors in `module.state_dict()`, without calling it: that would read their values."""
     found: dict[int, _Target] = {}
-
-    def note(inner: Module, prefix: str, name: str, tensors: dict[str, Any]) -> None:
-        target = found.setdefault(id(tensors[name]), _Target(tensors[name]))
-        target.names.append(as_written(f"{prefix}.{name}" if prefix else name))
-        target.places.append((tensors, name))
-
     for prefix, inner in module.named_modules(remove_duplicate=False):
-        for name, parameter in inner._parameters.items():
-            if parameter is not None:
-                note(inner, prefix, name, inner._parameters)
-        for name, buffer in inner._buffers.items():
-            if buffer is not None and name not in inner._non_persistent_buffers_set:
-                note(inner, prefix, name, inner._buffers)
+        for tensors in (inner._parameters, inner._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and name not in inner._non_persistent_buffers_set:
+                    target = found.setdefault(id(tensor), _Target(tensor))
+                    target.names.append(as_written(f"{prefix}.{name}" if prefix else name))
+                    target.places.append((tensors, name))
     return list(found.values())
 
 
-def _match(module: Module, files: _Files, rename: Rename, strict: bool) -> _Match:
-    """Raises CheckpointError, with all names, for what does not fit."""
+def _match(
+    module: Module, place: Folder, opened: ExitStack, rename: Rename, strict: bool
+) -> tuple[list[tuple[_Target, PretrainedTensor]], Left]:
+    """Pairs the tensors of a module with those in files; raises CheckpointError, with all names, if some do not fit."""
     sources: dict[str, PretrainedTensor] = {}
     wrong = []
-    for name, tensor in files.tensors.items():
+    for name, tensor in _open_all(place, opened).items():
         renamed = rename(name)
         if renamed in sources:
             wrong.append(f"{sources[renamed].name!r} and {name!r} would both be {renamed!r}")
@@ -293,7 +266,7 @@ def _match(module: Module, files: _Files, rename: Rename, strict: bool) -> _Matc
         here = [name for name in target.names if name in sources]
         wrong += [told for name in here for told in _misfits(name, target.tensor, sources[name])]
         if here:
-            pairs.append((target, sources[here[-1]]))  # as `load_state_dict` copies a tied one
+            pairs.append((target, sources[here[-1]]))  # of a tied tensor the last, as in `load_state_dict`
         else:
             missing.append(target.names[0])
     known = {name for target in targets for name in target.names}
@@ -302,8 +275,10 @@ def _match(module: Module, files: _Files, rename: Rename, strict: bool) -> _Matc
         wrong += [f"missing in the files: {missing}"] * bool(missing)
         wrong += [f"in the files, and not in the module: {surplus}"] * bool(surplus)
     if wrong:
-        raise CheckpointError(f"the module and {files.place} do not fit: {'; '.join(wrong)}. {_advice(strict)}")
-    return _Match(pairs, Left(missing, surplus))
+        advice = "rename= maps the names in the files to the module's (None leaves one out)"
+        advice += "; strict=False passes over what is missing or surplus." if strict else "."
+        raise CheckpointError(f"the module and {place} do not fit: {'; '.join(wrong)}. {advice}")
+    return pairs, Left(missing, surplus)
 
 
 def _misfits(name: str, own: Tensor, source: PretrainedTensor) -> Iterator[str]:
@@ -311,8 +286,3 @@ def _misfits(name: str, own: Tensor, source: PretrainedTensor) -> Iterator[str]:
         yield f"{name!r} is {source.shape} in the files and {tuple(own.shape)} in the module"
     elif not torch.can_cast(source.dtype, own.dtype):
         yield f"{name!r} is {source.dtype} in the files and {own.dtype} in the module"
-
-
-def _advice(strict: bool) -> str:
-    told = "rename= maps the names in the files to the module's (None leaves one out)"
-    return f"{told}; strict=False passes over what is missing or surplus." if strict else f"{told}."

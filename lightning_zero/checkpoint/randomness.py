@@ -1,4 +1,4 @@
-"""The random state of a rank: python's, numpy's, torch's and its device's, saved and restored together."""
+"""Saves and restores the random state of a rank: that of Python, numpy, torch and its device."""
 
 import hashlib
 import random
@@ -11,7 +11,7 @@ from lightning_zero.wire.comm import Comm
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """The state of every generator of this process, as tensors and plain values."""
+    """Returns the state of every random generator of this process, as tensors and plain values."""
     version, words, gauss = random.getstate()
     mersenne = numpy.random.get_state(legacy=False)
     state = {
@@ -27,7 +27,7 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], device: torch.device) -> None:
-    """The reverse of `capture`. What the checkpoint's device had and this one lacks is passed over."""
+    """Restores what `capture` returned. Ignores the state of a CUDA device on a rank that has none."""
     version, gauss = state["python_rest"]
     random.setstate((version, tuple(state["python"].tolist()), gauss))
     numpy.random.set_state(("MT19937", state["numpy"].numpy().astype("uint32"), *state["numpy_rest"]))
@@ -37,7 +37,8 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
 
 
 def share(comm: Comm, device: torch.device) -> None:
-    """Every rank takes the state of the first: those that share modules draw the same, for what each has whole."""
+    """Gives every rank the random state of the first, so that ranks that share modules draw the same values for what
+    each of them holds whole. Collective: call it on every rank."""
     if comm.size > 1:
         first, *_ = comm.all_gather_object(None if comm.rank else capture(device), "random state")
         assert first is not None
@@ -45,7 +46,7 @@ def share(comm: Comm, device: torch.device) -> None:
 
 
 def derive(*key: int) -> None:
-    """Seeds every generator from what the arguments come to, where there is no saved state to go on from."""
+    """Seeds every random generator from a hash of the arguments, for ranks without a saved state."""
     seed = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:4], "little")
     random.seed(seed)
     numpy.random.seed(seed)

@@ -1,4 +1,4 @@
-"""What a fit goes on from besides tensors of the model: random state and counters; and how a module is loaded."""
+"""Resumes a fit: its random state and counters, and `load_state_dict` for modules."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -15,41 +15,41 @@ from lightning_zero.shards.local import Box, as_dtensor
 from lightning_zero.shards.units import as_written, renamed
 from lightning_zero.views.lazy import LazyTensor, OfOneRank, Partial, Source, Stored, materialize
 
-KEY = "lightning_zero"  # of the checkpoint's entry
-PARAMETERS = "optimizer_parameters"  # in it: of each optimizer, the names of the parameters that its state numbers
+KEY = "lightning_zero"  # of `ResumeEntry` in a checkpoint
+PARAMETERS = "optimizer_parameters"  # in it: for each optimizer, the names of the parameters that its state numbers
 
 
 @final
 @dataclass(frozen=True)
 class ResumeEntry:
-    """The checkpoint's entry `KEY`, as one rank writes and reads it: what it was of the run besides tensors."""
+    """Writes and reads a checkpoint's entry `KEY` on one rank: the state of the run without model and optimizers."""
 
     rank: int
     world: int  # number of ranks
-    tensor: int  # how many of them, neighbours, share modules, and draw the same
-    device: torch.device  # whose generator is saved too
-    tell: Callable[[str], None]  # called with what the user should know
+    tensor: int  # number of neighbouring ranks that share modules by tensor parallelism, and draw the same values
+    device: torch.device  # its random state is saved, too
+    tell: Callable[[str], None]  # called with messages for the user
 
     def capture(self, step: int, parameters: list[list[str]], **counters: Any) -> dict[str, Any]:
-        """The entry of a checkpoint after `step` optimizer steps, with plain `counters`; every rank adds its own random
+        """Returns the entry of a checkpoint after `step` optimizer steps, with plain `counters` and this rank's random
         state. For `parameters` see `PARAMETERS`."""
         mine = {
             name: LazyTensor(OfOneRank(f"rank {self.rank}:{name}", value)) if isinstance(value, Tensor) else value
             for name, value in randomness.capture(self.device).items()
         }
-        seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
-        entry = {
+        return {
             "world": self.world,
             "tensor_parallel_size": self.tensor,
             "step": step,
-            "seed": seed,
+            "seed": int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())),
             "random": Partial("random", {self.rank: mine}),
+            PARAMETERS: parameters,
+            **counters,
         }
-        return {**entry, PARAMETERS: parameters, **counters}
 
     def restore_random(self, saved: Mapping[str, Any]) -> None:
-        """The random state that this rank had; where there are more or fewer ranks now, or others share modules, a new
-        one for each."""
+        """Restores this rank's random state. If the number of ranks, or of those that share modules, is another one
+        than in the checkpoint, every rank gets a new state."""
         then, now = (saved["world"], saved.get("tensor_parallel_size", 1)), (self.world, self.tensor)
         if then == now:
             randomness.restore(materialize(saved["random"][self.rank]), self.device)
@@ -64,10 +64,10 @@ def _ranks(number: int, tensor: int) -> str:
 
 
 class Incompatible(NamedTuple):
-    """Keys that a checkpoint and a module do not share, or not in one shape."""
+    """Keys that a checkpoint and a module do not have in common, or not with the same shape."""
 
-    missing: list[str]  # in the checkpoint
-    unexpected: list[str]  # in the checkpoint
+    missing: list[str]  # only in the module
+    unexpected: list[str]  # only in the checkpoint
     reshaped: list[str]
 
     def __str__(self) -> str:
@@ -76,12 +76,12 @@ class Incompatible(NamedTuple):
 
 
 def load_state_dict(module: Module, state: Mapping[str, Any], *, strict: bool) -> Incompatible:
-    """`module.load_state_dict`, with all that users do in its hooks; a compiled model and its plain one are alike.
+    """Calls `module.load_state_dict`, hooks included. A compiled model loads the state of a plain one, and the reverse.
 
-    Lazy entries are read one by one, as they are copied into the module. What does not match is an error of torch's
-    own if `strict`; otherwise it is left as it is.
+    Lazy entries are read one by one, as they are copied into the module. Entries that do not match are an error of
+    torch's own if `strict`; otherwise the module's stay as they are.
     """
-    own = Module.state_dict(module, keep_vars=True)  # without the user's override, and without a look at values
+    own = Module.state_dict(module, keep_vars=True)  # without the user's override, and without reading values
     names = {as_written(name): name for name in [*vars(own).get("_metadata", ()), *own]}
     state = renamed(state, lambda name: names.get(as_written(name), name))
     state.update({name: _placed(value, own.get(name)) for name, value in state.items()})
@@ -100,19 +100,19 @@ def load_state_dict(module: Module, state: Mapping[str, Any], *, strict: bool) -
 
 
 def _placed(value: Any, own: Any) -> Any:
-    """Of a whole tensor what this rank has, where tensor-parallel ranks share the module's own."""
+    """Returns `value`, or this rank's part of it where tensor-parallel ranks share the module's own tensor."""
     if not isinstance(own, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     if isinstance(value, LazyTensor):
         if isinstance(value.source, Stored):
-            return value  # its part is read where it is needed
+            return value  # only this rank's part is read, later
         value = value.source.whole()
     return value if value.shape != own.shape else as_dtensor(Box.of(own).part(value), own)
 
 
 def _fill_assigned(module: Module) -> None:
-    """A module that overrides `load_state_dict` may say ``assign=True``: then its parameters are lazy tensors."""
-    made: dict[Source, Tensor] = {}  # tied ones are one
+    """Replaces lazy tensors in a module, whose own `load_state_dict` said ``assign=True``, by their values."""
+    made: dict[Source, Tensor] = {}  # so that tied parameters stay tied
     for inner in module.modules():
         for name, lazy in [*inner._parameters.items(), *inner._buffers.items()]:
             if isinstance(lazy, LazyTensor):

@@ -1,10 +1,10 @@
-"""Saving: every rank writes a shard of what it owns, and rank 0 makes a checkpoint of them once all are there.
+"""Saves checkpoints: every rank writes its pieces as a shard, and rank 0 then makes the shards a checkpoint.
 
-all ranks   agree to look at their states now                     (Board)
-all ranks   agree to save: path and name of this checkpoint       (Board)
-each rank   its shard and checksums, beside the place             no rank gathers, no plan is exchanged
+all ranks   agree that all are about to take their states         (Board)
+all ranks   agree to save: path and token of this checkpoint      (Board)
+each rank   writes its shard and checksums to the draft           no rank gathers, no plan is exchanged
 all ranks   agree that all is written                             (Board)
-rank 0      manifest from the shards' own headers, then one rename
+rank 0      writes the manifest from the shards' own headers, then renames the draft
 """
 
 import io
@@ -33,21 +33,21 @@ from lightning_zero.wire.board import AgreementError, Board, Record
 _T = TypeVar("_T")
 _Decide = Callable[[list[Record]], Record]
 
-_OBJECTS = "objects-{}.pt"  # token
+_OBJECTS = "objects-{}.pt"  # with the token of the draft
 _ABSENT = "save_checkpoint must be called on all ranks; missing: {missing}"
 _ONE_OF_BOTH = "What is there is complete: what was there before, or the new checkpoint."
 _STOPPED = "ranks {missing} stopped while they saved: they were killed, or their disk does not answer"
 
 
 class _Job(NamedTuple):
-    """What this rank has to write."""
+    """Everything that this rank has to write for one checkpoint."""
 
     ranges: list[Range]
     partials: dict[str, Any]
     names: frozenset[str]  # of all tensors in this rank's tree
-    objects: bytes  # pickled, on rank 0
+    objects: bytes  # pickled, on rank 0; empty on the others
     classes: list[str]  # of these objects
-    tree: Any  # rank 0's, encoded
+    tree: Any  # encoded, on rank 0; None on the others
     about: dict[str, Any]
 
 
@@ -57,51 +57,57 @@ class Saver:
 
     Args:
         board: of all ranks.
-        in_background: `save` returns when what it writes has been copied, and a thread writes the copy.
-        warn: called on rank 0 with what the user should know.
+        in_background: `save` returns when the values have been copied, and a thread writes the copy.
+        warn: called on rank 0 with messages for the user.
     """
 
     def __init__(self, board: Board, *, in_background: bool = False, warn: Callable[[str], None] = print) -> None:
         self._board = board
         self._thread_board = board.clone() if in_background else board
         self.in_background = in_background
-        self._executor: ThreadPoolExecutor | None = None  # while something is under way
+        self._executor: ThreadPoolExecutor | None = None  # while tasks are under way
         self._futures: deque[Future[None]] = deque()
         self._warn = warn
         self._agreements = 0
         self._saving: Future[None] | None = None  # the latest save in the background, until its failure is known
 
     def muster(self) -> None:
-        """Waits until all ranks are about to save, and the save before is complete.
+        """Waits until all ranks are about to save, and the previous save is complete. Raises CheckpointError on every
+        rank that came, when one does not, or a task in the background has failed."""
+        self.together("muster", self.finish, absent=_ABSENT)
 
-        Raises:
-            CheckpointError: on every rank that came, when one does not, or something in the background has failed.
-        """
-        self._agree("muster", self.finish, None, _ABSENT)
-
-    def together(self, doing: str, work: Callable[[], Record], decide: _Decide | None = None) -> Record:
-        """Every rank calls `work`, and all of them hear when it fails on one.
+    def together(
+        self, doing: str, work: Callable[[], Record], decide: _Decide | None = None, absent: str | None = None
+    ) -> Record:
+        """Calls `work`, and raises the same CheckpointError on all ranks when it fails on one. Call it on every rank.
 
         Args:
-            doing: says what, such as "remove a file".
-            work: may take its time, and not wait for other ranks.
-            decide: makes, of what `work` returned on the ranks, what this returns; without it that is what rank 0 has.
-
-        Raises:
-            CheckpointError: on every rank the same.
+            doing: names the work in messages, such as "remove a file".
+            work: may take long, but must not wait for other ranks.
+            decide: called on rank 0 with what `work` returned on all ranks; returns the result for all of them. By
+                default that is what `work` returned on rank 0.
+            absent: the message when ranks do not come, with ``{missing}`` for them.
         """
-        return self._agree(doing, work, decide, f"ranks {{missing}} did not come to {doing}")
+        with self._board.alive():
+            record = _told(work)
+        self._agreements += 1
+        absent = absent or f"ranks {{missing}} did not come to {doing}"
+        try:
+            return self._board.agree(f"{self._agreements}: {doing}", record, _in_words(decide), absent)
+        except AgreementError as error:
+            told = str(error)
+        raise CheckpointError(told)  # not in `except`: its context is to be the error that made the user save
 
     def save(self, tree: dict[str, Any], url: str, about: dict[str, Any]) -> None:
-        """Writes `tree` to the folder `url`; where that holds a checkpoint, the new one takes its place in one step.
+        """Writes `tree` to the folder `url`, where it replaces an older checkpoint in one step. Call it on every rank.
 
-        Call it on every rank. Plain values and whole tensors are taken from rank 0; of a `LazyTensor` whose values are
-        spread, every rank writes its pieces.
+        Plain values and whole tensors are taken from rank 0. A `LazyTensor` whose source is `Spread` is written by all
+        ranks, each its pieces.
 
         Args:
             tree: containers, plain values and tensors.
-            url: rank 0's counts.
-            about: what `inspect` tells beside.
+            url: that of rank 0 counts.
+            about: values that `inspect` shows.
 
         Raises:
             CheckpointError: the same on every rank; says whether what was there before is untouched.
@@ -110,7 +116,7 @@ class Saver:
         begun: list[Draft] = []  # on rank 0
 
         def prepare() -> Record:
-            self.wait()  # where nobody has mustered
+            self.wait()  # `muster` may not have been called
             jobs.append(self._prepare(tree, about))
             return {}
 
@@ -121,9 +127,9 @@ class Saver:
             return {"url": str(url), "token": draft.token}
 
         try:  # the same place and name on every rank
-            found = self._agree("save", prepare, begin, _ABSENT)
+            found = self.together("save", prepare, begin, _ABSENT)
         except BaseException:
-            for draft in begun:  # its verdict has reached nobody
+            for draft in begun:  # no other rank knows of it
                 draft.close()
             raise
         draft = begun[0] if begun else Draft.of(Folder(found["url"]), found["token"])
@@ -133,7 +139,7 @@ class Saver:
             self._write(draft, jobs)
 
     def _prepare(self, tree: dict[str, Any], about: dict[str, Any]) -> _Job:
-        """Everything that looks at the values of `tree`, so that they may change as soon as `save` returns."""
+        """Does everything that reads the values of `tree`, so that they may change as soon as `save` returns."""
         encoder, is_first = Encoder(), self._board.rank == 0
         encoded = encoder.encode(tree)
         ranges = [item for tensor in encoder.tensors.items() for item in _ranges_of(*tensor, is_first)]
@@ -151,15 +157,13 @@ class Saver:
         )
 
     def _pickle(self, objects: list[tuple[str, Any]]) -> bytes:
-        """What rank 0 writes; nothing on the others."""
+        """Pickles objects on all ranks. Returns the bytes on rank 0, and none on the others."""
         packed = io.BytesIO()
         try:
             pickle_on_all_ranks([value for _, value in objects], packed if self._board.rank == 0 else None)
         except Exception as error:
-            told = (
-                f"the checkpoint holds objects that are no plain data: {_places(objects)}; and they cannot be pickled"
-            )
-            raise CheckpointError(f"{told}: {error}") from error
+            told = f"the checkpoint holds objects that are no plain data: {_places(objects)}"
+            raise CheckpointError(f"{told}; and they cannot be pickled: {error}") from error
         if self._board.rank == 0:
             self._warn(
                 f"The checkpoint holds objects that are no plain data: {_places(objects)}. They are pickled into a "
@@ -168,8 +172,8 @@ class Saver:
         return packed.getvalue()
 
     def remove(self, folder: Folder) -> None:
-        """Removes a checkpoint: now, but for what takes its time, or if there are saves in the background, after the
-        one under way is complete, and not at all if that fails. What cannot be removed is told, and stays."""
+        """Removes a checkpoint; warns if it cannot. With saves in the background this happens when the one under way is
+        complete, and not at all if that fails. Otherwise only what takes long is left to a thread."""
         told = f"{folder} could not be removed"
         if self.in_background:
             self._now_or_later(partial(self._warned, told, folder.remove))
@@ -180,11 +184,11 @@ class Saver:
             self._submit(rest)
 
     def link(self, link: Folder, target: Folder) -> None:
-        """Makes `link` show `target`: now, or if there are saves in the background, when that is complete."""
+        """Makes `link` point to `target`: now, or with saves in the background when `target` is complete."""
         self._now_or_later(partial(link.link_to, target))
 
     def move_link(self, link: Folder, target: Folder) -> None:
-        """As `link`, for one rank alone: what fails is told, and raised nowhere."""
+        """As `link`, for one rank alone: a failure is a warning, and not raised."""
         told = f"{link} could not be made to show {target}"
         with self._board.alive():
             self._now_or_later(partial(self._warned, told, partial(link.link_to, target)))
@@ -197,7 +201,7 @@ class Saver:
             return None
 
     def _now_or_later(self, task: Callable[[], None]) -> None:
-        """Later, and not at all if the save that is under way fails, when there are saves in the background."""
+        """Calls `task`. With saves in the background, does so when the one under way is complete, unless that fails."""
         if not self.in_background:
             task()
         else:
@@ -206,27 +210,27 @@ class Saver:
 
     @property
     def has_agreed(self) -> bool:
-        """Whether ranks have done something together: the same on all of them."""
+        """Whether `together` has been called; the same on all ranks."""
         return self._agreements > 0
 
     @property
     def has_failed(self) -> bool:
-        """Whether something in the background has failed that `wait` has not raised yet."""
+        """Whether a task in the background has failed, and `wait` has not raised it yet."""
         return any(future.done() and future.exception() is not None for future in self._futures)
 
     def wait(self) -> None:
-        """Until nothing is under way any more, and no thread is left; raises what failed."""
+        """Waits for all tasks in the background, and ends their thread; raises what failed."""
         while self._futures:
             future = self._futures.popleft()
             if future.exception() is not None and future is self._saving:
-                self._saving = None  # what is removed from now on, is removed by somebody who knows
+                self._saving = None  # the caller hears of it, so later removals need not be skipped
             future.result()
         if self._executor is not None:
             self._executor.shutdown()
             self._executor = None
 
     def finish(self) -> Record:
-        """`wait`, for `together`."""
+        """Calls `wait`; a `work` for `together`."""
         self.wait()
         return {}
 
@@ -236,20 +240,9 @@ class Saver:
         self._futures.append(self._executor.submit(task, *args))
         return self._futures[-1]
 
-    def _agree(self, doing: str, work: Callable[[], Record], decide: _Decide | None, absent: str) -> Record:
-        """As `together`; `absent` says what it means that ranks did not come."""
-        with self._board.alive():
-            record = _told(work)
-        self._agreements += 1
-        try:
-            return self._board.agree(f"{self._agreements}: {doing}", record, _in_words(decide), absent)
-        except AgreementError as error:
-            told = str(error)
-        raise CheckpointError(told)  # out here: an error that made users save is told, and not ours behind this one
-
     def _write(self, draft: Draft, jobs: list[_Job]) -> None:
-        # Taken out, so that the copy in it is free when this returns: the executor holds arguments for a moment after
-        # it has told that all is done, and the next save's copy would come on top.
+        # Popped, so that its copy of the values is freed when this returns. The executor keeps the arguments for a
+        # moment after the task is done, and the next save's copy would be made meanwhile.
         job = jobs.pop()
         board = self._thread_board
         try:
@@ -258,7 +251,7 @@ class Saver:
             done = board.agree(f"{draft.token} is written", record, decide, _STOPPED)
         except AgreementError as error:
             there = "What was there before is untouched." if error.is_verdict else _ONE_OF_BOTH
-            if draft.is_committed:  # on rank 0, which could not tell the others any more
+            if draft.is_committed:  # on rank 0, which could not tell the others
                 there = "The new checkpoint is complete."
             done = {"problem": f"Saving {draft.folder} failed: {error}. {there}"}
         finally:
@@ -269,19 +262,14 @@ class Saver:
 
 
 def pickle_on_all_ranks(value: Any, packed: io.BytesIO | None) -> None:
-    """Call it on every rank: of a module in `value`, such as a hyper-parameter, the parameters may be spread over all
-    of them, and are gathered when they are read.
-
-    Args:
-        value: to pickle.
-        packed: where to; None for nowhere.
-    """
+    """Pickles `value` to `packed`, or to nowhere. Call it on every rank: `value` may hold a module, such as a
+    hyper-parameter, and reading its parameters is a collective when they are sharded."""
     with Path(os.devnull).open("wb") as nowhere:
         torch.save(value, nowhere if packed is None else packed)
 
 
 def _told(doing: Callable[[], Record]) -> Record:
-    """What it returns, or its error as a record that the other ranks hear of."""
+    """Returns what `doing` returns, or its error as a record, so that other ranks hear of it."""
     try:
         return doing()
     except Exception as error:
@@ -289,7 +277,7 @@ def _told(doing: Callable[[], Record]) -> Record:
 
 
 def _in_words(decide: _Decide | None) -> _Decide:
-    """`decide` whose errors of ours are told without the name of their class; without one, what rank 0 has counts."""
+    """Wraps `decide`, so that a CheckpointError is told without the name of its class; None takes rank 0's record."""
 
     def told(records: list[Record]) -> Record:
         try:
@@ -301,7 +289,7 @@ def _in_words(decide: _Decide | None) -> _Decide:
 
 
 def _ranges_of(name: str, tensor: Any, is_first: bool) -> list[Range]:
-    """What this rank writes of a tensor."""
+    """Returns what this rank writes of a tensor."""
     if isinstance(tensor, LazyTensor) and isinstance(tensor.source, Spread):
         return [Range(extent, values) for extent, values in tensor.source.pieces()]
     if not is_first:
@@ -311,7 +299,7 @@ def _ranges_of(name: str, tensor: Any, is_first: bool) -> list[Range]:
 
 
 def _advice_for(objects: list[tuple[str, Any]]) -> str:
-    """What to do about hyperparameters, also where the module's code is somebody else's."""
+    """Says what to do about hyper-parameters among the objects, also for modules whose code users cannot change."""
     names = [place.split("/")[1] for place, _ in objects if place.startswith("hyper_parameters/")]
     if not names:
         return ""
@@ -338,13 +326,13 @@ def _write_files(draft: Draft, job: _Job, board: Board) -> Record:
 
 
 def _commit(draft: Draft, job: _Job, beat: Callable[[], None], records: list[Record]) -> Record:
-    """On rank 0: what all ranks wrote becomes the checkpoint."""
+    """Makes the files of all ranks a checkpoint. Runs on rank 0; `records` are what `_write_files` returned."""
     files = tuple(ShardFile(**record) for record in records)
     pieces: dict[str, list[StoredRange]] = {}
     dtypes: dict[str, torch.dtype] = {}
     partials: dict[str, list[Any]] = {}
     for rank, file in enumerate(files):
-        beat()  # thousands of shards on a slow disk take their time
+        beat()  # thousands of shards on a slow disk take long
         header = _header_of(draft, file, rank)
         for dtype, extent, offset in header.pieces:
             dtypes[extent.name] = dtype
@@ -374,7 +362,7 @@ def _commit(draft: Draft, job: _Job, beat: Callable[[], None], records: list[Rec
 
 
 def _refuse_disagreement(names: frozenset[str], tensors: dict[str, Entry]) -> None:
-    """Raises CheckpointError unless all ranks have the tensors that rank 0 has, whole between them, or more."""
+    """Raises CheckpointError unless the ranks wrote every tensor in rank 0's tree, and every tensor without gaps."""
     told = "A hook or callback that changes checkpoint['state_dict'] must do so alike on every rank."
     if nobodys := sorted(names - tensors.keys()):
         raise CheckpointError(f"rank 0 saves {nobodys[0]!r}, and the ranks that hold it do not. {told}")
@@ -386,7 +374,7 @@ def _refuse_disagreement(names: frozenset[str], tensors: dict[str, Entry]) -> No
 
 
 def _header_of(draft: Draft, file: ShardFile, rank: int) -> Header:
-    """What a shard says that it holds, once rank 0 sees it whole."""
+    """Reads the header of a shard; raises CheckpointError when rank 0 does not see all of the file."""
     try:
         if draft.written.size(file.name) != file.nbytes:
             raise CheckpointError(f"{file.name} is shorter than rank {rank} wrote it")

@@ -1,4 +1,4 @@
-"""A shard: the pieces that one rank writes, as a safetensors file, with a checksum for every block of it."""
+"""Writes and reads shards: the pieces that one rank writes, as a safetensors file with a checksum for every block."""
 
 import json
 import math
@@ -17,11 +17,11 @@ from lightning_zero.shards.extents import Extent
 from lightning_zero.tiers.array import Part
 
 METADATA_KEY = "lightning_zero"
-CHUNK_BYTES = 1 << 24  # moves at once, between device, host and disk
-_MOST_STREAMS = 32  # open at a time; a process may have some hundreds, and a checkpoint thousands of shards
+CHUNK_BYTES = 1 << 24  # copied at a time between device, host and disk
 LONGEST_HEADER = 100_000_000  # bytes; the safetensors library's own limit
+_MOST_STREAMS = 32  # open at a time; a process may have some hundreds, and a checkpoint thousands of shards
 
-# https://github.com/huggingface/safetensors#format; what is not here is written as bytes.
+# https://github.com/huggingface/safetensors#format; tensors of other dtypes are written as bytes.
 SAFE_NAMES = (
     {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64"}
     | {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.bool: "BOOL"}
@@ -31,7 +31,7 @@ SAFE_NAMES = (
 
 
 class Range(NamedTuple):
-    """Something to write: a flat tensor, and which elements of which tensor it is."""
+    """Values to write: a flat tensor, and its extent in a tensor of the checkpoint."""
 
     extent: Extent
     values: Tensor | Part
@@ -41,7 +41,7 @@ class Range(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A range of a tensor in a shard."""
+    """A piece of a tensor, as the header of a shard has it."""
 
     dtype: torch.dtype
     extent: Extent
@@ -49,14 +49,14 @@ class Held(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a shard says of itself."""
+    """The contents of a shard, as its header tells them."""
 
     pieces: list[Held]
     partials: dict[str, Any]
 
 
 def header_of(named: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: dict[str, str]) -> bytes:
-    """The head of a safetensors file whose tensors, given by name, dtype and shape, follow in this order."""
+    """Returns the header of a safetensors file of tensors with these names, dtypes and shapes, in this order."""
     plain: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for name, dtype, shape in named:
@@ -70,7 +70,7 @@ def header_of(named: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata:
 
 
 def chunks_of(values: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor, a chunk of whole blocks at a time; what is on the host is not copied."""
+    """Yields the bytes of a tensor, a chunk of whole blocks at a time. A tensor on the host is not copied."""
     flat = values.detach().resolve_conj().resolve_neg().reshape(-1)
     step = CHUNK_BYTES // flat.itemsize
     for start in range(0, flat.numel(), step):
@@ -81,13 +81,13 @@ def chunks_of(values: Tensor) -> Iterator[memoryview]:
 def write_shard(
     stream: Stream, checks: Stream, ranges: Sequence[Range], partials: dict[str, Any], beat: Callable[[], None]
 ) -> ShardFile:
-    """Writes a safetensors file and its checksums: what a rank has, and its part of each `tree.Partial`, encoded."""
+    """Writes a rank's safetensors file and its checksums; `partials` has its encoded items of each `Partial`."""
     ranges = sorted(ranges, key=lambda item: -item.values.dtype.itemsize)  # so that every tensor is aligned
     named: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
     extents: dict[str, list[Any]] = {}
     for extent, values in ranges:
         name, number = extent.name, 1
-        while name in extents or name == "__metadata__":  # a rank may own several ranges; the format's own key
+        while name in extents or name == "__metadata__":  # a rank may own several pieces; the format uses this key
             number += 1
             name = f"{extent.name}#{number}"
         is_whole = extent.numel == math.prod(extent.shape)
@@ -110,12 +110,12 @@ def write_shard(
 
 
 def _check(block: bytes | bytearray | memoryview) -> bytes:
-    """A checksum as it stands in the file of a shard's checksums."""
+    """Returns the checksum of a block, as it stands in the file of a shard's checksums."""
     return zlib.crc32(block).to_bytes(4, "little")
 
 
 def read_header(folder: Folder, name: str) -> Header:
-    """The head of a shard that `write_shard` wrote; raises CheckpointError when it is not one."""
+    """Reads the header of a shard; raises CheckpointError when the file is none."""
     with folder.open(name) as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > LONGEST_HEADER:
@@ -135,7 +135,7 @@ def read_header(folder: Folder, name: str) -> Header:
 
 
 class ShardReader:
-    """Reads ranges of a checkpoint's tensors, and checks every block that it touches."""
+    """Reads extents of a checkpoint's tensors, and verifies every block that it reads."""
 
     def __init__(self, folder: Folder, manifest: Manifest) -> None:
         self.folder = folder
@@ -158,27 +158,23 @@ class ShardReader:
             self._stream(piece.file)
 
     def read(self, entry: Entry, extent: Extent, into: Tensor) -> None:
-        """Fills a flat tensor ``(extent.numel,)`` of any dtype and device with a range of `entry`."""
-        assert extent.shape == entry.shape, (extent, entry.shape)  # a part of it would stay as the memory was
+        """Fills a flat tensor ``(extent.numel,)`` of any dtype and device with an extent of `entry`."""
+        assert extent.shape == entry.shape, (extent, entry.shape)  # otherwise part of `into` would stay uninitialised
+        size = entry.dtype.itemsize
         for piece in entry.pieces:
             for run in extent.overlaps(piece.extent):
-                self._read_run(entry, piece, run.theirs, into[run.mine : run.mine + run.numel])
-
-    def _read_run(self, entry: Entry, piece: StoredRange, start: int, into: Tensor) -> None:
-        """Elements from `start` on of a piece, a chunk of whole blocks at a time."""
-        size = entry.dtype.itemsize
-        first, last = start * size, (start + into.numel()) * size
-        done = 0
-        for at in range(first // BLOCK_BYTES * BLOCK_BYTES, last, CHUNK_BYTES):
-            chunk = self._blocks(piece, at, min(at + CHUNK_BYTES, -(-last // BLOCK_BYTES) * BLOCK_BYTES))
-            mine = chunk[max(first - at, 0) : last - at]
-            values = torch.frombuffer(mine, dtype=entry.dtype) if len(mine) else into.new_empty(0)
-            into[done : done + values.numel()].copy_(values)
-            done += values.numel()
+                first, last = run.theirs * size, (run.theirs + run.numel) * size  # bytes in the piece
+                for at in range(first - first % BLOCK_BYTES, last, CHUNK_BYTES):
+                    skip = max(first - at, 0)  # bytes of the first block that are before the run
+                    chunk = self._blocks(piece, at, min(at + CHUNK_BYTES, last))[skip:]
+                    start = run.mine + (at + skip - first) // size
+                    values = torch.frombuffer(chunk, dtype=entry.dtype)
+                    into[start : start + values.numel()].copy_(values)
 
     def _blocks(self, piece: StoredRange, begin: int, end: int) -> memoryview:
-        """Bytes ``[begin, end)`` of a piece, which start at a block, checked; valid until the next call."""
-        nbytes = min(end, piece.nbytes) - begin
+        """Returns bytes ``[begin, end)`` of a piece, valid until the next call. `begin` must be the start of a block;
+        the last block is read and verified to its end."""
+        nbytes = min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, piece.nbytes) - begin
         if len(self._buffer) < nbytes:
             self._buffer = bytearray(nbytes)
         chunk = memoryview(self._buffer)[:nbytes]
@@ -192,10 +188,10 @@ class ShardReader:
                     f"byte {piece.offset + begin + at}. Resume from another checkpoint; `lightning-zero verify` tells "
                     "which are whole."
                 )
-        return chunk
+        return chunk[: end - begin]
 
     def check_header(self, number: int) -> None:
-        """Raises CheckpointError unless the head of a shard is what was written."""
+        """Raises CheckpointError unless the header of a shard is as it was written."""
         pieces = self.manifest.pieces[number]
         head = bytearray(pieces[0].offset if pieces else self.manifest.files[number].nbytes)
         self._read_at(number, 0, memoryview(head))
@@ -203,12 +199,12 @@ class ShardReader:
             raise CheckpointError(f"{self._path(number)} is damaged: the checksum of its header differs.")
 
     def check_file(self, number: int) -> None:
-        """Raises CheckpointError unless every byte of a shard is what was written."""
+        """Raises CheckpointError unless every byte of a shard is as it was written."""
         self.check_header(number)
         pieces = self.manifest.pieces[number]
         for piece in pieces:
             for begin in range(0, piece.nbytes, CHUNK_BYTES):
-                self._blocks(piece, begin, begin + CHUNK_BYTES)
+                self._blocks(piece, begin, min(begin + CHUNK_BYTES, piece.nbytes))
         starts = [*(piece.offset for piece in pieces), self.manifest.files[number].nbytes]
         if starts[1:] != [piece.offset + piece.nbytes for piece in pieces]:
             raise CheckpointError(f"{self._path(number)} has bytes of no tensor.")
@@ -224,26 +220,17 @@ class ShardReader:
         return stream
 
     def _read_at(self, number: int, offset: int, into: memoryview) -> None:
-        """Fills `into` with a shard's bytes from `offset` on."""
+        """Fills `into` with the bytes of a shard from `offset` on."""
         stream = self._stream(number)
         stream.seek(offset)
         self.bytes_read += len(into)
-        while into:
-            got = stream.readinto(into)
-            if not got:
-                raise CheckpointError(f"{getattr(stream, 'path', stream)} ends too early.")
-            into = into[got:]
+        fill(into, stream, f"{self._path(number)} ends too early.")
 
     def _table(self, number: int) -> bytes:
-        """The checksums of a shard, four bytes for each block."""
+        """Returns the checksums of a shard, four bytes for each block."""
         if number not in self._tables:
             file = self.manifest.files[number]
-            try:
-                table = self.folder.read(file.checks)
-            except FileNotFoundError:
-                raise CheckpointError(f"{self.folder}: {file.checks} is missing.") from None
-            if zlib.crc32(table) != file.checks_crc32:
-                raise CheckpointError(f"{self.folder.file(file.checks)} is damaged: its own checksum does not match.")
+            table = self.folder.read_checked(file.checks, file.checks_crc32, "its own checksum does not match")
             if len(table) != self.manifest.checks_nbytes(number):
                 raise CheckpointError(f"{self.folder.file(file.checks)} has checksums of another file.")
             self.bytes_read += len(table)
@@ -251,8 +238,17 @@ class ShardReader:
         return self._tables[number]
 
 
+def fill(into: memoryview, stream: Any, ends_early: str) -> None:
+    """Fills `into` from a stream, which may give less at a time; raises CheckpointError(ends_early) at its end."""
+    while into:
+        got = stream.readinto(into)
+        if not got:
+            raise CheckpointError(ends_early)
+        into = into[got:]
+
+
 def open_shard(folder: Folder, file: ShardFile) -> Any:
-    """The shard, once it is known to have the bytes that it should."""
+    """Opens a shard; raises CheckpointError when it is missing, or has another size than the manifest says."""
     try:
         found = folder.size(file.name)
         if found == file.nbytes:
