@@ -646,7 +646,7 @@ def test_a_model_of_transformers_recomputes_with_our_store(stage: int, name: str
     def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> tuple[dict[str, Tensor], Any]:
         seen = jobs.train_on_tokens(model, engine, optimizer, comm)
         kept = {tier: engine.ledger.peak_in[KEPT, tier] for tier in (Tier.HOST, Tier.DEVICE)}
-        layer = list(engine.recompute.chosen.asked)[-1]
+        layer = list(engine.parts.recompute.chosen.asked)[-1]
         copied = pickle.loads(pickle.dumps(copy.deepcopy(layer)))
         assert copied._gradient_checkpointing_func(torch.square, torch.ones(2)).sum() == 2
         engine.close()

@@ -350,7 +350,7 @@ def deep_on_gpu(checkpointing: ActivationCheckpointing | None, depth: int = 8) -
         losses.append(loss.item())
     drawn = float(torch.rand(1, device=device))
     told = engine.bytes_by_category()
-    store = None if engine.recompute is None else engine.recompute.store
+    store = None if engine.parts.recompute is None else engine.parts.recompute.store
     is_pinned = None if store is None else store.room.take(8).memory.is_pinned()
     engine.close()
     weights = [parameter.detach().cpu() for parameter in model.parameters()]

@@ -98,7 +98,7 @@ def options_of(engine: Engine, stage: int, expected: Forecast, beside: int) -> l
     if offload is None or offload.optimizer is None:
         moved = states + (gradient if engine.partition.gradient else 0)
         options.append(Option(f"offload=Offload({tier})", moved))
-    if engine.recompute is None:
+    if engine.parts.recompute is None:
         options.append(Option("activation_checkpointing=True or a smaller batch", beside))
     return options
 

@@ -61,7 +61,7 @@ def warn_of_undivided(engine: Engine, module: Module) -> None:
 
 def tell_of_foreign(engine: Engine) -> None:
     """Names the parameters that no stage shards."""
-    if foreign := engine.foreign_parameters:
+    if foreign := engine.parts.foreign:
         kinds = ", ".join(sorted({type(parameter).__name__ for parameter in foreign.values()}))
         names = ", ".join(list(foreign)[:SHOWN]) + (", ..." if len(foreign) > SHOWN else "")
         rank_zero_info(f"Tensors of their own kind ({kinds}) stay whole on every rank, as they are: {names}")

@@ -88,8 +88,10 @@ def table_of(
 def _notes(engine: Engine, expected: Forecast, optimizers: Sequence[Optimizer], in_backward: bool) -> list[str]:
     """Returns the sentences below the table; see `table_of`."""
     told = [*_warnings(engine, expected), *_uncast_lines(engine)]
-    if engine.resident_numel:
-        told.append(f"{engine.resident_numel:,} stay whole on every rank: gathering them costs more than it saves")
+    if engine.parts.assembly.resident:
+        told.append(
+            f"{engine.parts.assembly.resident:,} stay whole on every rank: gathering them costs more than it saves"
+        )
         if any(True for _ in scripted(engine.module)):
             told[-1] += ", or TorchScript reads them past Python"
     if engine.imbalance is not None:
@@ -157,9 +159,9 @@ def _uncast_lines(engine: Engine) -> list[str]:
     asked = str(engine.options.autocast_dtype).removeprefix("torch.")
     lines = [
         f"{uncast.numel:,} stay in float32, not {asked}: {uncast.kind} ({uncast.why})"
-        for uncast in engine.uncast[:SHOWN]
+        for uncast in engine.parts.assembly.uncast[:SHOWN]
     ]
-    if left := sum(uncast.numel for uncast in engine.uncast[SHOWN:]):
+    if left := sum(uncast.numel for uncast in engine.parts.assembly.uncast[SHOWN:]):
         lines.append(f"{left:,} more do, in other modules")
     return lines
 
@@ -204,8 +206,8 @@ def _offload_lines(engine: Engine, optimizers: Sequence[Optimizer]) -> list[str]
         when = "when its values are wanted"
         if engine.options.step_in_backward:
             when = "in backward"
-        elif engine.serial_because:
-            when = f"in each call of step: {engine.serial_because}"
+        elif engine.stepping.serial_because:
+            when = f"in each call of step: {engine.stepping.serial_because}"
         dtype = offload.state_torch_dtype
         narrow = "" if dtype is None else f", rounded to {dtype}"
         lines.append(
@@ -229,7 +231,7 @@ def _would_hide_in_backward(engine: Engine, optimizers: Sequence[Optimizer]) -> 
     """Whether an offloaded step, which waits for the next forward, could be taken in backward."""
     return (
         _offloaded_numel(engine) > 0
-        and not engine.serial_because
+        and not engine.stepping.serial_because
         and engine.partition.gradient
         and len(optimizers) == 1
         and engine.imbalance is None  # whole tensors are exchanged after backward
@@ -249,11 +251,11 @@ def told_of_whole(module: Module, builder: str) -> str | None:
 def _recompute_lines(engine: Engine) -> list[str]:
     """Returns which blocks recompute, and where their inputs are kept."""
     policy = engine.options.activation_checkpointing
-    if policy is None or engine.recompute is None:
+    if policy is None or engine.parts.recompute is None:
         return []
     kept = "in host memory" if policy.offload else "on the device"
     how = (", each rank's part of it" if policy.partition else "") + (", in one array" if policy.contiguous else "")
-    blocks = engine.recompute.chosen.blocks
+    blocks = engine.parts.recompute.chosen.blocks
     return [
         f"{len(blocks)} blocks ({blocks[0]}, ...) compute activations again in backward; "
         f"their input is kept {kept}{how}"

@@ -56,14 +56,6 @@ class Averages:
         """Forgets measured gradients, as a step has taken them."""
         self._measured = None
 
-    def refuse_stepped(self, doing: str) -> None:
-        """Raises RuntimeError if `doing` needs gradients after backward, and backward has stepped them."""
-        if self.reductions.step is not None:
-            raise RuntimeError(
-                f"step_in_backward=True takes each gradient as it comes, and there is nothing left for {doing}. Leave "
-                "step_in_backward out."
-            )
-
     def clip_by_norm_(
         self,
         parameters: Iterable[Parameter] | Optimizer,
@@ -77,13 +69,13 @@ class Averages:
         Raises:
             RuntimeError: on every rank, if `error_if_nonfinite` and the norm is not finite. Nothing is scaled then.
         """
-        self.refuse_stepped("clipping")
+        self.reductions.refuse_stepped("clipping")
         measured = self._measure(self.of(parameters, meets=True), norm_type)
         return norm.clip_by_norm_(measured, self.mesh, max_norm, error_if_nonfinite=error_if_nonfinite)
 
     def clip_by_value_(self, parameters: Iterable[Parameter] | Optimizer, clip_value: float) -> None:
         """Clamps every element to ``[-clip_value, clip_value]``. Collective."""
-        self.refuse_stepped("clipping")
+        self.reductions.refuse_stepped("clipping")
         norm.clip_by_value_(self.of(parameters, meets=True), clip_value)  # meets, as a rank may still read old values
 
     def whole_on_host(self) -> dict[Parameter, Tensor]:
@@ -106,7 +98,7 @@ class Averages:
         The scaler's own method would check only what this rank owns, and ranks would disagree on whether to step. The
         scaler's state for `optimizer` is the same as after its own method.
         """
-        self.refuse_stepped("a gradient scaler")
+        self.reductions.refuse_stepped("a gradient scaler")
         slots = self.of(optimizer, meets=True)
         scale, _ = scaler._check_scale_growth_tracker("unscale_")
         norm.scale_(slots, scale.double().reciprocal().float())

@@ -11,9 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.run.averages import Averages
 from lightning_zero.run.cache import UnitCache
-from lightning_zero.run.calls import StepCalls
 from lightning_zero.run.loans import Loans
-from lightning_zero.run.modes import Modes
 from lightning_zero.run.phase import Phase, Phases
 from lightning_zero.run.reductions import Reductions, Stage
 from lightning_zero.run.regrouping import Regrouping
@@ -22,18 +20,14 @@ from lightning_zero.run.replicated import broadcast_buffers, move_replicated
 from lightning_zero.run.schedule import Schedule
 from lightning_zero.run.setup import set_up
 from lightning_zero.run.states import States
-from lightning_zero.shards.group import ShardGroup, publish
+from lightning_zero.run.stepping import Stepping
+from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.local import local_of
-from lightning_zero.shards.offload import why_serial
-from lightning_zero.shards.optimizer import PieceStepper, groups_of
 from lightning_zero.shards.options import Options
-from lightning_zero.shards.slot import Slot, no_interception, slot_of
-from lightning_zero.shards.units import modules_in_compiled_regions
-from lightning_zero.stage import Partition
-from lightning_zero.tiers.ledger import Category, Tier, return_freed_memory
+from lightning_zero.shards.slot import no_interception, slot_of
+from lightning_zero.tiers.ledger import Category, Tier
 from lightning_zero.views.parameter import Interception
 from lightning_zero.views.saved import SavedParameters
-from lightning_zero.views.state import RestingState
 from lightning_zero.wire.comm import Comm
 
 __all__ = ["Engine", "Options"]
@@ -104,59 +98,34 @@ class Engine:
         self.module = module
         self.device = device
         self.options = options or Options()
-        self.optimizers = list(optimizers)
-        parts = set_up(module, optimizers, stage, comm, device, self.options)
-        setting, made = parts.setting, parts.assembly
-        self.recompute = parts.recompute
-        self.partition: Partition = setting.partition
+        self.parts = set_up(module, optimizers, stage, comm, device, self.options)
+        setting, made = self.parts.setting, self.parts.assembly
+        self.partition = setting.partition
         self.mesh = setting.mesh
         self.ledger = setting.ledger
-        self.foreign_parameters = parts.foreign
         self.groups = made.groups
-        self.resident_numel, self.uncast = made.resident, made.uncast
-        self._arena = made.arena
-        self._disk = setting.places.disk
-        nbytes = sum(local_of(slot.parameter).nbytes for shard in made.shards for slot in shard.group.slots)
-        self._leaves_much = device == HOST and self.partition.gradient and nbytes > MUCH
         self.loans = Loans(self.groups)
         self._interception = Interception(self.loans)
         gather_old = partial(self.loans.gather, purpose="gather for backward")
         saved = SavedParameters(lambda unit: self.schedule.bring(unit), gather_old)
-        self.cache = UnitCache(made.units, self._arena, 1 + self.options.prefetch, self._interception, saved)
+        self.cache = UnitCache(made.units, made.arena, 1 + self.options.prefetch, self._interception, saved)
         self.reductions = Reductions(made, comm, self.options.overlap, self.loans, self._interception)
         self.rendezvous = Rendezvous(self.mesh, self.cache, self.reductions)
         self.loans.join(self.cache, self.rendezvous, saved, self._interception)
         move_replicated(module, device)
-        offloads = self.options.offload is not None
-        self.serial_because = why_serial(module, made.shards) if offloads else None
-        is_lazy = offloads and self.serial_because is None
-        is_large = self.mesh.shard.size > 1 and nbytes >= self.options.late_publish_bytes
-        self._publishes_late = is_large and not made.units and not modules_in_compiled_regions(module)
-        late = module if is_lazy or self._publishes_late else None
+        self.stepping = Stepping(module, optimizers, self.parts, self.options, self.reductions, self._interception)
+        late = module if self.stepping.may_be_late else None
         self.schedule = Schedule(made, self.reductions, self.loans, self._begin_backward, self._end_backward, late=late)
-        if self.recompute is not None:
-            self.recompute.begin()
-        self._steppers = {optimizer: PieceStepper(optimizer, setting, RestingState) for optimizer in optimizers}
-        for stepper in self._steppers.values():
-            stepper.is_lazy = is_lazy
-        whole = parts.stepped.whole
+        if self.parts.recompute is not None:
+            self.parts.recompute.begin()
+        steppers, whole = self.stepping.steppers, self.parts.stepped.whole
         self.regrouping = Regrouping(
-            module, self._steppers, whole, setting, self.options, self.schedule, self.reductions, self.loans
+            module, steppers, whole, setting, self.options, self.schedule, self.reductions, self.loans
         )
         self.imbalance = self.regrouping.deal()
-        self._stepped: dict[Slot, None] = {}  # by backward, since the last call of the optimizer's step
-        if self.options.step_in_backward:
-            self.reductions.step = self._step_in_backward
-        self._calls = [
-            StepCalls(optimizer, stepper, partial(self.step, optimizer), self._stepped.clear)
-            for optimizer, stepper in self._steppers.items()
-        ]
-        self._modes = [
-            Modes(optimizer, partial(self._change, optimizer), is_cut=any(slot.group.is_cut for slot in stepper.slots))
-            for optimizer, stepper in self._steppers.items()
-        ]
+        self.stepping.begin(self.step, self._change)
         self.averages = Averages(module, device, self.mesh, self.loans, self.reductions)
-        self.states = States(module, self._steppers, self.mesh, self.loans)
+        self.states = States(module, steppers, self.mesh, self.loans)
         self._phases = Phases()
         self._buffers: int | None = None
         if self.options.broadcast_buffers and self.mesh.world.size > 1 and any(True for _ in module.buffers()):
@@ -216,7 +185,7 @@ class Engine:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Around backwards that only accumulate gradients on this rank; the first backward after it reduces them."""
-        self.averages.refuse_stepped("accumulating gradients")
+        self.reductions.refuse_stepped("accumulating gradients")
         before, self.reductions.is_on = self.reductions.is_on, False
         try:
             yield
@@ -225,7 +194,7 @@ class Engine:
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Around the backwards of all micro-batches but the last; each is reduced if gradients accumulate as shards."""
-        self.averages.refuse_stepped("accumulating gradients")
+        self.reductions.refuse_stepped("accumulating gradients")
         reduces = self.partition.gradient and self.options.accumulation == "sharded"
         return nullcontext() if reduces else self.no_sync()
 
@@ -249,90 +218,46 @@ class Engine:
             is_settled_now = not self.partition.optimizer or self.options.step_in_backward
             if is_settled_now and self.reductions.stage is Stage.UNSETTLED:
                 self.rendezvous.meet()  # `p.grad` is reduced in place, and must not be added to before; or is stepped
-            self._publish(groups_of(self._stepped))
+            self.stepping.publish_stepped_in_backward()
 
     def _recover(self) -> None:
         """Forgets what a failed backward or step has left half done. It must have failed on every rank."""
-        for calls in self._calls:
-            calls.recover()
+        self.stepping.recover()
         if self._phases.now is Phase.BACKWARD and not self.schedule.backward_is_known:
             self._phases.leave(Phase.BACKWARD)
             with no_interception():
                 self.reductions.forget()
-            self._stepped.clear()
+            self.stepping.forget_backward()
 
     # -- step
 
     @contextmanager
     def step(self, optimizer: Optimizer) -> Iterator[None]:
         """Inside, each parameter of `optimizer` is the piece that this rank owns. `StepCalls` enters it by hooks."""
+        self._prepare_step()
+        self.regrouping.refuse_strangers(self.parts.foreign)
+        self.regrouping.deal()
+        with self._phases.within(Phase.STEP), self.stepping.step(optimizer):
+            yield
+        self.averages.forget()
+
+    def _change(self, optimizer: Optimizer, call: Callable[[], Any]) -> Any:
+        """Returns `call()`, which changes parameters and state of `optimizer` between two steps. Collective."""
+        self._prepare_step()
+        with self._phases.within(Phase.STEP):
+            return self.stepping.change(optimizer, call)
+
+    def _prepare_step(self) -> None:
+        """Makes ranks agree on which parameters have gradients, and takes over edits."""
         self._recover()
         self.catch_up()
-        self.rendezvous.meet_all()  # before edits are kept: a rank that diverges may still gather the old values
+        self.rendezvous.meet_all()  # before edits are taken over: a rank that diverges may still gather the old values
         self.loans.settle()
-        self.regrouping.refuse_strangers(self.foreign_parameters)
-        self.regrouping.deal()
-        stepper = self._steppers[optimizer]
-        slots = [slot for slot in stepper.slots if slot not in self._stepped]
-        for slot in stepper.slots:
-            if slot.local.grad is not None:
-                self.averages.refuse_stepped(f"what you have put into {slot.name}.grad")
-            self.reductions.adopt(slot)
-        groups = groups_of(slots)
-        with self._phases.within(Phase.STEP), stepper.step(slots):
-            yield
-        self._publish(groups)
-        self.averages.forget()
-        if self._leaves_much:
-            return_freed_memory()
-
-    def _publish(self, groups: Sequence[ShardGroup]) -> None:
-        """Sends stepped values to where forward reads them. Leaves to `catch_up` what may arrive late."""
-        with torch.no_grad():
-            for group in groups:
-                if self._publishes_late and not group.is_behind:
-                    group.begin_publish()
-                    if group.is_arriving:
-                        group.leave_behind()
-        publish([group for group in groups if not group.is_behind])
-        for group in groups:
-            if group.is_behind and group.is_plain:
-                self._interception.hide(group)
-            elif group.is_plain:
-                group.note_versions()
-
-    def _step_in_backward(self, slots: Sequence[Slot]) -> None:
-        """Steps parameters whose averaged gradients are complete, in the middle of backward."""
-        (stepper,) = self._steppers.values()
-        own = set(stepper.slots)
-        mine = [slot for slot in slots if slot in own]
-        again = next((slot for slot in mine if slot in self._stepped), None)
-        if again is not None:
-            self.averages.refuse_stepped(
-                f"a second backward: {again.name} has been stepped, and optimizer.step() has not returned since"
-            )
-        stepper.step_now(mine)
-        self._stepped.update(dict.fromkeys(mine))
 
     def catch_up(self) -> None:
         """Takes all postponed steps of offloaded parameters, which otherwise wait until the values are needed."""
         self.loans.catch_up_all()
-        for stepper in self._steppers.values():
-            stepper.finish()
-
-    def _change(self, optimizer: Optimizer, call: Callable[[], Any]) -> Any:
-        """Returns `call()`, which changes parameters and state of `optimizer` between two steps. As in `step`, each
-        parameter is the piece that this rank owns. Collective."""
-        self._recover()
-        self.catch_up()
-        self.rendezvous.meet_all()  # before edits are taken over, as in `step`
-        self.loans.settle()
-        stepper = self._steppers[optimizer]
-        groups = groups_of(stepper.slots)
-        with self._phases.within(Phase.STEP):
-            result = stepper.change(call)
-        self._publish(groups)
-        return result
+        self.stepping.finish()
 
     # -- whole values
 
@@ -362,6 +287,10 @@ class Engine:
                     live[Category.GRADIENT] += 0 if parameter.grad is None else local_of(parameter.grad).nbytes
         return live
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return list(self.stepping.steppers)
+
     # -- the end
 
     @property
@@ -375,37 +304,31 @@ class Engine:
             whole: the parameters become whole again, in their declared dtypes. Collective. Pass False if a rank has
                 failed and others may be gone: then only the hooks are removed, and sharded parameters raise when read.
         """
+        disk = self.parts.setting.places.disk
         if whole:
-            for calls in self._calls:
-                calls.interrupt()
+            self.stepping.interrupt()
             self.catch_up()
         self._bytes_at_close = self.bytes_by_category()
-        for calls in self._calls:
-            calls.remove()
-        for modes in self._modes:
-            modes.remove()
-        self.reductions.step = None
-        for stepper in self._steppers.values():
-            stepper.leave()
-        if self.recompute is not None:
-            self.recompute.leave()
+        self.stepping.leave()
+        if self.parts.recompute is not None:
+            self.parts.recompute.leave()
         self.schedule.detach()
         self._phases.close()
         if not whole:
             for group in self.groups:
                 group.is_lost = not group.is_plain
-            if self._disk is not None:
-                self._disk.close(drains=False)
+            if disk is not None:
+                disk.close(drains=False)
             return
         self.loans.settle()
         self.rendezvous.meet_all()  # after it no rank may ask for what is freed below
         self.rendezvous.forget()
         self.reductions.free()  # first: whole parameters then take their memory, and not more
-        self._arena.close()
+        self.parts.assembly.free()
         for group in self.groups:
             self._restore(group)
-        if self._disk is not None:
-            self._disk.close()
+        if disk is not None:
+            disk.close()
         self.rendezvous.meet()
 
     def _restore(self, group: ShardGroup) -> None:

@@ -73,6 +73,14 @@ class Reductions:
         in_order = any(shard.group.comm.keeps_order for shard in self.shards)
         return in_order or self.step is not None or any(more > 0 for more in chunks.values())
 
+    def refuse_stepped(self, doing: str) -> None:
+        """Raises RuntimeError for an action that needs gradients after backward, if backward steps them."""
+        if self.step is not None:
+            raise RuntimeError(
+                f"step_in_backward=True takes each gradient as it comes, and there is nothing left for {doing}. Leave "
+                "step_in_backward out."
+            )
+
     # -- in backward
 
     def collect(self, slot: Slot) -> bool:

@@ -55,6 +55,11 @@ class Assembly:
     pools: list[BucketPool]  # that gradients travel in
     arena: Arena  # that units are gathered in
 
+    def free(self) -> None:
+        """Frees the buckets and the arena, which nothing uses any more."""
+        self.pools.clear()
+        self.arena.close()
+
 
 def bucket_bytes_for(managed: Sequence[Parameter], options: Options) -> int:
     """Returns the size of a bucket: less for a small model, which its buckets must not outgrow."""

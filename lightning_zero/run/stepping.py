@@ -1,0 +1,161 @@
+"""`Stepping`: the user's optimizers, which step what this rank owns, and the publishing of what they have stepped."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_zero.run.calls import StepCalls
+from lightning_zero.run.modes import Modes
+from lightning_zero.run.reductions import Reductions
+from lightning_zero.run.setup import Setup
+from lightning_zero.shards.group import ShardGroup, publish
+from lightning_zero.shards.local import local_of
+from lightning_zero.shards.offload import why_serial
+from lightning_zero.shards.optimizer import PieceStepper, groups_of
+from lightning_zero.shards.options import Options
+from lightning_zero.shards.slot import Slot
+from lightning_zero.shards.units import modules_in_compiled_regions
+from lightning_zero.tiers.ledger import return_freed_memory
+from lightning_zero.views.parameter import Interception
+from lightning_zero.views.state import RestingState
+
+MUCH = 64 * 2**20  # bytes of gradients, which a backward makes and frees
+
+
+@final
+class Stepping:
+    """Has optimizers step pieces, in the user's calls of `step` and in backward, and publishes the new values."""
+
+    def __init__(
+        self,
+        module: Module,
+        optimizers: Sequence[Optimizer],
+        parts: Setup,
+        options: Options,
+        reductions: Reductions,
+        interception: Interception,
+    ) -> None:
+        setting, made = parts.setting, parts.assembly
+        self._reductions = reductions
+        self._interception = interception
+        offloads = options.offload is not None
+        # Why an offloaded step is taken in the call of `step`; None: it waits until its values are needed.
+        self.serial_because = why_serial(module, made.shards) if offloads else None
+        is_lazy = offloads and self.serial_because is None
+        nbytes = sum(local_of(slot.parameter).nbytes for shard in made.shards for slot in shard.group.slots)
+        on_host = setting.places.gathered.device.type == "cpu"
+        self._leaves_much = on_host and setting.partition.gradient and nbytes > MUCH
+        is_large = setting.mesh.shard.size > 1 and nbytes >= options.late_publish_bytes
+        self._publishes_late = is_large and not made.units and not modules_in_compiled_regions(module)
+        self.may_be_late = is_lazy or self._publishes_late  # forward may begin before all new values are there
+        self.steppers = {optimizer: PieceStepper(optimizer, setting, RestingState) for optimizer in optimizers}
+        for stepper in self.steppers.values():
+            stepper.is_lazy = is_lazy
+        self._in_backward: dict[Slot, None] = {}  # stepped by backward, since the last call of the optimizer's `step`
+        if options.step_in_backward:
+            reductions.step = self._step_in_backward
+        self._calls: list[StepCalls] = []
+        self._modes: list[Modes] = []
+
+    def begin(
+        self,
+        step: Callable[[Optimizer], AbstractContextManager[None]],
+        change: Callable[[Optimizer, Callable[[], Any]], Any],
+    ) -> None:
+        """Puts the user's calls of `optimizer.step` into `step`, and has `change` make those of `train` and `eval`."""
+        for optimizer, stepper in self.steppers.items():
+            is_cut = any(slot.group.is_cut for slot in stepper.slots)
+            self._calls.append(StepCalls(optimizer, stepper, partial(step, optimizer), self._in_backward.clear))
+            self._modes.append(Modes(optimizer, partial(change, optimizer), is_cut=is_cut))
+
+    @contextmanager
+    def step(self, optimizer: Optimizer) -> Iterator[None]:
+        """Inside, each parameter of `optimizer` is the piece that this rank owns. Collective."""
+        stepper = self.steppers[optimizer]
+        slots = [slot for slot in stepper.slots if slot not in self._in_backward]
+        for slot in stepper.slots:
+            if slot.local.grad is not None:
+                self._reductions.refuse_stepped(f"what you have put into {slot.name}.grad")
+            self._reductions.adopt(slot)
+        groups = groups_of(slots)
+        with stepper.step(slots):
+            yield
+        self._publish(groups)
+        if self._leaves_much:
+            return_freed_memory()
+
+    def change(self, optimizer: Optimizer, call: Callable[[], Any]) -> Any:
+        """Returns `call()`, which changes parameters and state of `optimizer` between two steps. As in `step`, each
+        parameter is the piece that this rank owns. Collective."""
+        stepper = self.steppers[optimizer]
+        groups = groups_of(stepper.slots)
+        result = stepper.change(call)
+        self._publish(groups)
+        return result
+
+    def _step_in_backward(self, slots: Sequence[Slot]) -> None:
+        """Steps parameters whose averaged gradients are complete, in the middle of backward."""
+        (stepper,) = self.steppers.values()
+        own = set(stepper.slots)
+        mine = [slot for slot in slots if slot in own]
+        again = next((slot for slot in mine if slot in self._in_backward), None)
+        if again is not None:
+            self._reductions.refuse_stepped(
+                f"a second backward: {again.name} has been stepped, and optimizer.step() has not returned since"
+            )
+        stepper.step_now(mine)
+        self._in_backward.update(dict.fromkeys(mine))
+
+    def publish_stepped_in_backward(self) -> None:
+        """Publishes what this backward has stepped, at its end. Collective."""
+        self._publish(groups_of(self._in_backward))
+
+    def _publish(self, groups: Sequence[ShardGroup]) -> None:
+        """Sends stepped values to where forward reads them. Leaves to `Loans.catch_up` what may arrive late."""
+        with torch.no_grad():
+            for group in groups:
+                if self._publishes_late and not group.is_behind:
+                    group.begin_publish()
+                    if group.is_arriving:
+                        group.leave_behind()
+        publish([group for group in groups if not group.is_behind])
+        for group in groups:
+            if group.is_behind and group.is_plain:
+                self._interception.hide(group)
+            elif group.is_plain:
+                group.note_versions()
+
+    def finish(self) -> None:
+        """Waits until all that has been stepped is where it rests."""
+        for stepper in self.steppers.values():
+            stepper.finish()
+
+    # -- after a failure, and at the end
+
+    def recover(self) -> None:
+        """Forgets a call of `step` that has failed."""
+        for calls in self._calls:
+            calls.recover()
+
+    def forget_backward(self) -> None:
+        """Forgets what a failed backward has stepped."""
+        self._in_backward.clear()
+
+    def interrupt(self) -> None:
+        """Ends calls of `step` that an error has left, with what they have stepped so far."""
+        for calls in self._calls:
+            calls.interrupt()
+
+    def leave(self) -> None:
+        """Leaves the optimizers to the user."""
+        for calls, modes in zip(self._calls, self._modes, strict=True):
+            calls.remove()
+            modes.remove()
+        self._reductions.step = None
+        for stepper in self.steppers.values():
+            stepper.leave()
