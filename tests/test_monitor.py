@@ -127,7 +127,7 @@ def test_each_reason_for_fp32_is_told() -> None:
         module["frozen"].requires_grad_(False)
         optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], 0.1)
         engine = Engine(module, [optimizer], stage=2, comm=comm, options=Options(autocast_dtype=BF16))
-        return [tuple(uncast) for uncast in engine.parts.assembly.uncast]
+        return [tuple(uncast) for uncast in engine.parts.assembly.resting.uncast]
 
     assert ThreadWorld(1, 20).run(job)[0] == [
         ("Linear", "hooks compute its weights", 49 + 7 + 7),

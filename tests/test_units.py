@@ -12,9 +12,9 @@ from lightning_zero.shards.units import (
     fill_buckets,
     find_units,
     merge_small,
-    modules_cast_by_autocast,
     too_small_to_shard,
     whole_model,
+    why_not_cast,
 )
 from lightning_zero.wire.local import CountingComm
 from models import Assorted, assorted, seeded
@@ -162,10 +162,10 @@ def test_only_weights_that_autocast_casts_at_each_use_may_rest_in_two_bytes() ->
             self.patched.forward = lambda x: x  # type: ignore[method-assign]
 
     model = Model()
-    assert modules_cast_by_autocast(model) == [model.plain, model.conv]
+    assert [module for module, why in why_not_cast(model).items() if why is None] == [model.plain, model.conv]
 
 
 def test_a_tied_head_keeps_its_weight_whole() -> None:
     model = Assorted()
-    assert model.head not in modules_cast_by_autocast(model)
-    assert model.frozen in modules_cast_by_autocast(model)
+    assert why_not_cast(model)[model.head] == "modules share its weights"
+    assert why_not_cast(model)[model.frozen] is None

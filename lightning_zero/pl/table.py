@@ -159,9 +159,9 @@ def _uncast_lines(engine: Engine) -> list[str]:
     asked = str(engine.options.autocast_dtype).removeprefix("torch.")
     lines = [
         f"{uncast.numel:,} stay in float32, not {asked}: {uncast.kind} ({uncast.why})"
-        for uncast in engine.parts.assembly.uncast[:SHOWN]
+        for uncast in engine.parts.assembly.resting.uncast[:SHOWN]
     ]
-    if left := sum(uncast.numel for uncast in engine.parts.assembly.uncast[SHOWN:]):
+    if left := sum(uncast.numel for uncast in engine.parts.assembly.resting.uncast[SHOWN:]):
         lines.append(f"{left:,} more do, in other modules")
     return lines
 

@@ -55,7 +55,6 @@ class Average:
         self._on_host = on_host
         self._arrays: dict[ShardGroup, Array] = {}  # the averages
         self._numbers: dict[ShardGroup, int] = {}  # by which `Rendezvous.call` gathers them
-        self._served: Tensor | None = None  # the full average that the latest call has gathered
         self._loaded: Mapping[str, Any] = {}  # until the next update: groups may begin to train after `load`
         engine.catch_up()
         engine.loans.settle()
@@ -207,16 +206,14 @@ class Average:
         """Returns the full average of a group, ``(N * S,)``. Collective where ranks own parts of it."""
         if not group.is_cut:
             return self._owned(group).read()
-        self._engine.rendezvous.call(self._numbers[group])
-        full, self._served = self._served, None
-        assert full is not None
+        full: Tensor = self._engine.rendezvous.call(self._numbers[group])
         return full
 
-    def _serve(self, group: ShardGroup, keep: bool) -> None:
+    def _serve(self, group: ShardGroup, keep: bool) -> Tensor | None:
         if keep:
-            self._served = self._engine.loans.gather(group, self._owned(group), "gather average")
-        else:
-            group.pass_by(self._owned(group), "gather average")
+            return self._engine.loans.gather(group, self._owned(group), "gather average")
+        group.pass_by(self._owned(group), "gather average")
+        return None
 
 
 def room_for_average(engine: Engine, *, on_host: bool = False) -> dict[tuple[Category, Tier], int]:

@@ -179,8 +179,7 @@ class Construction(Keeper):
 
     def _bring(self, parameter: Parameter) -> EarlyParameter:
         """Gathers a parameter where it is not whole, and counts it as most recently used."""
-        early = early_of(parameter)
-        assert early is not None
+        early = _early(parameter)
         nbytes = parameter.nbytes
         if early.is_whole:
             self._whole[early] = self._whole.pop(early, nbytes)
@@ -192,15 +191,13 @@ class Construction(Keeper):
         return early
 
     def _take_back(self, loan: Lent, result: Any) -> None:
-        early = early_of(loan.tensor)
-        assert early is not None
+        early = _early(loan.tensor)
         early.pins -= 1
         early.may_differ |= loan.is_edited or loan.is_visible_in(result)
         self._whole[early] = loan.tensor.nbytes
 
     def assign(self, parameter: Parameter, values: Tensor) -> None:
-        early = early_of(parameter)
-        assert early is not None
+        early = _early(parameter)
         if isinstance(values, ConstructedParameter):
             self._bring(values)
         if values is parameter:
@@ -211,8 +208,7 @@ class Construction(Keeper):
         self._take_in(early, parameter.nbytes)
 
     def load(self, parameter: Parameter, source: Stored) -> None:
-        early = early_of(parameter)
-        assert early is not None
+        early = _early(parameter)
         if not early.is_whole:
             assert early.row is not None
             source.for_shard(early.extent(source.name), early.row)
@@ -335,6 +331,12 @@ class _Replaced(TorchFunctionMode):
                 self._due.append((place, name))
             else:
                 self._register(module, name, parameter)
+
+
+def _early(parameter: Tensor) -> EarlyParameter:
+    early = early_of(parameter)
+    assert early is not None
+    return early
 
 
 def _is_built(parameter: Parameter) -> bool:

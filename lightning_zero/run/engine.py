@@ -25,7 +25,7 @@ from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.options import Options
 from lightning_zero.shards.slot import no_interception, slot_of
-from lightning_zero.tiers.ledger import Category, Tier
+from lightning_zero.tiers.ledger import Category, Tier, category_in
 from lightning_zero.views.parameter import Interception
 from lightning_zero.views.saved import SavedParameters
 from lightning_zero.wire.comm import Comm
@@ -33,7 +33,6 @@ from lightning_zero.wire.comm import Comm
 __all__ = ["Engine", "Options"]
 
 HOST = torch.device("cpu")
-MUCH = 64 * 2**20  # bytes of gradients, which a backward makes and frees
 
 
 @final
@@ -277,7 +276,7 @@ class Engine:
         elsewhere = {where: n for where, n in self.ledger.live_in.items() if where[1] is not Tier.DEVICE and n}
         most = {where: n for where, n in self.ledger.peak_in.items() if where[0] is Category.ACTIVATION_CHECKPOINT}
         for (category, tier), nbytes in (elsewhere | most).items():
-            live[str(category) if tier is Tier.DEVICE else f"{category} ({tier})"] = nbytes
+            live[category_in(category, tier)] = nbytes
         for parameter in self.module.parameters():
             slot = slot_of(parameter)
             if slot is None:

@@ -5,9 +5,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from lightning_zero.config import Offload
-from lightning_zero.run.forecast import category_in
 from lightning_zero.stage import STAGES
-from lightning_zero.tiers.ledger import Category, Tier
+from lightning_zero.tiers.ledger import Category, Tier, category_in
 
 # Bytes per element: as parameters are declared and stepped, and as they rest and compute. Gradients take 4, or the
 # declared bytes if these are more.

@@ -12,7 +12,7 @@ from lightning_zero.shards.local import local_of
 from lightning_zero.shards.optimizer import training_slot
 from lightning_zero.shards.probe import state_tensors_of
 from lightning_zero.shards.slot import no_interception, slot_of
-from lightning_zero.tiers.ledger import Category, Tier
+from lightning_zero.tiers.ledger import Category, Tier, category_in
 
 STATES = (Category.PARAMETER, Category.GRADIENT, Category.MASTER, Category.OPTIMIZER_STATE)
 
@@ -20,11 +20,6 @@ STATES = (Category.PARAMETER, Category.GRADIENT, Category.MASTER, Category.OPTIM
 def states_in(report: Mapping[str, int]) -> int:
     """Returns the bytes of model states on the device in a memory report. These states are what ZeRO divides."""
     return sum(report.get(category, 0) for category in STATES)
-
-
-def category_in(category: Category, tier: Tier) -> str:
-    """Returns the name of a category in memory reports."""
-    return str(category) if tier is Tier.DEVICE else f"{category} ({tier})"
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Schedule:
         self._handles: list[Any] = []
         self._late = late
         self._surround_late(reductions.shards)
-        for module in assembly.cast_modules:
+        for module in assembly.resting.cast_modules:
             self._surround_cast_module(module)
         for unit in assembly.units:  # last, and so outermost: everything else needs the values
             for module in unit.modules:

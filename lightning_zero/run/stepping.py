@@ -53,9 +53,7 @@ class Stepping:
         is_large = setting.mesh.shard.size > 1 and nbytes >= options.late_publish_bytes
         self._publishes_late = is_large and not made.units and not modules_in_compiled_regions(module)
         self.may_be_late = is_lazy or self._publishes_late  # forward may begin before all new values are there
-        self.steppers = {optimizer: PieceStepper(optimizer, setting, RestingState) for optimizer in optimizers}
-        for stepper in self.steppers.values():
-            stepper.is_lazy = is_lazy
+        self.steppers = {each: PieceStepper(each, setting, RestingState, is_lazy=is_lazy) for each in optimizers}
         self._in_backward: dict[Slot, None] = {}  # stepped by backward, since the last call of the optimizer's `step`
         if options.step_in_backward:
             reductions.step = self._step_in_backward

@@ -48,8 +48,7 @@ class Assembly:
     units: list[Unit]  # gathered for each use
     resident: int  # elements that stay whole on every rank although parameters are sharded
     entrances: list[tuple[Module, Unit]]  # a module, and a unit whose weights it reads before it calls the unit
-    cast_modules: list[Module]  # see `Resting`
-    uncast: list[Uncast]
+    resting: Resting
     groups: list[ShardGroup]  # of all parameters, in the order of forward where units are gathered
     shards: list[GradientShard]  # gradients of the trainable groups, in the order in which backward should reach them
     pools: list[BucketPool]  # that gradients travel in
@@ -98,8 +97,7 @@ def assemble(
         units=made,
         resident=sum(slot.numel for group in groups if is_sharded and group.stays_full for slot in group.slots),
         entrances=[(each, by_module[each.layers[0]]) for each in encoders if each.layers[0] in by_module],
-        cast_modules=resting.cast_modules,
-        uncast=resting.uncast,
+        resting=resting,
         groups=groups,
         shards=shards,
         pools=_make_pools(shards, setting, options),

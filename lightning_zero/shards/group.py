@@ -26,12 +26,12 @@ from lightning_zero.shards.layout import Layout, Slice, overlap
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.setting import Kind, Setting
 from lightning_zero.shards.slot import Slot, forget_slot, no_interception, point_at_nothing, slot_of
+from lightning_zero.tiers.alignment import ALIGNMENT_BYTES
 from lightning_zero.tiers.array import ALL, Array, InMemory, zeros
 from lightning_zero.tiers.ledger import Category, Place, return_freed_memory
 from lightning_zero.wire.comm import Gather
 
 MUCH = 4 * 2**20  # bytes; a freed parameter that is larger is given back to the system at once
-ALIGNMENT_BYTES = 64  # a cache line; what torch's own allocator gives each tensor on the host
 
 
 class _Postponed(NamedTuple):

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from lightning_zero.tiers.alignment import round_up
+
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
@@ -184,8 +186,3 @@ def overlap(one: slice, other: slice) -> slice:
     """Returns the elements that two runs have in common: an empty run, if there are none."""
     start = max(one.start, other.start)
     return slice(start, max(start, min(one.stop, other.stop)))
-
-
-def round_up(numel: int, multiple: int) -> int:
-    """Rounds `numel` up to a multiple of `multiple`."""
-    return -(-numel // multiple) * multiple

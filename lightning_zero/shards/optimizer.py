@@ -34,9 +34,9 @@ T = TypeVar("T")
 @final
 class PieceStepper:
     """Swaps the parameters of one optimizer to pieces for a step, and back. `rest` makes the tensor that stands for
-    optimizer state that rests elsewhere."""
+    optimizer state that rests elsewhere. With `is_lazy` offloaded parameters are stepped when values are needed."""
 
-    def __init__(self, optimizer: Optimizer, setting: Setting, rest: MakeResting) -> None:
+    def __init__(self, optimizer: Optimizer, setting: Setting, rest: MakeResting, *, is_lazy: bool = False) -> None:
         self.optimizer = optimizer
         # By name of a state tensor, known once a step has made it:
         self.cut: dict[str, bool] = {}  # whether it is cut as its parameter is
@@ -48,7 +48,7 @@ class PieceStepper:
         self.note_parameters()
         self.is_stepping = self._is_partial = False
         self.is_interrupted = False  # the step under way has failed and is only being left
-        self.is_lazy = False  # offloaded parameters are stepped when their values are needed
+        self.is_lazy = is_lazy
         self._ahead: list[Window] = []  # not stepped yet
         self._written: Window | None = None  # stepped, and being written
 

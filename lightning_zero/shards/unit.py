@@ -8,8 +8,8 @@ import torch
 from torch.nn import Module
 
 from lightning_zero.shards.arena import Arena, Buffer
-from lightning_zero.shards.group import ALIGNMENT_BYTES, ShardGroup
-from lightning_zero.shards.layout import round_up
+from lightning_zero.shards.group import ShardGroup
+from lightning_zero.tiers.alignment import ALIGNMENT_BYTES, round_up
 from lightning_zero.wire.comm import Gather
 
 

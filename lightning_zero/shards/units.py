@@ -203,11 +203,6 @@ def modules_in_compiled_regions(model: Module, *, roots: bool = True) -> set[Mod
     }
 
 
-def modules_cast_by_autocast(model: Module) -> list[Module]:
-    """Returns the modules whose weights may rest in autocast's dtype; see `why_not_cast`."""
-    return [module for module, why in why_not_cast(model).items() if why is None]
-
-
 def why_not_cast(model: Module, trainable: Container[int] | None = None) -> dict[Module, str | None]:
     """Returns, for every module, why its weights may not rest in autocast's dtype; None where they may. With
     `trainable`, ids of parameters, only weights that train may.

@@ -15,13 +15,12 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lightning_zero.shards.group import ShardGroup
-from lightning_zero.shards.layout import round_up
 from lightning_zero.shards.slot import Slot, no_interception, point_at_nothing
+from lightning_zero.tiers.alignment import ALIGNMENT_BYTES, round_up
 from lightning_zero.tiers.array import ALL, Array, OnDisk, empty
 from lightning_zero.tiers.composed import is_composed
 from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
 
-ALIGNMENT = 64  # bytes
 FUSED = (SGD, Adagrad, Adam, AdamW)  # torch has a fused kernel for CPU tensors, which it uses only on request
 FUSABLE = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 
@@ -156,7 +155,7 @@ class Window:
             sizes += [one.numel() * one.array.dtype.itemsize for one in narrow]
             arrays = [slot.group.rest.master, self._gradient_of(slot)]
             sizes += [slot.piece.numel * array.dtype.itemsize for array in arrays if array is not None]
-        return sum(round_up(size, ALIGNMENT) for size in sizes)
+        return sum(round_up(size, ALIGNMENT_BYTES) for size in sizes)
 
     def _gradient_of(self, slot: Slot) -> Array | None:
         """Returns the gradient that has to be read from disk; None where it is in memory, or there is none."""
@@ -168,7 +167,7 @@ class Window:
         assert self._room is not None
         nbytes = numel * dtype.itemsize
         values = self._room[self._taken : self._taken + nbytes].view(dtype)
-        self._taken += round_up(nbytes, ALIGNMENT)
+        self._taken += round_up(nbytes, ALIGNMENT_BYTES)
         return values
 
     def _read(self, array: Array, part: slice, into: Tensor | None = None) -> Tensor:

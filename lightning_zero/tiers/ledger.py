@@ -58,6 +58,11 @@ class Tier(StrEnum):
     DISK = "disk"
 
 
+def category_in(category: Category, tier: Tier) -> str:
+    """Returns the name of a category in memory reports."""
+    return str(category) if tier is Tier.DEVICE else f"{category} ({tier})"
+
+
 @dataclass(frozen=True)
 class Place:
     """Where tensors are kept, and on which device they are read and written."""

@@ -7,9 +7,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+from lightning_zero.tiers.alignment import ALIGNMENT_BYTES, round_up
 from lightning_zero.tiers.ledger import Category, Ledger, Place
-
-ALIGNMENT_BYTES = 64  # a cache line; torch's own allocator aligns tensors on the host to it
 
 
 @final
@@ -52,7 +51,7 @@ class Stack:
         if not self._ends:
             self._fit()
         start = self._ends[-1].at if self._ends else 0
-        end = _End(start + -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+        end = _End(start + round_up(nbytes, ALIGNMENT_BYTES))
         self._ends.append(end)
         self._most = max(self._most, end.at)
         is_inside = self._array is not None and end.at <= self._array.numel()
