@@ -143,6 +143,42 @@ def load_and_go_on(strategy: Any, world: int, path: Path, how: str = "load") -> 
     return found
 
 
+class EditsWhatItLoads(nn.Sequential):
+    """Goes on to change parameters in `load_state_dict`, once they are loaded, and looks at one on rank 0 alone."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        left = super().load_state_dict(state, strict=strict, assign=assign)
+        with torch.no_grad():
+            self[0].weight.copy_(state["0.bias"])  # broadcast
+            self[2].bias.fill_(self[2].weight.sum().item())
+            self[2].weight.mul_(2)
+            self[4].weight.data = self[4].weight.data + 1
+        if torch.distributed.get_rank() == 0:
+            self.seen = self[4].bias.sum().item()
+        return left
+
+
+def load_into_a_model_that_edits(strategy: Any, path: Path, precision: str) -> dict[str, Tensor]:
+    """Saves, takes a step, and loads what was saved into the same model."""
+    made = fabric(strategy, 2, precision)
+    made.seed_everything(1, verbose=False)
+    model: Any = EditsWhatItLoads()
+    model, optimizer = made.setup(model, torch.optim.AdamW(model.parameters(), 0.1))
+    for step in range(2):
+        made.backward(model(torch.ones(2, 6) * (1 + made.global_rank)).float().square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            made.save(path, {"model": model})
+    made.load(path, {"model": model})
+    loaded = {**whole(made, model), "seen": torch.tensor(getattr(model.module, "seen", 0.0))}
+    made.strategy.teardown()
+    return loaded
+
+
 def two_models(strategy: Any, world: int) -> dict[str, Any]:
     """A generator and its critic, each with an optimizer; the generator's loss goes through the critic."""
     made = fabric(strategy, world)

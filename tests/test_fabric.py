@@ -108,6 +108,16 @@ def test_a_checkpoint_goes_on_at_any_stage_on_any_number_of_ranks(
     assert alone["epoch"] == 3
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_may_edit_what_it_loads(stage: int, precision: str, two_ranks: RankPool, tmp_path: Path) -> None:
+    job = fabric_jobs.load_into_a_model_that_edits
+    expected = two_ranks.run(job, DDP, tmp_path / "ddp", precision)
+    found = two_ranks.run(job, {"stage": stage, "units": "modules"}, tmp_path / "zero", precision)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_same_bits(mine, theirs)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_models_with_an_optimizer_each_equal_fabrics_ddp(stage: int, two_ranks: RankPool) -> None:
     found = two_ranks.run(fabric_jobs.two_models, {"stage": stage}, 2)

@@ -9,6 +9,8 @@ from torch import nn
 
 from compare import assert_same_bits
 from lightning_zero.run.engine import Engine, Options
+from lightning_zero.shards.extents import Extent
+from lightning_zero.views.lazy import LazyTensor, Stored
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.threads import ThreadWorld
 from models import seeded, weights
@@ -115,6 +117,35 @@ def test_a_kernel_past_torch_sees_the_latest_weights_of_a_child(stage: int, make
     finally:
         torch.jit.set_fusion_strategy(fusion)
     assert_same_bits(found, expected)
+
+
+class Ones(Stored):
+    def __init__(self, parameter: torch.Tensor) -> None:
+        super().__init__("ones", tuple(parameter.shape), torch.float32)
+
+    def whole(self) -> torch.Tensor:
+        return torch.ones(self.shape)
+
+    def read(self, extent: Extent, into: torch.Tensor) -> None:
+        into.fill_(1.0)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_is_loaded_while_weights_arrive_replaces_them_and_may_be_edited(stage: int) -> None:
+    def run(comm: Comm) -> list[torch.Tensor]:
+        engine, optimizer = engine_on(comm, stage, late_publish_bytes=0)
+        backward(engine)
+        optimizer.step()
+        assert all(group.is_behind for group in engine.groups)
+        engine.module.load_state_dict({name: LazyTensor(Ones(p)) for name, p in engine.module.named_parameters()})
+        engine.module[0].weight.data.mul_(3)
+        engine.states.load_noted(lambda: None)
+        engine.close()
+        return [parameter.detach() for parameter in engine.module.parameters()]
+
+    for weight, *others in ThreadWorld(2).run(run):
+        assert torch.equal(weight, torch.full((4, 4), 3.0))
+        assert all(torch.equal(other, torch.ones_like(other)) for other in others)
 
 
 def test_a_small_model_has_its_weights_at_once() -> None:

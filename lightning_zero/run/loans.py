@@ -39,7 +39,8 @@ class Loans(Lender, GradientLender):
         self._in_blocks: dict[ShardGroup, Tensor] = {}  # those of them that recomputing blocks have read in this pass
         self._pinned: dict[Unit, None] = {}  # lent units, of whose values user code may hold views
         self._gradients: dict[Slot, Tensor] = {}  # lent whole gradients, of which user code may hold views
-        self._noted: dict[Slot, Stored] = {}  # the file that `read_noted` reads each parameter from
+        self._noted: dict[Slot, Stored] = {}  # the file that each parameter is to be read from
+        self._unread: Exception | None = None  # why a file could not be read
         for group in groups:
             if group.is_plain:
                 group.note_versions()
@@ -148,6 +149,7 @@ class Loans(Lender, GradientLender):
                 "add Lightning's OnExceptionCheckpoint callback."
             )
         self.catch_up(group)
+        self._read_before_loan(group)
         if group.upcasts or group.stays_full:
             values = self._lend_declared(slot) if group.upcasts else slot.parameter
             return Lent(slot.parameter, values, lambda *_: None)  # until `settle`, which looks for edits
@@ -205,6 +207,7 @@ class Loans(Lender, GradientLender):
         groups = [group for group in self.groups if not group.is_plain and not slots.isdisjoint(group.slots)]
         self.settle()
         for group in groups:
+            self._read_before_loan(group)
             if group.upcasts:
                 self._borrow_declared(group)
             elif not group.stays_full:
@@ -221,18 +224,44 @@ class Loans(Lender, GradientLender):
                     self.cache.unpin(unit, keeps_edits=False)
             self.settle()
 
+    # -- loading
+
     def load(self, slot: Slot, source: Stored) -> None:
-        self._noted[slot] = source
+        """Notes where the values of a parameter are. They are read when all are noted, or before the next loan."""
+        self.catch_up(slot.group)
+        if slot.group.is_plain:  # it was only shown as resting, as its last step was postponed
+            slot.parameter.copy_(source.for_loading(slot.parameter))
+        else:
+            self._noted[slot] = source
 
     def read_noted(self) -> None:
-        """Reads this rank's pieces of parameters that `load` has noted. All ranks must `publish` after it."""
-        noted, self._noted = self._noted, {}
+        """Reads this rank's pieces of all parameters that `load` has noted. All ranks must `publish` after it."""
+        self._read([*self._noted])
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            raise unread
+
+    def _read_before_loan(self, group: ShardGroup) -> None:
+        """Reads what is noted for a group: user code that sees a parameter must see what it has loaded."""
+        if not self._noted.keys().isdisjoint(group.slots):
+            self.settle()  # what is lent now are older values, which would overwrite those that are read
+            self._read([slot for slot in group.slots if slot in self._noted])
+            if group in self._units:
+                self.cache.discard(self.cache.numbers[self._units[group]])
+
+    def _read(self, slots: Sequence[Slot]) -> None:
+        """Reads pieces, or notes why it could not: other ranks wait for this one in collectives before all have read
+        everything."""
         with torch.no_grad():
-            for slot, source in noted.items():
+            for slot in slots:
+                source = self._noted.pop(slot)
                 extent = slot.local.box.extent(source.name, slot.piece.start, slot.piece.stop)
-                with slot.group.master.edit(slot.piece.in_shard) as piece:
-                    source.read(extent, piece)
-            for group in {slot.group for slot in noted}:
+                try:
+                    with slot.group.master.edit(slot.piece.in_shard) as piece:
+                        source.read(extent, piece)
+                except Exception as error:
+                    self._unread = error
+            for group in {slot.group for slot in slots}:
                 group.take_masters()
 
     # -- gradients

@@ -122,9 +122,11 @@ class States:
         self._loans.catch_up_all()
         self._loans.settle()  # lent copies hold the old values: settled later, they would overwrite what is read
         with failing_together(self._mesh.world, "reading the model"):
-            self._loans.read_noted()
+            try:
+                self._loans.read_noted()
+            finally:  # serves ranks that still look at what they load; and units that are gathered hold the old values
+                self._rendezvous.meet_before_collective()
             verify()
-        self._rendezvous.meet_before_collective()  # units that are gathered hold the old values
         publish(self._groups)
 
     def spread_others(self, checkpoint: dict[str, Any], *, full: bool) -> dict[str, Any]:

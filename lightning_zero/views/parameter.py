@@ -64,7 +64,7 @@ class RestingParameter(Parameter):
             return func(torch.empty(args[0].shape, device="meta"), *args[1:], **(kwargs or {}))
         if asks_for_dtype(func):
             return _slot(args[0]).group.dtype
-        if func is Tensor.copy_ and (stored := stored_in(args[1])):
+        if func is Tensor.copy_ and (stored := stored_in(args[1])) and args[0].shape == stored.shape:
             args[0].lender.load(_slot(args[0]), stored)
             return args[0]
         if func == SET_DATA and isinstance(args[0], RestingParameter):
