@@ -131,7 +131,7 @@ def test_an_optimizer_that_changes_nothing_when_it_is_tried_steps_pieces_and_is_
     def set_up(comm: Comm) -> bool:
         model = nn.Linear(4, 4)
         engine = Engine(model, [made("Idle", lambda p, state: 0 * p.grad)(model.parameters())], stage=2, comm=comm)
-        steps_pieces = not engine.imbalance
+        steps_pieces = not engine.regrouping.imbalance
         engine.close()
         return steps_pieces
 

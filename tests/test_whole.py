@@ -169,7 +169,7 @@ def test_each_tensor_is_stepped_once_in_the_world_and_evenly(world: int, stage: 
         counts = Counts()
         engine, _ = train_tower(comm, stage, counts)
         engine.close()
-        return counts.shapes, engine.imbalance
+        return counts.shapes, engine.regrouping.imbalance
 
     ranks = ThreadWorld(world, 20).run(run)
     stepped = [shape for shapes, _ in ranks for shape in shapes]
@@ -263,7 +263,7 @@ def test_bytes_and_work_of_the_examples_gpt_are_dealt_to_within_a_tenth(bucket_b
         options = Options(granularity="tensor", bucket_bytes=bucket_bytes)
         engine = Engine(model, [optimizer], stage=1, comm=comm, options=options)
         engine.close()
-        return engine.imbalance
+        return engine.regrouping.imbalance
 
     (found,) = set(ThreadWorld(4, 20).run(run))
     assert found is not None

@@ -198,11 +198,15 @@ def export_safetensors(
                 index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
                 if INDEX in target.names():  # wherever this may be cut off, no two exports are read as one model
                     target.fs.rm_file(target.file(INDEX))
-    written = set(files) if index is None else {*files, INDEX}
-    for name in target.names():  # files of an earlier export, which transformers might prefer
+    _remove_other_exports(target, {*files} if index is None else {*files, INDEX})
+    return list(files)
+
+
+def _remove_other_exports(target: Folder, written: set[str]) -> None:
+    """Removes files of an earlier export, which transformers might prefer."""
+    for name in target.names():
         if _EXPORTED.fullmatch(name) and name not in written:
             target.fs.rm_file(target.file(name))
-    return list(files)
 
 
 def _write_safetensors(group: dict[str, LazyTensor], path: Path) -> None:

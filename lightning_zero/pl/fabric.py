@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from lightning.fabric.plugins import BitsandbytesPrecision, Precision
 from lightning.fabric.plugins import TransformerEnginePrecision as TransformerEngine
-from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy, Strategy
+from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
 from lightning.fabric.strategies.strategy import _validate_keys_for_strict_loading
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.wrappers import _unwrap_objects
@@ -388,14 +388,6 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
 
     def __repr__(self) -> str:
         return f"<ZeroStrategy(stage={self.stage}) of Fabric>"
-
-
-def for_fabric(init: Callable[..., None], connector: Any, *args: Any, strategy: Any = "auto", **kwargs: Any) -> None:
-    """Replaces the constructor of Fabric's connector, which chooses the strategy: it gets a `FabricZeroStrategy` in
-    place of a `ZeroStrategy`."""
-    if isinstance(strategy, ZeroStrategy):
-        strategy = FabricZeroStrategy(strategy)
-    init(connector, *args, strategy=cast(Strategy, strategy), **kwargs)
 
 
 FabricZeroStrategy.register_strategies(STRATEGY_REGISTRY)

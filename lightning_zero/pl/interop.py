@@ -44,7 +44,8 @@ from lightning_zero.checkpoint.export import ZeroFileSystem
 from lightning_zero.checkpoint.folder import MANIFEST
 from lightning_zero.checkpoint.manifest import what_was_meant
 from lightning_zero.pl.callbacks import PREEMPTED
-from lightning_zero.pl.fabric import for_fabric
+from lightning_zero.pl.fabric import FabricZeroStrategy
+from lightning_zero.pl.strategy import ZeroStrategy
 from lightning_zero.views.lazy import materialize
 
 
@@ -160,6 +161,14 @@ def broadcast_sigterm(broadcast: Callable[..., None], loop: Any) -> None:
         broadcast(loop)
 
 
+def connect(init: Callable[..., None], connector: Any, *args: Any, strategy: Any = "auto", **kwargs: Any) -> None:
+    """Replaces the constructor of Fabric's connector, which chooses the strategy: it gets a `FabricZeroStrategy` in
+    place of a `ZeroStrategy`."""
+    if isinstance(strategy, ZeroStrategy):
+        strategy = FabricZeroStrategy(strategy)
+    init(connector, *args, strategy=strategy, **kwargs)
+
+
 def store_when_all_have_come(store: Callable[..., None], loop: Any) -> None:
     """Synchronises what an evaluation has logged for one loader, once all ranks have finished their batches."""
     own = getattr(loop.trainer.strategy, "_own_callbacks", None)
@@ -176,7 +185,7 @@ def install() -> None:
         (torch_io, "pl_load", read_file_or_folder),
         (ModelCheckpoint, "file_exists", exists_or_is_saved),
         (ModelCheckpoint, "_find_last_checkpoints", find_complete),
-        (_Connector, "__init__", for_fabric),
+        (_Connector, "__init__", connect),
         (LightningCLI, "_parse_ckpt_path", parse_ckpt_path),
         (calls, "_call_callback_hooks", call_with_own),
         (_TrainingEpochLoop, "_broadcast_sigterm_tensor", broadcast_sigterm),

@@ -94,8 +94,8 @@ def _notes(engine: Engine, expected: Forecast, optimizers: Sequence[Optimizer], 
         )
         if any(True for _ in scripted(engine.module)):
             told[-1] += ", or TorchScript reads them past Python"
-    if engine.imbalance is not None:
-        nbytes, work = engine.imbalance
+    if engine.regrouping.imbalance is not None:
+        nbytes, work = engine.regrouping.imbalance
         told.append(
             "Optimizers step whole tensors; the rank with most has, beyond the mean, "
             f"{nbytes:.1%} of their bytes and {work:.1%} of the work, if a matrix costs what products of it cost"
@@ -234,7 +234,7 @@ def _would_hide_in_backward(engine: Engine, optimizers: Sequence[Optimizer]) -> 
         and not engine.stepping.serial_because
         and engine.partition.gradient
         and len(optimizers) == 1
-        and engine.imbalance is None  # whole tensors are exchanged after backward
+        and engine.regrouping.imbalance is None  # whole tensors are exchanged after backward
         and not engine.options.step_in_backward
     )
 

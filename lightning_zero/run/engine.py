@@ -16,7 +16,7 @@ from lightning_zero.run.phase import Phase, Phases
 from lightning_zero.run.reductions import Reductions, Stage
 from lightning_zero.run.regrouping import Regrouping
 from lightning_zero.run.rendezvous import Rendezvous
-from lightning_zero.run.replicated import broadcast_buffers, move_replicated
+from lightning_zero.run.replicated import SharedBuffers, move_replicated
 from lightning_zero.run.schedule import Schedule
 from lightning_zero.run.setup import set_up
 from lightning_zero.run.states import States
@@ -121,16 +121,13 @@ class Engine:
         self.regrouping = Regrouping(
             module, steppers, whole, setting, self.options, self.schedule, self.reductions, self.loans
         )
-        self.imbalance = self.regrouping.deal()
+        self.regrouping.deal()
         self.stepping.begin(self.step, self._change)
         self.averages = Averages(module, device, self.mesh, self.loans, self.reductions)
         self.states = States(module, steppers, self.mesh, self.loans)
         self._phases = Phases()
-        self._buffers: int | None = None
-        if self.options.broadcast_buffers and self.mesh.world.size > 1 and any(True for _ in module.buffers()):
-            serve = partial(broadcast_buffers, module, self.mesh.world)
-            self._buffers = self.rendezvous.enroll("the broadcast of rank 0's buffers", serve)
-        self._buffers_are_stale = True
+        is_on = self.options.broadcast_buffers
+        self._buffers = SharedBuffers(module, self.mesh.world, self.rendezvous, is_on=is_on)
         for group in self.groups:
             if not group.is_plain:
                 self._interception.hide(group)
@@ -148,11 +145,10 @@ class Engine:
             self.catch_up()
         self.loans.settle()
         self.schedule.start_pass()
-        if self._buffers is not None and self._buffers_are_stale:
-            self.rendezvous.call(self._buffers)
+        self._buffers.bring()
         with self._phases.within(Phase.FORWARD), self.schedule.noting_saved():
             yield
-        self._buffers_are_stale = reduces
+        self._buffers.note_forward(reduces=reduces)
 
     def regroup(self) -> None:
         """Takes in parameters that have begun to train since set-up, the same ones on every rank: they were thawed,

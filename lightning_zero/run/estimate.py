@@ -43,8 +43,7 @@ def states_of(
         precision: a key of `PRECISIONS`.
         offload: as given to `ZeroStrategy`.
         replicate_size: as given to `ZeroStrategy`.
-        state_tensors: tensors that the optimizer keeps of each parameter: two for Adam and its kind, one for momentum,
-            none for SGD.
+        state_tensors: tensors of optimizer state for each parameter: two for Adam, one for momentum, none for SGD.
 
     Raises:
         ValueError: where `replicate_size` does not divide `ranks`, or parameters are offloaded below stage 3.

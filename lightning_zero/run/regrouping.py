@@ -35,6 +35,7 @@ class Regrouping:
     reductions: Reductions
     loans: Loans
     listeners: list[Callable[[Sequence[ShardGroup]], None]] = field(default_factory=list)  # told of groups that train
+    imbalance: Imbalance | None = None  # of the whole tensors that were dealt last
 
     def __post_init__(self) -> None:
         self._trained = {id(slot.parameter) for shard in self.reductions.shards for slot in shard.group.slots}
@@ -72,13 +73,13 @@ class Regrouping:
         for listener in self.listeners:
             listener(groups)
 
-    def deal(self) -> Imbalance | None:
+    def deal(self) -> None:
         """Chooses a rank for each whole tensor that no rank steps yet: at set-up for all of them, later for those that
-        an optimizer has been given since. Returns None where there are none."""
+        an optimizer has been given since."""
         whole = [[slot for slot in self.steppers[one].slots if slot.stepper is None] for one in self.steps_whole]
-        if not any(whole):
-            return None
-        return deal(whole, self.setting, is_lazy=any(stepper.is_lazy for stepper in self.steppers.values()))
+        if any(whole):
+            is_lazy = any(stepper.is_lazy for stepper in self.steppers.values())
+            self.imbalance = deal(whole, self.setting, is_lazy=is_lazy)
 
     def refuse_strangers(self, foreign: Collection[str]) -> None:
         """Raises RuntimeError for a parameter that began to train in the middle of this step, as its gradient is not

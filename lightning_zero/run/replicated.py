@@ -2,12 +2,15 @@
 
 import itertools
 from collections.abc import Container, Mapping
+from functools import partial
+from typing import final
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
+from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.shards.early import early_of
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.slot import no_interception, slot_of
@@ -47,6 +50,28 @@ def _broadcast(name: str, tensor: Tensor, *comms: Comm) -> None:
             comm.broadcast(values, f"initial {name}")
     with torch.no_grad():
         tensor.copy_(values)
+
+
+@final
+class SharedBuffers:
+    """The buffers of a module, which all ranks take from rank 0 before a forward, as under DDP, if `is_on`."""
+
+    def __init__(self, module: Module, comm: Comm, rendezvous: Rendezvous, *, is_on: bool) -> None:
+        self._rendezvous = rendezvous
+        self._number: int | None = None  # by which `Rendezvous.call` broadcasts them
+        self._are_stale = True  # those of rank 0 may have other values
+        if is_on and comm.size > 1 and any(True for _ in module.buffers()):
+            serve = partial(broadcast_buffers, module, comm)
+            self._number = rendezvous.enroll("the broadcast of rank 0's buffers", serve)
+
+    def bring(self) -> None:
+        """Takes rank 0's buffers, if they may have other values. Collective."""
+        if self._number is not None and self._are_stale:
+            self._rendezvous.call(self._number)
+
+    def note_forward(self, *, reduces: bool) -> None:
+        """Notes the end of a forward, whose gradients will be reduced or not. DDP broadcasts after the former."""
+        self._are_stale = reduces
 
 
 def broadcast_buffers(module: Module, comm: Comm, keep: bool) -> None:
