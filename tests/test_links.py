@@ -1,10 +1,13 @@
 """Ranks of one machine reach each other past the network, and hear of it when one is gone."""
 
+import atexit
 import datetime
 import gc
 import os
+import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -95,16 +98,62 @@ def test_a_tensor_is_the_senders_again_once_it_has_arrived(two_ranks: RankPool) 
 def disagree_on_size() -> str:
     comm = comm_of_world()
     linked = Links(comm)
-    if comm.rank == 0:
-        linked.send(1, torch.zeros(3), 1)
-        return ""
+    sent = torch.zeros(INLINE)
     with pytest.raises(RuntimeError) as caught:
-        linked.receive(0, torch.zeros(4), 1).wait(SOON)
+        (linked.send(1, sent, 1) if comm.rank == 0 else linked.receive(0, torch.zeros(4), 1)).wait(SOON)
     return str(caught.value)
 
 
-def test_another_size_than_expected_is_told(two_ranks: RankPool) -> None:
-    assert two_ranks.run(disagree_on_size)[1] == "rank 0 sent 12 bytes where 16 were expected"
+def test_another_size_than_expected_is_told_and_ends_the_senders_wait(two_ranks: RankPool) -> None:
+    assert two_ranks.run(disagree_on_size) == [
+        "connection closed by peer",
+        f"rank 0 sent {4 * INLINE} bytes where 16 were expected",
+    ]
+
+
+def send_much_at_once() -> bool:
+    """While the threads copy a large tensor, for which each then has an answer to send, small ones fill the sockets."""
+    comm = comm_of_world()
+    linked, peer = Links(comm), 1 - comm.rank
+    sizes = [2**26, *[INLINE] * 30]
+    landed = [torch.zeros(nbytes, dtype=torch.uint8) for nbytes in sizes]
+    leaving = [torch.full((nbytes,), tag + comm.rank, dtype=torch.uint8) for tag, nbytes in enumerate(sizes)]
+    comm.all_gather_object(0, "both begin")
+    messages = [linked.receive(peer, landed[0], 0)]
+    messages += [linked.send(peer, tensor, tag) for tag, tensor in enumerate(leaving)]
+    messages += [linked.receive(peer, tensor, tag) for tag, tensor in enumerate(landed) if tag]
+    for message in messages:
+        message.wait(SOON)
+    return all(bool((tensor == tag + peer).all()) for tag, tensor in enumerate(landed))
+
+
+def test_ranks_that_send_more_than_their_sockets_hold_do_not_wait_for_each_other(two_ranks: RankPool) -> None:
+    assert two_ranks.run(send_much_at_once) == [True, True]
+
+
+def send_to_one_that_is_stopped() -> float:
+    comm = comm_of_world()
+    linked = Links(comm)
+    pids = comm.all_gather_object(os.getpid(), "pids")
+    if comm.rank == 1:
+        landed = [torch.zeros(INLINE, dtype=torch.uint8) for _ in range(40)]
+        for message in [linked.receive(0, tensor, 1) for tensor in landed]:
+            message.wait(SOON)
+        assert [int(tensor[0]) for tensor in landed] == list(range(40))
+        return float(comm.all_gather_object(0.0, "received")[0])
+    os.kill(pids[1], signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        for number in range(40):
+            linked.send(1, torch.full((INLINE,), number, dtype=torch.uint8), 1).wait(SOON)
+        seconds = time.monotonic() - started
+    finally:
+        os.kill(pids[1], signal.SIGCONT)
+    return float(comm.all_gather_object(seconds, "received")[0])
+
+
+def test_sending_does_not_wait_for_a_rank_that_is_stopped(two_ranks: RankPool) -> None:
+    assert two_ranks.run(send_to_one_that_is_stopped)[0] < 2.0
 
 
 def wait_for_one_that_dies(nbytes: int) -> tuple[str, str, float]:
@@ -137,16 +186,75 @@ def test_waits_end_when_a_rank_dies(nbytes: int) -> None:
     assert seconds < 5.0
 
 
-def time_out() -> str:
+def time_out() -> tuple[str, float]:
+    """Rank 0 gives up a wait, and uses its tensors for something else; rank 1 is late."""
+    comm = comm_of_world()
+    linked, peer, limit = Links(comm), 1 - comm.rank, datetime.timedelta(seconds=0.1)
+    mine, theirs = torch.ones(INLINE), torch.zeros(INLINE)
+    if comm.rank == 1:
+        comm.all_gather_object(0, "rank 0 has given up")
+        limit = SOON
+    linked.send(peer, mine, 1)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        linked.receive(peer, theirs, 1).wait(limit)
+    assert time.monotonic() - started < 5.0
+    if comm.rank == 0:
+        mine.fill_(7.0)
+        comm.all_gather_object(0, "rank 0 has given up")
+    comm.all_gather_object(0, "rank 1 has tried")
+    return str(caught.value), float(theirs.sum())
+
+
+def test_a_wait_has_a_time_limit_after_which_nothing_is_sent_or_received(two_ranks: RankPool) -> None:
+    assert two_ranks.run(time_out) == [("timed out after 0.1 s", 0.0), ("connection closed by peer", 0.0)]
+
+
+def fork_a_child_that_ends() -> bool:
+    comm = comm_of_world()
+    linked, peer, theirs = Links(comm), 1 - comm.rank, torch.zeros(1)
+    child = os.fork()
+    if not child:
+        try:
+            atexit._run_exitfuncs()  # as at the end of an ordinary process
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    linked.send(peer, torch.ones(1), 1)
+    linked.receive(peer, theirs, 1).wait(SOON)
+    return bool(theirs)
+
+
+def test_a_forked_child_that_ends_leaves_its_parents_links_alone() -> None:
+    assert run_alone(2, fork_a_child_that_ends)[0] == [True, True]
+
+
+def die_before_a_child(folder: str) -> float:
     comm = comm_of_world()
     linked = Links(comm)
-    with pytest.raises(RuntimeError) as caught:
-        linked.receive(1 - comm.rank, torch.zeros(1), 1).wait(datetime.timedelta(seconds=0.1))
-    return str(caught.value)
+    if comm.rank == 1:
+        child = os.fork()
+        if not child:
+            time.sleep(20)
+            os._exit(0)
+        Path(folder, "child").write_text(str(child))
+        os._exit(1)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="connection closed by peer"):
+        linked.receive(1, torch.zeros(1), 1).wait(SOON)
+    return time.monotonic() - started
 
 
-def test_a_wait_has_a_time_limit(two_ranks: RankPool) -> None:
-    assert two_ranks.run(time_out) == ["timed out after 0.1 s"] * 2
+def test_a_rank_that_dies_is_noticed_although_a_child_of_it_lives(tmp_path: Path) -> None:
+    pool = RankPool(2)
+    try:
+        pool.begin(die_before_a_child, str(tmp_path))
+        rank, seconds, _ = pool.next_outcome(60.0)
+    finally:
+        pool.kill()
+        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    assert rank == 0
+    assert seconds < 5.0
 
 
 def refuse(rank: int, how: str) -> list[bool]:
