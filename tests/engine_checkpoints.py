@@ -200,7 +200,7 @@ def resume(
     weights_only: bool = False,
 ) -> Engine:
     tree = checkpoint.tree()
-    with checkpoint.reading_together(comm):
+    with checkpoint.reading_together(model, comm):
         model.load_state_dict(tree["state_dict"])
     engine = Engine(model, optimizers, stage=place.stage, comm=comm, options=place.options())
     if not weights_only:
@@ -225,8 +225,8 @@ def resumed_at(place: Place, start: nn.Module, make: Maker, path: Path) -> list[
 
 def load_into(engine: Engine, comm: Comm, checkpoint: StoredCheckpoint) -> None:
     """What an engine that is there already takes from a checkpoint, range by range."""
-    engine.module.load_state_dict(checkpoint.tree()["state_dict"])
-    engine.states.load_noted(lambda: checkpoint.verify_rest(comm.rank, comm.size))
+    with engine.states.loading(lambda: checkpoint.verify_rest(comm.rank, comm.size)):
+        engine.module.load_state_dict(checkpoint.tree()["state_dict"])
 
 
 def differences(found: Any, expected: Any, place: str = "") -> list[str]:

@@ -1,16 +1,20 @@
 """Training loops written with Fabric, which the tests call on real ranks."""
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import lightning as L
+import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from jobs import FEATURES, Classifier, loader, state_of, strategy_from
+from lightning_zero.checkpoint.shard import ShardReader
 from lightning_zero.shards.early import early_of
 
 
@@ -144,39 +148,65 @@ def load_and_go_on(strategy: Any, world: int, path: Path, how: str = "load") -> 
 
 
 class EditsWhatItLoads(nn.Sequential):
-    """Goes on to change parameters in `load_state_dict`, once they are loaded, and looks at one on rank 0 alone."""
+    """Goes on to use and change parameters in `load_state_dict`, once they are loaded, and looks at one on rank 0
+    alone; or fails."""
+
+    fails = False
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
 
     def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
         left = super().load_state_dict(state, strict=strict, assign=assign)
+        if self.fails:
+            raise RuntimeError("this is another model")
         with torch.no_grad():
+            torch._foreach_mul_([self[0].weight, self[2].weight], 0.5)
+            held = [parameter.data for parameter in self.parameters()]
+            for values in held:
+                values.mul_(2)
             self[0].weight.copy_(state["0.bias"])  # broadcast
             self[2].bias.fill_(self[2].weight.sum().item())
-            self[2].weight.mul_(2)
             self[4].weight.data = self[4].weight.data + 1
+            self[0].bias.fill_(self(torch.ones(1, 6)).sum().item())
         if torch.distributed.get_rank() == 0:
             self.seen = self[4].bias.sum().item()
         return left
 
 
-def load_into_a_model_that_edits(strategy: Any, path: Path, precision: str) -> dict[str, Tensor]:
-    """Saves, takes a step, and loads what was saved into the same model."""
+def load_into_a_model_that_edits(strategy: Any, path: Path, precision: str, fails: bool) -> dict[str, Tensor]:
+    """Saves, takes a step, loads what was saved into the same model, and goes on, also if that has failed."""
     made = fabric(strategy, 2, precision)
     made.seed_everything(1, verbose=False)
     model: Any = EditsWhatItLoads()
     model, optimizer = made.setup(model, torch.optim.AdamW(model.parameters(), 0.1))
-    for step in range(2):
+    for step in range(3):
+        if step == 1:
+            made.save(path, {"model": model})
+        elif step == 2:
+            model.module.fails = fails
+            with pytest.raises(RuntimeError, match="another model") if fails else nullcontext():
+                made.load(path, {"model": model})
         made.backward(model(torch.ones(2, 6) * (1 + made.global_rank)).float().square().mean())
         optimizer.step()
         optimizer.zero_grad()
-        if step == 0:
-            made.save(path, {"model": model})
-    made.load(path, {"model": model})
     loaded = {**whole(made, model), "seen": torch.tensor(getattr(model.module, "seen", 0.0))}
     made.strategy.teardown()
     return loaded
+
+
+def load_where_rank_1_cannot_read(strategy: Any, path: Path) -> str:
+    made = fabric(strategy, 2)
+    model: Any = made.setup(nn.Linear(6, 6))
+    made.save(path, {"model": model})
+    read, fails = ShardReader.read, OSError("the disk is gone")
+    with (
+        pytest.raises(RuntimeError) as caught,
+        patch.object(ShardReader, "read", read if made.global_rank == 0 else Mock(side_effect=fails)),
+    ):
+        made.load(path, {"model": model})
+    made.strategy.teardown()
+    return str(caught.value)
 
 
 def two_models(strategy: Any, world: int) -> dict[str, Any]:

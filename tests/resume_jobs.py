@@ -99,6 +99,36 @@ class Assigns(Overrides):
     assigns = True
 
 
+class LoadsApart(Net):
+    """Uses what it is given to load more than once, and on rank 0 alone."""
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        left = super().load_state_dict(state, strict=strict, assign=assign)
+        with torch.no_grad():
+            self.head.weight.zero_()
+            for module in (self.net[0], self.net[3]):
+                module.bias.data.copy_(state["net.0.bias"])
+            if self.global_rank == 0:
+                torch.empty(3, 9).copy_(state["head.weight"])
+                torch.empty(9, 9).copy_(state["net.3.weight"])
+        self.head.load_state_dict({name: state[f"head.{name}"] for name in ("weight", "bias")})
+        return left
+
+
+class Rewinds(Net):
+    """Goes back to the weights that it has been loaded with, before each epoch and in the midst of a step."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.weights = dict(checkpoint["state_dict"])
+
+    def on_train_epoch_start(self) -> None:
+        self.load_state_dict(self.weights)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_step % 3 == 0:
+            self.load_state_dict(self.weights)
+
+
 class EditsTheCheckpoint(Net):
     """Operates on what it is given before it is loaded."""
 
@@ -226,6 +256,20 @@ def assign_what_is_loaded(strategy: Any, path: Path) -> Any:
     path = saved_by(strategy, path)
     model = Assigns()
     fit(strategy, model, 2, path)
+    return model.losses
+
+
+def load_parts_again(strategy: Any, path: Path) -> Any:
+    path = saved_by(strategy, path)
+    model = LoadsApart()
+    fit(strategy, model, 2, path)
+    return model.losses
+
+
+def rewind_to_the_checkpoint(strategy: Any, path: Path) -> Any:
+    path = saved_by(strategy, path)
+    model = Rewinds()
+    fit(strategy, model, 3, path)
     return model.losses
 
 

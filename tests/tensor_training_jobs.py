@@ -303,8 +303,8 @@ def load_into_engine(stage: int, path: Path) -> dict[str, Tensor]:
     optimizer = torch.optim.AdamW(trainable(model))
     engine = Engine(model, [optimizer], stage=stage, comm=comm, options=options)
     stored = StoredCheckpoint(path)
-    load_state_dict(model, stored.tree()["state_dict"], strict=True)
-    engine.states.load_noted(lambda: None)
+    with engine.states.loading(lambda: None):
+        load_state_dict(model, stored.tree()["state_dict"], strict=True)
     engine.states.load_optimizers(stored.tree()["optimizer_states"])
     with engine.full_parameters():
         found = {name: whole(value).detach().clone() for name, value in model.named_parameters()}

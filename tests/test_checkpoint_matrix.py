@@ -349,7 +349,7 @@ def test_a_random_model_is_resumed_anywhere(
         optimizers = optimizers_of(model)
         with contextlib.closing(StoredCheckpoint(path)) as checkpoint:
             tree = checkpoint.tree()
-            with checkpoint.reading_together(comm):
+            with checkpoint.reading_together(model, comm):
                 model.load_state_dict(tree["state_dict"])
             engine = Engine(model, optimizers, stage=after.place.stage, comm=comm, options=after.options())
             engine.states.load_optimizers(tree["optimizer_states"])

@@ -108,14 +108,25 @@ def test_a_checkpoint_goes_on_at_any_stage_on_any_number_of_ranks(
     assert alone["epoch"] == 3
 
 
+@pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_model_may_edit_what_it_loads(stage: int, precision: str, two_ranks: RankPool, tmp_path: Path) -> None:
+def test_a_model_may_edit_what_it_loads_also_if_the_load_then_fails(
+    stage: int, precision: str, fails: bool, two_ranks: RankPool, tmp_path: Path
+) -> None:
     job = fabric_jobs.load_into_a_model_that_edits
-    expected = two_ranks.run(job, DDP, tmp_path / "ddp", precision)
-    found = two_ranks.run(job, {"stage": stage, "units": "modules"}, tmp_path / "zero", precision)
+    expected = two_ranks.run(job, DDP, tmp_path / "ddp", precision, fails)
+    found = two_ranks.run(job, {"stage": stage, "units": "modules"}, tmp_path / "zero", precision, fails)
     for mine, theirs in zip(found, expected, strict=True):
         assert_same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_all_ranks_hear_at_once_that_one_cannot_read(stage: int, two_ranks: RankPool, tmp_path: Path) -> None:
+    strategy = {"stage": stage, "units": "modules", "wait_timeout": 10}
+    first, second = two_ranks.run(fabric_jobs.load_where_rank_1_cannot_read, strategy, tmp_path / "saved")
+    assert first.startswith("rank 1, reading the model: ")
+    assert "the disk is gone" in second
 
 
 @pytest.mark.parametrize("stage", STAGES)

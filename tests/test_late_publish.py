@@ -137,9 +137,9 @@ def test_what_is_loaded_while_weights_arrive_replaces_them_and_may_be_edited(sta
         backward(engine)
         optimizer.step()
         assert all(group.is_behind for group in engine.groups)
-        engine.module.load_state_dict({name: LazyTensor(Ones(p)) for name, p in engine.module.named_parameters()})
-        engine.module[0].weight.data.mul_(3)
-        engine.states.load_noted(lambda: None)
+        with engine.states.loading(lambda: None):
+            engine.module.load_state_dict({name: LazyTensor(Ones(p)) for name, p in engine.module.named_parameters()})
+            engine.module[0].weight.data.mul_(3)
         engine.close()
         return [parameter.detach() for parameter in engine.module.parameters()]
 

@@ -29,6 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         jobs.edit_in_a_hook,
         jobs.override_load_state_dict,
         jobs.assign_what_is_loaded,
+        jobs.load_parts_again,
+        jobs.rewind_to_the_checkpoint,
         jobs.read_in_configure_optimizers,
         jobs.take_the_optimizers_out,
         jobs.go_on_from_what_was_saved_after_a_test,

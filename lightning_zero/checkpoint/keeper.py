@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, final
 
+from torch.nn import Module
+
 from lightning_zero.checkpoint.folder import CheckpointError, CheckpointNotFoundError, Folder
 from lightning_zero.checkpoint.load import StoredCheckpoint
 from lightning_zero.checkpoint.save import Saver
@@ -128,9 +130,9 @@ class CheckpointKeeper:
         self._resumed = StoredCheckpoint(path)
         return {"path": str(folder), "is": [file.name for file in self._resumed.manifest.files[:1]]}
 
-    def reading_together(self) -> AbstractContextManager[None]:
+    def reading_together(self, module: Module) -> AbstractContextManager[None]:
         """See `StoredCheckpoint.reading_together`. Does nothing without a resumed checkpoint."""
-        return nullcontext() if self._resumed is None else self._resumed.reading_together(self._comm)
+        return nullcontext() if self._resumed is None else self._resumed.reading_together(module, self._comm)
 
     def verify_rest(self) -> None:
         """Verifies this rank's share of what it has not read of the resumed checkpoint, if there is one."""

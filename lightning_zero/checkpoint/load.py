@@ -1,6 +1,7 @@
 """Reads a checkpoint: tensors when they are needed (`ZeroStrategy`), or all at once (any other reader)."""
 
 import io
+import itertools
 import math
 import os
 from collections.abc import Callable, Collection, Iterator
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.manifest import Entry, Manifest, ObjectsFile, ReadmeFile, read_manifest
@@ -18,7 +20,7 @@ from lightning_zero.checkpoint.tree import Decoder, parted
 from lightning_zero.run.states import failing_together
 from lightning_zero.shards.extents import Extent
 from lightning_zero.views.lazy import LazyTensor, Stored
-from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.comm import Comm, RankTimeoutError
 
 _WORTH_SHARING = 1 << 16  # bytes that a rank reads of a tensor; less would cost too much in blocks that ranks share
 
@@ -36,7 +38,7 @@ class StoredTensor(Stored):
 
     def for_loading(self, target: Tensor) -> Tensor:
         together = self._checkpoint.together
-        return super().for_loading(target) if together is None else together.read(self, target)
+        return together.read(self) if together is not None and together.fills(target) else super().for_loading(target)
 
     def for_shard(self, extent: Extent, into: Tensor) -> None:
         together = self._checkpoint.together
@@ -57,20 +59,32 @@ class StoredTensor(Stored):
 
 @final
 class ReadingTogether:
-    """Reads the tensors of a model that all ranks load: each rank reads a part, and the parts are all-gathered, so that
-    the ranks together read every file once."""
+    """Reads the tensors of a module that all ranks load: each rank reads a part, and the parts are all-gathered, so
+    that the ranks together read every file once."""
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, module: Module, comm: Comm) -> None:
         self._comm = comm.host
         self._turn = 0
-        self._targets: set[tuple[int, str]] = set()  # tied parameters are loaded once for each name
+        self._targets = {id(tensor): tensor for tensor in itertools.chain(module.parameters(), module.buffers())}
         self.failed: Exception | None = None
 
-    def read(self, tensor: StoredTensor, target: Tensor) -> Tensor:
-        """Returns the values of `tensor`, or `target` itself if it has them. Collective: call it on every rank."""
-        if (id(target), tensor.name) in self._targets:
-            return target
-        self._targets.add((id(target), tensor.name))
+    def fills(self, target: Tensor) -> bool:
+        """Whether all ranks load `target`: a parameter or buffer of the module. User code may fill other tensors too,
+        perhaps on one rank alone."""
+        return id(target) in self._targets
+
+    def read(self, tensor: StoredTensor) -> Tensor:
+        """Returns the values of `tensor`. Collective: call it on every rank, except after one has not come. torch goes
+        on to load the other tensors then, and this rank would wait for each of them."""
+        if isinstance(self.failed, RankTimeoutError):
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+        try:
+            return self._read(tensor)
+        except RankTimeoutError as error:
+            self.failed = error
+            raise
+
+    def _read(self, tensor: StoredTensor) -> Tensor:
         numel, size = math.prod(tensor.shape), self._comm.size
         if numel * tensor.dtype.itemsize < size * _WORTH_SHARING:  # one rank reads it, another the next
             reads, self._turn = self._turn, (self._turn + 1) % size
@@ -181,15 +195,17 @@ class StoredCheckpoint:
             self._read_file(self.manifest.objects)
 
     @contextmanager
-    def reading_together(self, comm: Comm) -> Iterator[None]:
-        """Shares the reading of a model that all ranks load inside, see `ReadingTogether`. At the end they verify what
+    def reading_together(self, module: Module, comm: Comm) -> Iterator[None]:
+        """Shares the reading of a module that all ranks load inside, see `ReadingTogether`. At the end they verify what
         they have not read. Collective: call it on every rank. All raise a RuntimeError when one cannot read."""
-        self.together = ReadingTogether(comm)
+        self.together = ReadingTogether(module, comm)
         try:
             yield
             failed = self.together.failed
         finally:
             self.together = None
+        if isinstance(failed, RankTimeoutError):
+            raise failed
         with failing_together(comm, "reading the model"):
             if failed is not None:
                 raise failed

@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple, final
 
@@ -78,15 +78,13 @@ def load_pretrained(
         RuntimeError: the same on every rank: for tensors that are missing, surplus, of another shape or of a dtype
             that cannot be cast (all of them are named), for files that are no safetensors, when one rank cannot read.
     """
-    with ExitStack() as opened:
-        with failing_together(comm, "loading weights"):
-            pairs, left = _match(module, Folder(path), opened, rename or (lambda name: name), strict)
-            for target, source in sorted(pairs, key=lambda pair: pair[1].place):
-                tensor = target.materialize(construction, device) if target.tensor.is_meta else target.tensor
-                with torch.no_grad():
-                    tensor.copy_(LazyTensor(source))
-        if engine is not None:
-            engine.states.load_noted(lambda: None)
+    reading = nullcontext() if engine is None else engine.states.loading(lambda: None)
+    with ExitStack() as opened, reading, failing_together(comm, "loading weights"):
+        pairs, left = _match(module, Folder(path), opened, rename or (lambda name: name), strict)
+        for target, source in sorted(pairs, key=lambda pair: pair[1].place):
+            tensor = target.materialize(construction, device) if target.tensor.is_meta else target.tensor
+            with torch.no_grad():
+                tensor.copy_(LazyTensor(source))
     return left
 
 

@@ -3,7 +3,6 @@
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -215,10 +214,9 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
         """
         assert self.lightning_module is not None
         engine = self._live_engine
-        with self._checkpoints.reading_together() if engine is None else nullcontext():
-            left = resume.load_state_dict(self.lightning_module, checkpoint["state_dict"], strict=strict)
-        if engine is not None:
-            engine.states.load_noted(self._checkpoints.verify_rest)
+        keeper, module = self._checkpoints, self.lightning_module
+        with keeper.reading_together(module) if engine is None else engine.states.loading(keeper.verify_rest):
+            left = resume.load_state_dict(module, checkpoint["state_dict"], strict=strict)
         if any(left):
             rank_zero_warn(f"strict_loading=False: {left}. These stay as they are.")
 

@@ -367,8 +367,8 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
             super().load_module_state_dict(module, state_dict, strict)
             return
         engine = module.engine  # made first: its parameters only note what is loaded
-        left = resume.load_state_dict(module.module, state_dict, strict=strict)
-        engine.states.load_noted(lambda: None)
+        with engine.states.loading(lambda: None):
+            left = resume.load_state_dict(module.module, state_dict, strict=strict)
         if any(left):
             rank_zero_warn(f"strict=False: {left}. These stay as they are.")
 

@@ -141,8 +141,10 @@ class Engine:
         self._recover()
         if torch.is_grad_enabled():
             self.regroup()
-        else:
+        if not torch.is_grad_enabled() or self.loans.has_noted:
             self.catch_up()
+            if (unread := self.loans.take_unread()) is not None:
+                raise unread
         self.loans.settle()
         self.schedule.start_pass()
         self._buffers.bring()

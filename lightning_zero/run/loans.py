@@ -39,8 +39,8 @@ class Loans(Lender, GradientLender):
         self._in_blocks: dict[ShardGroup, Tensor] = {}  # those of them that recomputing blocks have read in this pass
         self._pinned: dict[Unit, None] = {}  # lent units, of whose values user code may hold views
         self._gradients: dict[Slot, Tensor] = {}  # lent whole gradients, of which user code may hold views
-        self._noted: dict[Slot, Stored] = {}  # the file that each parameter is to be read from
-        self._unread: Exception | None = None  # why a file could not be read
+        self._noted: dict[ShardGroup, dict[Slot, Stored]] = {}  # the files that parameters are to be read from
+        self._unread: Exception | None = None  # why one could not be read
         for group in groups:
             if group.is_plain:
                 group.note_versions()
@@ -71,7 +71,7 @@ class Loans(Lender, GradientLender):
 
     def _enroll_publishing(self, groups: Iterable[ShardGroup]) -> None:
         for group in groups:
-            if group.is_cut and group.places.optimizer != group.places.gathered:
+            if group.is_cut and (group.places.optimizer != group.places.gathered or not group.is_plain):
                 self._publishing[group] = self.rendezvous.enroll(f"publish {group.name}", partial(self._publish, group))
 
     def add(self, groups: Sequence[ShardGroup], trained: Iterable[ShardGroup]) -> None:
@@ -149,7 +149,6 @@ class Loans(Lender, GradientLender):
                 "add Lightning's OnExceptionCheckpoint callback."
             )
         self.catch_up(group)
-        self._read_before_loan(group)
         if group.upcasts or group.stays_full:
             values = self._lend_declared(slot) if group.upcasts else slot.parameter
             return Lent(slot.parameter, values, lambda *_: None)  # until `settle`, which looks for edits
@@ -207,7 +206,6 @@ class Loans(Lender, GradientLender):
         groups = [group for group in self.groups if not group.is_plain and not slots.isdisjoint(group.slots)]
         self.settle()
         for group in groups:
-            self._read_before_loan(group)
             if group.upcasts:
                 self._borrow_declared(group)
             elif not group.stays_full:
@@ -227,42 +225,42 @@ class Loans(Lender, GradientLender):
     # -- loading
 
     def load(self, slot: Slot, source: Stored) -> None:
-        """Notes where the values of a parameter are. They are read when all are noted, or before the next loan."""
-        self.catch_up(slot.group)
-        if slot.group.is_plain:  # it was only shown as resting, as its last step was postponed
-            slot.parameter.copy_(source.for_loading(slot.parameter))
-        else:
-            self._noted[slot] = source
+        """Notes the file that the values of a parameter are in. Reading it is a postponed step of the group: it is done
+        when its values are wanted, or at the end of `States.loading`."""
+        group = slot.group
+        if group not in self._noted:
+            self.catch_up(group)
+            if group.is_plain:  # it was only shown as resting, as its last step was postponed
+                slot.parameter.copy_(source.for_loading(slot.parameter))
+                return
+            self._end_loans_of(group)  # what is lent now are older values, which would overwrite those that are read
+            self._noted[group] = {}
+            group.postpone(partial(self._read, group))
+        self._noted[group][slot] = source
 
-    def read_noted(self) -> None:
-        """Reads this rank's pieces of all parameters that `load` has noted. All ranks must `publish` after it."""
-        self._read([*self._noted])
-        unread, self._unread = self._unread, None
-        if unread is not None:
-            raise unread
+    @property
+    def has_noted(self) -> bool:
+        """Whether parameters are still to be read from files."""
+        return bool(self._noted)
 
-    def _read_before_loan(self, group: ShardGroup) -> None:
-        """Reads what is noted for a group: user code that sees a parameter must see what it has loaded."""
-        if not self._noted.keys().isdisjoint(group.slots):
-            self.settle()  # what is lent now are older values, which would overwrite those that are read
-            self._read([slot for slot in group.slots if slot in self._noted])
-            if group in self._units:
-                self.cache.discard(self.cache.numbers[self._units[group]])
-
-    def _read(self, slots: Sequence[Slot]) -> None:
-        """Reads pieces, or notes why it could not: other ranks wait for this one in collectives before all have read
-        everything."""
-        with torch.no_grad():
-            for slot in slots:
-                source = self._noted.pop(slot)
+    def _read(self, group: ShardGroup) -> None:
+        """Reads this rank's pieces of what is noted for a group. Where it cannot, it notes why: other ranks may wait
+        for this one, and hear of it by `take_unread`."""
+        noted, master = self._noted.pop(group), group.rest.master
+        with torch.no_grad(), no_interception():
+            for slot, source in noted.items():
                 extent = slot.local.box.extent(source.name, slot.piece.start, slot.piece.stop)
                 try:
-                    with slot.group.master.edit(slot.piece.in_shard) as piece:
+                    with master.edit(slot.piece.in_shard) as piece:
                         source.read(extent, piece)
                 except Exception as error:
                     self._unread = error
-            for group in {slot.group for slot in slots}:
-                group.take_masters()
+            group.take_masters(noted)
+
+    def take_unread(self) -> Exception | None:
+        """Returns why a parameter could not be read since the last call; None if all could."""
+        unread, self._unread = self._unread, None
+        return unread
 
     # -- gradients
 
@@ -312,19 +310,36 @@ class Loans(Lender, GradientLender):
                     group.note_versions()
                 elif group.is_plain:
                     group.adopt_assigned()
-            for group, full in self._declared.items():
-                if group in self._units and self._units[group].is_gathered:
-                    self._units[group].wait()  # a gather under way would overwrite the edit
-                group.take_edits(full)
-            self._declared.clear()
+            for group in [*self._declared]:
+                self._take_back_declared(group)
             self._in_blocks.clear()
-            for unit in self._pinned:
-                for group in unit.groups:
-                    if not group.upcasts and group.full_param is not None:
-                        group.adopt_assigned()
-                        group.take_edits(group.full_param)
-                self.cache.unpin(unit)
-            self._pinned.clear()
+            for unit in [*self._pinned]:
+                self._take_back_unit(unit)
+
+    def _end_loans_of(self, group: ShardGroup) -> None:
+        """Ends the loans of a group, as `settle` does, and releases its unit."""
+        unit = self._units.get(group)
+        with torch.no_grad(), no_interception():
+            if group in self._declared:
+                self._take_back_declared(group)
+            self._in_blocks.pop(group, None)
+            if unit in self._pinned:
+                self._take_back_unit(unit)
+            if unit is not None:
+                self.cache.discard(self.cache.numbers[unit])
+
+    def _take_back_declared(self, group: ShardGroup) -> None:
+        if group in self._units and self._units[group].is_gathered:
+            self._units[group].wait()  # a gather under way would overwrite the edit
+        group.take_edits(self._declared.pop(group))
+
+    def _take_back_unit(self, unit: Unit) -> None:
+        for group in unit.groups:
+            if not group.upcasts and group.full_param is not None:
+                group.adopt_assigned()
+                group.take_edits(group.full_param)
+        del self._pinned[unit]
+        self.cache.unpin(unit)
 
 
 def _told_of(group: ShardGroup) -> str:

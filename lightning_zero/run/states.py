@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_map_only
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.optimizer_state import OptimizerState
 from lightning_zero.run.spread import ModelValues, SpreadParameter, SpreadPart
-from lightning_zero.shards.group import publish
 from lightning_zero.shards.local import whole_of
 from lightning_zero.shards.optimizer import PieceStepper
 from lightning_zero.shards.units import renamed
@@ -112,22 +111,34 @@ class States:
             state[name] = value
         return state
 
-    def load_noted(self, verify: Callable[[], None]) -> None:
-        """Reads the values of lazy entries, which `module.load_state_dict` has only noted. Collective. Each rank reads
-        what it owns, and `verify` checks its share of the rest of the checkpoint.
+    @contextmanager
+    def loading(self, verify: Callable[[], None]) -> Iterator[None]:
+        """Surrounds `module.load_state_dict` on every rank. Lazy entries are only noted inside. At the end, also of a
+        load that fails, each rank reads what it owns, and `verify` checks its share of the rest of the checkpoint.
 
         Raises:
-            RuntimeError: the same on every rank, when reading fails on one.
+            RuntimeError: on every rank, when one fails to load or to read.
         """
+        failed: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failed = error
         self._loans.catch_up_all()
-        self._loans.settle()  # lent copies hold the old values: settled later, they would overwrite what is read
-        with failing_together(self._mesh.world, "reading the model"):
-            try:
-                self._loans.read_noted()
-            finally:  # serves ranks that still look at what they load; and units that are gathered hold the old values
-                self._rendezvous.meet_before_collective()
-            verify()
-        publish(self._groups)
+        self._rendezvous.meet_before_collective()  # serves ranks that still look at what they load
+        self._loans.settle()  # a rank that looked alone would not ask for those values again, and be ahead
+        try:
+            with failing_together(self._mesh.world, "reading the model"):
+                unread = self._loans.take_unread()
+                if failed is not None:
+                    raise failed
+                if unread is not None:
+                    raise unread
+                verify()
+        except RuntimeError:
+            if failed is not None:
+                raise failed from None
+            raise
 
     def spread_others(self, checkpoint: dict[str, Any], *, full: bool) -> dict[str, Any]:
         """Returns the checkpoint with other tensors in place of the DTensors that users have put into it (an averaged
