@@ -19,8 +19,9 @@ from torch import Tensor
 import jobs
 from compare import differing
 from lightning_zero.wire import links
+from lightning_zero.wire.exchange import INLINE
 from lightning_zero.wire.gloo import GlooComm, own_group
-from lightning_zero.wire.links import INLINE, ONLY_TCP, Links
+from lightning_zero.wire.links import ONLY_TCP, Links
 from ranks import RankPool, run_alone
 
 SOON = datetime.timedelta(seconds=20)
@@ -265,8 +266,8 @@ def refuse(rank: int, how: str) -> list[bool]:
         raise PermissionError(1, "Operation not permitted")
 
     told = patch.dict(os.environ, {ONLY_TCP: "1"} if how == "told" and comm.rank == rank else {})
-    read = is_refused if how == "kernel" and comm.rank == rank else links._read
-    with told, patch.object(links, "_read", read):
+    read = is_refused if how == "kernel" and comm.rank == rank else links.read
+    with told, patch.object(links, "read", read):
         linked = Links(comm)
     return [peer in linked for peer in range(comm.size)]
 

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from lightning_zero.wire.board import Board
 from lightning_zero.wire.comm import Combine, Comm, Gather, RankTimeoutError, Work, copy_unless_same, place_of
-from lightning_zero.wire.links import Links, Message
+from lightning_zero.wire.exchange import Message
+from lightning_zero.wire.links import Links
 
 _NUMBERS = itertools.count()  # of this process's communicators; all ranks make the same ones, in the same order
 _GRACE_S = 3.0  # s, after a wait that timed out: how long to listen to what the other ranks report
