@@ -247,6 +247,20 @@ def test_a_missing_rank_is_named() -> None:
         ThreadWorld(3, 2.0).run(leave_early)
 
 
+@pytest.mark.parametrize(
+    ("key", "place"),
+    [
+        ("all_gather gather layers.3/float32/0[1] #7", "the all-gather of the parameters of layers.3"),
+        ("all_reduce rendezvous #40", "the agreement on what comes next"),
+        ("object reading the model #3", "the exchange about reading the model"),
+        ("length of object reading the model #3", "the exchange about reading the model"),
+        ("broadcast something new #2", "the broadcast of something new"),
+    ],
+)
+def test_a_message_says_in_words_where_a_rank_waited(key: str, place: str) -> None:
+    assert RankTimeoutError("Rank 1 did not come", key).place == place
+
+
 def test_a_rank_that_fails_ends_the_others_with_its_own_error() -> None:
     def fail(comm: Comm) -> None:
         if comm.rank == 1:

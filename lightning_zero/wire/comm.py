@@ -76,7 +76,9 @@ _PLACES = {
 
 def place_of(key: str) -> str:
     """Describes the operation `key` by the model's names: "the reduction of the gradients of x"."""
-    kind, _, name = key.rpartition(" #")[0].partition(" ")
+    kind, _, name = key.removeprefix("length of ").rpartition(" #")[0].partition(" ")
+    if kind == "object":
+        return f"the exchange about {name}"
     for (of_kind, purpose), place in _PLACES.items():
         if of_kind == kind and f"{name} ".startswith(f"{purpose} "):
             return place.format(name[len(purpose) + 1 :].partition("/")[0])
