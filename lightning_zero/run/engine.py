@@ -141,7 +141,7 @@ class Engine:
         self._recover()
         if torch.is_grad_enabled():
             self.regroup()
-        if not torch.is_grad_enabled() or self.loans.has_noted:
+        if not torch.is_grad_enabled() or self.loans.has_noted:  # by user code that has loaded a checkpoint's entries
             self.catch_up()
             if (unread := self.loans.take_unread()) is not None:
                 raise unread
