@@ -70,6 +70,12 @@ def saved_by(strategy: Any, path: Path) -> Path:
     return shared
 
 
+def go_on(strategy: Any, path: Path, model: Net, epochs: int = 2) -> list[float]:
+    """The losses of a run that goes on from one that was saved."""
+    fit(strategy, model, epochs, saved_by(strategy, path))
+    return model.losses
+
+
 class Edits(L.Callback):
     """Reads and edits weights when a checkpoint is loaded."""
 
@@ -246,31 +252,19 @@ def edit_head(head: nn.Module, _: Any) -> None:
 
 
 def override_load_state_dict(strategy: Any, path: Path) -> Any:
-    path = saved_by(strategy, path)
-    model = Overrides()
-    fit(strategy, model, 2, path)
-    return model.losses
+    return go_on(strategy, path, Overrides())
 
 
 def assign_what_is_loaded(strategy: Any, path: Path) -> Any:
-    path = saved_by(strategy, path)
-    model = Assigns()
-    fit(strategy, model, 2, path)
-    return model.losses
+    return go_on(strategy, path, Assigns())
 
 
 def load_parts_again(strategy: Any, path: Path) -> Any:
-    path = saved_by(strategy, path)
-    model = LoadsApart()
-    fit(strategy, model, 2, path)
-    return model.losses
+    return go_on(strategy, path, LoadsApart())
 
 
 def rewind_to_the_checkpoint(strategy: Any, path: Path) -> Any:
-    path = saved_by(strategy, path)
-    model = Rewinds()
-    fit(strategy, model, 3, path)
-    return model.losses
+    return go_on(strategy, path, Rewinds(), epochs=3)
 
 
 def read_in_configure_optimizers(strategy: Any, path: Path) -> Any:

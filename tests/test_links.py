@@ -5,6 +5,7 @@ import datetime
 import gc
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 import jobs
 from compare import differing
 from lightning_zero.wire import links
-from lightning_zero.wire.exchange import INLINE
+from lightning_zero.wire.exchange import _HEADER, _TAKEN, INLINE, Exchange
 from lightning_zero.wire.gloo import GlooComm, own_group
 from lightning_zero.wire.links import ONLY_TCP, Links
 from ranks import RankPool, run_alone
@@ -209,6 +210,28 @@ def time_out() -> tuple[str, float]:
 
 def test_a_wait_has_a_time_limit_after_which_nothing_is_sent_or_received(two_ranks: RankPool) -> None:
     assert two_ranks.run(time_out) == [("timed out after 0.1 s", 0.0), ("connection closed by peer", 0.0)]
+
+
+def test_an_answer_that_comes_after_the_end_of_its_wait_does_not_end_the_thread() -> None:
+    """The thread begins when one peer's answer to an offer, which nobody waits for any more, and another peer's tensor
+    have come."""
+    ends, others = zip(*(socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)), strict=True)
+    one, other = Exchange(dict(enumerate(ends)), {}), Exchange({9: others[1]}, {})
+    sent = one.send(0, torch.zeros(INLINE), 7)
+    others[0].send(_HEADER.pack(_TAKEN, 7, 0, 0))
+    with pytest.raises(RuntimeError, match="timed out"):
+        sent.wait(datetime.timedelta(seconds=0.01))
+    thread = threading.Thread(target=one.run)
+    thread.start()
+    time.sleep(0.1)  # it reads the answer first
+    other.send(9, torch.ones(2), 3).wait(SOON)
+    landed = torch.zeros(2)
+    try:
+        one.receive(1, landed, 3).wait(SOON)
+    finally:
+        one.quit()
+        thread.join(5.0)
+    assert landed.tolist() == [1.0, 1.0]
 
 
 def fork_a_child_that_ends() -> bool:

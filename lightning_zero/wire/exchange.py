@@ -216,7 +216,8 @@ class Exchange:
         key = peer, tag
         with self._lock:
             if kind == _TAKEN:
-                _pop(self._offered, key).end()
+                if key in self._offered:  # otherwise the link was closed while this answer was on its way
+                    _pop(self._offered, key).end()
                 return True
             arrival = _Arrival(datagram[_HEADER.size :] if kind == _PAYLOAD else None, address, nbytes)
             if key in self._awaited:
