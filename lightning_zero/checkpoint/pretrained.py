@@ -20,6 +20,7 @@ from torch.nn import Module, Parameter
 from lightning_zero.checkpoint.export import INDEX, SINGLE
 from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.shard import LONGEST_HEADER, SAFE_NAMES, fill
+from lightning_zero.device import HOST
 from lightning_zero.run.construction import Construction
 from lightning_zero.run.engine import Engine
 from lightning_zero.run.states import failing_together
@@ -28,7 +29,6 @@ from lightning_zero.shards.units import as_written
 from lightning_zero.views.lazy import LazyTensor, Stored
 from lightning_zero.wire.comm import Comm
 
-HOST = torch.device("cpu")
 _DTYPES = {name: dtype for dtype, name in SAFE_NAMES.items()}
 _SUFFIX = ".safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")

@@ -7,6 +7,7 @@ from typing import Any
 import numpy
 import torch
 
+from lightning_zero.device import is_host, random_state, set_random_state
 from lightning_zero.wire.comm import Comm
 
 
@@ -21,19 +22,19 @@ def capture(device: torch.device) -> dict[str, Any]:
         "numpy_rest": [int(mersenne["state"]["pos"]), int(mersenne["has_gauss"]), float(mersenne["gauss"])],
         "torch": torch.get_rng_state(),
     }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    if not is_host(device):
+        state[device.type] = random_state(device)
     return state
 
 
 def restore(state: dict[str, Any], device: torch.device) -> None:
-    """Restores what `capture` returned. Ignores the state of a CUDA device on a rank that has none."""
+    """Restores what `capture` returned. Ignores the state of a device on a rank that has another kind."""
     version, gauss = state["python_rest"]
     random.setstate((version, tuple(state["python"].tolist()), gauss))
     numpy.random.set_state(("MT19937", state["numpy"].numpy().astype("uint32"), *state["numpy_rest"]))
     torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    if not is_host(device) and device.type in state:
+        set_random_state(state[device.type], device)
 
 
 def share(comm: Comm, device: torch.device) -> None:

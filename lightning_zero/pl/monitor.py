@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_zero.device import allocated_bytes, is_host
 from lightning_zero.pl.advice import Held, advice_for, is_out_of_memory, options_beside_ddp, options_of
 from lightning_zero.pl.checkpointing import CheckpointingStrategy
 from lightning_zero.pl.table import bytes_table, ranks_told, sized
@@ -146,7 +147,7 @@ class ZeroMonitor(pl.Callback):
             "wait_seconds_per_step": self._waited * per_step / self._batches if counts else None,
             "memory_bytes": {str(category): nbytes for category, nbytes in bytes_at_rest(trainer, module).items()},
             "peak_resident_bytes": resident_bytes(),
-            "peak_device_bytes": _peak_bytes(trainer) if _is_on_gpu(trainer) else None,
+            "peak_device_bytes": _peak_bytes(trainer) if _is_on_device(trainer) else None,
             "wire_bytes_per_step": self._sent * per_step // self._batches if counts else _formula(trainer, module),
         }
 
@@ -201,12 +202,12 @@ def resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES
 
 
-def _is_on_gpu(trainer: "pl.Trainer") -> bool:
-    return trainer.strategy.root_device.type == "cuda"
+def _is_on_device(trainer: "pl.Trainer") -> bool:
+    return not is_host(trainer.strategy.root_device)
 
 
 def _peak_bytes(trainer: "pl.Trainer") -> int:
-    return torch.cuda.max_memory_allocated(trainer.strategy.root_device) if _is_on_gpu(trainer) else resident_bytes()
+    return allocated_bytes(trainer.strategy.root_device) if _is_on_device(trainer) else resident_bytes()
 
 
 def _communicated(trainer: "pl.Trainer") -> tuple[int, float]:

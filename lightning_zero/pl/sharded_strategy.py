@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint import CheckpointKeeper, pickle_on_all_ranks
 from lightning_zero.config import Checkpoint, Offload
+from lightning_zero.device import free_bytes, is_host
 from lightning_zero.pl import ranks
 from lightning_zero.pl.single_file import format_beside, is_plugin, refuse_place
 from lightning_zero.pl.table import MemoryReport, table_of, told_of_whole
@@ -228,8 +229,8 @@ class ShardedStrategy:
         parallelism, counts copies of this rank's part of the model on its device. Collective: one answer for all ranks.
         """
         available, copies = ranks.available_host_bytes(), self.num_processes
-        if engine.mesh.tensor.size > 1 and self.root_device.type == "cuda":
-            available, copies = torch.cuda.mem_get_info(self.root_device)[0], 1
+        if engine.mesh.tensor.size > 1 and not is_host(self.root_device):
+            available, copies = free_bytes(self.root_device), 1
         needed = copies * sum(
             local_of(parameter).numel() * parameter.dtype.itemsize for parameter in engine.module.parameters()
         )

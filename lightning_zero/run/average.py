@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from lightning_zero.device import HOST, can_pin, is_host
 from lightning_zero.run.engine import Engine
 from lightning_zero.run.spread import ModelValues, read_part
 from lightning_zero.run.states import failing_together
@@ -20,7 +21,6 @@ from lightning_zero.shards.units import as_written
 from lightning_zero.tiers.array import Array, empty
 from lightning_zero.tiers.ledger import Category, Place, Tier
 
-HOST = torch.device("cpu")
 
 Rule = Callable[[Tensor, Tensor, int], Tensor]  # averaged, current, number of updates before -> averaged
 
@@ -230,8 +230,8 @@ def room_for_average(engine: Engine, *, on_host: bool = False) -> dict[tuple[Cat
 def _place_for(group: ShardGroup, on_host: bool) -> Place:
     """Returns where the average of a group rests: beside the masters, or on the host."""
     place = group.rest.master.place
-    if on_host and place.tier is Tier.DEVICE and place.device.type != "cpu":
-        return Place(HOST, Tier.HOST, pinned=True)
+    if on_host and place.tier is Tier.DEVICE and not is_host(place.device):
+        return Place(HOST, Tier.HOST, pinned=can_pin(place.device.type))
     return place
 
 

@@ -30,6 +30,7 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from lightning_zero.device import point_at
 from lightning_zero.shards.early import EarlyParameter, early_of, nothing
 from lightning_zero.shards.managed import is_plain
 from lightning_zero.shards.options import Options
@@ -203,7 +204,7 @@ class Construction(Keeper):
         if values is parameter:
             return
         with no_interception():
-            parameter.data = values
+            point_at(parameter, values)
         early.row, early.may_differ = None, True
         self._take_in(early, parameter.nbytes)
 

@@ -9,6 +9,7 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_zero.device import HOST
 from lightning_zero.run.averages import Averages
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.loans import Loans
@@ -31,8 +32,6 @@ from lightning_zero.views.saved import SavedParameters
 from lightning_zero.wire.comm import Comm
 
 __all__ = ["Engine", "Options"]
-
-HOST = torch.device("cpu")
 
 
 @final

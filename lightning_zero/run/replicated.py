@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
+from lightning_zero.device import point_at
 from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.shards.early import early_of
 from lightning_zero.shards.local import local_of
@@ -105,4 +106,4 @@ def move_replicated(module: Module, device: torch.device) -> None:
                 inner._buffers[name] = None if buffer is None else buffer.to(device)
             for parameter in inner._parameters.values():
                 if parameter is not None and slot_of(parameter) is None:
-                    parameter.data = parameter.data.to(device)
+                    point_at(parameter, parameter.data.to(device))

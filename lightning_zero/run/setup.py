@@ -9,6 +9,7 @@ import torch
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from lightning_zero.device import SideStream
 from lightning_zero.run.recompute import Recompute, recompute_for
 from lightning_zero.run.replicated import broadcast_states
 from lightning_zero.run.states import failing_together
@@ -62,7 +63,7 @@ def set_up(
         places,
         assembly.bucket_bytes_for(managed, options),
         as_declared=options.param_dtype is None,
-        aside=torch.cuda.Stream(device) if device.type == "cuda" else None,
+        aside=SideStream.of(device),
         block=stepped.block,
         keeps_gradients=not options.step_in_backward,
     )

@@ -15,6 +15,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from lightning_zero.device import HOST
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.optimizer_state import OptimizerState
 from lightning_zero.run.spread import ModelValues, SpreadParameter, SpreadPart
@@ -24,8 +25,6 @@ from lightning_zero.shards.units import renamed
 from lightning_zero.views.lazy import LazyTensor
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.mesh import Mesh
-
-HOST = torch.device("cpu")
 
 
 @final

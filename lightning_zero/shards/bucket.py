@@ -6,6 +6,7 @@ from typing import final
 
 import torch
 
+from lightning_zero.device import Event, SideStream, wait_for
 from lightning_zero.shards.setting import Setting
 from lightning_zero.tiers.ledger import Category
 
@@ -22,7 +23,7 @@ class Bucket:
             for rows in (comm.size if packs else 0, comm.scratch_rows, 1)
         )
         self.finish: Callable[[], None] | None = None  # waits for the reduction under way, and stores its result
-        self._stored: torch.cuda.Event | None = None  # recorded by `settle_on`
+        self._stored: Event | None = None  # recorded by `settle_on`
 
     def settle(self) -> None:
         """Waits for the reduction in this bucket, if there is one, and stores its result."""
@@ -30,17 +31,16 @@ class Bucket:
         if finish is not None:
             finish()
         if self._stored is not None:
-            torch.cuda.current_stream(self.total.device).wait_event(self._stored)
+            wait_for(self._stored, self.total.device)
             self._stored = None
 
-    def settle_on(self, stream: torch.cuda.Stream) -> None:
+    def settle_on(self, aside: SideStream) -> None:
         """Waits and stores as `settle` does, on another stream of the device, whose work goes on meanwhile."""
         finish, self.finish = self.finish, None
         assert finish is not None
-        stream.wait_stream(torch.cuda.current_stream(self.total.device))
-        with torch.cuda.stream(stream):
+        with aside.after_current():
             finish()
-            self._stored = stream.record_event()
+            self._stored = aside.record()
 
 
 @final

@@ -18,6 +18,7 @@ from torch._C import DisableTorchFunctionSubclass as no_interception
 from torch.nn import Parameter
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
+from lightning_zero.device import point_at
 from lightning_zero.shards.extents import Extent
 from lightning_zero.tiers.ledger import Category, Ledger, Place
 from lightning_zero.wire.comm import Comm
@@ -104,7 +105,7 @@ class EarlyParameter:
             del row
             self.row = None  # freed before the other rows arrive, so that no two copies of it are resident
             _comm_for(self._mesh.shard, device).all_gather(rows, own, f"early parameter {self.number}").wait()
-            parameter.data = flat[: parameter.numel()].view(parameter.shape)
+            point_at(parameter, flat[: parameter.numel()].view(parameter.shape))
 
     def make_row(self) -> Tensor:
         """Allocates this rank's row, uninitialised."""
@@ -116,7 +117,7 @@ class EarlyParameter:
         """Takes the values from the parameter; `row` is this rank's part of them."""
         parameter = self._alive()
         with torch.no_grad(), no_interception():
-            parameter.data = nothing(parameter.shape, parameter.dtype, parameter.device)
+            point_at(parameter, nothing(parameter.shape, parameter.dtype, parameter.device))
             self._nothing = parameter.data_ptr()
         self.row = row
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_zero.device import to_device
 from lightning_zero.shards.early import take_over
 from lightning_zero.shards.layout import Layout, Slice, overlap
 from lightning_zero.shards.local import local_of
@@ -199,7 +200,7 @@ class ShardGroup:
             rows = torch.empty(shape, dtype=shard.dtype, device=device) if full is None else self.matrix(full, each)
             own = shard.read(each.in_shard)
             if not is_there:
-                own = rows[self.comm.rank].copy_(own, non_blocking=True)
+                own = to_device(rows[self.comm.rank], own, stays=True)
             told, name = None if number else diverges, f"{purpose} {self.name}[{number}]"
             begun.append(self.comm.all_gather(rows, own, name, diverges=told))
             if full is None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn import Parameter
 
+from lightning_zero.device import point_at
 from lightning_zero.shards.extents import Extent
 from lightning_zero.wire.comm import Comm
 
@@ -80,7 +81,7 @@ class Local:
         if isinstance(self.parameter, DTensor):
             self.parameter._local_tensor = values
         else:
-            self.parameter.data = values
+            point_at(self.parameter, values)
 
     @property
     def grad(self) -> Tensor | None:

@@ -107,7 +107,7 @@ class Measured:
 
 
 def scale_(slots: Sequence[Slot], factor: Tensor) -> None:
-    """Multiplies all gradients by a 0-d tensor. The host does not wait for its value."""
+    """Multiplies all gradients by a 0-d tensor."""
     by_device: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for slot in slots:
         with gradient_of(slot).edit_piece(slot) as piece:
@@ -116,7 +116,7 @@ def scale_(slots: Sequence[Slot], factor: Tensor) -> None:
             else:
                 by_device.setdefault((piece.device, piece.dtype), []).append(piece)
     for (device, _), pieces in by_device.items():
-        torch._foreach_mul_(pieces, factor.to(device, non_blocking=True))
+        torch._foreach_mul_(pieces, factor.to(device))
 
 
 def clip_by_norm_(measured: Measured, mesh: Mesh, max_norm: float, *, error_if_nonfinite: bool = False) -> GradNorm:

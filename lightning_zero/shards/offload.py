@@ -9,6 +9,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.config import Offload
+from lightning_zero.device import HOST, can_pin, is_host
 from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.probe import state_tensors_of
 from lightning_zero.shards.setting import Places, Setting
@@ -16,8 +17,6 @@ from lightning_zero.shards.units import modules_in_compiled_regions
 from lightning_zero.stage import Partition
 from lightning_zero.tiers.disk import Disk
 from lightning_zero.tiers.ledger import Place, Tier, keep_no_freed_memory
-
-HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ def places_for(offload: Offload | None, device: torch.device, partition: Partiti
     here = Place(device)
     if offload is None:
         return Places(here, here, here, here)
-    pinned = offload.pin_memory and device.type == "cuda"
+    pinned = offload.pin_memory and can_pin(device.type)
     tiers = {None: here, "cpu": host_of(device, machine, pins=offload.pin_memory)}
     if offload.path is not None:
         keep_no_freed_memory()  # users offload to disk because memory is scarce
@@ -46,8 +45,8 @@ def places_for(offload: Offload | None, device: torch.device, partition: Partiti
 
 def host_of(device: torch.device, machine: Machine, *, pins: bool = True) -> Place:
     """Returns the place that is host memory, or the device's where the two are one tier."""
-    is_apart = device.type != "cpu" if machine.host_is_apart is None else machine.host_is_apart
-    return Place(HOST, Tier.HOST, pins and device.type == "cuda") if is_apart else Place(device)
+    is_apart = not is_host(device) if machine.host_is_apart is None else machine.host_is_apart
+    return Place(HOST, Tier.HOST, pins and can_pin(device.type)) if is_apart else Place(device)
 
 
 def choose_offloaded(offload: Offload | None, named: Mapping[str, Parameter], trainable: set[int]) -> set[int]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lightning_zero.device import SideStream
 from lightning_zero.stage import Partition
 from lightning_zero.tiers.disk import Disk
 from lightning_zero.tiers.ledger import Ledger, Place
@@ -55,6 +56,6 @@ class Setting:
     places: Places
     bucket_bytes: int  # largest reduction
     as_declared: bool  # users read parameters in the declared dtype, even those that rest in another
-    aside: torch.cuda.Stream | None = None  # a device copies and adds here, beside its work; None on the host
+    aside: SideStream | None = None  # a device copies and adds here, beside its work; None on the host
     block: int = 1  # elements in a block; pieces consist of whole blocks
     keeps_gradients: bool = True  # averaged gradients stay from backward to the step; else each is stepped at once

@@ -7,6 +7,7 @@ from typing import final
 import torch
 from torch.nn import Module
 
+from lightning_zero.device import Event, wait_for
 from lightning_zero.shards.arena import Arena, Buffer
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.tiers.alignment import ALIGNMENT_BYTES, round_up
@@ -39,7 +40,7 @@ class Unit:
             self.nbytes += round_up(group.layout.numel * group.kind.resting.itemsize, ALIGNMENT_BYTES)
         self.buffer: Buffer | None = None
         self._under_way: list[Gather] = []
-        self._copied: torch.cuda.Event | None = None  # on the stream that gathers beside the device's work
+        self._copied: Event | None = None  # on the stream that gathers beside the device's work
 
     @property
     def is_gathered(self) -> bool:
@@ -55,10 +56,9 @@ class Unit:
             return self._gather_into(self.buffer, diverges)
         # Values that come from another tier are copied beside the device's work. That stream first waits for the work
         # that has used the buffer before.
-        aside.wait_stream(torch.cuda.current_stream(self.buffer.memory.device))
-        with torch.cuda.stream(aside):
+        with aside.after_current():
             gather = self._gather_into(self.buffer, diverges)
-            self._copied = aside.record_event()
+            self._copied = aside.record()
         return gather
 
     def _gather_into(self, buffer: Buffer, diverges: bool | None) -> Gather:
@@ -96,7 +96,7 @@ class Unit:
             self._under_way.pop(0).wait()
         if self._copied is not None:
             assert self.buffer is not None
-            torch.cuda.current_stream(self.buffer.memory.device).wait_event(self._copied)
+            wait_for(self._copied, self.buffer.memory.device)
             self._copied = None
 
     def release(self, arena: Arena) -> None:

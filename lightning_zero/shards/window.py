@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from lightning_zero.device import point_at
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.slot import Slot, no_interception, point_at_nothing
 from lightning_zero.tiers.alignment import ALIGNMENT_BYTES, round_up
@@ -235,7 +236,7 @@ class Window:
             self._shown[slot] = _Shown(shown, type(parameter), grad is not None)
             parameter.grad = None
             parameter.__class__ = Parameter
-            parameter.data = piece
+            point_at(parameter, piece)
             set_grad_dtype(parameter, piece.dtype)
             parameter.grad = grad
 
@@ -276,7 +277,7 @@ class Window:
             if full is None:
                 point_at_nothing(slot)
             else:
-                parameter.data = slot.view(full)
+                point_at(parameter, slot.view(full))
             set_grad_dtype(parameter, gradient.dtype)
             parameter.grad = shown.grad
             parameter.__class__ = shown.kind

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_zero.device import Event, SideStream, to_device, to_host, wait_for
 from lightning_zero.tiers.composed import taken_apart
 from lightning_zero.tiers.ledger import Category, Ledger, Place
 from lightning_zero.tiers.stack import Stack
@@ -101,7 +102,7 @@ class ActivationStore:
         self._is_alike: dict[str, bool] = {}  # argument of a block -> whether all ranks have the same values
         self._holds: weakref.WeakValueDictionary[int, _Hold] = weakref.WeakValueDictionary()  # by storage
         self._last: weakref.ref[KeptArguments] | None = None
-        self._aside = torch.cuda.Stream(here.device) if self.is_away and here.device.type == "cuda" else None
+        self._aside = SideStream.of(here.device) if self.is_away else None
         self._leaving: list[Tensor] = []  # tensors that the other stream is copying from the device
 
     def keep(self, name: str, arguments: Any) -> KeptArguments:
@@ -164,39 +165,37 @@ class ActivationStore:
             self.ledger.book(Category.ACTIVATION_CHECKPOINT, self.here.tier, storage.nbytes(), hold)
         return hold
 
-    # -- copies, on a stream of their own on a GPU
+    # -- copies, on a stream of their own where the device has streams
 
     def leave(self, target: Tensor, source: Tensor) -> None:
         """Copies `source` to `target`, where checkpoints are kept. `source` must not change until `settle`."""
         if self._aside is None:
             target.copy_(source)
             return
-        self._aside.wait_stream(torch.cuda.current_stream(source.device))
-        with torch.cuda.stream(self._aside):
-            target.copy_(source, non_blocking=True)
+        with self._aside.after_current():
+            to_host(target, source)  # `fetch` reads it on the same stream
         self._leaving.append(source)
 
     def settle(self) -> None:
         """Lets the current stream wait for the copies that `keep` has started: then it may change their sources."""
         if self._leaving:
             assert self._aside is not None
-            torch.cuda.current_stream(self._leaving[0].device).wait_stream(self._aside)
+            self._aside.join()
             self._leaving.clear()
 
     def room_here(self, nbytes: int) -> Tensor:
         """Allocates memory ``(nbytes,)`` uint8 on the device for a checkpoint that is brought back."""
         return self.ledger.allocate(Category.GATHERED, nbytes, torch.uint8, self.here)
 
-    def fetch(self, memory: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    def fetch(self, memory: Tensor) -> tuple[Tensor, Event | None]:
         """Returns a copy of `memory` on the device, and the event that ends the copying (None: it has ended)."""
         target = self.room_here(memory.numel())
         if self._aside is None:
             return target.copy_(memory), None
-        self._aside.wait_stream(torch.cuda.current_stream(target.device))  # it may still use the memory of `target`
-        with torch.cuda.stream(self._aside):
-            target.copy_(memory, non_blocking=True)
-            target.record_stream(self._aside)
-            return target, self._aside.record_event()
+        with self._aside.after_current():  # which may still use the memory of `target`
+            to_device(target, memory, stays=True)
+            self._aside.keep(target)
+            return target, self._aside.record()
 
 
 @final
@@ -301,7 +300,7 @@ class _Copy(Kept):
         own = memory[start : start + columns]
         self._region = store.room.take(columns)
         store.leave(self._region.memory[: own.numel()], own)
-        self._coming: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._coming: tuple[Tensor, Event | None] | None = None
         self._here: Tensor | None = None  # the values on the device, once brought, if several calls share them
 
     def begin(self) -> None:
@@ -323,7 +322,7 @@ class _Copy(Kept):
             assert self._coming is not None
             (memory, arrives), self._coming = self._coming, None
             if arrives is not None:
-                torch.cuda.current_stream(memory.device).wait_event(arrives)
+                wait_for(arrives, memory.device)
         if self._is_parted:
             full = self._store.room_here(comm.size * memory.numel())
             comm.all_gather(full.view(comm.size, -1), memory, f"activation checkpoint {self._name}").wait()

@@ -9,6 +9,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
+from lightning_zero.device import Arrival, is_host, to_device, to_host
 from lightning_zero.tiers.disk import Disk
 from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
 
@@ -53,23 +54,23 @@ class InMemory(Array):
     def __init__(self, values: Tensor, place: Place) -> None:
         super().__init__(values.numel(), values.dtype, place)
         self._values = values
-        self._written: torch.cuda.Event | None = None  # ends the latest copy from the device, which may be under way
+        self._arriving: Arrival | None = None  # the latest values, from the device
 
     @property
     def version(self) -> int:
         return self._values._version
 
     def read(self, part: slice = ALL) -> Tensor:
-        if self._written is not None:
-            self._written.synchronize()
-            self._written = None
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
         return self._values[part]
 
     def write(self, part: slice, values: Tensor, *, stays: bool = False) -> None:
-        leaves = self.place.pinned and values.is_cuda
-        self._values[part].copy_(values, non_blocking=leaves or stays)
-        if leaves:
-            self._written = torch.cuda.current_stream(values.device).record_event()
+        if is_host(self.place.device):
+            self._arriving = to_host(self._values[part], values)
+        else:
+            to_device(self._values[part], values, stays=stays)
 
     @contextmanager
     def edit(self, part: slice = ALL) -> Iterator[Tensor]:

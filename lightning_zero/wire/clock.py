@@ -7,8 +7,10 @@ from typing import TypeVar, final
 
 import torch
 
+from lightning_zero.device import Event, has_streams, is_on_default_stream, record
+
 T = TypeVar("T")
-Mark = float | torch.cuda.Event | None  # a moment; None: one that is not measured
+Mark = float | Event | None  # a moment; None: one that is not measured
 
 
 @final
@@ -16,33 +18,32 @@ class Clock:
     """Adds up seconds without ever waiting for a device: a measurement counts once the device has passed its end.
 
     Args:
-        device: a GPU, whose default stream is measured while it is the current one, since other streams work beside it.
-            None, or any other device, measures the host.
+        device: one with streams, whose default stream is measured while it is the current one, since other streams work
+            beside it. None, or any other device, measures the host.
         keeps: how many of the latest durations `latest` keeps.
     """
 
     def __init__(self, device: torch.device | None = None, *, keeps: int = 0) -> None:
-        self._device = device if device is not None and device.type == "cuda" else None
+        self._device = device if device is not None and has_streams(device.type) else None
         self._seconds = 0.0
-        self._running: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # begin and end, not passed yet
+        self._running: deque[tuple[Event, Event]] = deque()  # begin and end, not passed yet
         self._latest: deque[float] = deque(maxlen=keeps)
 
     def start(self) -> Mark:
         """Begins a measurement, which `stop` ends."""
         if self._device is None:
             return time.perf_counter()
-        stream = torch.cuda.current_stream(self._device)
-        if stream != torch.cuda.default_stream(self._device):
-            return None
-        mark = torch.cuda.Event(enable_timing=True)
-        mark.record(stream)
-        return mark
+        return record(self._device, timing=True) if is_on_default_stream(self._device) else None
 
     def stop(self, started: Mark) -> None:
         ended = None if started is None else self.start()
-        if isinstance(started, float) and isinstance(ended, float):
+        if started is None or ended is None:
+            return
+        if isinstance(started, float):
+            assert isinstance(ended, float)
             self._add(ended - started)
-        elif isinstance(started, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
+        else:
+            assert not isinstance(ended, float)
             self._running.append((started, ended))
             self._settle()
 

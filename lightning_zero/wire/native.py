@@ -37,7 +37,7 @@ class NativeComm(Comm):
         self._control = control
         self._on_device = dist.get_backend(group) == "nccl"
         self.bytes_sent, self.calls = control.bytes_sent, control.calls  # both count into the same
-        self.clock = Clock(torch.device("cuda", torch.cuda.current_device())) if self._on_device else control.clock
+        self.clock = Clock(device) if self._on_device else control.clock
 
     @property
     def host(self) -> Comm:

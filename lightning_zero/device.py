@@ -1,0 +1,211 @@
+"""Accelerators: streams, copies, pinned memory, statistics, random numbers. No other module names a kind of device.
+
+All of it comes from `torch.get_device_module`, so that CUDA, ROCm, XPU and devices of other vendors are used alike; a
+device without streams, or without pinned memory, works without them. The package is tested on CPUs, on NVIDIA's GPUs
+and on a simulated device (`tests/sim`).
+
+A device works asynchronously: the host launches work into a *stream*, which does it later, in order. One stream is
+current. Two streams are ordered only where one waits for the other, and the host only where it waits for a stream. So
+every copy between host and device is made here, and says what has to be waited for:
+
+    to_device     the host's values must not change before the stream has read them (`stays`, or it is waited for)
+    to_host       values are there after `Arrival.wait`
+"""
+
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.weak import WeakIdKeyDictionary
+
+HOST = torch.device("cpu")
+TESTED = ("cpu", "cuda")
+
+
+class Event(Protocol):
+    """A place in a stream's work; `torch.cuda.Event` and its like."""
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+    def elapsed_time(self, end_event: Any) -> float: ...
+
+
+def module_of(device: torch.device) -> Any:
+    """Returns torch's module for a kind of device: `torch.cuda`, `torch.xpu`, ..."""
+    return torch.get_device_module(device)
+
+
+def is_host(device: torch.device) -> bool:
+    return device.type == HOST.type
+
+
+@cache
+def has_streams(kind: str) -> bool:
+    """Whether devices of this kind (``"cuda"``) work asynchronously, in streams that code can choose."""
+    if kind in (HOST.type, "meta"):
+        return False
+    module = module_of(torch.device(kind))
+    return all(hasattr(module, name) for name in ("Stream", "Event", "stream", "current_stream"))
+
+
+@cache
+def can_pin(kind: str) -> bool:
+    """Whether host memory can be page-locked for devices of this kind, so that copies need not wait for the host."""
+    if not has_streams(kind):
+        return False
+    try:
+        return torch.empty(1, pin_memory=True, device=HOST).is_pinned()
+    except RuntimeError:
+        return False
+
+
+def untested(device: torch.device) -> str | None:
+    """Returns a sentence for a kind of device that the package was never tried on; None for the others."""
+    if device.type in TESTED:
+        return None
+    return f"lightning_zero was never tried on {device.type!r} devices, only on CPUs and CUDA: compare a run with ddp first."
+
+
+# -- streams
+
+
+@final
+class SideStream:
+    """A stream beside the current one, on which a device copies and adds while it computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module = module_of(device)
+        self._stream = self._module.Stream(device)
+
+    @classmethod
+    def of(cls, device: torch.device) -> "SideStream | None":
+        """Returns a new stream; None for a device without streams."""
+        return cls(device) if has_streams(device.type) else None
+
+    @contextmanager
+    def after_current(self) -> Iterator[None]:
+        """Inside, work goes to this stream, after all that the current stream has been given so far."""
+        self._stream.wait_stream(self._module.current_stream(self.device))
+        with self._module.stream(self._stream):
+            yield
+
+    def record(self) -> Event:
+        """Returns the place that this stream has come to, for `wait_for`."""
+        return self._stream.record_event()
+
+    def keep(self, tensor: Tensor) -> None:
+        """Keeps the memory of a tensor, which another stream has allocated, until this stream has come here."""
+        tensor.record_stream(self._stream)
+
+    def join(self) -> None:
+        """Lets the current stream wait for all that this stream has been given so far."""
+        self._module.current_stream(self.device).wait_stream(self._stream)
+
+
+def wait_for(event: Event, device: torch.device) -> None:
+    """Lets the current stream of `device` wait for an event."""
+    module_of(device).current_stream(device).wait_event(event)
+
+
+def record(device: torch.device, *, timing: bool = False) -> Event:
+    """Returns the place that the current stream of `device` has come to."""
+    module = module_of(device)
+    event = module.Event(enable_timing=True) if timing else module.Event()
+    event.record(module.current_stream(device))
+    return event
+
+
+def is_on_default_stream(device: torch.device) -> bool:
+    module = module_of(device)
+    return bool(module.current_stream(device) == module.default_stream(device))
+
+
+# -- copies
+
+
+@final
+class Arrival:
+    """Values on their way to the host. Until `wait` has returned, nothing may read them."""
+
+    def __init__(self, event: Event | None = None) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """Waits, on the host, until the values are there."""
+        event, self._event = self._event, None
+        if event is not None:
+            event.synchronize()
+
+    @property
+    def event(self) -> Event | None:
+        """What is waited for; None once the values are there."""
+        return self._event
+
+
+def to_host(target: Tensor, source: Tensor) -> Arrival:
+    """Starts to copy `source`, of any device, to the host tensor `target`."""
+    is_async = target.is_pinned() and has_streams(source.device.type) and _is_alike(target, source)
+    target.copy_(source, non_blocking=is_async)
+    return Arrival(record(source.device) if is_async else None)
+
+
+def to_device(target: Tensor, source: Tensor, *, stays: bool = False) -> Tensor:
+    """Copies the host tensor `source` to `target`, of any device, and returns `target`. If `stays`, the caller leaves
+    pinned values as they are until the device has read them; otherwise the host waits until it has."""
+    return target.copy_(source, non_blocking=stays)
+
+
+def _is_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether a copy is one of plain memory: all others are made by way of a second tensor."""
+    return one.dtype == other.dtype and one.is_contiguous() and other.is_contiguous() and one.shape == other.shape
+
+
+# -- values of a parameter on another device
+
+_elsewhere: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()  # what a parameter was on the other kind of device
+
+
+def point_at(tensor: Tensor, values: Tensor) -> None:
+    """Does ``tensor.data = values``, which may be on another device.
+
+    Torch does that between the host and devices that it knows itself. Elsewhere the tensor becomes another one below
+    Python, and later, with its hooks, the one that it was.
+    """
+    if not torch._has_compatible_shallow_copy_type(tensor, values):
+        other = _elsewhere.pop(tensor, None)
+        if other is None:
+            other = Parameter(torch.empty(0, dtype=tensor.dtype, device=values.device), tensor.requires_grad)
+        torch._C._swap_tensor_impl(tensor, other)  # type: ignore[attr-defined]
+        _elsewhere[tensor] = other
+    tensor.data = values
+
+
+# -- memory
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Returns the most bytes that tensors have had on a device."""
+    return int(module_of(device).max_memory_allocated(device))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Returns the bytes of a device that are free."""
+    return int(module_of(device).mem_get_info(device)[0])
+
+
+# -- random numbers
+
+
+def random_state(device: torch.device) -> Tensor:
+    return module_of(device).get_rng_state(device)
+
+
+def set_random_state(state: Tensor, device: torch.device) -> None:
+    module_of(device).set_rng_state(state, device)

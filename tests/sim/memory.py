@@ -1,0 +1,179 @@
+"""Memory of the device and pinned memory of the host: who touches which bytes, and whether a wait orders them.
+
+Vector clocks: every access has an actor and that actor's number of it. A later access is ordered after an earlier one if
+the clock of its actor has come to that number, by events or by the host. Otherwise, if one of the two writes, they race.
+"""
+
+import weakref
+from collections import Counter, defaultdict, deque
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .streams import LOCK, Clock, Event, Host, Stream, current_stream, this_host
+
+GRAIN = 512  # bytes; sizes of blocks are multiples of it
+POISON = 255  # of every byte: NaN in every floating-point dtype
+
+
+class RaceError(RuntimeError):
+    """Two accesses to the same memory that no wait orders."""
+
+
+class _Done(NamedTuple):
+    """An access that was launched."""
+
+    access: "Access"
+    number: int
+    name: str
+
+
+class Access:
+    """Bytes of a block that a launch reads or writes."""
+
+    def __init__(self, block: "Block", tensor: Tensor, *, writes: bool) -> None:
+        self.block, self.writes = block, writes
+        self._size, self._stride, self._item = tuple(tensor.size()), tensor.stride(), tensor.element_size()
+        reach = sum((size - 1) * step for size, step in zip(self._size, self._stride, strict=True)) + 1
+        self.low = tensor.storage_offset() * self._item
+        self.high = self.low + (reach * self._item if tensor.numel() else 0)
+        self.is_dense = self.high - self.low == tensor.numel() * self._item
+        self.key = (self.low, self.high, writes, () if self.is_dense else (self._size, self._stride))
+
+    def check(self, actor: int, number: int, clock: Clock, name: str) -> None:
+        """Raises RaceError if this access of `actor`, which knows of what `clock` says, races with an earlier one."""
+        history = self.block.history
+        for (key, other), (old, then, what) in [*history.items()] if self.low < self.high else ():
+            if not (self.writes or old.writes) or not self._overlaps(old):
+                continue
+            if other != actor and then > clock[other]:
+                verbs = {True: "writes", False: "reads"}
+                raise RaceError(
+                    f"{name} on {_named(actor)} {verbs[self.writes]} what {what} on {_named(other)} "
+                    f"{verbs[old.writes]}, and nothing waits in between."
+                )
+            if self.writes and self.is_dense and self.low <= old.low and old.high <= self.high:
+                del history[key, other]  # what is ordered after this write is ordered after that, too
+        history[self.key, actor] = _Done(self, number, name)
+
+    def _overlaps(self, other: "Access") -> bool:
+        if self.low >= other.high or other.low >= self.high:
+            return False
+        return (self.is_dense and other.is_dense) or not self._bytes().isdisjoint(other._bytes())
+
+    def _bytes(self) -> set[int]:
+        starts = torch.arange(self.high - self.low).as_strided(self._size, [step * self._item for step in self._stride])
+        return set((starts.reshape(-1, 1) + torch.arange(self._item) + self.low).flatten().tolist())
+
+
+def _named(actor: int) -> str:
+    return "the host" if actor < 0 else repr(Stream.known[actor])
+
+
+class Block:
+    """Memory with a history: of the device, or (without memory of its own) of a pinned host tensor."""
+
+    def __init__(self, nbytes: int = 0, stream: Stream | None = None) -> None:
+        self.stream = stream  # that it was allocated on
+        self.memory = torch.full((nbytes,), POISON, dtype=torch.uint8, device="cpu")
+        self.users: set[Stream] = set()  # from `record_stream`
+        self.history: dict[tuple[Any, int], _Done] = {}
+
+
+BLOCKS: dict[int, Block] = {}  # of the device, by address of a live storage
+PINNED: dict[int, Block] = {}  # of the host, by address of a live storage
+
+
+class Heap:
+    """The allocator: memory that was freed on a stream is the first that is used again there."""
+
+    def __init__(self) -> None:
+        self.allocated = self.peak = 0  # bytes
+        self._free: defaultdict[tuple[Stream, int], list[Block]] = defaultdict(list)
+        self._leaving: list[tuple[list[Event], Block, Host]] = []  # other streams may still use these
+        self._freed: deque[tuple[int, Block, Host]] = deque()  # not taken back yet
+
+    def take(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        with LOCK:
+            self.collect()
+            stream, rounded = current_stream(), max(GRAIN, -(-nbytes // GRAIN) * GRAIN)
+            free = self._free[stream, rounded]
+            block = free.pop() if free else Block(rounded, stream)
+            storage = torch._C._construct_storage_from_data_pointer(block.memory.data_ptr(), device, nbytes)
+            BLOCKS[storage._cdata] = block
+            self.allocated += rounded
+            self.peak = max(self.peak, self.allocated)
+            # The storage may die anywhere, also where this lock must not be waited for.
+            weakref.finalize(storage, self._freed.append, (storage._cdata, block, this_host())).atexit = False
+            return storage
+
+    def collect(self) -> None:
+        """Takes back what was freed: poisoned in the order of its stream, once no other stream uses it."""
+        while self._freed:
+            key, block, host = self._freed.popleft()
+            if BLOCKS.get(key) is block:  # else a newer storage has its address
+                del BLOCKS[key]
+            self.allocated -= block.memory.numel()
+            if block.users:
+                self._leaving.append(([user.record_event() for user in block.users], block, host))
+                block.users = set()
+            else:
+                self._poison(block, host)
+        for entry in [entry for entry in self._leaving if all(event.query() for event in entry[0])]:
+            self._leaving.remove(entry)
+            self._poison(*entry[1:])
+
+    def _poison(self, block: Block, host: Host) -> None:
+        assert block.stream is not None
+        memory = block.memory
+        block.stream.launch("free", lambda: memory.fill_(POISON), [Access(block, memory, writes=True)], host=host)
+        self._free[block.stream, memory.numel()].append(block)
+
+
+    def forget(self) -> None:
+        """Ends all that a test has left behind."""
+        with LOCK:
+            for key, block, _ in self._freed:
+                if BLOCKS.get(key) is block:
+                    del BLOCKS[key]
+                self.allocated -= block.memory.numel()
+            self._freed.clear()
+            self._leaving.clear()
+            for block in (*BLOCKS.values(), *PINNED.values()):
+                block.history.clear()
+            self.peak = self.allocated
+
+
+HEAP = Heap()
+
+
+def pin(tensor: Tensor) -> Tensor:
+    """Makes the memory of a host tensor pinned."""
+    storage = tensor.untyped_storage()
+    if storage._cdata not in PINNED:
+        PINNED[storage._cdata] = Block()
+        weakref.finalize(storage, PINNED.pop, storage._cdata, None).atexit = False
+    return tensor
+
+
+def is_pinned(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.untyped_storage()._cdata in PINNED
+
+
+def of_device(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "sim"
+
+
+def block_of(tensor: Tensor) -> Block:
+    key = tensor.untyped_storage()._cdata
+    return BLOCKS[key] if of_device(tensor) else PINNED[key]
+
+
+def host_touches(tensor: Tensor, name: str, *, writes: bool) -> None:
+    """Notes an access of the host to pinned memory. Raises RaceError if a stream still copies from or to it."""
+    with LOCK:
+        host = this_host()
+        number = host.acts()
+        Access(block_of(tensor), tensor, writes=writes).check(host.actor, number, host.clock, name)
+

@@ -1,0 +1,283 @@
+"""Streams whose work is done as late, or as early, as a device may do it; events; what the host has waited for."""
+
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from itertools import count
+from typing import Any
+
+import torch
+
+PRIVATE_USE = int(torch._C._autograd.DeviceType.PrivateUse1)
+HANG_S = 10.0  # s that the host waits for a stream before it calls that a hang
+
+LOCK = threading.RLock()  # of everything that is simulated
+CHANGED = threading.Condition(LOCK)  # notified of each launch
+
+Clock = Counter[int]  # actor (a stream, or a rank's host) -> how many of its actions are known to have ended
+BLOCKED = object()  # what the work of a launch returns when it cannot run yet
+
+
+class Hang(RuntimeError):
+    """The host waits for a stream that will never get there."""
+
+
+class Policy(Enum):
+    LATE = auto()  # every stream runs when somebody needs it
+    SIDES_AT_ONCE = auto()  # streams other than default ones run at once
+
+
+@dataclass(eq=False)
+class Host:
+    """The threads of one rank, which launch work and wait for it."""
+
+    name: str = "rank 0"
+    clock: Clock = field(default_factory=Counter)  # what it knows to have ended
+    waits: Counter[str] = field(default_factory=Counter)  # why, and where in the package -> how often
+    seconds: float = 0.0  # simulated time, see `trace`
+
+    def __post_init__(self) -> None:
+        self.actor = -next(_hosts)
+        self.default = Stream(default_of=self)
+
+    def acts(self) -> int:
+        """Counts an action of the host itself, and returns its number."""
+        self.clock[self.actor] += 1
+        return self.clock[self.actor]
+
+
+@dataclass(frozen=True)
+class _Launch:
+    number: int
+    name: str
+    work: Callable[[], Any]
+    waits_for: "Stream | None"
+
+
+class State:
+    """What tests choose, and what they look at."""
+
+    policy = Policy.LATE
+
+
+class Stream(torch.Stream):
+    """A queue of work. torch's class, so that `Tensor.record_stream` takes it."""
+
+    known: dict[int, "Stream"] = {}  # noqa: RUF012 -- by stream_id
+
+    def __new__(cls, device: Any = None, priority: int = 0, *, default_of: Host | None = None) -> "Stream":
+        made = super().__new__(cls, stream_id=len(cls.known), device_index=0, device_type=PRIVATE_USE)
+        cls.known[made.stream_id] = made
+        made.host = default_of
+        made.queue, made.launched, made.clock, made.is_running = deque[_Launch](), 0, Clock(), False
+        return made
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    host: Host | None  # whose default stream it is
+    queue: deque[_Launch]
+    launched: int  # number of the latest launch
+    clock: Clock  # what has ended before the next launch begins
+    is_running: bool
+
+    def launch(
+        self,
+        name: str,
+        work: Callable[[], Any],
+        accesses: Iterable[Any] = (),
+        *,
+        host: "Host | None" = None,
+        waits_for: "Stream | None" = None,
+    ) -> int:
+        """Queues `work` of `host` (this one), which has these `memory.Access`es. Returns its number."""
+        with LOCK:
+            self.clock |= (host or this_host()).clock
+            self.launched += 1
+            self.clock[self.stream_id] = self.launched
+            for access in accesses:
+                access.check(self.stream_id, self.launched, self.clock, name)
+            self.queue.append(_Launch(self.launched, name, work, waits_for))
+            CHANGED.notify_all()
+            if State.policy is Policy.SIDES_AT_ONCE and self.host is None:
+                self.run(self.launched)
+            return self.launched
+
+    def run(self, until: int) -> bool:
+        """Does the work up to number `until`. Returns False if some of it has to wait for another rank."""
+        with LOCK:
+            while self.queue and self.queue[0].number <= until:
+                if self.is_running:  # streams that wait for each other in a circle
+                    return False
+                self.is_running = True
+                try:
+                    if self.queue[0].work() is BLOCKED:
+                        return False
+                    self.queue.popleft()
+                except BaseException:
+                    self.queue.popleft()
+                    raise
+                finally:
+                    self.is_running = False
+            return True
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: "Event") -> None:
+        if (stream := event.stream) is not None and stream is not self:
+            with LOCK:
+                self.clock |= event.clock
+                number = event.number
+                self.launch("wait", lambda: stream.run(number) or BLOCKED, waits_for=stream)
+
+    def wait_stream(self, stream: "Stream") -> None:
+        self.wait_event(stream.record_event())
+
+    def synchronize(self) -> None:
+        host_waits(self, self.launched, self.clock, "synchronize")
+
+    def query(self) -> bool:
+        return self.run(self.launched)
+
+    @property
+    def stays_at(self) -> str:
+        """Where it cannot go on, through all streams that wait for each other."""
+        if not self.queue:
+            return "the end"
+        head = self.queue[0]
+        return head.name if head.waits_for is None or head.waits_for is self else head.waits_for.stays_at
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return hash(self.stream_id)
+
+    def __repr__(self) -> str:
+        return f"stream {self.stream_id}" if self.host is None else f"default stream of {self.host.name}"
+
+
+class Event:
+    """A place in a stream's queue."""
+
+    def __init__(self, device: Any = None, *, enable_timing: bool = False, **_: Any) -> None:
+        self.stream: Stream | None = None
+        self.number, self.clock, self._looks = 0, Clock(), 0
+        self._passed_at = 0.0
+
+    def record(self, stream: Stream | None = None) -> None:
+        with LOCK:
+            self.stream = stream or current_stream()
+            self._looks = 0
+            self.number = self.stream.launch("record", self._pass)
+            self.clock = Clock(self.stream.clock)
+
+    def _pass(self) -> None:
+        self._passed_at = time.perf_counter()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or current_stream()).wait_event(self)
+
+    def synchronize(self) -> None:
+        if self.stream is not None:
+            host_waits(self.stream, self.number, self.clock, "synchronize")
+
+    def query(self) -> bool:
+        """Whether the place is passed. The first look comes too early, if it may: a device is never in a hurry."""
+        if self.stream is None:
+            return True
+        with LOCK:
+            self._looks += 1
+            is_passed = not self.stream.queue or self.stream.queue[0].number > self.number
+            if not is_passed and self._looks > 1:
+                is_passed = self.stream.run(self.number)
+            if is_passed:
+                this_host().clock |= self.clock
+            return is_passed
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1000 * (end._passed_at - self._passed_at)
+
+
+def host_waits(stream: Stream, number: int, clock: Clock, why: str) -> None:
+    """Waits on the host until a stream has come to `number`. Raises Hang if it never does."""
+    host, until = this_host(), time.monotonic() + HANG_S
+    host.waits[f"{why} in {_place()}"] += 1
+    with LOCK:
+        clock = Clock(clock)
+        while not stream.run(number):
+            if not CHANGED.wait(until - time.monotonic()):
+                raise Hang(f"{host.name} waits for {stream}, which stays at {stream.stays_at}.")
+        host.clock |= clock
+
+
+def _place() -> str:
+    """Names the innermost function of the package that waits; else of the caller."""
+    frame = sys._getframe(2)
+    first = None
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if "/lightning_zero/" in path:
+            return f"{path.rpartition('/lightning_zero/')[2]}:{frame.f_code.co_name}"
+        if first is None and "/sim/" not in path and "/torch/" not in path:
+            first = f"{path.rpartition('/')[2]}:{frame.f_code.co_name}"
+        frame = frame.f_back
+    return first or "?"
+
+
+# -- of each rank, or each thread. torch hands both on to the threads of autograd.
+
+_hosts = count(1)
+_MAIN = Host()
+
+
+def this_host() -> Host:
+    return torch._C._get_obj_in_tls("sim_host") if torch._C._is_key_in_tls("sim_host") else _MAIN
+
+
+def become(host: Host) -> None:
+    """Makes this thread, and those that autograd starts for it, threads of `host`: a rank with a device of its own."""
+    torch._C._stash_obj_in_tls("sim_host", host)
+    torch._C._stash_obj_in_tls("sim_stream", host.default)
+
+
+def default_stream(device: Any = None) -> Stream:
+    return this_host().default
+
+
+def current_stream(device: Any = None) -> Stream:
+    return torch._C._get_obj_in_tls("sim_stream") if torch._C._is_key_in_tls("sim_stream") else default_stream()
+
+
+def set_stream(stream: Stream) -> None:
+    torch._C._stash_obj_in_tls("sim_stream", stream)
+
+
+@contextmanager
+def on(stream: Stream | None) -> Iterator[None]:
+    before = current_stream()
+    set_stream(stream or before)
+    try:
+        yield
+    finally:
+        set_stream(before)
+
+
+def forget() -> None:
+    """Drops all work that was not waited for, and what is known of it: a test may have ended with an error."""
+    with LOCK:
+        for stream in Stream.known.values():
+            stream.queue.clear()
+        _MAIN.waits.clear()
+
+
+def synchronize(device: Any = None) -> None:
+    for stream in [*Stream.known.values()]:
+        stream.synchronize()
