@@ -12,10 +12,11 @@ every copy between host and device is made here, and says what has to be waited 
     to_host       values are there after `Arrival.wait`
 """
 
-from collections.abc import Iterator, MutableMapping
+import time
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 HOST = torch.device("cpu")
+_SPIN_S = 0.002  # s that a wait of the host looks at its event without a pause
+_PAUSE_S = 0.0002  # s between its looks after that
 TESTED = ("cpu", "cuda")
 
 
@@ -130,6 +133,13 @@ def is_on_default_stream(device: torch.device) -> bool:
 # -- copies
 
 
+class Limit(NamedTuple):
+    """How long the host waits for a device, which may itself wait for other ranks in a collective."""
+
+    seconds: float
+    explain: Callable[[], BaseException]  # returns what to raise then: who is missing
+
+
 @final
 class Arrival:
     """Values on their way to the host. Until `wait` has returned, nothing may read them."""
@@ -137,16 +147,26 @@ class Arrival:
     def __init__(self, event: Event | None = None) -> None:
         self._event = event
 
-    def wait(self) -> None:
-        """Waits, on the host, until the values are there."""
+    def wait(self, limit: Limit | None = None) -> None:
+        """Waits, on the host, until the values are there. Raises what `limit` says if they do not come in time."""
         event, self._event = self._event, None
         if event is not None:
-            event.synchronize()
+            wait_on_host(event, limit)
 
-    @property
-    def event(self) -> Event | None:
-        """What is waited for; None once the values are there."""
-        return self._event
+
+def wait_on_host(event: Event, limit: Limit | None = None) -> None:
+    """Waits, on the host, until the device has come to an event. A hung collective would keep a wait of torch's own for
+    ever, so this one looks again and again; the first looks, in which most waits end, follow at once."""
+    if limit is None:
+        event.synchronize()
+        return
+    started = time.monotonic()
+    while not event.query():
+        passed = time.monotonic() - started
+        if passed > limit.seconds:
+            raise limit.explain()
+        if passed > _SPIN_S:
+            time.sleep(_PAUSE_S)
 
 
 def to_host(target: Tensor, source: Tensor) -> Arrival:
@@ -182,7 +202,7 @@ def point_at(tensor: Tensor, values: Tensor) -> None:
         other = _elsewhere.pop(tensor, None)
         if other is None:
             other = Parameter(torch.empty(0, dtype=tensor.dtype, device=values.device), tensor.requires_grad)
-        torch._C._swap_tensor_impl(tensor, other)  # type: ignore[attr-defined]
+        torch._C._swap_tensor_impl(tensor, other)
         _elsewhere[tensor] = other
     tensor.data = values
 

@@ -59,6 +59,7 @@ class Settings:
     options: Options
     max_skipped_steps: int
     wait_timeout: timedelta
+    timeout: timedelta  # of process groups
     sanitize: bool
     may_choose_format: bool  # the user has not written `checkpoint`
 
@@ -171,8 +172,13 @@ class ShardedStrategy:
     def _ensure_comm(self) -> Comm:
         """Returns the communicator of all ranks. The first call makes it; make that one on every rank."""
         if self._comm is None:
-            timeout, sanitize = self._settings.wait_timeout, self._settings.sanitize
-            self._comm = make_comm(self.root_device, timeout, backend=self._process_group_backend, sanitize=sanitize)
+            self._comm = make_comm(
+                self.root_device,
+                self._settings.wait_timeout,
+                backend=self._process_group_backend,
+                timeout=self._settings.timeout,
+                sanitize=self._settings.sanitize,
+            )
         return self._comm
 
     def _meet_before_collective(self) -> None:

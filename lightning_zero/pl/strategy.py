@@ -100,7 +100,7 @@ class ZeroStrategy(CheckpointingStrategy):
         timeout: of the process group, in seconds or as a `timedelta`; the default is torch's own for gloo.
         wait_timeout: how long a rank waits for another one before it says who is missing, in seconds.
         sanitize: whether ranks first compare the signature of every collective (slow; for debugging).
-        process_group_backend: ``"gloo"``, ``"nccl"``; None chooses by device.
+        process_group_backend: ``"gloo"``, ``"nccl"``, ``"xccl"``; None chooses by device.
         start_method: how processes start on one machine; see Lightning's `DDPStrategy`. In a notebook ``"popen"``, the
             default, is ``"fork"``.
         accelerator: this and all following arguments are those of `DDPStrategy`; the Trainer sets them.
@@ -154,7 +154,7 @@ class ZeroStrategy(CheckpointingStrategy):
         )
         config.is_switch("sanitize", sanitize)
         config.one_of("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
-        config.one_of("process_group_backend", process_group_backend, (None, "gloo", "nccl"))
+        config.one_of("process_group_backend", process_group_backend, (None, "gloo", "nccl", "xccl"))
         config.at_least("max_skipped_steps", max_skipped_steps, 1)
         if stage == "auto":
             raise NotImplementedError("stage='auto' is not there yet. Write stage=1, 2 or 3.")
@@ -190,6 +190,7 @@ class ZeroStrategy(CheckpointingStrategy):
             options=options,
             max_skipped_steps=max_skipped_steps,
             wait_timeout=config.seconds_from(wait_timeout, "wait_timeout"),
+            timeout=config.seconds_from(timeout, "timeout"),
             sanitize=sanitize,
             may_choose_format=checkpoint is None,
         )

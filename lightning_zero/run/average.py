@@ -21,7 +21,6 @@ from lightning_zero.shards.units import as_written
 from lightning_zero.tiers.array import Array, empty
 from lightning_zero.tiers.ledger import Category, Place, Tier
 
-
 Rule = Callable[[Tensor, Tensor, int], Tensor]  # averaged, current, number of updates before -> averaged
 
 
@@ -231,7 +230,7 @@ def _place_for(group: ShardGroup, on_host: bool) -> Place:
     """Returns where the average of a group rests: beside the masters, or on the host."""
     place = group.rest.master.place
     if on_host and place.tier is Tier.DEVICE and not is_host(place.device):
-        return Place(HOST, Tier.HOST, pinned=can_pin(place.device.type))
+        return Place(HOST, Tier.HOST, pinned=can_pin(place.device.type), limit=place.limit)
     return place
 
 

@@ -301,6 +301,8 @@ class Engine:
                 failed and others may be gone: then only the hooks are removed, and sharded parameters raise when read.
         """
         disk = self.parts.setting.places.disk
+        if not whole:
+            self.mesh.abandon()  # first: until then, all that follows could wait behind a collective that never ends
         if whole:
             self.stepping.interrupt()
             self.catch_up()

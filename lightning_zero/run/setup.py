@@ -55,7 +55,7 @@ def set_up(
     broadcast_states(module, foreign, mesh)
     together = nullcontext if options.offload is None else partial(failing_together, mesh.world, "setting up")
     with together():
-        places = offload.places_for(options.offload, device, partition, options.machine)
+        places = offload.places_for(options.offload, device, partition, options.machine, mesh.world.limit)
     setting = Setting(
         partition,
         mesh,

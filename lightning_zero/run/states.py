@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module

@@ -304,7 +304,7 @@ class GradientShard:
     def piece(self, slot: Slot) -> Tensor:
         """Returns the averaged gradient of what this rank steps, in `Slot.stepped_shape`. Read-only."""
         if self.travels:
-            return slot.stepped(self.owned_grad)
+            return self.owned_grad.read(slot.piece.in_shard).view(slot.stepped_shape)
         assert slot.local.grad is not None
         return slot.local.grad.detach()
 
@@ -341,7 +341,7 @@ class GradientShard:
         layout, comm = self.group.layout, self.group.comm
         of = layout.slice_of(slot.index)
         rows = torch.empty(layout.ranks, of.width, dtype=self.dtype, device=self.group.places.gathered.device)
-        own = rows[comm.rank].copy_(self.owned_grad.read(of.in_shard))
+        own = self.owned_grad.send(of.in_shard, rows[comm.rank])
         comm.all_gather(rows, own, f"read gradient {slot.name}").wait()
         start = slot.offset - of.start
         return rows.view(-1)[start : start + slot.numel].view(slot.shape)

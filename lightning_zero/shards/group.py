@@ -21,14 +21,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_zero.device import to_device
 from lightning_zero.shards.early import take_over
 from lightning_zero.shards.layout import Layout, Slice, overlap
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.setting import Kind, Setting
 from lightning_zero.shards.slot import Slot, forget_slot, no_interception, point_at_nothing, slot_of
 from lightning_zero.tiers.alignment import ALIGNMENT_BYTES
-from lightning_zero.tiers.array import ALL, Array, InMemory, zeros
+from lightning_zero.tiers.array import ALL, Array, InMemory, move, zeros
 from lightning_zero.tiers.ledger import Category, Place, return_freed_memory
 from lightning_zero.wire.comm import Gather
 
@@ -198,9 +197,7 @@ class ShardGroup:
         for number, each in enumerate(self.layout.slices):
             shape = (self.layout.ranks, each.width)
             rows = torch.empty(shape, dtype=shard.dtype, device=device) if full is None else self.matrix(full, each)
-            own = shard.read(each.in_shard)
-            if not is_there:
-                own = to_device(rows[self.comm.rank], own, stays=True)
+            own = shard.read(each.in_shard) if is_there else shard.send(each.in_shard, rows[self.comm.rank])
             told, name = None if number else diverges, f"{purpose} {self.name}[{number}]"
             begun.append(self.comm.all_gather(rows, own, name, diverges=told))
             if full is None:
@@ -236,7 +233,7 @@ class ShardGroup:
         for each in [found.in_shard for found in self.layout.slices] if self.is_cut else [stepped]:
             part = overlap(stepped, each)
             if part.start < part.stop:
-                owned_param.write(part, master.read(part), stays=True)
+                move(part, master, owned_param)
 
     def begin_publish(self) -> None:
         """Starts the all-gather of the stepped values into full_param, in a group that stays full."""

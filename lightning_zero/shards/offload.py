@@ -2,14 +2,14 @@
 2104.07857)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.config import Offload
-from lightning_zero.device import HOST, can_pin, is_host
+from lightning_zero.device import HOST, Limit, can_pin, is_host
 from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.probe import state_tensors_of
 from lightning_zero.shards.setting import Places, Setting
@@ -28,13 +28,20 @@ class Machine:
     host_is_apart: bool | None = None  # whether host and device are two tiers; None: unless the device is the CPU
 
 
-def places_for(offload: Offload | None, device: torch.device, partition: Partition, machine: Machine) -> Places:
-    """Returns where the parts of offloaded groups rest. Gradients that rest as shards are where the optimizer steps."""
+def places_for(
+    offload: Offload | None,
+    device: torch.device,
+    partition: Partition,
+    machine: Machine,
+    limit: Limit | None = None,
+) -> Places:
+    """Returns where the parts of offloaded groups rest. Gradients that rest as shards are where the optimizer steps.
+    `limit` is of waits of the host for copies from and to the device."""
     here = Place(device)
     if offload is None:
         return Places(here, here, here, here)
     pinned = offload.pin_memory and can_pin(device.type)
-    tiers = {None: here, "cpu": host_of(device, machine, pins=offload.pin_memory)}
+    tiers = {None: here, "cpu": replace(host_of(device, machine, pins=offload.pin_memory), limit=limit)}
     if offload.path is not None:
         keep_no_freed_memory()  # users offload to disk because memory is scarce
         tiers["nvme"] = Place(HOST, Tier.DISK, pinned, Disk(offload.path))

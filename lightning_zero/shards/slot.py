@@ -57,8 +57,8 @@ class Slot:
         return self.view(full).view(-1)[self.piece.start : self.piece.stop]
 
     def stepped(self, owned: Array) -> Tensor:
-        """Returns the piece of this parameter, in `stepped_shape`, from an owned array of its group."""
-        return owned.read(self.piece.in_shard).view(self.stepped_shape)
+        """Returns the piece of this parameter, in `stepped_shape`, from an owned array of its group; to be edited."""
+        return owned.open(self.piece.in_shard).view(self.stepped_shape)
 
     # -- what this rank writes into checkpoints
 

@@ -4,14 +4,16 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, final
+from typing import NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor
 
-from lightning_zero.device import Arrival, is_host, to_device, to_host
+from lightning_zero.device import HOST, Arrival, Event, is_host, record, to_device, to_host, wait_for, wait_on_host
 from lightning_zero.tiers.disk import Disk
 from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
+
+T = TypeVar("T")
 
 ALL = slice(None)
 ZEROS = 2**22  # elements that `zeros` writes at a time
@@ -35,9 +37,16 @@ class Array(ABC):
         """Returns the values of a part, on `place.device`; a view if they are in memory. Do not write to them."""
 
     @abstractmethod
-    def write(self, part: slice, values: Tensor, *, stays: bool = False) -> None:
-        """Replaces the values of a part by `values`, of any dtype and device. If `stays`, the caller leaves `values` as
-        they are until the device has read them; otherwise it may change them at once."""
+    def send(self, part: slice, target: Tensor) -> Tensor:
+        """Copies the values of a part to `target`, on any device, and returns `target`. The copy may be under way."""
+
+    @abstractmethod
+    def write(self, part: slice, values: Tensor) -> None:
+        """Replaces the values of a part by `values`, of any dtype and device, which may be changed at once."""
+
+    def open(self, part: slice = ALL) -> Tensor:
+        """Returns the values of a part that is in memory, to be edited in place."""
+        raise NotImplementedError
 
     @contextmanager
     def edit(self, part: slice = ALL) -> Iterator[Tensor]:
@@ -49,32 +58,56 @@ class Array(ABC):
 
 @final
 class InMemory(Array):
-    """An array in the memory of the device or of its host."""
+    """An array in the memory of the device or of its host. In pinned memory, copies from and to the device may be under
+    way: whoever reads or edits a part waits for those of it."""
 
     def __init__(self, values: Tensor, place: Place) -> None:
         super().__init__(values.numel(), values.dtype, place)
         self._values = values
-        self._arriving: Arrival | None = None  # the latest values, from the device
+        self._arriving: list[tuple[slice, Arrival]] = []  # from the device
+        self._leaving: list[tuple[slice, Event]] = []  # to the device
 
     @property
     def version(self) -> int:
         return self._values._version
 
     def read(self, part: slice = ALL) -> Tensor:
-        if self._arriving is not None:
-            self._arriving.wait()
-            self._arriving = None
+        for _, arrival in _take_of(self._arriving, part, self.numel):
+            arrival.wait(self.place.limit)
         return self._values[part]
 
-    def write(self, part: slice, values: Tensor, *, stays: bool = False) -> None:
-        if is_host(self.place.device):
-            self._arriving = to_host(self._values[part], values)
-        else:
-            to_device(self._values[part], values, stays=stays)
+    def open(self, part: slice = ALL) -> Tensor:
+        for _, event in _take_of(self._leaving, part, self.numel):
+            wait_on_host(event, self.place.limit)
+        return self.read(part)
+
+    def send(self, part: slice, target: Tensor) -> Tensor:
+        to_device(target, self.read(part), stays=self.place.pinned)
+        if self.place.pinned and not is_host(target.device):
+            self._leaving.append((part, record(target.device)))
+        return target
+
+    def write(self, part: slice, values: Tensor) -> None:
+        if not is_host(self.place.device) or is_host(values.device):
+            self.open(part).copy_(values)
+            return
+        for _, event in _take_of(self._leaving, part, self.numel):
+            wait_for(event, values.device)
+        self._arriving.append((part, to_host(self._values[part], values)))
 
     @contextmanager
     def edit(self, part: slice = ALL) -> Iterator[Tensor]:
-        yield self.read(part)
+        yield self.open(part)
+
+
+def _take_of(copies: list[tuple[slice, T]], part: slice, numel: int) -> list[tuple[slice, T]]:
+    """Removes the copies that overlap `part`, and returns them."""
+    if not copies:
+        return []
+    start, stop, _ = part.indices(numel)
+    found = [copy for copy in copies if copy[0].indices(numel)[0] < stop and start < copy[0].indices(numel)[1]]
+    copies[:] = [copy for copy in copies if copy not in found]
+    return found
 
 
 @final
@@ -96,17 +129,28 @@ class OnDisk(Array):
 
     def read(self, part: slice = ALL) -> Tensor:
         start, stop, _ = part.indices(self.numel)
-        values = torch.empty(stop - start, dtype=self.dtype)
+        values = torch.empty(stop - start, dtype=self.dtype, device=self.place.device)
         self.disk.read(self.at(part), values)
         return values
 
-    def write(self, part: slice, values: Tensor, *, stays: bool = False) -> None:
+    def send(self, part: slice, target: Tensor) -> Tensor:
+        return to_device(target, self.read(part))
+
+    def write(self, part: slice, values: Tensor) -> None:
         self.version += 1
         self.disk.write(self.at(part), values.to("cpu", self.dtype).contiguous())
 
     def note_write(self) -> None:
         """Counts a write that goes to the file directly."""
         self.version += 1
+
+
+def move(part: slice, source: Array, target: Array) -> None:
+    """Copies a part of one array to the same part of another."""
+    if isinstance(target, InMemory):
+        source.send(part, target.open(part))
+    else:
+        target.write(part, source.read(part))
 
 
 class Part(NamedTuple):
@@ -138,8 +182,8 @@ def zeros(category: Category, numel: int, dtype: torch.dtype, place: Place, ledg
     """Returns an array of zeros, and books it."""
     array = empty(category, numel, dtype, place, ledger)
     if isinstance(array, InMemory):
-        array.read().zero_()
+        array.open().zero_()
     else:
         for start in range(0, numel, ZEROS):  # this range of the file may have held another array
-            array.write(slice(start, start + ZEROS), torch.zeros(min(ZEROS, numel - start), dtype=dtype))
+            array.write(slice(start, start + ZEROS), torch.zeros(min(ZEROS, numel - start), dtype=dtype, device=HOST))
     return array

@@ -3,12 +3,13 @@
 import ctypes
 import weakref
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import torch
 from torch import Tensor
 
+from lightning_zero.device import Limit
 from lightning_zero.tiers.disk import Disk
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc; None elsewhere
@@ -71,6 +72,7 @@ class Place:
     tier: Tier = Tier.DEVICE
     pinned: bool = False  # page-locked, so that copies to and from a device need no copy in between
     disk: Disk | None = None  # the file, of the tier DISK
+    limit: Limit | None = field(default=None, compare=False)  # of waits of the host for copies from and to the device
 
 
 class Ledger:

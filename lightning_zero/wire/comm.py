@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_zero.device import Limit
 from lightning_zero.wire.board import Board
 from lightning_zero.wire.clock import Clock
 
@@ -121,6 +122,7 @@ class Comm(ABC):
     learns_late = False
     # Whether a collective on arrays waits for those that this rank has issued before it.
     keeps_order = False
+    is_asynchronous = False  # `Work.wait` lets the current stream of a device wait, and not the host
 
     def __init__(self, rank: int, size: int, *, sanitize: bool = False) -> None:
         self.rank = rank
@@ -185,6 +187,11 @@ class Comm(ABC):
         return self
 
     @property
+    def limit(self) -> Limit | None:
+        """The limit of waits of the host for a device that may be in a collective; None without such a device."""
+        return None
+
+    @property
     @abstractmethod
     def board(self) -> Board:
         """The board of these ranks, for agreements without collectives."""
@@ -192,6 +199,9 @@ class Comm(ABC):
     def report(self, told: str | None) -> None:  # noqa: B027
         """Tells ranks that wait for this one why it will not come; None takes that back. Does nothing where ranks are
         not processes: there they cannot wait for one that is lost."""
+
+    def abandon(self) -> None:  # noqa: B027
+        """Gives up what a device still waits for, after a rank was lost: nothing could be freed or read behind it."""
 
     @abstractmethod
     def split(self, groups: Sequence[Sequence[int]]) -> "Comm":

@@ -4,7 +4,6 @@ gloo's own reduce-scatter is an all-reduce inside (twice the bytes), its all-gat
 and its all-reduce of a few bytes takes three times as long as the messages here.
 """
 
-import itertools
 import pickle
 import re
 import time
@@ -13,18 +12,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_zero.device import HOST, can_pin, is_host
 from lightning_zero.wire.board import Board
 from lightning_zero.wire.comm import Combine, Comm, Gather, RankTimeoutError, Work, copy_unless_same, place_of
 from lightning_zero.wire.exchange import Message
 from lightning_zero.wire.links import Links
+from lightning_zero.wire.worlds import next_number, own_subgroup
 
-_NUMBERS = itertools.count()  # of this process's communicators; all ranks make the same ones, in the same order
 _GRACE_S = 3.0  # s, after a wait that timed out: how long to listen to what the other ranks report
 
 # The first word of the row of a rank that diverges. Rows are then gathered again before anything reads them, so real
@@ -49,7 +49,13 @@ class GlooComm(Comm):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, wait_timeout: timedelta, links: Links | None = None, *, sanitize: bool = False
+        self,
+        group: dist.ProcessGroup,
+        wait_timeout: timedelta,
+        links: Links | None = None,
+        *,
+        timeout: timedelta | None = None,
+        sanitize: bool = False,
     ) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), sanitize=sanitize)
         self.scratch_rows = self.size - 1
@@ -57,7 +63,8 @@ class GlooComm(Comm):
         self._links = links
         self._in_world = dist.get_process_group_ranks(group)  # rank in `group` -> rank in the world, as in `links`
         self.wait_timeout = wait_timeout
-        self._number = next(_NUMBERS)
+        self.timeout = timeout  # of process groups
+        self._number = next_number()
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
 
     @cached_property
@@ -65,15 +72,13 @@ class GlooComm(Comm):
         return Board(self._store, self.rank, self.size, self.wait_timeout)
 
     def split(self, groups: Sequence[Sequence[int]]) -> "GlooComm":
-        group = own_subgroup("gloo", self.rank, groups)
-        return GlooComm(group, self.wait_timeout, self._links, sanitize=self.sanitize)
+        group = own_subgroup("gloo", self.rank, groups, timeout=self.timeout)
+        return GlooComm(group, self.wait_timeout, self._links, timeout=self.timeout, sanitize=self.sanitize)
 
     # -- arrays
 
     def _all_gather(self, full: Tensor, shard: Tensor, key: str, diverges: bool | None) -> Gather:
-        is_on_host = full.device.type == "cpu"
-        rows = full if is_on_host else torch.empty(full.shape, dtype=full.dtype, pin_memory=full.is_cuda)
-        mine = shard.cpu()
+        rows, mine = _landing(full), shard.cpu()
         if diverges:
             mine = mine.clone()
             mine.view(_WORD)[0] = _DIVERGES
@@ -82,8 +87,7 @@ class GlooComm(Comm):
 
         def finish() -> None:
             self._wait(pending, key)
-            if not is_on_host:
-                full.copy_(rows)
+            _land(rows, full)
 
         def has_divergence() -> bool:
             return diverges is not None and bool((rows.view(_WORD)[:, 0] == _DIVERGES).any())
@@ -92,53 +96,50 @@ class GlooComm(Comm):
 
     def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str) -> Work:
         rows = full.cpu()  # `full` itself if it is on the host
-        received = dict(zip(self._peers, scratch.cpu(), strict=True))
+        received = dict(zip(self._peers, _landing(scratch), strict=True))
         pending = self._start(received, {peer: rows[peer] for peer in self._peers}, key)
         terms = received | {self.rank: rows[self.rank]}
 
         def finish() -> None:
             self._wait(pending, key)
-            total = shard if shard.device == rows.device else torch.empty_like(rows[0])
+            total = _landing(shard)
             torch.add(terms[0], terms[1], out=total)  # in rank order: the bits do not depend on which came first
             for rank in range(2, self.size):
                 total.add_(terms[rank])
-            if total is not shard:
-                shard.copy_(total)
+            _land(total, shard)
 
         return Work(finish)
 
     def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], key: str) -> None:
-        landing = {peer: received[peer].cpu() for peer in self._peers if received[peer].numel()}
+        landing = {peer: _landing(received[peer]) for peer in self._peers if received[peer].numel()}
         sends = {peer: sent[peer].cpu() for peer in self._peers if sent[peer].numel()}
         self._wait(self._start(landing, sends, key), key)
         for peer, tensor in landing.items():
-            if tensor is not received[peer]:
-                received[peer].copy_(tensor)
+            _land(tensor, received[peer])
 
     def _broadcast(self, tensor: Tensor, source: int, key: str) -> None:
-        host = tensor.cpu()  # `tensor` itself if it is on the host
-        receives = {} if self.rank == source else {source: host}
-        sends = dict.fromkeys(self._peers, host) if self.rank == source else {}
-        self._wait(self._start(receives, sends, key), key)
-        if receives and host is not tensor:
-            tensor.copy_(host)
+        if self.rank == source:
+            self._wait(self._start({}, dict.fromkeys(self._peers, tensor.cpu()), key), key)
+        else:
+            host = _landing(tensor)
+            self._wait(self._start({source: host}, {}, key), key)
+            _land(host, tensor)
 
     # -- small values, in a tree
 
     def _all_reduce(self, value: Tensor, combine: Combine, key: str) -> Tensor:
         def swap(mine: Tensor | None, peer: int, receives: bool) -> Tensor | None:
-            return self._exchange(mine, torch.empty_like(value) if receives else None, peer, key)
+            return self._exchange(mine, torch.empty_like(value, device=HOST) if receives else None, peer, key)
 
         return self._tree(value, combine, swap)
 
     def _merge(self, mine: dict[int, Any], key: str) -> dict[int, Any]:
         def swap(mine: dict[int, Any] | None, peer: int, receives: bool) -> dict[int, Any] | None:
             packed = None if mine is None else torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
-            told = None if packed is None else torch.tensor([packed.numel()])
-            length = self._exchange(
-                told, torch.zeros(1, dtype=torch.int64) if receives else None, peer, f"length of {key}"
-            )
-            theirs = None if length is None else torch.empty(int(length), dtype=torch.uint8)
+            told = None if packed is None else torch.tensor([packed.numel()], device=HOST)
+            hears = torch.zeros(1, dtype=torch.int64, device=HOST) if receives else None
+            length = self._exchange(told, hears, peer, f"length of {key}")
+            theirs = None if length is None else torch.empty(int(length), dtype=torch.uint8, device=HOST)
             self._exchange(packed, theirs, peer, key)
             self.bytes_sent["object"] += 0 if packed is None else packed.numel()
             return None if theirs is None else pickle.loads(theirs.numpy().tobytes())
@@ -216,10 +217,11 @@ class GlooComm(Comm):
             yield
         except RuntimeError as error:
             cause = _NOISE.sub("", str(error).splitlines()[0])
-            raise self._explain(key, awaited, cause) from None  # its message has the cause: no second traceback
+            raise self.explain(key, awaited, cause) from None  # its message has the cause: no second traceback
 
-    def _explain(self, key: str, awaited: int | None, cause: str) -> RankTimeoutError:
-        """Reports in the store which rank this one waited for, and finds out from the others' reports which is lost."""
+    def explain(self, key: str, awaited: int | None, cause: str) -> RankTimeoutError:
+        """Returns the error of a wait for rank `awaited` (None: any other) that has failed for `cause`. Reports in the
+        store which rank this one waited for, and finds out from the others' reports which is lost."""
         waits_for = "the others" if awaited is None else f"rank {awaited}"
         closed, details = _CLOSED.search(cause), []
         # A rank that closes a connection has reported before, so a short time is enough. It must be short: when a rank
@@ -257,6 +259,19 @@ class GlooComm(Comm):
                 self._store.set(f"lost/{self.rank}", f"Rank {self.rank}{_FAILED}{told}")
 
 
+def _landing(tensor: Tensor) -> Tensor:
+    """Returns the host tensor that a message for `tensor` arrives in: itself, if it is on the host."""
+    if is_host(tensor.device):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=HOST, pin_memory=can_pin(tensor.device.type))
+
+
+def _land(arrived: Tensor, tensor: Tensor) -> None:
+    """Copies what has arrived to where it belongs."""
+    if arrived is not tensor:
+        tensor.copy_(arrived)
+
+
 def _report_of(store: Any, rank: int, until: float) -> str | None:
     """Returns a rank's report of why it is lost or where it waits; None if it reports nothing until then."""
     while not store.check([f"lost/{rank}"]):  # the store's own `wait` would print warnings
@@ -264,29 +279,3 @@ def _report_of(store: Any, rank: int, until: float) -> str | None:
             return None
         time.sleep(0.02)
     return store.get(f"lost/{rank}").decode()
-
-
-Made = TypeVar("Made")
-_MADE: dict[Any, tuple[Any, Any]] = {}  # key -> the world in which it was made, and what was made
-
-
-def once_per_world(key: Any, make: Callable[[], Made]) -> Made:
-    """Returns what `make` returned the first time in this world of ranks. For process groups, which keep sockets and
-    threads, and which torch never frees."""
-    world, made = _MADE.get(key, (None, None))
-    if made is None or world is not dist.group.WORLD:
-        made = make()
-        _MADE[key] = (dist.group.WORLD, made)
-    return made
-
-
-def own_group(backend: str, ranks: Sequence[int] | None = None, **kwargs: Any) -> dist.ProcessGroup:
-    """Returns our process group of `ranks` (None: all), made once per world."""
-    key = (backend, None if ranks is None else tuple(ranks))
-    return once_per_world(key, lambda: dist.new_group(ranks, backend=backend, **kwargs))
-
-
-def own_subgroup(backend: str, rank: int, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """Returns our process group of those `groups` that holds `rank`. Makes them all, as torch demands of every rank."""
-    made = [(ranks, own_group(backend, ranks)) for ranks in groups]
-    return next(group for ranks, group in made if rank in ranks)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.gloo import once_per_world
 from lightning_zero.wire.local import LocalComm
+from lightning_zero.wire.worlds import once_per_world
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,11 @@ class Mesh:
             for kind, sent in comm.bytes_sent.items()
             if comm is not self.world
         }
+
+    def abandon(self) -> None:
+        """See `Comm.abandon`."""
+        for comm in {self.world, self.shard, self.replicate, self.tensor}:
+            comm.abandon()
 
     @property
     def seconds_waited(self) -> float:

@@ -1,4 +1,4 @@
-"""`NativeComm`: torch's own collectives on single tensors: NCCL on CUDA devices, gloo's where tests run this code."""
+"""`NativeComm`: torch's own collectives on single tensors: NCCL on GPUs, gloo's where tests run this code."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -8,12 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_zero.device import HOST, Arrival, Limit, can_pin, is_host, to_host
 from lightning_zero.wire.board import Board
 from lightning_zero.wire.clock import Clock
-from lightning_zero.wire.comm import Combine, Comm, Gather, Work
-from lightning_zero.wire.gloo import GlooComm, once_per_world, own_group, own_subgroup
+from lightning_zero.wire.comm import Combine, Comm, Gather, RankTimeoutError, Work
+from lightning_zero.wire.gloo import GlooComm
 from lightning_zero.wire.links import Links
 from lightning_zero.wire.local import LocalComm
+from lightning_zero.wire.worlds import forget, once_per_world, own_group, own_subgroup
 
 # torch 2.13 renamed the two single-tensor collectives; torch 2.11 has only the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,19 +27,26 @@ class NativeComm(Comm):
     """Runs collectives on the stream of `group`, and sends small host messages through `control`, of the same ranks.
 
     Sums over more than two ranks are in the backend's order. Whether a rank diverges is one more byte per rank, in the
-    same launch as the gather (NCCL), and is copied to the host without blocking it. `group` is used by nothing else.
+    same launch as the gather, and is copied to the host without blocking it. `group` is used by nothing else.
+
+    Args:
+        group: of a backend for tensors on `device`.
+        control: for host tensors and for small messages.
+        device: that this rank computes on.
     """
 
     learns_late = True
     keeps_order = True
 
-    def __init__(self, group: dist.ProcessGroup, control: GlooComm) -> None:
+    def __init__(self, group: dist.ProcessGroup, control: GlooComm, device: torch.device = HOST) -> None:
         super().__init__(control.rank, control.size, sanitize=control.sanitize)
         self._group = group
         self._control = control
-        self._on_device = dist.get_backend(group) == "nccl"
+        self._device = device
+        self.is_asynchronous = not is_host(device)
         self.bytes_sent, self.calls = control.bytes_sent, control.calls  # both count into the same
-        self.clock = Clock(device) if self._on_device else control.clock
+        self.clock = Clock(device) if self.is_asynchronous else control.clock
+        self._latest = ""  # key of the collective that was issued last
 
     @property
     def host(self) -> Comm:
@@ -50,45 +59,65 @@ class NativeComm(Comm):
     def report(self, told: str | None) -> None:
         self._control.report(told)
 
+    @property
+    def limit(self) -> Limit | None:
+        return Limit(self._control.wait_timeout.total_seconds(), self._explain) if self.is_asynchronous else None
+
+    def _explain(self) -> RankTimeoutError:
+        return self._control.explain(self._latest, None, "the device did not get there")
+
+    def abandon(self) -> None:
+        """Has the device give up the collectives that it still waits in. The group is spoilt: the next one is new."""
+        if self.is_asynchronous:
+            self._group.abort()
+            forget(self._group)
+
     def split(self, groups: Sequence[Sequence[int]]) -> Comm:
         control = self._control.split(groups)
-        return NativeComm(own_subgroup(dist.get_backend(self._group), self.rank, groups), control)
+        device = self._device if self.is_asynchronous else None
+        group = own_subgroup(dist.get_backend(self._group), self.rank, groups, timeout=control.timeout, device=device)
+        return NativeComm(group, control, self._device)
 
     def _all_gather(self, full: Tensor, shard: Tensor, key: str, diverges: bool | None) -> Gather:
         if diverges is None:
+            self._latest = key
             work = _all_gather_single(full.view(-1), shard, group=self._group, async_op=True)
             return Gather(lambda: self._wait([work], key))
         mine = torch.full((1,), diverges, dtype=torch.uint8, device=full.device)
         flags = mine.new_empty(self.size)
-        if self._on_device:
-            with dist._coalescing_manager(self._group, async_ops=True) as launch:
-                _all_gather_single(full.view(-1), shard, group=self._group)
-                _all_gather_single(flags, mine, group=self._group)
-            works = [launch]
-        else:
-            pairs = ((full.view(-1), shard), (flags, mine))
-            works = [_all_gather_single(into, own, group=self._group, async_op=True) for into, own in pairs]
-        arrived = torch.cuda.Event() if flags.is_cuda else None
-        heard = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=flags.is_cuda)
+        works = self._all_gather_both(full, shard, flags, mine, key)
+        heard = torch.empty(flags.shape, dtype=flags.dtype, device=HOST, pin_memory=can_pin(self._device.type))
+        arrival = Arrival()
 
         def finish() -> None:
+            nonlocal arrival
             self._wait(works, key)
-            heard.copy_(flags, non_blocking=True)
-            if arrived is not None:
-                arrived.record()
+            arrival = to_host(heard, flags)
 
         def has_divergence() -> bool:
-            if arrived is not None:
-                arrived.synchronize()
+            arrival.wait(self.limit)
             return bool(heard.any())
 
         return Gather(finish, has_divergence)
 
+    def _all_gather_both(self, full: Tensor, shard: Tensor, flags: Tensor, mine: Tensor, key: str) -> list[Any]:
+        """Starts two all-gathers, on a device in one launch."""
+        self._latest = key
+        pairs = ((full.view(-1), shard), (flags, mine))
+        if not self.is_asynchronous:
+            return [_all_gather_single(into, own, group=self._group, async_op=True) for into, own in pairs]
+        with dist._coalescing_manager(self._group, async_ops=True) as launch:
+            for into, own in pairs:
+                _all_gather_single(into, own, group=self._group)
+        return [launch]
+
     def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str) -> Work:
+        self._latest = key
         work = _reduce_scatter_single(shard, full.view(-1), group=self._group, async_op=True)
         return Work(lambda: self._wait([work], key))
 
     def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], key: str) -> None:
+        self._latest = key
         pairs = [(dist.irecv, received), (dist.isend, sent)]
         messages = [
             dist.P2POp(kind, tensor, group=self._group, group_peer=peer)
@@ -99,10 +128,11 @@ class NativeComm(Comm):
         self._wait(dist.batch_isend_irecv(messages) if messages else [], key)
 
     def _broadcast(self, tensor: Tensor, source: int, key: str) -> None:
-        if tensor.is_cuda or not self._on_device:
-            self._wait([dist.broadcast(tensor, group=self._group, group_src=source, async_op=True)], key)
-        else:
+        if is_host(tensor.device) and self.is_asynchronous:
             self._control._broadcast(tensor, source, key)
+            return
+        self._latest = key
+        self._wait([dist.broadcast(tensor, group=self._group, group_src=source, async_op=True)], key)
 
     def _all_reduce(self, value: Tensor, combine: Combine, key: str) -> Tensor:
         return self._control._all_reduce(value, combine, key)
@@ -112,7 +142,7 @@ class NativeComm(Comm):
 
     def _wait(self, works: Sequence[Any], key: str) -> None:
         for work in works:
-            if self._on_device:
+            if self.is_asynchronous:
                 work.wait()  # lets the current stream wait; with a time limit it would block this thread
             else:
                 with self._control.explaining(key, None):
@@ -120,18 +150,29 @@ class NativeComm(Comm):
 
 
 def make_comm(
-    device: torch.device, wait_timeout: timedelta, *, backend: str | None = None, sanitize: bool = False
+    device: torch.device,
+    wait_timeout: timedelta,
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+    sanitize: bool = False,
 ) -> Comm:
     """Returns this process's communicator among all ranks, for tensors on `device`, on process groups of its own.
 
     Collective: call it on every rank, after `torch.distributed` is initialised; a world of one need not initialise it.
-    `backend` is the default process group's: ``"nccl"`` gives NCCL, everything else gloo.
+
+    Args:
+        device: that this rank computes on.
+        wait_timeout: how long the host waits for another rank.
+        backend: of the default process group. Unless it is ``"gloo"``, tensors on a device travel by it.
+        timeout: after which a backend itself gives up; None is torch's own.
+        sanitize: see `Comm`.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return LocalComm()
-    group = own_group("gloo")
+    group = own_group("gloo", timeout=timeout)
     links = once_per_world("links", lambda: Links(GlooComm(group, wait_timeout)))
-    control = GlooComm(group, wait_timeout, links, sanitize=sanitize)
-    if device.type == "cuda" and backend == "nccl":
-        return NativeComm(own_group("nccl", device_id=device), control)
-    return control
+    control = GlooComm(group, wait_timeout, links, timeout=timeout, sanitize=sanitize)
+    if is_host(device) or backend in (None, "gloo"):
+        return control
+    return NativeComm(own_group(backend, timeout=timeout, device=device), control, device)
