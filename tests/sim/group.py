@@ -139,6 +139,11 @@ class SimGroup(dist.ProcessGroup):
             self._shared.streams[rank] = Stream()
         self._name, self._rank, self._size = name, rank, size
 
+    supports_splitting = False
+
+    def _get_backend(self, device: torch.device) -> "SimGroup":
+        return self
+
     def getBackendName(self) -> str:
         return "sim"
 

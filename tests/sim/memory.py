@@ -5,13 +5,14 @@ the clock of its actor has come to that number, by events or by the host. Otherw
 """
 
 import weakref
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .streams import LOCK, Clock, Event, Host, Stream, current_stream, this_host
+from .streams import LOCK, Clock, Event, Stream, current_stream, this_host
 
 GRAIN = 512  # bytes; sizes of blocks are multiples of it
 POISON = 255  # of every byte: NaN in every floating-point dtype
@@ -86,18 +87,20 @@ PINNED: dict[int, Block] = {}  # of the host, by address of a live storage
 
 
 class Heap:
-    """The allocator: memory that was freed on a stream is the first that is used again there."""
+    """The allocator. Memory that was freed belongs to the stream that it was allocated on: the next allocation there may
+    get it, and poisons it. Another stream must have been waited for by then, or named by `record_stream`."""
 
     def __init__(self) -> None:
         self.allocated = self.peak = 0  # bytes
         self._free: defaultdict[tuple[Stream, int], list[Block]] = defaultdict(list)
-        self._leaving: list[tuple[list[Event], Block, Host]] = []  # other streams may still use these
-        self._freed: deque[tuple[int, Block, Host]] = deque()  # not taken back yet
+        self._leaving: list[tuple[list[Event], Block]] = []  # streams of `record_stream` still use these
+        self._freed: deque[tuple[int, Block]] = deque()  # by whoever dropped them
 
     def take(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         with LOCK:
-            self.collect()
             stream, rounded = current_stream(), max(GRAIN, -(-nbytes // GRAIN) * GRAIN)
+            self._collect()
+            self._poison_freed(stream)
             free = self._free[stream, rounded]
             block = free.pop() if free else Block(rounded, stream)
             storage = torch._C._construct_storage_from_data_pointer(block.memory.data_ptr(), device, nbytes)
@@ -105,40 +108,32 @@ class Heap:
             self.allocated += rounded
             self.peak = max(self.peak, self.allocated)
             # The storage may die anywhere, also where this lock must not be waited for.
-            weakref.finalize(storage, self._freed.append, (storage._cdata, block, this_host())).atexit = False
+            weakref.finalize(storage, self._freed.append, (storage._cdata, block)).atexit = False
             return storage
 
-    def collect(self) -> None:
-        """Takes back what was freed: poisoned in the order of its stream, once no other stream uses it."""
+    def _collect(self) -> None:
         while self._freed:
-            key, block, host = self._freed.popleft()
+            key, block = self._freed.popleft()
             if BLOCKS.get(key) is block:  # else a newer storage has its address
                 del BLOCKS[key]
             self.allocated -= block.memory.numel()
-            if block.users:
-                self._leaving.append(([user.record_event() for user in block.users], block, host))
-                block.users = set()
-            else:
-                self._poison(block, host)
-        for entry in [entry for entry in self._leaving if all(event.query() for event in entry[0])]:
-            self._leaving.remove(entry)
-            self._poison(*entry[1:])
+            self._leaving.append(([user.record_event() for user in block.users], block))
+            block.users = set()
 
-    def _poison(self, block: Block, host: Host) -> None:
-        assert block.stream is not None
-        memory = block.memory
-        block.stream.launch("free", lambda: memory.fill_(POISON), [Access(block, memory, writes=True)], host=host)
-        self._free[block.stream, memory.numel()].append(block)
-
+    def _poison_freed(self, stream: Stream) -> None:
+        for entry in [*self._leaving]:
+            events, block = entry
+            if block.stream is stream and all(event.query() for event in events):
+                self._leaving.remove(entry)
+                memory = block.memory
+                poison = partial(memory.fill_, POISON)
+                stream.launch("a newer tensor", poison, [Access(block, memory, writes=True)])
+                self._free[stream, memory.numel()].append(block)
 
     def forget(self) -> None:
         """Ends all that a test has left behind."""
         with LOCK:
-            for key, block, _ in self._freed:
-                if BLOCKS.get(key) is block:
-                    del BLOCKS[key]
-                self.allocated -= block.memory.numel()
-            self._freed.clear()
+            self._collect()
             self._leaving.clear()
             for block in (*BLOCKS.values(), *PINNED.values()):
                 block.history.clear()

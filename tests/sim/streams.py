@@ -90,13 +90,11 @@ class Stream(torch.Stream):
         name: str,
         work: Callable[[], Any],
         accesses: Iterable[Any] = (),
-        *,
-        host: "Host | None" = None,
         waits_for: "Stream | None" = None,
     ) -> int:
-        """Queues `work` of `host` (this one), which has these `memory.Access`es. Returns its number."""
+        """Queues `work`, which has these `memory.Access`es. Returns its number."""
         with LOCK:
-            self.clock |= (host or this_host()).clock
+            self.clock |= this_host().clock
             self.launched += 1
             self.clock[self.stream_id] = self.launched
             for access in accesses:

@@ -1,0 +1,77 @@
+"""What is made once in a world of torch.distributed: process groups, which keep sockets and threads for good."""
+
+import itertools
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+Made = TypeVar("Made")
+
+
+@dataclass
+class _World:
+    """Things of one world; they end with its default process group."""
+
+    made: dict[Any, Any] = field(default_factory=dict)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+
+
+_WORLDS: MutableMapping[Any, _World] = WeakKeyDictionary()  # default process group -> its world
+
+
+def _here() -> _World:
+    return _WORLDS.setdefault(dist.group.WORLD, _World())
+
+
+def once_per_world(key: Any, make: Callable[[], Made]) -> Made:
+    """Returns what `make` returned the first time in this world."""
+    made = _here().made
+    if key not in made:
+        made[key] = make()
+    return made[key]
+
+
+def forget(thing: Any) -> None:
+    """Has `once_per_world` make a thing anew, as this one is spoilt."""
+    made = _here().made
+    for key in [key for key, known in made.items() if known is thing]:
+        del made[key]
+
+
+def next_number() -> int:
+    """Returns 0, 1, 2, ...: a number of its own for each communicator. All ranks make the same ones, in one order."""
+    return next(_here().numbers)
+
+
+def own_group(
+    backend: str,
+    ranks: Sequence[int] | None = None,
+    *,
+    timeout: timedelta | None = None,
+    device: torch.device | None = None,
+) -> dist.ProcessGroup:
+    """Returns our process group of `ranks` (None: all), of which this rank is one.
+
+    Args:
+        backend: of torch: ``"gloo"``, ``"nccl"``, ...
+        ranks: of the world. Only they take part.
+        timeout: after which the backend itself gives up a collective; None is torch's own.
+        device: that the group is bound to, if it works on one alone.
+    """
+    key = ("group", backend, None if ranks is None else tuple(ranks))
+    bound: dict[str, Any] = {} if device is None else {"device_id": device}
+    if ranks is not None:
+        # Otherwise all ranks would have to make the groups of all others; and where the default group is bound to a
+        # GPU, torch would split that group for ranks that are in none, which gloo cannot.
+        bound["use_local_synchronization"] = True
+    return once_per_world(key, lambda: dist.new_group(ranks, backend=backend, timeout=timeout, **bound))
+
+
+def own_subgroup(backend: str, rank: int, groups: Sequence[Sequence[int]], **about: Any) -> dist.ProcessGroup:
+    """Returns our process group of that one of `groups` that holds `rank`; see `own_group`."""
+    return own_group(backend, next(ranks for ranks in groups if rank in ranks), **about)
