@@ -153,6 +153,11 @@ class Arrival:
         if event is not None:
             wait_on_host(event, limit)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the values are there."""
+        return self._event is None or self._event.query()
+
 
 def wait_on_host(event: Event, limit: Limit | None = None) -> None:
     """Waits, on the host, until the device has come to an event. A hung collective would keep a wait of torch's own for
@@ -185,6 +190,34 @@ def to_device(target: Tensor, source: Tensor, *, stays: bool = False) -> Tensor:
 def _is_alike(one: Tensor, other: Tensor) -> bool:
     """Whether a copy is one of plain memory: all others are made by way of a second tensor."""
     return one.dtype == other.dtype and one.is_contiguous() and other.is_contiguous() and one.shape == other.shape
+
+
+def on_host(values: Tensor, limit: Limit | None = None) -> Tensor:
+    """Returns the values on the host, which waits for them; a tensor of the host itself."""
+    if is_host(values.device):
+        return values
+    late = Late(values)
+    return late.read(limit)
+
+
+@final
+class Late:
+    """Values of a device, on their way to the host, that are read when they have come: a step later the host need not
+    wait for them any more."""
+
+    def __init__(self, values: Tensor) -> None:
+        pins = can_pin(values.device.type)
+        self._values = torch.empty(values.shape, dtype=values.dtype, device=HOST, pin_memory=pins)
+        self._arrival = to_host(self._values, values.detach().contiguous())
+
+    @property
+    def is_here(self) -> bool:
+        return self._arrival.is_over
+
+    def read(self, limit: Limit | None = None) -> Tensor:
+        """Returns the values, after a wait if they are not here."""
+        self._arrival.wait(limit)
+        return self._values
 
 
 # -- values of a parameter on another device

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from lightning_zero.device import Late
 from lightning_zero.run.engine import Engine
 from lightning_zero.shards.norm import Overflow
 
@@ -99,7 +100,8 @@ class ShardedGradients(Precision):
     scaler: Any = None
     skipped = SkippedSteps()  # for all plugins before their first run; `begin` makes another one
     skipped_last = False  # whether the latest step was: its learning rate schedulers do not move either
-    grad_norm: Tensor | None = None  # of the latest step, if it was clipped by norm; 0-d, on the host
+    _late_norms: list[Late]
+    grad_norm: Tensor | None = None  # of the latest step, if it was clipped by norm; 0-d, on the device
     _warned_of_nan = False
 
     def __reduce__(self) -> Any:
@@ -112,7 +114,7 @@ class ShardedGradients(Precision):
     def begin(self, engine: Engine, max_skipped_steps: int) -> None:
         """Begins a run."""
         self.engine, self.skipped = engine, SkippedSteps(max_skipped_steps)
-        self.skipped_last, self.grad_norm = False, None
+        self.skipped_last, self.grad_norm, self._late_norms = False, None, []
 
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: "pl.LightningModule", optimizer: Any, *args: Any, **kwargs: Any
@@ -122,12 +124,21 @@ class ShardedGradients(Precision):
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         assert self.engine is not None
-        norm = self.engine.averages.clip_by_norm_(self.main_params(optimizer), float(clip_val))
-        self.grad_norm = norm.total
-        if not norm.finite and not self._warned_of_nan and self.scaler is None:
+        self.grad_norm = self.engine.averages.clip_by_norm_(self.main_params(optimizer), float(clip_val)).total
+        if not self._warned_of_nan and self.scaler is None:
+            self._late_norms.append(Late(self.grad_norm))
+            self._warn_of_nan()
+
+    def _warn_of_nan(self) -> None:
+        """Warns, once, of a gradient norm that is not finite. On a device it is read when it has come by itself, maybe
+        steps later: to wait for it would stop the device."""
+        while self._late_norms and self._late_norms[0].is_here:
+            total = self._late_norms.pop(0).read()
+            if total.isfinite() or self._warned_of_nan:
+                continue
             self._warned_of_nan = True
             rank_zero_warn(
-                f"The gradient norm is {norm.total.item()}; the step is taken all the same, as under DDP. "
+                f"The gradient norm is {total.item()}; the step is taken all the same, as under DDP. "
                 "Only precision='16-mixed' skips steps. This is said once."
             )
 

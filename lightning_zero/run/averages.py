@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import OptState
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from lightning_zero.device import HOST
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.reductions import Reductions
 from lightning_zero.shards import norm
@@ -84,7 +85,8 @@ class Averages:
             self.of(self.module.parameters(), meets=True)
             with no_interception():
                 trained = [slot for slot in map(training_slot, self.module.parameters()) if slot is not None]
-                has = torch.tensor([slot.parameter.grad is not None for slot in trained], dtype=torch.uint8)
+                found = [slot.parameter.grad is not None for slot in trained]
+                has = torch.tensor(found, dtype=torch.uint8, device=HOST)
             everywhere = self.mesh.world.host.all_reduce(has, "gradients at the end", "min").tolist()
             left = {}
             for slot in itertools.compress(trained, everywhere):  # one at a time: all may not fit on the device
@@ -101,17 +103,18 @@ class Averages:
         self.reductions.refuse_stepped("a gradient scaler")
         slots = self.of(optimizer, meets=True)
         scale, _ = scaler._check_scale_growth_tracker("unscale_")
-        norm.scale_(slots, scale.double().reciprocal().float())
+        norm.scale_(slots, scale.double().reciprocal().float(), self.mesh.world.limit)
         self._measured = norm.Measured.of(slots)
-        overflow = self._measured.overflow(self.mesh.world.host)
+        overflow = self._measured.overflow(self.mesh.world)
         state: dict[str, Any] = scaler._per_optimizer_states[id(optimizer)]
         # On the host, where the verdict is, so that the scaler reads it without synchronising with the device.
-        state["found_inf_per_device"] = {self.device: torch.tensor(float(bool(overflow.ranks)))}
+        state["found_inf_per_device"] = {self.device: torch.tensor(float(bool(overflow.ranks)), device=HOST)}
         state["stage"] = OptState.UNSCALED
         return overflow
 
     def norms(self, norm_type: float = 2.0) -> dict[str, Tensor]:
-        """Returns the norm of each averaged gradient (0-d, fp32), by the name of its parameter. Collective."""
+        """Returns the norm of each averaged gradient (0-d, fp32, on the device), by the name of its parameter.
+        Collective."""
         slots = self.of(self.module.parameters(), meets=True)
         norms = self._measure(slots, norm_type).norms(self.mesh)
         names = {parameter: name for name, parameter in self.module.named_parameters()}

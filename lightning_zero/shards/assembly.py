@@ -188,7 +188,7 @@ def _make_pools(
         if pool is None:
             count = min(2 if options.overlap else 1, len(widths))
             made = [Bucket(max(widths), dtype, setting, packs=packs) for _ in range(count)]
-            pools.append(pool := BucketPool(made))
+            pools.append(pool := BucketPool(made, setting))
         for shard in alike:
             shard.pool = pool
     return pools

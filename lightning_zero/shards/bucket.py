@@ -2,11 +2,13 @@
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
 import torch
+from torch import Tensor
 
-from lightning_zero.device import Event, SideStream, wait_for
+from lightning_zero.device import Event, wait_for
 from lightning_zero.shards.setting import Setting
 from lightning_zero.tiers.ledger import Category
 
@@ -23,32 +25,28 @@ class Bucket:
             for rows in (comm.size if packs else 0, comm.scratch_rows, 1)
         )
         self.finish: Callable[[], None] | None = None  # waits for the reduction under way, and stores its result
-        self._stored: Event | None = None  # recorded by `settle_on`
 
     def settle(self) -> None:
         """Waits for the reduction in this bucket, if there is one, and stores its result."""
         finish, self.finish = self.finish, None
         if finish is not None:
             finish()
-        if self._stored is not None:
-            wait_for(self._stored, self.total.device)
-            self._stored = None
-
-    def settle_on(self, aside: SideStream) -> None:
-        """Waits and stores as `settle` does, on another stream of the device, whose work goes on meanwhile."""
-        finish, self.finish = self.finish, None
-        assert finish is not None
-        with aside.after_current():
-            finish()
-            self._stored = aside.record()
 
 
 @final
 class BucketPool:
-    """A fixed number of buckets, allocated once. When all are in flight, the oldest is waited for."""
+    """A fixed number of buckets, allocated once. When all are in flight, the oldest is waited for.
 
-    def __init__(self, buckets: list[Bucket]) -> None:
+    Where collectives are asynchronous, all this happens on the side stream of the device: inside `beside` gradients are
+    packed, reduced and stored, and its compute waits for nothing until `join`.
+    """
+
+    def __init__(self, buckets: list[Bucket], setting: Setting | None = None) -> None:
         self._buckets = deque(buckets)  # oldest first
+        is_asynchronous = setting is not None and setting.mesh.shard.is_asynchronous
+        self._aside = setting.aside if setting is not None and is_asynchronous else None
+        self._clock = None if setting is None else setting.mesh.shard.clock
+        self._packed: deque[tuple[Event, list[Tensor]]] = deque()  # gradients that may still be read beside compute
 
     def fits(self, width: int, dtype: torch.dtype, *, packs: bool) -> bool:
         """Whether chunks of `width` can be reduced in the buckets; with `packs`, also be packed there."""
@@ -61,13 +59,36 @@ class BucketPool:
         """Number of chunks that can be in flight."""
         return len(self._buckets)
 
+    def beside(self) -> AbstractContextManager[None]:
+        """Inside, work goes to the stream of the pool, after what the current one has been given so far."""
+        return nullcontext() if self._aside is None else self._aside.after_current()
+
     def take(self) -> Bucket:
-        """Returns the oldest bucket, settled."""
+        """Returns the oldest bucket, settled. Call it inside `beside`."""
         self._buckets.rotate(-1)
         self._buckets[-1].settle()
         return self._buckets[-1]
 
+    def keep(self, packed: list[Tensor]) -> None:
+        """Keeps gradients that have been packed inside `beside` until compute is known to come after that: it would use
+        their memory again."""
+        if self._aside is None:
+            return
+        self._packed.append((self._aside.record(), packed))
+        if len(self._packed) > len(self._buckets):
+            event, _ = self._packed.popleft()
+            wait_for(event, self._aside.device)  # over long ago
+
     def drain(self) -> None:
         """Settles all buckets, oldest first."""
-        for _ in range(len(self._buckets)):
-            self.take()
+        with self.beside():
+            for _ in range(len(self._buckets)):
+                self.take()
+        self.join()
+
+    def join(self) -> None:
+        """Lets the current stream wait for all that was stored inside `beside`."""
+        if self._aside is not None:
+            assert self._clock is not None
+            self._clock.time(self._aside.join)
+            self._packed.clear()

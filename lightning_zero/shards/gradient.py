@@ -166,18 +166,17 @@ class GradientShard:
         self._settle_unused()
         if self._is_sharded and not self.group.setting.keeps_gradients:
             self.owned_grad = self._make_owned(self.group.layout.shard_numel)
-        for chunk in self.group.layout.chunks:
-            bucket = self.pool.take()
-            self._buckets.append(bucket)
-            full = self._contribution(chunk, bucket)
-            total = bucket.total[: chunk.width]
-            scratch = bucket.scratch[: self.group.comm.scratch_rows * chunk.width].view(-1, chunk.width)
-            name = f"reduce {self.group.name}[{chunk.of.start}+{chunk.start}]"
-            work = self.group.comm.reduce_scatter(total, full, scratch, name)
-            bucket.finish = partial(self._store, work, total, chunk, frozenset(self._carries), name)
-            aside = self.group.setting.aside
-            if aside is not None and not self.is_on_disk:  # for a disk the host would wait for the reduction
-                bucket.settle_on(aside)
+        with self.pool.beside():
+            for chunk in self.group.layout.chunks:
+                bucket = self.pool.take()
+                self._buckets.append(bucket)
+                full = self._contribution(chunk, bucket)
+                total = bucket.total[: chunk.width]
+                scratch = bucket.scratch[: self.group.comm.scratch_rows * chunk.width].view(-1, chunk.width)
+                name = f"reduce {self.group.name}[{chunk.of.start}+{chunk.start}]"
+                work = self.group.comm.reduce_scatter(total, full, scratch, name)
+                bucket.finish = partial(self._store, work, total, chunk, frozenset(self._carries), name)
+        self.pool.keep([*self._held.values()])
         self._held.clear()
 
     def _settle_unused(self) -> None:
@@ -259,8 +258,10 @@ class GradientShard:
 
     def wait(self) -> None:
         """Waits until all reductions under way are stored."""
-        while self._buckets:
-            self._buckets.pop().settle()
+        with self.pool.beside():
+            while self._buckets:
+                self._buckets.pop().settle()
+        self.pool.join()
 
     def let_go(self) -> None:
         """Drops the averaged gradients, which have been stepped."""

@@ -1,7 +1,7 @@
 """Global norm, clipping and overflow of gradients that are spread over ranks.
 
-The host waits for the device once: `Measured.of` brings one number per parameter to the host. Norm, clipping and the
-decision to skip a step are computed from these numbers.
+All of it stays on the device: the norm, the factor of clipping and the sums over ranks. The host reads only what it must
+decide by: whether an fp16 step is skipped (`Measured.overflow`), and the factor for gradients that are offloaded to it.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_zero.device import HOST, Limit, is_host, on_host
 from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.slot import Slot
 from lightning_zero.wire.comm import Comm, Reduction
@@ -19,8 +20,12 @@ from lightning_zero.wire.mesh import Mesh
 
 
 class GradNorm(NamedTuple):
-    total: Tensor  # 0-d, fp32, the same on every rank
-    finite: bool
+    total: Tensor  # 0-d, fp32, on the device; the same on every rank
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the norm is a number. The host waits for the device."""
+        return bool(on_host(self.total).isfinite())
 
 
 class Overflow(NamedTuple):
@@ -47,24 +52,15 @@ class Measured:
 
     slots: tuple[Slot, ...]  # parameters with a gradient, in the same order on every rank, each once
     norm_type: float  # p of the p-norm; inf for the largest magnitude
-    parts: Tensor  # of each, this rank's part of the sum of p-th powers, or its largest magnitude; float64, on the host
+    parts: Tensor  # of each, this rank's part of the sum of p-th powers, or its largest magnitude; float64
     versions: tuple[int, ...]  # of the gradients when they were measured
 
     @classmethod
     def of(cls, slots: Sequence[Slot], norm_type: float = 2.0) -> "Measured":
         """Measures this rank's pieces, in float64: the result must not depend on where ranks cut (ZeRO section 5)."""
-        norms: list[Tensor] = []
-        for slot in slots:
-            piece = gradient_of(slot).piece(slot)
-            piece = piece.abs() if piece.is_complex() else piece
-            if norm_type == inf:
-                norms.append((piece.abs().max() if piece.numel() else piece.new_zeros(())).double())
-            else:
-                norms.append(torch.linalg.vector_norm(piece, norm_type, dtype=torch.float64))
-        parts = torch.zeros(len(norms), dtype=torch.float64)
-        for device in {norm.device for norm in norms}:
-            at = [place for place, norm in enumerate(norms) if norm.device == device]
-            parts[at] = torch.stack([norms[place] for place in at]).cpu()
+        norms = [_norm_of(gradient_of(slot).piece(slot), norm_type) for slot in slots]
+        device = slots[0].group.places.gathered.device if slots else HOST
+        parts = _stacked(norms, device)
         parts = parts if norm_type == inf else parts.pow(norm_type)
         return cls(tuple(slots), norm_type, parts, versions_of(slots))
 
@@ -80,8 +76,9 @@ class Measured:
         if self.slots and self.slots[0].group.is_cut:
             parts = mesh.shard.all_reduce(parts, "norm", reduction)
         if mesh.tensor.size > 1:
-            if mesh.tensor.rank:  # a gradient that each tensor-parallel rank has whole counts once
-                parts = parts * torch.tensor([slot.local.is_divided for slot in self.slots], dtype=parts.dtype)
+            if mesh.tensor.rank and self.slots:  # a gradient that each tensor-parallel rank has whole counts once
+                each = zip(self.slots, parts.unbind(), strict=True)
+                parts = torch.stack([part if slot.local.is_divided else torch.zeros_like(part) for slot, part in each])
             parts = mesh.tensor.all_reduce(parts, "norm", reduction)
         return parts if self.norm_type == inf else parts.pow(1.0 / self.norm_type)
 
@@ -89,45 +86,65 @@ class Measured:
         """Returns the norm of all gradients as one vector. Collective as `norms` is."""
         norms, p = self.norms(mesh), self.norm_type
         if not norms.numel():
-            return GradNorm(torch.tensor(0.0), finite=True)
-        total = norms.max() if p == inf else norms.pow(p).sum().pow(1.0 / p)
-        return GradNorm(total.float(), finite=bool(total.isfinite()))
+            return GradNorm(torch.zeros((), device=norms.device))
+        return GradNorm((norms.max() if p == inf else norms.pow(p).sum().pow(1.0 / p)).float())
 
     def overflow(self, comm: Comm) -> Overflow:
-        """Returns which gradients are not finite on any rank, the same on every rank. Collective."""
+        """Returns which gradients are not finite on any rank, the same on every rank. Collective; the host waits for
+        the device."""
         bad = ~self.parts.isfinite()
-        flags = torch.zeros(comm.size + len(self.slots), dtype=torch.uint8)
+        flags = torch.zeros(comm.size + len(self.slots), dtype=torch.uint8, device=bad.device)
         flags[comm.rank] = bad.any()
         flags[comm.size :] = bad
-        ranks, parameters = comm.all_reduce(flags, "overflow", "max").split([comm.size, len(self.slots)])
+        heard = on_host(comm.all_reduce(flags, "overflow", "max"), comm.limit)
+        ranks, parameters = heard.split([comm.size, len(self.slots)])
         return Overflow(
             ranks=ranks.nonzero().flatten().tolist(),
             parameters=[self.slots[at].name for at in parameters.nonzero().flatten().tolist()],
         )
 
 
-def scale_(slots: Sequence[Slot], factor: Tensor) -> None:
-    """Multiplies all gradients by a 0-d tensor."""
+def _norm_of(piece: Tensor, norm_type: float) -> Tensor:
+    piece = piece.abs() if piece.is_complex() else piece
+    if norm_type == inf:
+        return (piece.abs().max() if piece.numel() else piece.new_zeros(())).double()
+    return torch.linalg.vector_norm(piece, norm_type, dtype=torch.float64)
+
+
+def _stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Returns 0-d tensors as one on `device`. Those of offloaded gradients are on the host, and go there in one copy."""
+    if not norms:
+        return torch.zeros(0, dtype=torch.float64, device=device)
+    away = [norm for norm in norms if norm.device != device]
+    if not away:
+        return torch.stack(list(norms))
+    arrived = iter(torch.stack(away).to(device).unbind())
+    return torch.stack([norm if norm.device == device else next(arrived) for norm in norms])
+
+
+def scale_(slots: Sequence[Slot], factor: Tensor, limit: Limit | None = None) -> None:
+    """Multiplies all gradients by a 0-d tensor of the device. Where gradients are offloaded the host waits for it, at
+    most as long as `limit` says."""
     by_device: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for slot in slots:
         with gradient_of(slot).edit_piece(slot) as piece:
             if gradient_of(slot).is_on_disk:  # at once, so that only one piece is in memory at a time
-                piece.mul_(factor)
+                piece.mul_(on_host(factor, limit))
             else:
                 by_device.setdefault((piece.device, piece.dtype), []).append(piece)
     for (device, _), pieces in by_device.items():
-        torch._foreach_mul_(pieces, factor.to(device))
+        torch._foreach_mul_(pieces, on_host(factor, limit) if is_host(device) else factor.to(device))
 
 
 def clip_by_norm_(measured: Measured, mesh: Mesh, max_norm: float, *, error_if_nonfinite: bool = False) -> GradNorm:
     """Scales all gradients so that their global norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`."""
     norm = measured.total_norm(mesh)
-    if error_if_nonfinite and not norm.finite:
+    if error_if_nonfinite and not norm.is_finite:
         raise RuntimeError(
             f"The gradient norm is {norm.total.item()}, and nothing was clipped. To go on all the same, write "
             "error_if_nonfinite=False."
         )
-    scale_(measured.slots, torch.clamp(max_norm / (norm.total + 1e-6), max=1.0))
+    scale_(measured.slots, torch.clamp(max_norm / (norm.total + 1e-6), max=1.0), mesh.world.limit)
     return norm
 
 

@@ -131,7 +131,8 @@ class GlooComm(Comm):
         def swap(mine: Tensor | None, peer: int, receives: bool) -> Tensor | None:
             return self._exchange(mine, torch.empty_like(value, device=HOST) if receives else None, peer, key)
 
-        return self._tree(value, combine, swap)
+        total: Tensor = self._tree(value.cpu(), combine, swap)
+        return total.to(value.device)
 
     def _merge(self, mine: dict[int, Any], key: str) -> dict[int, Any]:
         def swap(mine: dict[int, Any] | None, peer: int, receives: bool) -> dict[int, Any] | None:

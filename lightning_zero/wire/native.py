@@ -21,6 +21,8 @@ from lightning_zero.wire.worlds import forget, once_per_world, own_group, own_su
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_OPERATIONS = {torch.add: dist.ReduceOp.SUM, torch.maximum: dist.ReduceOp.MAX, torch.minimum: dist.ReduceOp.MIN}
+
 
 @final
 class NativeComm(Comm):
@@ -135,7 +137,11 @@ class NativeComm(Comm):
         self._wait([dist.broadcast(tensor, group=self._group, group_src=source, async_op=True)], key)
 
     def _all_reduce(self, value: Tensor, combine: Combine, key: str) -> Tensor:
-        return self._control._all_reduce(value, combine, key)
+        if is_host(value.device):
+            return self._control._all_reduce(value, combine, key)
+        self._latest, total = key, value.clone()
+        self._wait([dist.all_reduce(total, _OPERATIONS[combine], group=self._group, async_op=True)], key)
+        return total
 
     def _merge(self, mine: dict[int, Any], key: str) -> dict[int, Any]:
         return self._control._merge(mine, key)
