@@ -23,9 +23,10 @@ import lightning_zero.pl.sharded_strategy
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import Folder, StoredCheckpoint
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.gloo import GlooComm, own_group
+from lightning_zero.wire.gloo import GlooComm
 from lightning_zero.wire.links import ONLY_TCP, Links
 from lightning_zero.wire.native import NativeComm, make_comm
+from lightning_zero.wire.worlds import own_group
 
 SAMPLES, FEATURES, CLASSES = 48, 12, 5
 

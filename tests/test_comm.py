@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.wire.comm import CollectiveMismatchError, Comm, RankTimeoutError, Work
-from lightning_zero.wire.gloo import GlooComm, own_group
+from lightning_zero.wire.gloo import GlooComm
 from lightning_zero.wire.local import CountingComm, LocalComm
 from lightning_zero.wire.native import NativeComm, make_comm
 from lightning_zero.wire.threads import ThreadWorld
+from lightning_zero.wire.worlds import own_group
 from ranks import RankPool
 
 CPU = torch.device("cpu")

@@ -21,8 +21,9 @@ import jobs
 from compare import differing
 from lightning_zero.wire import links
 from lightning_zero.wire.exchange import _HEADER, _TAKEN, INLINE, Exchange
-from lightning_zero.wire.gloo import GlooComm, own_group
+from lightning_zero.wire.gloo import GlooComm
 from lightning_zero.wire.links import ONLY_TCP, Links
+from lightning_zero.wire.worlds import own_group
 from ranks import RankPool, run_alone
 
 SOON = datetime.timedelta(seconds=20)

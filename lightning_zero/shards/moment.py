@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+VERDICT = ("found_inf", "grad_scale")  # by which a `GradScaler` tells a fused kernel of an overflow, for one call
+
 
 def wrapped_in(optimizer: Optimizer) -> list[Optimizer]:
     """Returns an optimizer and those that it wraps, as Lookahead and SAM do."""
@@ -78,9 +80,8 @@ def _counts_of(optimizer: Optimizer) -> dict[Any, Any]:
 
 
 def _is_number(name: str, value: Any) -> bool:
-    """Whether an attribute belongs to a moment: a number, or one of the two tensors by which a `GradScaler` tells a
-    fused kernel of an overflow, and which it sets for one call only."""
-    return isinstance(value, int | float) or name in ("found_inf", "grad_scale")
+    """Whether an attribute belongs to a moment: a number, or what a `GradScaler` has told the optimizer."""
+    return isinstance(value, int | float) or name in VERDICT
 
 
 def _caught_up(name: str) -> Any:

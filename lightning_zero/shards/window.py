@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from lightning_zero.device import point_at
+from lightning_zero.device import HOST, is_host, on_host, point_at
 from lightning_zero.shards.group import ShardGroup
+from lightning_zero.shards.moment import VERDICT
 from lightning_zero.shards.slot import Slot, no_interception, point_at_nothing
 from lightning_zero.tiers.alignment import ALIGNMENT_BYTES, round_up
 from lightning_zero.tiers.array import ALL, Array, OnDisk, empty
@@ -66,7 +67,7 @@ class Staging:
 
     def __init__(self, ledger: Ledger, pinned: bool) -> None:
         self._ledger = ledger
-        self._place = Place(torch.device("cpu"), Tier.HOST, pinned)
+        self._place = Place(HOST, Tier.HOST, pinned)
         self._free: list[Tensor] = []
         self._nbytes = 0
 
@@ -103,6 +104,7 @@ class Window:
         self._shown: dict[Slot, _Shown] = {}
         self._stand_ins: dict[Parameter, Parameter] = {}  # stepped in place of parameters that are no plain tensors
         self._options: list[dict[str, Any]] = []  # the user's, of each parameter group, where a step changes them
+        self._verdict: dict[str, Tensor] = {}  # of a scaler, as it was told
 
     def postpone(self, step: Callable[[], None]) -> None:
         """Has this rank call `step`, which steps the window, before it reads the group's values."""
@@ -221,6 +223,17 @@ class Window:
             if fuses and may_fuse(self._optimizer, group):
                 own["fused"], group["fused"] = group["fused"], True
             self._options.append(own)
+        self._bring_verdict()
+
+    def _bring_verdict(self) -> None:
+        """Shows host kernels on the host what a `GradScaler` has told the optimizer. A fused kernel would itself copy
+        it from the device, and read it before it has come."""
+        device = self.slots[0].group.rest.master.place.device if self.slots else HOST
+        own = vars(self._optimizer)
+        told = {name: own[name] for name in VERDICT if isinstance(own.get(name), Tensor)}
+        if is_host(device) and any(not is_host(value.device) for value in told.values()):
+            own.update({name: on_host(value) for name, value in told.items()})
+            self._verdict = told
 
     def _prepare(self) -> None:
         """Waits until the reads have ended."""
@@ -258,6 +271,8 @@ class Window:
         for group, own in zip(self._optimizer.param_groups, self._options, strict=True):
             group.update(own)
         self._options.clear()
+        vars(self._optimizer).update(self._verdict)
+        self._verdict = {}
         for parameter, stand_in in self._stand_ins.items():
             _move_state(self._optimizer, stand_in, parameter)
         cleared = {slot: slot.local.stepped.grad is None for slot, shown in self._shown.items() if shown.has_gradient}

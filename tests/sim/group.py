@@ -43,7 +43,7 @@ class Communicator:
         self.size = size
         self.streams: dict[int, Stream] = {}
         self.launched: defaultdict[int, list[str]] = defaultdict(list)  # by rank, in order
-        self.is_aborted = False
+        self.aborted: set[int] = set()  # ranks
         self._parts: defaultdict[int, dict[int, _Part]] = defaultdict(dict)  # place in the order -> rank -> part
         self._is_done: set[int] = set()
 
@@ -63,16 +63,17 @@ class Communicator:
             self._parts[place][rank] = _Part(number, [*map(host_view, sent)], [*map(host_view, received)])
             accesses = [Access(block_of(tensor), tensor, writes=False) for tensor in sent]
             accesses += [Access(block_of(tensor), tensor, writes=True) for tensor in received]
-            stream.launch(name, partial(self._run, place, compute), accesses)
+            stream.launch(name, partial(self._run, place, rank, compute), accesses)
             return stream.record_event()
 
-    def _run(self, place: int, compute: Any) -> Any:
+    def _run(self, place: int, rank: int, compute: Any) -> Any:
         parts = self._parts[place]
-        if place in self._is_done or self.is_aborted:
+        if place in self._is_done or rank in self.aborted:
             return None
         is_ready = len(parts) == self.size and all(
             # The streams of the other ranks have to come to it as well. One that is running waits in it already.
-            stream.is_running or stream.run(parts[rank].number - 1) for rank, stream in self.streams.items()
+            stream.is_running or stream.run(parts[rank].number - 1)
+            for rank, stream in self.streams.items()
         )
         if not is_ready:
             return BLOCKED
@@ -189,9 +190,9 @@ class SimGroup(dist.ProcessGroup):
         return _Work(pair.launch(rank, "message", _deliver, sent, received), [*sent, *received])
 
     def abort(self) -> None:
-        """Ends what has not ended; its results are worth nothing."""
+        """Ends, on this rank, what has not ended; its results are worth nothing."""
         with LOCK:
-            self._shared.is_aborted = True
+            self._shared.aborted.add(self._rank)
             CHANGED.notify_all()
 
     shutdown = abort
@@ -228,7 +229,7 @@ def run_ranks(size: int, function: Callable[..., T], *args: Any) -> list[T]:
             with LOCK:
                 errors.append(error)
                 for communicator in _COMMUNICATORS.values():
-                    communicator.is_aborted = True
+                    communicator.aborted.update(range(communicator.size))
                 CHANGED.notify_all()
 
     world, hook = dist.distributed_c10d._world, sys.excepthook

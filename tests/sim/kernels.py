@@ -41,7 +41,11 @@ def below_torch() -> Iterator[None]:
     """Inside, operators are kernels alone: no autograd, no modes, no autocast of whoever has waited."""
     keys = (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastPrivateUse1)
     casts = torch._C.DispatchKeySet(keys[0]) | torch._C.DispatchKeySet(keys[1])
-    with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableTorchDispatch(), torch._C._ExcludeDispatchKeyGuard(casts):
+    with (
+        torch._C._AutoDispatchBelowAutograd(),
+        torch._C._DisableTorchDispatch(),
+        torch._C._ExcludeDispatchKeyGuard(casts),
+    ):
         yield
 
 

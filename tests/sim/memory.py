@@ -171,4 +171,3 @@ def host_touches(tensor: Tensor, name: str, *, writes: bool) -> None:
         host = this_host()
         number = host.acts()
         Access(block_of(tensor), tensor, writes=writes).check(host.actor, number, host.clock, name)
-

@@ -1,0 +1,341 @@
+"""What runs on the simulated device, in a process of its own; the same jobs run on a GPU."""
+
+import copy
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_zero.config import Offload
+from lightning_zero.run.engine import Engine, Options
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.local import LocalComm
+from lightning_zero.wire.native import make_comm
+from lightning_zero.wire.threads import ThreadWorld
+
+SOON = timedelta(seconds=20)
+
+
+def on_sim(policy: str, job: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls `job(device, ...)` on the simulated device, whose streams run as the policy of that name says."""
+    from sim import device, streams  # not above: torch keeps a device for good
+
+    os.environ["LIGHTNING_ZERO_ONLY_TCP"] = "1"  # ranks that are threads cannot be told apart by their process
+    device.forget()
+    streams.State.policy = streams.Policy[policy]
+    with device.HostWatch():
+        return job(device.DEVICE, *args, **kwargs)
+
+
+# -- torch alone
+
+
+def small_training(device: torch.device, *, casts: bool = False, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Dropout(0.1), nn.Linear(32, 4)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+    scaler = torch.amp.GradScaler(device.type, enabled=casts)
+    losses = []
+    for _ in range(3):
+        x, y = torch.randn(8, 16).to(device), torch.randint(0, 4, (8,)).to(device)
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, enabled=casts):
+            loss = nn.functional.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.detach())
+    return [float(loss) for loss in losses], [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+def gradients_of(device: torch.device, kind: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    layer: nn.Module
+    match kind:
+        case "convolution":
+            layer, values = (
+                nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.MaxPool2d(2)),
+                torch.randn(2, 3, 8, 8),
+            )
+        case "attention":
+            layer, values = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), torch.randn(2, 5, 8)
+        case _:
+            layer, values = nn.Sequential(nn.Embedding(10, 4), nn.GroupNorm(2, 2)), torch.arange(10).view(5, 2)
+    layer.to(device)(values.to(device)).square().sum().backward()
+    return [parameter.grad.cpu() for parameter in layer.parameters() if parameter.grad is not None]
+
+
+def backward_that_fails(device: torch.device, where: str) -> list[float]:
+    """An error in a hook ends backward, and the next one works."""
+    x = torch.ones(3, device=device, requires_grad=True)
+
+    def fails(*_: Any) -> None:
+        raise KeyError("on purpose")
+
+    y = x * 2
+    with ExitStack() as stack:
+        if where == "gradient":
+            y.register_hook(fails)
+        elif where == "accumulated":
+            stack.callback(x.register_post_accumulate_grad_hook(fails).remove)
+        else:
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, fails):
+                y = x * x
+        try:
+            y.sum().backward()
+        except KeyError:
+            x.grad = None
+    (x * 3).sum().backward()
+    assert x.grad is not None
+    return x.grad.tolist()
+
+
+# -- mistakes that a real device forgives most of the time
+
+
+def mistake(device: torch.device, kind: str, *, is_made: bool) -> Any:
+    """Does something that needs a wait; without the wait if the mistake `is_made`."""
+    from sim import streams
+
+    main, side, x = streams.current_stream(), streams.Stream(), torch.ones(2, device=device)
+    waits = not is_made
+    match kind:
+        case "a side stream reads what the main stream writes":
+            x.mul_(3)
+            if waits:
+                side.wait_stream(main)
+            with streams.on(side):
+                y = x + 1
+                x.record_stream(side)
+            main.wait_stream(side)
+            return y.tolist()
+        case "the main stream reads what a side stream writes":
+            side.wait_stream(main)
+            with streams.on(side):
+                x.mul_(3)
+            if waits:
+                main.wait_stream(side)
+            return (x + 1).tolist()
+        case "the main stream writes what a side stream reads":
+            side.wait_stream(main)
+            with streams.on(side):
+                y = x * 3
+            if waits:
+                main.wait_stream(side)
+            x.fill_(9)
+            main.wait_stream(side)
+            return y.tolist()
+        case "pinned memory is overwritten before it was copied":
+            host = torch.empty(2, pin_memory=True).fill_(1)
+            x.copy_(host, non_blocking=True)
+            if waits:
+                main.record_event().synchronize()
+            host.fill_(7)
+            return x.tolist()
+        case "pinned memory is read before the copy has come":
+            host = torch.empty(2, pin_memory=True).fill_(0)
+            host.copy_(x, non_blocking=True)
+            if waits:
+                main.synchronize()
+            return (host + 0).tolist()
+        case "memory is freed while a side stream uses it":
+            side.wait_stream(main)
+            with streams.on(side):
+                y = x * 3
+            if waits:
+                x.record_stream(side)
+            del x
+            torch.zeros(2, device=device).add_(1)
+            main.wait_stream(side)
+            return y.tolist()
+        case "memory of a side stream is freed while the main stream uses it":
+            with streams.on(side):
+                z = torch.ones(2, device=device)
+            main.wait_stream(side)
+            y = z * 3
+            del z
+            if waits:
+                side.wait_stream(main)
+            with streams.on(side):
+                torch.zeros(2, device=device)
+            return y.tolist()
+    raise ValueError(kind)
+
+
+def mixed_devices(device: torch.device) -> None:
+    torch.ones(2, device=device) + torch.ones(2)
+
+
+# -- collectives
+
+
+def collectives(device: torch.device, size: int) -> list[Any]:
+    from sim.group import run_ranks
+
+    def on_rank(rank: int) -> Any:
+        comm = make_comm(device, SOON, backend="sim")
+        row = torch.arange(4.0, device=device) + 10 * comm.rank
+        full = torch.empty(size, 4, device=device)
+        gather = comm.all_gather(full, row, "rows", diverges=rank == size - 1)
+        gather.wait()
+        shard, rows = torch.empty(4, device=device), full * (comm.rank + 1)
+        comm.reduce_scatter(shard, rows, rows.new_empty(0), "sum").wait()
+        sent = [torch.full((rank + 1,), float(peer), device=device) for peer in range(size)]
+        received = [torch.empty(peer + 1, device=device) for peer in range(size)]
+        comm.all_to_all(received, sent, "parts")
+        comm.broadcast(row, "row", source=size - 1)
+        total = comm.all_reduce(row.double(), "total", "max")
+        wave = torch.full((2,), complex(1, rank), device=device)
+        waves = torch.empty(2 // 2, dtype=torch.complex64, device=device)
+        comm.reduce_scatter(waves, torch.stack([wave[:1]] * size), wave.new_empty(0), "waves").wait()
+        found = [full, shard, *received, row, total, waves]
+        return gather.has_divergence(), [tensor.tolist() for tensor in found]
+
+    return run_ranks(size, on_rank)
+
+
+def wrong_order(device: torch.device) -> None:
+    from sim.group import run_ranks
+
+    def on_rank(rank: int) -> None:
+        comm = make_comm(device, SOON, backend="sim")
+        row, full = torch.ones(2, device=device), torch.ones(2, 2, device=device)
+        if rank:
+            comm.all_gather(full, row, "rows").wait()
+        else:
+            comm.reduce_scatter(row, full, full, "rows").wait()
+
+    run_ranks(2, on_rank)
+
+
+def rank_that_never_comes(device: torch.device) -> list[str]:
+    """Rank 1 leaves out a collective, and rank 0 waits for its result. Both then go on with new groups."""
+    from sim.group import run_ranks
+
+    def on_rank(rank: int) -> str:
+        comm = make_comm(device, timedelta(seconds=0.5), backend="sim")
+        told = ""
+        if rank == 0:
+            full = torch.zeros(2, 2, device=device)
+            gather = comm.all_gather(full, full[0], "rows", diverges=False)
+            gather.wait()
+            try:
+                gather.has_divergence()
+            except RuntimeError as error:
+                told = f"{type(error).__name__}: {error}"
+        comm.abandon()
+        again = make_comm(device, SOON, backend="sim")
+        full = torch.zeros(2, 2, device=device)
+        again.all_gather(full, torch.ones(2, device=device), "rows").wait()
+        assert full.sum().item() == 4.0
+        return told
+
+    return run_ranks(2, on_rank)
+
+
+# -- the engine
+
+
+class Tower(nn.Module):
+    """Blocks, a norm and a tied weight. Without dropout: ranks that are threads draw from one generator."""
+
+    def __init__(self, width: int = 16, blocks: int = 3) -> None:
+        super().__init__()
+        self.enter = nn.Embedding(11, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)) for _ in range(blocks)
+        )
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.enter(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return nn.functional.linear(self.norm(x), self.enter.weight)
+
+
+def tower() -> Tower:
+    torch.manual_seed(0)
+    return Tower()
+
+
+def train(
+    device: torch.device,
+    comm: Comm,
+    start: nn.Module,
+    *,
+    stage: int,
+    offload: Offload | None = None,
+    precision: str = "32-true",
+    clips: bool = False,
+    micro: int = 1,
+    steps: int = 3,
+    optimizer: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, fused=True),
+    **options: Any,
+) -> dict[str, Any]:
+    """A small training; the waits of the host are those of its last step."""
+    model = copy.deepcopy(start)
+    made = optimizer(model.parameters(), lr=1e-2)
+    dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=dtype is torch.float16)
+    settings = Options(offload=offload, bucket_bytes=2**11, autocast_dtype=dtype, **options)
+    engine = Engine(model, [made], stage=stage, comm=comm, device=device, options=settings)
+    data = comm.rank // settings.tensor_parallel_size
+    losses, waits = [], _waits()
+    for step in range(steps):
+        if step == steps - 1:
+            waits.clear()
+        made.zero_grad()
+        for number in range(micro):
+            generator = torch.Generator().manual_seed(100 * step + 10 * number + data)
+            tokens = torch.randint(0, 11, (2, 5), generator=generator)
+            tokens = tokens.pin_memory().to(device, non_blocking=True) if device.type != "cpu" else tokens
+            casts = torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
+            with engine.forward(), casts:
+                logits = model(tokens)
+                loss = nn.functional.cross_entropy(logits.view(-1, 11), tokens.view(-1)) / micro
+            with engine.backward():
+                scaler.scale(loss).backward()
+            losses.append(loss.detach())
+        if scaler.is_enabled():
+            engine.averages.unscale_(scaler, made)
+        if clips:
+            engine.averages.clip_by_norm_(made, 0.1)
+        scaler.step(made)
+        scaler.update()
+    engine.catch_up()
+    told = dict(waits)
+    found = {"losses": [float(loss) for loss in losses], "waits": told}
+    engine.close()
+    return found | {"weights": {name: value.detach().cpu() for name, value in model.named_parameters()}}
+
+
+def _waits() -> Any:
+    try:
+        from sim import streams
+    except ImportError:
+        return {}
+    return streams.this_host().waits
+
+
+def train_on_ranks(device: torch.device, size: int, start: nn.Module, **kwargs: Any) -> list[dict[str, Any]]:
+    """Trains on ranks of the device that are threads; on the host, on such ranks too."""
+    if size == 1:
+        return [train(device, LocalComm(), start, **kwargs)]
+    if device.type == "cpu":
+        return ThreadWorld(size).run(lambda comm: train(device, comm, start, **kwargs))
+    from sim.device import HostWatch
+    from sim.group import run_ranks
+
+    def on_rank(_: int) -> dict[str, Any]:
+        with HostWatch():  # modes are of a thread
+            return train(device, make_comm(device, SOON, backend="sim"), start, **kwargs)
+
+    return run_ranks(size, on_rank)
