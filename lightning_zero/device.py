@@ -72,7 +72,7 @@ def untested(device: torch.device) -> str | None:
     """Returns a sentence for a kind of device that the package was never tried on; None for the others."""
     if device.type in TESTED:
         return None
-    return f"lightning_zero was never tried on {device.type!r} devices, only on CPUs and CUDA: compare a run with ddp first."
+    return f"lightning_zero was never tried on {device.type!r} devices: compare a short run with ddp before a long one."
 
 
 # -- streams

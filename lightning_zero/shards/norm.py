@@ -1,7 +1,7 @@
 """Global norm, clipping and overflow of gradients that are spread over ranks.
 
-All of it stays on the device: the norm, the factor of clipping and the sums over ranks. The host reads only what it must
-decide by: whether an fp16 step is skipped (`Measured.overflow`), and the factor for gradients that are offloaded to it.
+All of it stays on the device: the norm, the factor of clipping and the sums over ranks. The host reads only what it
+must decide by: whether an fp16 step is skipped (`Measured.overflow`), and the factor for gradients that are offloaded.
 """
 
 from collections.abc import Sequence
@@ -112,7 +112,7 @@ def _norm_of(piece: Tensor, norm_type: float) -> Tensor:
 
 
 def _stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns 0-d tensors as one on `device`. Those of offloaded gradients are on the host, and go there in one copy."""
+    """Returns 0-d tensors as one on `device`, where those of offloaded gradients, on the host, go in one copy."""
     if not norms:
         return torch.zeros(0, dtype=torch.float64, device=device)
     away = [norm for norm in norms if norm.device != device]

@@ -168,8 +168,8 @@ class Comm(ABC):
             self.clock.time(partial(self._broadcast, tensor, source, key))
 
     def all_reduce(self, tensor: Tensor, name: str, reduction: Reduction = "sum") -> Tensor:
-        """Reduces a small tensor over ranks, to the same bits on every rank. On the host that takes O(log N) messages of
-        each rank; on a device with collectives of its own the host does not wait."""
+        """Reduces a small tensor over ranks, to the same bits on every rank. On the host that takes O(log N) messages
+        of each rank; on a device with collectives of its own the host does not wait."""
         value = tensor.detach().contiguous()
         key = self._begin("all_reduce", name, value, (self.size - 1).bit_length() * value.nbytes)
         if not value.numel():

@@ -1,7 +1,7 @@
 """`sim`: a simulated accelerator in pure Python, for the parts of the package that a CPU alone would never run.
 
-Tensors of the device "sim" are plain tensors over host memory. A kernel does not run when it is launched: it waits in the
-queue of its stream. What a real device does *sometimes* when a wait is missing, this one does *always*:
+Tensors of the device "sim" are plain tensors over host memory. A kernel does not run when it is launched: it waits in
+the queue of its stream. What a real device does *sometimes* when a wait is missing, this one does *always*:
 
 - streams run as late as a device may, or those beside the default stream at once (`streams.Policy`);
 - memory that is freed is filled with NaN, and handed out again first; a copy to the host leaves NaN until it has run;

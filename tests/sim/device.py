@@ -94,6 +94,11 @@ class HostWatch(TorchDispatchMode):
             for leaf in leaves:
                 if isinstance(leaf, Tensor) and memory.is_pinned(leaf):
                     memory.host_touches(leaf, str(op), writes=id(leaf) in written)
+            if (rates := streams.State.rates) is not None:
+                host = streams.this_host()
+                nbytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+                streams.note_span(host.name, "host", str(op), host.at, host.at + nbytes / rates.host)
+                host.at += nbytes / rates.host
         return op(*args, **kwargs)
 
 

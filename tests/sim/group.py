@@ -1,8 +1,8 @@
 """Collectives as NCCL has them, for ranks that are threads of one process, each with streams of its own.
 
-A collective is launched into the communicator's stream, after what the current stream has been given so far. It runs when
-all ranks have launched it. `wait` lets the current stream wait, and not the host. Ranks that launch different collectives
-are told so; a rank that launches none leaves the streams of the others where they are.
+A collective is launched into the communicator's stream, after what the current stream has been given so far. It runs
+when all ranks have launched it. `wait` lets the current stream wait, and not the host. Ranks that launch different
+collectives are told so; a rank that launches none leaves the streams of the others where they are.
 """
 
 import sys
@@ -19,7 +19,7 @@ from torch.testing._internal.distributed import multi_threaded_pg
 
 from .kernels import below_torch, host_view
 from .memory import Access, block_of
-from .streams import BLOCKED, CHANGED, LOCK, Event, Hang, Host, Stream, become, current_stream
+from .streams import BLOCKED, CHANGED, LOCK, Event, Hang, Host, State, Stream, become, current_stream, this_host
 
 T = TypeVar("T")
 
@@ -34,6 +34,7 @@ class _Part(NamedTuple):
     number: int  # of the launch, in its stream
     sent: list[Tensor]  # host views
     received: list[Tensor]
+    host_at: float  # s, of simulated time
 
 
 class Communicator:
@@ -45,7 +46,7 @@ class Communicator:
         self.launched: defaultdict[int, list[str]] = defaultdict(list)  # by rank, in order
         self.aborted: set[int] = set()  # ranks
         self._parts: defaultdict[int, dict[int, _Part]] = defaultdict(dict)  # place in the order -> rank -> part
-        self._is_done: set[int] = set()
+        self._is_done: dict[int, float] = {}  # place -> when it began, s of simulated time
 
     def launch(self, rank: int, name: str, compute: Any, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Event:
         """Launches a collective on a rank; `compute(sent, received)` does it for all ranks, given their tensors."""
@@ -60,16 +61,20 @@ class Communicator:
             stream = self.streams[rank]
             stream.wait_stream(current_stream())
             number = stream.launched + 1
-            self._parts[place][rank] = _Part(number, [*map(host_view, sent)], [*map(host_view, received)])
+            views = [*map(host_view, sent)], [*map(host_view, received)]
+            self._parts[place][rank] = _Part(number, *views, this_host().at)
             accesses = [Access(block_of(tensor), tensor, writes=False) for tensor in sent]
             accesses += [Access(block_of(tensor), tensor, writes=True) for tensor in received]
-            stream.launch(name, partial(self._run, place, rank, compute), accesses)
+            nbytes = max(sum(tensor.nbytes for tensor in tensors) for tensors in (sent, received))
+            rates, crosses = State.rates, nbytes * (self.size - 1) / self.size
+            cost = 0.0 if rates is None else rates.latency + crosses / rates.link
+            stream.launch(name, partial(self._run, place, rank, compute), accesses, cost=cost)
             return stream.record_event()
 
     def _run(self, place: int, rank: int, compute: Any) -> Any:
         parts = self._parts[place]
         if place in self._is_done or rank in self.aborted:
-            return None
+            return self._is_done.get(place)
         is_ready = len(parts) == self.size and all(
             # The streams of the other ranks have to come to it as well. One that is running waits in it already.
             stream.is_running or stream.run(parts[rank].number - 1)
@@ -78,11 +83,11 @@ class Communicator:
         if not is_ready:
             return BLOCKED
         if place not in self._is_done:
-            self._is_done.add(place)
+            self._is_done[place] = max(max(self.streams[one].at, part.host_at) for one, part in parts.items())
             ordered = [parts[rank] for rank in range(self.size)]
             with below_torch():
                 compute([part.sent for part in ordered], [part.received for part in ordered])
-        return None
+        return self._is_done[place]
 
 
 _COMMUNICATORS: dict[str, Communicator] = {}  # by name of the group
@@ -138,6 +143,7 @@ class SimGroup(dist.ProcessGroup):
         with LOCK:
             self._shared = _COMMUNICATORS.setdefault(name, Communicator(size))
             self._shared.streams[rank] = Stream()
+            self._shared.streams[rank].lane = "communication"
         self._name, self._rank, self._size = name, rank, size
 
     supports_splitting = False
@@ -211,8 +217,8 @@ dist.Backend.register_backend("sim", _make, extended_api=True, devices=["sim"])
 
 
 def run_ranks(size: int, function: Callable[..., T], *args: Any) -> list[T]:
-    """Calls `function(rank, *args)` on ranks that are threads, in a world of torch.distributed of their own. Returns the
-    results in rank order, or raises the first error of a rank."""
+    """Calls `function(rank, *args)` on ranks that are threads, in a world of torch.distributed of their own. Returns
+    the results in rank order, or raises the first error of a rank."""
     results: dict[int, Any] = {}
     errors: list[BaseException] = []
     store = dist.HashStore()

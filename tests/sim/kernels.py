@@ -12,28 +12,38 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
 
 from . import memory
 from .memory import Access, block_of, of_device
-from .streams import current_stream, host_waits
+from .streams import State, current_stream, host_waits
 
 aten = torch.ops.aten
 CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 ON_HOST = torch.device("cpu")
-DEVICE: torch.device  # set by `device`
+DEVICE = torch.device("meta")  # replaced by `device`, which makes it
 
 _set = aten.set_.source_Storage_storage_offset
 _index = {"aten::index", "aten::index_put_", "aten::_index_put_impl_"}  # take indices from the host
 
 
-def launch(name: str, work: Callable[[], Any], accesses: list[Access]) -> None:
+def launch(name: str, work: Callable[[], Any], accesses: list[Access], *, flops: float = 0.0) -> None:
     """Launches `work`, on host memory, on the current stream."""
 
     def run() -> None:
         with below_torch():
             work()
 
-    current_stream().launch(name, run, accesses)
+    rates, nbytes = State.rates, sum(access.high - access.low for access in accesses)
+    speed = rates and (rates.copies if name == "copy" and not _stays(accesses) else rates.memory)
+    current_stream().launch(
+        name, run, accesses, cost=max(nbytes / speed, flops / rates.flops) if rates and speed else 0
+    )
+
+
+def _stays(accesses: list[Access]) -> bool:
+    """Whether a copy is from the device to the device."""
+    return len(accesses) == 2 and all(access.block.stream is not None for access in accesses)
 
 
 @contextmanager
@@ -93,8 +103,7 @@ def item(tensor: Tensor) -> Any:
 
 
 def _wait(why: str) -> None:
-    stream = current_stream()
-    host_waits(stream, stream.launched, stream.clock, why)
+    host_waits(current_stream().record_event(), why)
 
 
 def copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
@@ -205,8 +214,9 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
         kernel = _drawing_now(op, kernel, host_args, host_kwargs)
     _fit_out(op, schema, args, kwargs, host_args, host_kwargs, accesses)
     results = [given[key] for key in schema.returned if key is not None]
+    flops = _flops_of(op, host_args, host_kwargs, results)
     if len(results) == len(schema.returned):
-        launch(str(op), kernel, accesses)
+        launch(str(op), kernel, accesses, flops=flops)
         return results[0] if len(results) == 1 else (tuple(results) or None)
     return _with_new_results(op, kernel, host_args, host_kwargs, accesses)
 
@@ -243,8 +253,17 @@ def _with_new_results(op: Any, kernel: Any, host_args: Any, host_kwargs: Any, ac
         for into, value in zip(views, [value for value in values if isinstance(value, Tensor)], strict=True):
             aten.copy_.default.redispatch(CPU, into, value)
 
-    launch(str(op), run, accesses + [Access(block_of(leaf), leaf, writes=True) for leaf in leaves])
+    flops = _flops_of(op, host_args, host_kwargs, views)
+    launch(str(op), run, accesses + [Access(block_of(leaf), leaf, writes=True) for leaf in leaves], flops=flops)
     return made
+
+
+def _flops_of(op: Any, args: Any, kwargs: Any, results: Any) -> float:
+    count = flop_registry.get(op.overloadpacket) if State.rates is not None else None
+    if count is None:
+        return 0.0
+    out = results[0] if results else None
+    return float(count(*args, **{name: value for name, value in kwargs.items() if name != "out"}, out_val=out))
 
 
 def _on_meta(values: Any) -> Any:

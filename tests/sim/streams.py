@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,7 +39,7 @@ class Host:
     name: str = "rank 0"
     clock: Clock = field(default_factory=Counter)  # what it knows to have ended
     waits: Counter[str] = field(default_factory=Counter)  # why, and where in the package -> how often
-    seconds: float = 0.0  # simulated time, see `trace`
+    at: float = 0.0  # s, of simulated time
 
     def __post_init__(self) -> None:
         self.actor = -next(_hosts)
@@ -55,14 +55,46 @@ class Host:
 class _Launch:
     number: int
     name: str
-    work: Callable[[], Any]
+    work: Callable[[], Any]  # returns BLOCKED if it cannot run yet, or the simulated time before which it cannot begin
     waits_for: "Stream | None"
+    cost: float  # s, of simulated time
+    host_at: float  # s, when it was launched
+
+
+class Span(NamedTuple):
+    """A piece of work in simulated time, s."""
+
+    rank: str
+    lane: str
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What simulated work costs."""
+
+    flops: float  # per s, of matrix products
+    memory: float  # bytes per s that kernels read and write
+    copies: float  # bytes per s between host and device
+    link: float  # bytes per s to another rank
+    host: float  # bytes per s that the host's own kernels read and write
+    launch: float = 5e-6  # s that the host takes for a launch
+    latency: float = 20e-6  # s of a collective
 
 
 class State:
     """What tests choose, and what they look at."""
 
     policy = Policy.LATE
+    rates: Rates | None = None  # None: work takes no time
+    spans: list[Span] = []  # noqa: RUF012
+
+
+def note_span(rank: str, lane: str, name: str, start: float, end: float) -> None:
+    if end > start:
+        State.spans.append(Span(rank, lane, name, start, end))
 
 
 class Stream(torch.Stream):
@@ -75,6 +107,8 @@ class Stream(torch.Stream):
         cls.known[made.stream_id] = made
         made.host = default_of
         made.queue, made.launched, made.clock, made.is_running = deque[_Launch](), 0, Clock(), False
+        made.at, made.lane = 0.0, "beside compute" if default_of is None else "compute"
+        made.rank = (default_of or this_host()).name
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
@@ -84,6 +118,9 @@ class Stream(torch.Stream):
     launched: int  # number of the latest launch
     clock: Clock  # what has ended before the next launch begins
     is_running: bool
+    at: float  # s, of simulated time
+    lane: str  # in a trace
+    rank: str
 
     def launch(
         self,
@@ -91,15 +128,18 @@ class Stream(torch.Stream):
         work: Callable[[], Any],
         accesses: Iterable[Any] = (),
         waits_for: "Stream | None" = None,
+        cost: float = 0.0,
     ) -> int:
         """Queues `work`, which has these `memory.Access`es. Returns its number."""
         with LOCK:
-            self.clock |= this_host().clock
+            host = this_host()
+            self.clock |= host.clock
+            host.at += State.rates.launch if State.rates is not None else 0.0
             self.launched += 1
             self.clock[self.stream_id] = self.launched
             for access in accesses:
                 access.check(self.stream_id, self.launched, self.clock, name)
-            self.queue.append(_Launch(self.launched, name, work, waits_for))
+            self.queue.append(_Launch(self.launched, name, work, waits_for, cost, host.at))
             CHANGED.notify_all()
             if State.policy is Policy.SIDES_AT_ONCE and self.host is None:
                 self.run(self.launched)
@@ -111,9 +151,11 @@ class Stream(torch.Stream):
             while self.queue and self.queue[0].number <= until:
                 if self.is_running:  # streams that wait for each other in a circle
                     return False
-                self.is_running = True
+                launch, self.is_running = self.queue[0], True
+                self.at = max(self.at, launch.host_at)
                 try:
-                    if self.queue[0].work() is BLOCKED:
+                    result = launch.work()
+                    if result is BLOCKED:
                         return False
                     self.queue.popleft()
                 except BaseException:
@@ -121,6 +163,9 @@ class Stream(torch.Stream):
                     raise
                 finally:
                     self.is_running = False
+                start = max(self.at, result) if isinstance(result, float) else self.at
+                self.at = start + launch.cost
+                note_span(self.rank, self.lane, launch.name, start, self.at)
             return True
 
     def record_event(self, event: "Event | None" = None) -> "Event":
@@ -132,14 +177,18 @@ class Stream(torch.Stream):
         if (stream := event.stream) is not None and stream is not self:
             with LOCK:
                 self.clock |= event.clock
-                number = event.number
-                self.launch("wait", lambda: stream.run(number) or BLOCKED, waits_for=stream)
+                number, later = event.number, event
+
+                def pass_by() -> Any:
+                    return later.at if stream.run(number) else BLOCKED
+
+                self.launch("wait", pass_by, waits_for=stream)
 
     def wait_stream(self, stream: "Stream") -> None:
         self.wait_event(stream.record_event())
 
     def synchronize(self) -> None:
-        host_waits(self, self.launched, self.clock, "synchronize")
+        self.record_event().synchronize()
 
     def query(self) -> bool:
         return self.run(self.launched)
@@ -168,7 +217,7 @@ class Event:
     def __init__(self, device: Any = None, *, enable_timing: bool = False, **_: Any) -> None:
         self.stream: Stream | None = None
         self.number, self.clock, self._looks = 0, Clock(), 0
-        self._passed_at = 0.0
+        self.at = 0.0  # s, of simulated time
 
     def record(self, stream: Stream | None = None) -> None:
         with LOCK:
@@ -178,14 +227,15 @@ class Event:
             self.clock = Clock(self.stream.clock)
 
     def _pass(self) -> None:
-        self._passed_at = time.perf_counter()
+        assert self.stream is not None
+        self.at = self.stream.at
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
         if self.stream is not None:
-            host_waits(self.stream, self.number, self.clock, "synchronize")
+            host_waits(self, "synchronize")
 
     def query(self) -> bool:
         """Whether the place is passed. The first look comes too early, if it may: a device is never in a hurry."""
@@ -197,23 +247,28 @@ class Event:
             if not is_passed and self._looks > 1:
                 is_passed = self.stream.run(self.number)
             if is_passed:
-                this_host().clock |= self.clock
+                host = this_host()
+                host.clock |= self.clock
+                host.at = max(host.at, self.at)
             return is_passed
 
     def elapsed_time(self, end: "Event") -> float:
-        return 1000 * (end._passed_at - self._passed_at)
+        """Milliseconds of simulated time."""
+        return 1000 * (end.at - self.at)
 
 
-def host_waits(stream: Stream, number: int, clock: Clock, why: str) -> None:
-    """Waits on the host until a stream has come to `number`. Raises Hang if it never does."""
-    host, until = this_host(), time.monotonic() + HANG_S
+def host_waits(event: Event, why: str) -> None:
+    """Waits on the host until a stream has come to an event. Raises Hang if it never does."""
+    host, stream, until = this_host(), event.stream, time.monotonic() + HANG_S
+    assert stream is not None
     host.waits[f"{why} in {_place()}"] += 1
     with LOCK:
-        clock = Clock(clock)
-        while not stream.run(number):
+        while not stream.run(event.number):
             if not CHANGED.wait(until - time.monotonic()):
                 raise Hang(f"{host.name} waits for {stream}, which stays at {stream.stays_at}.")
-        host.clock |= clock
+        host.clock |= event.clock
+        note_span(host.name, "host waits", why, host.at, event.at)
+        host.at = max(host.at, event.at)
 
 
 def _place() -> str:
@@ -273,7 +328,9 @@ def forget() -> None:
     with LOCK:
         for stream in Stream.known.values():
             stream.queue.clear()
+            stream.at = 0.0
         _MAIN.waits.clear()
+        _MAIN.at, State.rates, State.spans = 0.0, None, []
 
 
 def synchronize(device: Any = None) -> None:
