@@ -162,7 +162,7 @@ def use_after_fit(strategy: Any, folder: Path, precision: str, host_bytes: int |
     L.seed_everything(1, verbose=False)
     model = Classifier()
     run = trainer(strategy, 2, precision=precision)
-    with patch.object(lightning_zero.pl.ranks, "available_host_bytes", lambda: host_bytes):
+    with patch.object(lightning_zero.tiers.host_memory, "available_host_bytes", lambda: host_bytes):
         run.fit(model, loader(), loader(seed=1))
         found = {
             "validated": run.validate(model, loader(seed=1), verbose=False),
@@ -186,7 +186,7 @@ def fits_where_one_rank_cannot_tell() -> bool:
     """Whether the model is whole after fit: rank 0 does not know its memory, rank 1 has next to none."""
     model = Classifier()
     known = None if os.environ["RANK"] == "0" else 1000
-    with patch.object(lightning_zero.pl.ranks, "available_host_bytes", lambda: known):
+    with patch.object(lightning_zero.tiers.host_memory, "available_host_bytes", lambda: known):
         trainer({"stage": 3}, 2, max_steps=1).fit(model, loader())
     return type(model.temperature) is nn.Parameter
 

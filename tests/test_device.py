@@ -5,7 +5,6 @@ access that no wait orders is an error, so each of these tests is also one of al
 """
 
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 

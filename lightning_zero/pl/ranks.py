@@ -3,7 +3,6 @@
 import itertools
 import os
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,15 +50,6 @@ def mesh_of(options: Options, world: int, device: torch.device) -> DeviceMesh:
     if not is_initialized():
         raise RuntimeError("There is no mesh yet: use it in configure_model, or later; with Fabric after launch().")
     return torch_mesh(device.type, shape_of(world, options.replicate_size, options.tensor_parallel_size))
-
-
-def available_host_bytes() -> int | None:
-    """Returns how much memory this machine can still give, or None where the system does not say (it does on Linux)."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def failed_alike(engine: Engine, board: Board, run: int) -> bool:

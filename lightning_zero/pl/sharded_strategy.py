@@ -30,6 +30,7 @@ from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.offload import Machine
 from lightning_zero.stage import STAGES
+from lightning_zero.tiers import host_memory
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.native import make_comm
 
@@ -213,7 +214,7 @@ class ShardedStrategy:
         if STAGES[self.stage].parameter and comm.size > 1 and (told := told_of_whole(module, builder)):
             rank_zero_info(told)
         casts = isinstance(precision, MixedPrecision | FabricMixedPrecision) and options.param_dtype is None
-        available, local_ranks = ranks.available_host_bytes(), self.num_processes
+        available, local_ranks = host_memory.available_host_bytes(), self.num_processes
         options = replace(
             options,
             autocast_dtype=_AUTOCAST[precision.precision] if casts else None,
@@ -234,7 +235,7 @@ class ShardedStrategy:
         One is for the weights, the second for the gradients of the last step, which DDP leaves. With tensor
         parallelism, counts copies of this rank's part of the model on its device. Collective: one answer for all ranks.
         """
-        available, copies = ranks.available_host_bytes(), self.num_processes
+        available, copies = host_memory.available_host_bytes(), self.num_processes
         if engine.mesh.tensor.size > 1 and not is_host(self.root_device):
             available, copies = free_bytes(self.root_device), 1
         needed = copies * sum(

@@ -1,0 +1,61 @@
+"""How much memory of the host a process may still take: of the machine, and of the container that it runs in."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+_ROOT = Path("/")
+_UNLIMITED = 2**60  # bytes; cgroups of version 1 write a number near 2**63 where there is no limit
+
+
+def available_host_bytes(root: Path = _ROOT) -> int | None:
+    """Returns the bytes that this process may still allocate, or None where the system does not say (it does on Linux).
+
+    Of the machine's free memory and what is left of each control group around the process (a container, a SLURM job), the
+    least counts: a process that goes beyond it is killed without a word.
+    """
+    found = [*_of_machine(root), *_of_groups(root)]
+    return max(0, min(found)) if found else None
+
+
+def _of_machine(root: Path) -> Iterator[int]:
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            yield int(line.split()[1]) * 1024
+
+
+def _of_groups(root: Path) -> Iterator[int]:
+    """Yields what is left of each control group: its limit, without what it uses and could not give back."""
+    for line in _lines(root / "proc/self/cgroup"):  # "0::/a/b" in version 2, "4:memory:/a/b" in version 1
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        names = (
+            ("memory.max", "memory.current") if not controllers else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        )
+        top = root / "sys/fs/cgroup" / controllers
+        inner = top / path.lstrip("/")
+        # Inside a container the path is often that of the machine, and its own group is the top one.
+        for folder in [inner, *inner.parents]:
+            if folder.is_relative_to(top) and (limit := _number(folder / names[0])) is not None and limit < _UNLIMITED:
+                yield limit - (_number(folder / names[1]) or 0) + _reclaimable(folder)
+
+
+def _reclaimable(folder: Path) -> int:
+    """Returns the bytes of cached files, which the system takes back first."""
+    for line in _lines(folder / "memory.stat"):
+        name, _, value = line.partition(" ")
+        if name == "inactive_file":
+            return int(value)
+    return 0
+
+
+def _number(path: Path) -> int | None:
+    text = next(iter(_lines(path)), "max")
+    return int(text) if text.isdecimal() else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
