@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -277,12 +276,12 @@ def train(
     clips: bool = False,
     micro: int = 1,
     steps: int = 3,
-    optimizer: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, fused=True),
+    kernel: str = "fused",
     **options: Any,
 ) -> dict[str, Any]:
     """A small training; the waits of the host are those of its last step."""
     model = copy.deepcopy(start)
-    made = optimizer(model.parameters(), lr=1e-2)
+    made = torch.optim.AdamW(model.parameters(), lr=1e-2, **{kernel: True})
     dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=dtype is torch.float16)
     settings = Options(offload=offload, bucket_bytes=2**11, autocast_dtype=dtype, **options)

@@ -65,7 +65,7 @@ MISTAKES = {
 @pytest.mark.parametrize("kind", MISTAKES)
 def test_a_missing_wait_is_an_error(kind: str, policy: str, process: RankPool) -> None:
     assert run(process, policy, sim_jobs.mistake, kind, is_made=False) == MISTAKES[kind]
-    with pytest.raises(RankFailed, match="RaceError: .* nothing waits in between"):
+    with pytest.raises(RankFailed, match=r"RaceError: .* nothing waits in between"):
         run(process, policy, sim_jobs.mistake, kind, is_made=True)
 
 

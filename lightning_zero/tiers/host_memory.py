@@ -10,8 +10,8 @@ _UNLIMITED = 2**60  # bytes; cgroups of version 1 write a number near 2**63 wher
 def available_host_bytes(root: Path = _ROOT) -> int | None:
     """Returns the bytes that this process may still allocate, or None where the system does not say (it does on Linux).
 
-    Of the machine's free memory and what is left of each control group around the process (a container, a SLURM job), the
-    least counts: a process that goes beyond it is killed without a word.
+    Of the machine's free memory and what is left of each control group around the process (a container, a SLURM job),
+    the least counts: a process that goes beyond it is killed without a word.
     """
     found = [*_of_machine(root), *_of_groups(root)]
     return max(0, min(found)) if found else None
@@ -29,15 +29,14 @@ def _of_groups(root: Path) -> Iterator[int]:
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
-        names = (
-            ("memory.max", "memory.current") if not controllers else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        )
+        limits, uses = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
         top = root / "sys/fs/cgroup" / controllers
         inner = top / path.lstrip("/")
         # Inside a container the path is often that of the machine, and its own group is the top one.
         for folder in [inner, *inner.parents]:
-            if folder.is_relative_to(top) and (limit := _number(folder / names[0])) is not None and limit < _UNLIMITED:
-                yield limit - (_number(folder / names[1]) or 0) + _reclaimable(folder)
+            limit = _number(folder / f"memory.{limits}") if folder.is_relative_to(top) else None
+            if limit is not None and limit < _UNLIMITED:
+                yield limit - (_number(folder / f"memory.{uses}") or 0) + _reclaimable(folder)
 
 
 def _reclaimable(folder: Path) -> int:

@@ -1,7 +1,8 @@
 """Memory of the device and pinned memory of the host: who touches which bytes, and whether a wait orders them.
 
-Vector clocks: every access has an actor and that actor's number of it. A later access is ordered after an earlier one if
-the clock of its actor has come to that number, by events or by the host. Otherwise, if one of the two writes, they race.
+Vector clocks: every access has an actor and that actor's number of it. A later access is ordered after an earlier one
+if the clock of its actor has come to that number, by events or by the host. Otherwise, if one of the two writes, they
+race.
 """
 
 import weakref
@@ -87,8 +88,8 @@ PINNED: dict[int, Block] = {}  # of the host, by address of a live storage
 
 
 class Heap:
-    """The allocator. Memory that was freed belongs to the stream that it was allocated on: the next allocation there may
-    get it, and poisons it. Another stream must have been waited for by then, or named by `record_stream`."""
+    """The allocator. Memory that was freed belongs to the stream that it was allocated on: the next allocation there
+    may get it, and poisons it. Another stream must have been waited for by then, or named by `record_stream`."""
 
     def __init__(self) -> None:
         self.allocated = self.peak = 0  # bytes
