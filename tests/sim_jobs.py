@@ -194,7 +194,11 @@ def collectives(device: torch.device, size: int) -> list[Any]:
         wave = torch.full((2,), complex(1, rank), device=device)
         waves = torch.empty(2 // 2, dtype=torch.complex64, device=device)
         comm.reduce_scatter(waves, torch.stack([wave[:1]] * size), wave.new_empty(0), "waves").wait()
-        found = [full, shard, *received, row, total, waves]
+        comm.broadcast(wave, "wave", source=0)
+        large = torch.full((2**17,), float(rank + 1))  # on the host
+        comm.broadcast(large, "large", source=0)
+        assert bool((large == 1).all())
+        found = [full, shard, *received, row, total, waves, wave]
         return gather.has_divergence(), [tensor.tolist() for tensor in found]
 
     return run_ranks(size, on_rank)
@@ -284,6 +288,8 @@ def train(
     made = torch.optim.AdamW(model.parameters(), lr=1e-2, **{kernel: True})
     dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=dtype is torch.float16)
+    if "units" in options:
+        options["unit_classes"] = (nn.Linear, nn.Embedding, nn.LayerNorm) if options.pop("units") == "modules" else None
     settings = Options(offload=offload, bucket_bytes=2**11, autocast_dtype=dtype, **options)
     engine = Engine(model, [made], stage=stage, comm=comm, device=device, options=settings)
     data = comm.rank // settings.tensor_parallel_size

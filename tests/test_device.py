@@ -15,7 +15,7 @@ import sim
 import sim_jobs
 from compare import differing
 from cover import name_of, pairwise
-from lightning_zero.config import Offload
+from lightning_zero.config import ActivationCheckpointing, Offload
 from ranks import RankPool
 
 CPU = torch.device("cpu")
@@ -41,6 +41,19 @@ def offload_of(tier: str, stage: int, folder: Path) -> Offload | None:
     return None
 
 
+def train(process: RankPool, policy: str, ranks: int, **setting: Any) -> tuple[list[Any], list[Any]]:
+    """What each rank has found on the simulated device, and on the CPU."""
+    start = sim_jobs.tower()
+    (found,) = process.run(sim_jobs.on_sim, policy, sim_jobs.train_on_ranks, ranks, start, **setting)
+    return found, sim_jobs.train_on_ranks(CPU, ranks, start, **setting)
+
+
+def assert_same(found: list[Any], expected: list[Any]) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine["losses"] == theirs["losses"]
+        assert differing(mine["weights"], theirs["weights"]) == []
+
+
 CASES = pairwise(
     [0, 1, 2, 3],
     ["device", "host", "host, and parameters", "disk"],
@@ -57,11 +70,44 @@ def test_a_training_has_the_cpus_bits(
     stage: int, tier: str, precision: str, clips: bool, ranks: int, micro: int, policy: str, process: RankPool,
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    start = sim_jobs.tower()
     setting: dict[str, Any] = {"stage": stage, "precision": precision, "clips": clips, "micro": micro}
-    setting["offload"] = offload_of(tier, stage, tmp_path)
-    (found,) = process.run(sim_jobs.on_sim, policy, sim_jobs.train_on_ranks, ranks, start, **setting)
-    expected = sim_jobs.train_on_ranks(CPU, ranks, start, **setting)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine["losses"] == theirs["losses"]
-        assert differing(mine["weights"], theirs["weights"]) == []
+    assert_same(*train(process, policy, ranks, **setting, offload=offload_of(tier, stage, tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 2, "step_in_backward": True},
+        {"stage": 3, "step_in_backward": True, "offload": Offload("cpu", parameters="cpu")},
+        {"stage": 1, "late_publish_bytes": 0},
+        {"stage": 2, "late_publish_bytes": 0, "precision": "bf16-mixed", "offload": Offload("cpu", fraction=0.5)},
+        {"stage": 3, "accumulation": "local", "micro": 2, "clips": True},
+        {"stage": 3, "prefetch": 2, "units": "modules", "overlap": False},
+        {"stage": 2, "replicate_size": 2, "ranks": 4, "precision": "bf16-mixed", "clips": True},
+        {"stage": 3, "replicate_size": 2, "ranks": 4, "offload": Offload("cpu")},
+        {"stage": 3, "granularity": "tensor", "offload": Offload("cpu")},
+        {"stage": 2, "reduce_dtype": torch.bfloat16, "precision": "bf16-mixed"},
+        {"stage": 3, "param_dtype": torch.bfloat16},
+        {"stage": 3, "activation_checkpointing": ActivationCheckpointing("Sequential", offload=True)},
+        {"stage": 1, "activation_checkpointing": ActivationCheckpointing("Sequential", offload=True, contiguous=True)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("policy", ["LATE", "SIDES_AT_ONCE"])
+def test_each_option_has_the_cpus_bits(policy: str, options: dict[str, Any], process: RankPool) -> None:
+    options = dict(options)
+    ranks = options.pop("ranks", 2)
+    assert_same(*train(process, policy, ranks, **options))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_in_a_steady_step_the_host_waits_for_nothing_but_the_verdict_of_a_scaler(
+    stage: int, clips: bool, precision: str, process: RankPool
+) -> None:
+    setting = {"stage": stage, "clips": clips, "precision": precision, "steps": 5}
+    (found,) = process.run(sim_jobs.on_sim, "LATE", sim_jobs.train_on_ranks, 2, sim_jobs.tower(), **setting)
+    expected = {"look again in shards/norm.py:overflow": 1} if precision == "16-mixed" else {}
+    for each in found:
+        assert each["waits"] == expected

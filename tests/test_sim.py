@@ -79,13 +79,14 @@ def test_a_host_tensor_where_a_devices_is_meant_is_an_error(process: RankPool) -
 def test_collectives_bring_what_they_bring_elsewhere(size: int, policy: str, process: RankPool) -> None:
     found = run(process, policy, sim_jobs.collectives, size)
     rows = [[float(at + 10 * rank) for at in range(4)] for rank in range(size)]
-    for rank, (diverges, (full, shard, *received, row, total, waves)) in enumerate(found):
+    for rank, (diverges, (full, shard, *received, row, total, waves, wave)) in enumerate(found):
         assert diverges
         assert full == rows
         assert shard == [value * sum(range(1, size + 1)) for value in rows[rank]]
         assert received == [[float(rank)] * (peer + 1) for peer in range(size)]
         assert row == total == rows[-1]
         assert waves == [complex(size, sum(range(size)))]
+        assert wave == [1 + 0j] * 2
 
 
 def test_ranks_that_launch_different_collectives_are_told_both_orders(process: RankPool) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.device import HOST, Arrival, Limit, can_pin, is_host, to_host
+from lightning_zero.device import HOST, Arrival, Limit, can_pin, is_host, on_host, to_host
 from lightning_zero.wire.board import Board
 from lightning_zero.wire.clock import Clock
 from lightning_zero.wire.comm import Combine, Comm, Gather, RankTimeoutError, Work
@@ -22,6 +22,12 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _OPERATIONS = {torch.add: dist.ReduceOp.SUM, torch.maximum: dist.ReduceOp.MAX, torch.minimum: dist.ReduceOp.MIN}
+SMALL = 2**16  # bytes, up to which host tensors are not worth the way by the device
+
+
+def real(tensor: Tensor) -> Tensor:
+    """Returns a tensor as NCCL takes it, which has no complex numbers: as pairs of real ones, in the same memory."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 @final
@@ -81,9 +87,10 @@ class NativeComm(Comm):
         return NativeComm(group, control, self._device)
 
     def _all_gather(self, full: Tensor, shard: Tensor, key: str, diverges: bool | None) -> Gather:
+        full, shard = real(full), real(shard)
         if diverges is None:
             self._latest = key
-            work = _all_gather_single(full.view(-1), shard, group=self._group, async_op=True)
+            work = _all_gather_single(full.view(-1), shard.view(-1), group=self._group, async_op=True)
             return Gather(lambda: self._wait([work], key))
         mine = torch.full((1,), diverges, dtype=torch.uint8, device=full.device)
         flags = mine.new_empty(self.size)
@@ -105,7 +112,7 @@ class NativeComm(Comm):
     def _all_gather_both(self, full: Tensor, shard: Tensor, flags: Tensor, mine: Tensor, key: str) -> list[Any]:
         """Starts two all-gathers, on a device in one launch."""
         self._latest = key
-        pairs = ((full.view(-1), shard), (flags, mine))
+        pairs = ((full.view(-1), shard.view(-1)), (flags, mine))
         if not self.is_asynchronous:
             return [_all_gather_single(into, own, group=self._group, async_op=True) for into, own in pairs]
         with dist._coalescing_manager(self._group, async_ops=True) as launch:
@@ -114,15 +121,15 @@ class NativeComm(Comm):
         return [launch]
 
     def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str) -> Work:
-        self._latest = key
-        work = _reduce_scatter_single(shard, full.view(-1), group=self._group, async_op=True)
+        self._latest, into, sent = key, real(shard).view(-1), real(full).view(-1)
+        work = _reduce_scatter_single(into, sent, group=self._group, async_op=True)
         return Work(lambda: self._wait([work], key))
 
     def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], key: str) -> None:
         self._latest = key
         pairs = [(dist.irecv, received), (dist.isend, sent)]
         messages = [
-            dist.P2POp(kind, tensor, group=self._group, group_peer=peer)
+            dist.P2POp(kind, real(tensor), group=self._group, group_peer=peer)
             for kind, tensors in pairs
             for peer, tensor in enumerate(tensors)
             if peer != self.rank and tensor.numel()
@@ -131,16 +138,27 @@ class NativeComm(Comm):
 
     def _broadcast(self, tensor: Tensor, source: int, key: str) -> None:
         if is_host(tensor.device) and self.is_asynchronous:
-            self._control._broadcast(tensor, source, key)
+            self._broadcast_by_device(tensor, source, key)
             return
         self._latest = key
-        self._wait([dist.broadcast(tensor, group=self._group, group_src=source, async_op=True)], key)
+        self._wait([dist.broadcast(real(tensor), group=self._group, group_src=source, async_op=True)], key)
+
+    def _broadcast_by_device(self, tensor: Tensor, source: int, key: str) -> None:
+        """Copies a host tensor by way of the device, whose links are faster: a model that was built on the host would
+        otherwise travel from rank 0 to each rank, one after another."""
+        if tensor.nbytes <= SMALL:
+            self._control._broadcast(tensor, source, key)
+            return
+        staged = tensor.to(self._device) if self.rank == source else torch.empty_like(tensor, device=self._device)
+        self._broadcast(staged, source, key)
+        if self.rank != source:
+            tensor.copy_(on_host(staged, self.limit))
 
     def _all_reduce(self, value: Tensor, combine: Combine, key: str) -> Tensor:
         if is_host(value.device):
             return self._control._all_reduce(value, combine, key)
         self._latest, total = key, value.clone()
-        self._wait([dist.all_reduce(total, _OPERATIONS[combine], group=self._group, async_op=True)], key)
+        self._wait([dist.all_reduce(real(total), _OPERATIONS[combine], group=self._group, async_op=True)], key)
         return total
 
     def _merge(self, mine: dict[int, Any], key: str) -> dict[int, Any]:

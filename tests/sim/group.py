@@ -51,6 +51,8 @@ class Communicator:
     def launch(self, rank: int, name: str, compute: Any, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Event:
         """Launches a collective on a rank; `compute(sent, received)` does it for all ranks, given their tensors."""
         with LOCK:
+            if any(tensor.is_complex() for tensor in (*sent, *received)):
+                raise RuntimeError("NCCL has no complex numbers.")
             place, told = len(self.launched[rank]), f"{name} of {[tuple(tensor.shape) for tensor in sent or received]}"
             self.launched[rank].append(told)
             for other, order in self.launched.items():

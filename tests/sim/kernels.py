@@ -120,7 +120,9 @@ def copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     if not of_device(source) and not is_direct and memory.is_pinned(source):
         memory.host_touches(source, "copy", writes=False)
         accesses.pop(0)
-    waits = (not is_direct or not non_blocking) and not (of_device(source) and of_device(target))
+    waits = not (of_device(source) and of_device(target)) and (
+        not non_blocking or (not is_direct and not of_device(target))
+    )
     arrives_late = not of_device(target) and not waits and current_stream().queue
     if arrives_late:  # what the host reads too early is NaN
         write.view(-1).view(torch.uint8).fill_(memory.POISON)
@@ -240,6 +242,10 @@ def _with_new_results(op: Any, kernel: Any, host_args: Any, host_kwargs: Any, ac
         told = op(*_on_meta(host_args), **_on_meta(host_kwargs))
         if not all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(told)):
             raise NotImplementedError
+        if op is aten.native_layer_norm.default:  # meta has the dtype of statistics that CUDA has
+            weight, values = host_args[2], host_args[0]
+            dtype = values.dtype if weight is None or weight.dtype == values.dtype else torch.float32
+            told = (told[0], *(statistics.to(dtype) for statistics in told[1:]))
     except Exception:  # the shapes depend on values
         launch(str(op), lambda: found.append(kernel()), accesses)
         _wait(str(op))
