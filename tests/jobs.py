@@ -299,8 +299,8 @@ def fit_with_overflow(stage: int, at: tuple[int, ...], max_skipped_steps: int = 
             error = str(raised)
     return {
         "error": error,
-        "skipped": float(run.callback_metrics["zero/skipped_steps"]),
-        "scale": float(run.callback_metrics["zero/loss_scale"]),
+        "skipped": run.precision_plugin.skipped.total,
+        "scale": run.precision_plugin.scaler.get_scale(),
         "warned": [str(item.message) for item in warned if "Skipped" in str(item.message)],
         "scheduler": model.steps,
         "losses": model.losses,
@@ -383,7 +383,7 @@ def fit_precisely(strategy: Any, precision: str, steps: int) -> dict[str, Any]:
     data = DataLoader(TensorDataset(coordinates), batch_size=1)
     run = trainer(strategy, 2, precision=precision)
     run.fit(model, data)
-    skipped = float(run.callback_metrics.get("zero/skipped_steps", 0.0))  # the loss scale grows until it overflows
+    skipped = run.precision_plugin.skipped.total  # the loss scale grows until it overflows
     return {"seen": model.seen, "weight": model.ones.weight.item(), "sent": coordinates, "skipped": skipped}
 
 
@@ -400,7 +400,8 @@ def what_fit_says(
     logger, listener = logging.getLogger("lightning.pytorch"), Listener()
     logger.addHandler(listener)
     try:
-        trainer(strategy, 2, precision=precision, max_steps=1, **kwargs).fit((kind or Classifier)(), loader())
+        run = trainer(strategy, 2, precision=precision, max_steps=1, enable_model_summary=True, **kwargs)
+        run.fit((kind or Classifier)(), loader())
     finally:
         logger.removeHandler(listener)
     return [message for message in said if "ZeRO" in message]

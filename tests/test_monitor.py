@@ -22,6 +22,7 @@ from models import seeded
 from ranks import RankPool
 
 BF16 = torch.bfloat16
+DDP = "ddp_find_unused_parameters_true"
 
 
 def model(width: int = 64) -> nn.Module:
@@ -196,11 +197,11 @@ def zero(two_ranks: RankPool) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def ddp(two_ranks: RankPool) -> list[dict[str, Any]]:
-    return two_ranks.run(jobs.watch, "ddp_find_unused_parameters_true", own=True)
+    return two_ranks.run(jobs.watch, DDP)
 
 
-def test_every_run_has_one_monitor_and_one_table(zero: Any, ddp: Any) -> None:
-    assert [zero[0]["monitors"], ddp[0]["monitors"]] == [0, 1]  # among the trainer's callbacks, which are the user's
+def test_a_run_with_a_monitor_has_one_table_and_one_summary(zero: Any, ddp: Any) -> None:
+    assert [zero[0]["monitors"], ddp[0]["monitors"]] == [1, 1]
     for run in (zero[0], ddp[0]):
         assert sum("bytes per rank" in said for said in run["said"]) == 1
         assert sum(said.startswith("Trained 3 steps.") for said in run["said"]) == 1
@@ -228,7 +229,7 @@ def test_loggers_get_bytes_seconds_and_norms_of_each_step(zero: Any) -> None:
     assert 0 < last["zero/wait_seconds"] < last["zero/step_seconds"]
     assert last["zero/peak_bytes"] > 1e8
     assert last["zero/grad_norm"] > 0
-    assert not [name for name in run["metrics"] if name.startswith("zero/")], "a user's metrics are those of ddp"
+    assert run["metrics"].keys() == {"loss", "loss_step", "loss_epoch"}
 
 
 def test_a_rank_sends_what_the_formula_says_under_ddp_and_no_more_here(
@@ -244,9 +245,40 @@ def test_a_rank_sends_what_the_formula_says_under_ddp_and_no_more_here(
     assert ddp[1]["costs"] == []
 
 
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_without_a_monitor_loggers_and_metrics_get_what_they_get_under_ddp(
+    stage: int, precision: str, two_ranks: RankPool
+) -> None:
+    how: dict[str, Any] = {"asked": False, "precision": precision, "gradient_clip_val": 1e9}
+    expected = two_ranks.once(jobs.watch, DDP, **how)
+    for mine, theirs in zip(two_ranks.run(jobs.watch, {"stage": stage}, **how), expected, strict=True):
+        assert mine["all"] == theirs["all"] != []
+        assert mine["metrics"] == theirs["metrics"] != {}
+        assert mine["said"] == theirs["said"]
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"enable_model_summary": True}, True),
+        ({"enable_model_summary": False}, False),
+        ({"summary": 1}, True),
+        ({"summary": 0}, False),
+    ],
+    ids=str,
+)
+def test_table_and_summary_are_printed_where_lightning_summarises_the_model(
+    how: Any, says: bool, two_ranks: RankPool
+) -> None:
+    run = two_ranks.run(jobs.watch, {"stage": 2}, asked=False, **how)[0]
+    assert [sum(sign in said for said in run["said"]) for sign in ("bytes per rank", "Trained 3 steps.")] == [says] * 2
+
+
 def test_a_run_without_loggers_says_the_same(two_ranks: RankPool) -> None:
     run = two_ranks.run(jobs.watch, {"stage": 3}, logger=False, precision="16-mixed")[0]
     assert run["metrics"]["zero/skipped_steps"] == 0
+    assert run["metrics"]["zero/loss_scale"] == 2048  # it has grown once, after three steps
     assert sum("bytes per rank" in said for said in run["said"]) == 1
     assert "model states" not in run["printed"]
     assert run["printed"].splitlines()[-1].startswith("all ")
@@ -255,9 +287,9 @@ def test_a_run_without_loggers_says_the_same(two_ranks: RankPool) -> None:
 # --- out of memory
 
 
-@pytest.mark.parametrize("strategy", [{"stage": 1}, "ddp_find_unused_parameters_true"])
-def test_five_lines_say_what_has_grown_and_what_frees_most(strategy: Any, two_ranks: RankPool) -> None:
-    for rank, run in enumerate(two_ranks.run(jobs.run_out, strategy)):
+@pytest.mark.parametrize(("strategy", "asked"), [({"stage": 1}, True), ({"stage": 2}, False), (DDP, True)])
+def test_five_lines_say_what_has_grown_and_what_frees_most(strategy: Any, asked: bool, two_ranks: RankPool) -> None:
+    for rank, run in enumerate(two_ranks.run(jobs.run_out, strategy, asked=asked)):
         assert "can't allocate memory" in run["error"]
         (said,) = run["said"]
         lines = said.splitlines()

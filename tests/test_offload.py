@@ -20,7 +20,6 @@ from compare import assert_same_bits
 from lightning_zero.config import Offload
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.offload import Machine, choose_offloaded
-from lightning_zero.shards.probe import state_tensors_of
 from lightning_zero.tiers.array import OnDisk
 from lightning_zero.tiers.disk import DiskError
 from lightning_zero.tiers.ledger import Category, Ledger, Tier
@@ -611,17 +610,6 @@ def test_an_optimizer_of_several_closures_is_refused_where_its_parameters_rest_o
     with pytest.raises(RuntimeError, match=r"TwoClosures calls its closure several times in a step.*to disk"):
         optimizer.step(closure)
     engine.close(whole=False)
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [(torch.optim.SGD, 0), (torch.optim.RMSprop, 1), (torch.optim.AdamW, 2)],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-def test_how_much_state_an_optimizer_keeps_is_tried_out(kind: Any, expected: int) -> None:
-    optimizer = kind([nn.Parameter(torch.ones(3, 3))], lr=0.1)
-    assert state_tensors_of(optimizer) == expected
-    assert not optimizer.state
 
 
 def test_masters_on_disk_are_arrays_on_disk(tmp_path: Path) -> None:

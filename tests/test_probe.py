@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.run.engine import Engine, Options
-from lightning_zero.shards.probe import state_tensors_of, why_not_in_pieces
+from lightning_zero.shards.probe import ELEMENT_WISE, state_tensors_of, why_not_in_pieces
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.threads import ThreadWorld
 from zoo import OF_ALL, PIECES, WHOLE, ByFormula, Trusting, decays_matrices, made
@@ -146,6 +147,28 @@ def test_state_is_counted_without_a_step_of_the_optimizer() -> None:
     assert state_tensors_of(Lookahead(torch.optim.SGD(held, lr=0.1, momentum=0.9))) == 1
     assert state_tensors_of(Unheard(held)) == 2
     assert held[0].eq(1).all()
+
+
+KEPT: list[tuple[type[Any], dict[str, Any]]] = [
+    *((kind, {}) for kind in sorted(ELEMENT_WISE, key=repr)),
+    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (torch.optim.Adam, {"amsgrad": True}),
+    (torch.optim.AdamW, {"amsgrad": True, "fused": True}),
+    *((torch.optim.RMSprop, {"momentum": m, "centered": c}) for m in (0.0, 0.9) for c in (False, True)),
+    (torch.optim.Adagrad, {"initial_accumulator_value": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), KEPT, ids=lambda value: getattr(value, "__name__", ""))
+def test_what_torchs_own_optimizers_keep_is_known_without_a_step(kind: Any, options: dict[str, Any]) -> None:
+    (held,) = parameters((3, 3))
+    optimizer = kind([held], lr=0.1, **options)
+    with patch.object(kind, "step") as step:
+        known = state_tensors_of(optimizer)
+    assert not step.called
+    held.grad = torch.ones(3, 3)
+    optimizer.step()
+    assert known == sum(torch.is_tensor(made) and made.shape == held.shape for made in optimizer.state[held].values())
 
 
 class OfAll(ByFormula):

@@ -163,9 +163,12 @@ def _fingerprint(file: Folder) -> list[int]:
 
 def _refuse_different(records: list[Record]) -> Record:
     """Raises CheckpointError when ranks found different checkpoints: they would train a mixture of two models."""
-    for rank, record in enumerate(records):
-        if record["is"] is None:
-            return {"absent": f"rank {rank}: ckpt_path={record['path']!r} is not there."}
+    absent = [rank for rank, record in enumerate(records) if record["is"] is None]
+    if absent:
+        told = f"Checkpoint file not found: {records[absent[0]]['path']}"  # Lightning's own words, which users look for
+        if len(absent) < len(records):
+            told += f". It is missing on ranks {absent} alone: resume from a file system that all ranks share."
+        return {"absent": told}
     for rank, record in enumerate(records):
         if record["is"] != records[0]["is"]:
             raise CheckpointError(

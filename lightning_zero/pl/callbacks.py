@@ -23,13 +23,13 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_zero.checkpoint import Folder
 from lightning_zero.pl.checkpointing import CheckpointingStrategy
-from lightning_zero.pl.monitor import ZeroMonitor
+from lightning_zero.pl.monitor import MemoryAdvice, ZeroMonitor
 from lightning_zero.run.notices import Notice
 
 PREEMPTED = "preempted.ckpt"
@@ -44,8 +44,14 @@ class OwnCallbacks(pl.Callback):
     def __init__(self, strategy: CheckpointingStrategy, trainer: "pl.Trainer") -> None:
         self._strategy = strategy
         self._of_user: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        has_monitor = any(isinstance(callback, ZeroMonitor) for callback in self._of_user)
-        self._monitor = None if has_monitor else ZeroMonitor()
+        is_monitored = any(isinstance(callback, ZeroMonitor) for callback in self._of_user)
+        # Whether the console gets a table at the start of fit and a summary at its end. Trainer(enable_model_summary=)
+        # leaves a callback, or none, and a depth of 0 turns that one off.
+        summaries = [callback for callback in self._of_user if isinstance(callback, ModelSummary)]
+        self.summarises = is_monitored or any(callback._max_depth for callback in summaries)
+        self._told: list[pl.Callback] = [self]  # those called before the user's
+        if not is_monitored:  # logging is opt-in
+            self._told.append(ZeroMonitor(log=False) if self.summarises else MemoryAdvice())
         self.preemption = Preemption(strategy)
 
     @contextmanager
@@ -56,7 +62,7 @@ class OwnCallbacks(pl.Callback):
         metric (`monitoring` is False), or, later, of those that do (True)."""
         # Lightning's tuner replaces the callbacks while it tries something, which is no part of the run.
         is_trial = trainer.callbacks is not self._of_user  # type: ignore[attr-defined]
-        before = [self] if is_trial or self._monitor is None else [self, self._monitor]
+        before = [self] if is_trial else self._told
         for callback in before if monitoring is not True else ():
             getattr(callback, hook)(trainer, trainer.lightning_module, *args, **kwargs)
         yield

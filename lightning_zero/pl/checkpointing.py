@@ -92,7 +92,7 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
     def _warn_of_loggers(self, loggers: Iterable[Any]) -> None:
         """Warns of loggers that Lightning has upload checkpoints: it skips folders silently."""
         for logger in loggers if self.checkpoint.format == "sharded" else ():
-            if getattr(logger, "_log_model", False):
+            if getattr(logger, "_log_model", False) in (True, "all"):  # not a mock's
                 rank_zero_warn(
                     f"{type(logger).__name__}(log_model={logger._log_model!r}) uploads single files, and checkpoints "
                     "are folders of shards: nothing will be uploaded. Write ZeroStrategy(checkpoint='full'), or upload "

@@ -199,6 +199,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         engine = self._new_engine(sharded.module, optimizers, self.precision, "fabric.init_module()")
         if optimizers:
             self._begin_training(engine)
+            self._tell(engine)
         for optimizer in optimizers:  # users call it with the whole state that `Fabric.load` has returned
             vars(optimizer)["load_state_dict"] = partial(engine.states.load_optimizer, optimizer)
         return engine

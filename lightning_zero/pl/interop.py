@@ -43,7 +43,7 @@ from lightning_zero.checkpoint import CheckpointError, Folder, StoredCheckpoint,
 from lightning_zero.checkpoint.export import ZeroFileSystem
 from lightning_zero.checkpoint.folder import MANIFEST
 from lightning_zero.checkpoint.manifest import what_was_meant
-from lightning_zero.pl.callbacks import PREEMPTED
+from lightning_zero.pl.callbacks import PREEMPTED, OwnCallbacks
 from lightning_zero.pl.fabric import FabricZeroStrategy
 from lightning_zero.pl.strategy import ZeroStrategy
 from lightning_zero.views.lazy import materialize
@@ -112,10 +112,9 @@ def find_complete(find: Callable[..., set[str]], callback: ModelCheckpoint, trai
 
 def exists_or_is_saved(exists: Callable[..., bool], callback: ModelCheckpoint, filepath: Any, trainer: Any) -> bool:
     """Whether a path is taken: Lightning asks before it chooses one for a checkpoint."""
-    is_saving = getattr(trainer.strategy, "_is_saving", None)
-    if is_saving is None:  # another strategy
+    if not isinstance(trainer.strategy, ZeroStrategy):
         return exists(callback, filepath, trainer)
-    if is_saving(str(filepath)):
+    if trainer.strategy._is_saving(str(filepath)):
         return True
     # The remains of a killed save are not in the way: this save replaces them, and nothing else would remove them.
     return exists(callback, filepath, trainer) and not trainer.strategy.broadcast(Folder(filepath).is_leftover)
@@ -139,6 +138,11 @@ def parse_ckpt_path(parse: Callable[..., None], cli: LightningCLI) -> None:
             rank_zero_warn(f"The model may be made without some of its arguments: {left_out}")
 
 
+def _own_callbacks(trainer: Any) -> OwnCallbacks | None:
+    """Returns the strategy's own callbacks in a run of `ZeroStrategy`. The trainer may be a mock."""
+    return trainer.strategy._own_callbacks if isinstance(trainer.strategy, ZeroStrategy) else None
+
+
 def call_with_own(
     call: Callable[..., None],
     trainer: Any,
@@ -148,8 +152,8 @@ def call_with_own(
     **kwargs: Any,
 ) -> None:
     """Calls one hook of all callbacks, as Lightning does, and of the strategy's own; see `OwnCallbacks.around`."""
-    own = getattr(trainer.strategy, "_own_callbacks", None)
-    inside = own.around(trainer, hook_name, monitoring_callbacks, *args, **kwargs) if own else nullcontext()
+    own = _own_callbacks(trainer)
+    inside = nullcontext() if own is None else own.around(trainer, hook_name, monitoring_callbacks, *args, **kwargs)
     with inside:
         call(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
 
@@ -157,7 +161,7 @@ def call_with_own(
 def broadcast_sigterm(broadcast: Callable[..., None], loop: Any) -> None:
     """Skips Lightning's broadcast where `Preemption` replaces it. In a broadcast a rank would wait for one that has
     failed as long as `timeout`, without a message."""
-    if not getattr(loop.trainer.strategy, "_own_callbacks", None):
+    if _own_callbacks(loop.trainer) is None:
         broadcast(loop)
 
 
@@ -171,8 +175,8 @@ def connect(init: Callable[..., None], connector: Any, *args: Any, strategy: Any
 
 def store_when_all_have_come(store: Callable[..., None], loop: Any) -> None:
     """Synchronises what an evaluation has logged for one loader, once all ranks have finished their batches."""
-    own = getattr(loop.trainer.strategy, "_own_callbacks", None)
-    if own:
+    own = _own_callbacks(loop.trainer)
+    if own is not None:
         own.before_metrics(loop.trainer)
     store(loop)
 

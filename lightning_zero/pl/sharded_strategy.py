@@ -215,10 +215,13 @@ class ShardedStrategy:
         )
         return Engine(module, optimizers, stage=self.stage, comm=comm, device=self.root_device, options=options)
 
-    def _begin_training(self, engine: Engine, **about: Any) -> None:
-        """Moves optimizer state to the device, unless it is offloaded, and prints `table_of` the engine."""
+    def _begin_training(self, engine: Engine) -> None:
+        """Moves optimizer state to the device, unless it is offloaded."""
         if engine.options.offload is None:
             _optimizers_to_device(engine.optimizers, self.root_device)
+
+    def _tell(self, engine: Engine, **about: Any) -> None:
+        """Prints `table_of` the engine."""
         rank_zero_info(table_of(engine, self.stage, engine.optimizers, **about))
 
     def _copies_that_fit(self, engine: Engine) -> int:

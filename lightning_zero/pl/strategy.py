@@ -285,17 +285,20 @@ class ZeroStrategy(CheckpointingStrategy):
             self._begin_fit(trainer, engine)
 
     def _begin_fit(self, trainer: "pl.Trainer", engine: Engine) -> None:
-        """Prepares Lightning's schedulers, optimizers and loggers for a fit, and prints the table."""
+        """Prepares Lightning's schedulers, optimizers and loggers for a fit, and prints the table if that is wanted."""
         module, scaler = trainer.lightning_module, self.precision_plugin.scaler
         self._undo.callback(guard_schedulers(self.precision_plugin, module, lambda: self.lr_scheduler_configs))
         for wrapper in self._lightning_optimizers:  # they have the class's methods, not those of this one object
             methods = vars(wrapper.optimizer)
             vars(wrapper).update({name: methods[name] for name in MODES if name in methods})
         self._warn_of_loggers(trainer.loggers)
-        averages = [one.room(engine) for one in trainer.callbacks if isinstance(one, ZeroEMA)]  # type: ignore[attr-defined]
-        is_free = not what_needs_gradients(trainer, scaler)
-        self._begin_training(engine, averages=averages, can_step_in_backward=is_free)
-        tell_of_foreign(engine)
+        self._begin_training(engine)
+        assert self._own_callbacks is not None
+        if self._own_callbacks.summarises:
+            averages = [one.room(engine) for one in trainer.callbacks if isinstance(one, ZeroEMA)]  # type: ignore[attr-defined]
+            is_free = not what_needs_gradients(trainer, scaler)
+            self._tell(engine, averages=averages, can_step_in_backward=is_free)
+            tell_of_foreign(engine)
 
     # -- steps
 

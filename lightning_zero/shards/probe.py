@@ -22,9 +22,20 @@ from torch.nn import Parameter
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from lightning_zero.shards.moment import wrapped_in
+from lightning_zero.shards.unseen import unseen
 from lightning_zero.tiers.alignment import round_up
 
-ELEMENT_WISE = {SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Adagrad, Adadelta, Rprop, ASGD}  # not their subclasses
+# Torch's element-wise optimizers, without their subclasses; and how many tensors of a parameter's shape each keeps for
+# it, by the options of a parameter group. None of these is ever tried.
+_KEPT: dict[type, Callable[[dict[str, Any]], int]] = {
+    SGD: lambda options: int(options["momentum"] != 0),
+    Adam: lambda options: 2 + options["amsgrad"],
+    AdamW: lambda options: 2 + options["amsgrad"],
+    RMSprop: lambda options: 1 + options["centered"] + (options["momentum"] > 0),
+    **dict.fromkeys((Adamax, NAdam, RAdam, Adadelta, Rprop), lambda _: 2),
+    **dict.fromkeys((Adagrad, ASGD), lambda _: 1),
+}
+ELEMENT_WISE = set(_KEPT)
 SHAPES = ((), (7,), (4, 6), (2, 3, 4), (2, 3, 2, 2))  # by number of dimensions
 # 21 or 67 blocks of 256, cut in the middle of one: 8-bit state is kept in blocks, and often not for fewer than 4096
 # elements, as one of the two pieces has. Google's Adafactor factors no side shorter than 128.
@@ -53,7 +64,7 @@ def why_not_in_pieces(optimizer: Optimizer) -> str | None:
     if type(optimizer) in ELEMENT_WISE or not any(group["params"] for group in optimizer.param_groups):
         return None
     try:
-        with _trying(), torch.inference_mode(False), torch.no_grad():
+        with _trying(optimizer), torch.inference_mode(False), torch.no_grad():
             whole = list(_updates(optimizer, _tensors_in_turn, ranks=1))
             if not any(update.any() for updates in whole for update in updates):
                 return NOTHING
@@ -66,13 +77,15 @@ def why_not_in_pieces(optimizer: Optimizer) -> str | None:
 
 
 def state_tensors_of(optimizer: Optimizer) -> int:
-    """Returns how many tensors of a parameter's shape an optimizer keeps for it, found by a step on a small one. Where
-    the step fails it is taken to be 2, as for most optimizers."""
+    """Returns how many tensors of a parameter's shape an optimizer keeps for it: known of torch's own, and found by a
+    step on a small one of any other. Where the step fails it is taken to be 2, as for most optimizers."""
+    if (kept := _KEPT.get(type(optimizer))) is not None:
+        return max(map(kept, optimizer.param_groups), default=0)
     tried = Parameter(torch.ones(2))
     tried.grad = torch.ones(2)
-    trial = _trial_of(optimizer, [[tried] for _ in optimizer.param_groups])
     try:
-        with _trying():
+        with _trying(optimizer):
+            trial = _trial_of(optimizer, [[tried] for _ in optimizer.param_groups])
             unhooked(type(optimizer).step)(trial)
     except Exception:  # an optimizer may ask for anything
         return 2
@@ -85,7 +98,6 @@ def calls_closure_again(optimizer: Optimizer) -> bool:
         return False
     calls = 0
     tried = [Parameter(torch.ones(2, 2)) for _ in optimizer.param_groups]
-    trial = _trial_of(optimizer, [[parameter] for parameter in tried])
 
     def closure() -> Tensor:
         nonlocal calls
@@ -94,17 +106,24 @@ def calls_closure_again(optimizer: Optimizer) -> bool:
             parameter.grad = torch.full_like(parameter, 0.1)
         return torch.ones(())
 
-    with _trying(), suppress(Exception):  # an optimizer may ask for anything
+    with _trying(optimizer), suppress(Exception):  # an optimizer may ask for anything
+        trial = _trial_of(optimizer, [[parameter] for parameter in tried])
         unhooked(type(optimizer).step)(trial, closure)
     return calls > 1
 
 
 @contextmanager
-def _trying() -> Iterator[None]:
-    """Inside, steps leave training's random numbers alone, and compile nothing: what torchao's optimizers compile for
-    each small shape took a minute and a half. Random state and compiler stance are those of the process, so ranks that
-    are threads take turns: a stance that one of them restored while another one tries would stay."""
-    with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+def _trying(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, steps of copies of an optimizer leave training's random numbers and what its class records alone, and
+    compile nothing: what torchao's optimizers compile for each small shape took a minute and a half. Random state and
+    compiler stance are those of the process, so ranks that are threads take turns: a stance that one of them restored
+    while another one tries would stay."""
+    with (
+        _ONE_AT_A_TIME,
+        unseen(map(type, wrapped_in(optimizer))),
+        torch.random.fork_rng(devices=[]),
+        torch.compiler.set_stance("force_eager"),
+    ):
         yield
 
 
