@@ -106,6 +106,9 @@ def find_complete(find: Callable[..., set[str]], callback: ModelCheckpoint, trai
     newer = {path for path in files if callback._fs.modified(path).timestamp() > saved_at}
     if newest is None or newer:
         return newer
+    # Lightning asks for, tells and keeps the path that it resumes from: its own "last.ckpt" where that is a link to it.
+    if links := {path for path in candidates if Folder(path).is_link and Folder(path).real == newest.real}:
+        return links
     # Lightning asks for the time of modification, which an object store has for files only.
     return {str(newest) if newest.is_local else f"{newest}/{MANIFEST}"}
 
