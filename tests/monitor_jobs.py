@@ -3,11 +3,12 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
@@ -24,17 +25,31 @@ class Recorder(Logger):
         super().__init__()
         self.steps: list[int] = []
         self.logged: list[dict[str, float]] = []
-        self.all: list[tuple[dict[str, float], int | None]] = []
+        self.received: list[tuple[Any, ...]] = []  # all calls, in order
 
     name = version = "recorder"
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.all.append((dict(metrics), step))
+        self.received.append(("metrics", dict(metrics), step))
         if "zero/peak_bytes" in metrics:
             self.steps.append(step or 0)
             self.logged.append(dict(metrics))
 
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        self.received.append(("hyperparams", *map(str, args)))
+
+    def log_graph(self, model: Any, *args: Any) -> None:
+        self.received.append(("graph", type(model).__name__))
+
+    def save(self) -> None:
+        self.received.append(("save",))
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        saved = Path(checkpoint_callback.best_model_path)
+        self.received.append(("saved", saved.name, saved.exists()))
+
+    def finalize(self, status: str) -> None:
+        self.received.append(("end", status))
 
 
 class WithoutMetrics(Recorder):
@@ -91,6 +106,8 @@ def watch(strategy: Any, *, asked: bool = True, summary: int | None = None, **kw
     monitor.listeners.append(lambda **costs: told.append(costs))
     callbacks = [*([monitor] if asked else []), *([] if summary is None else [ModelSummary(summary)])]
     settings = {"logger": [recorder, WithoutMetrics()], "log_every_n_steps": 1, "max_steps": STEPS, **kwargs}
+    if settings.get("enable_checkpointing"):
+        callbacks.append(ModelCheckpoint(kwargs["default_root_dir"], every_n_train_steps=2, save_last=True))
     run = trainer(strategy, 2, callbacks=callbacks, **settings)
     with listening("lightning.pytorch") as said:
         run.fit(Logs(), loader())
@@ -99,7 +116,7 @@ def watch(strategy: Any, *, asked: bool = True, summary: int | None = None, **kw
         "monitors": sum(isinstance(callback, ZeroMonitor) for callback in run.callbacks),  # type: ignore[attr-defined]
         "said": said,
         "logged": recorder.logged,
-        "all": recorder.all,
+        "received": recorder.received,
         "steps": recorder.steps,
         "metrics": {name: float(value) for name, value in run.callback_metrics.items()},
         "costs": told,

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -245,17 +246,25 @@ def test_a_rank_sends_what_the_formula_says_under_ddp_and_no_more_here(
     assert ddp[1]["costs"] == []
 
 
+@pytest.fixture(scope="module")
+def folder_of_ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ddp")
+
+
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_without_a_monitor_loggers_and_metrics_get_what_they_get_under_ddp(
-    stage: int, precision: str, two_ranks: RankPool
+    stage: int, precision: str, two_ranks: RankPool, tmp_path: Path, folder_of_ddp: Path
 ) -> None:
-    how: dict[str, Any] = {"asked": False, "precision": precision, "gradient_clip_val": 1e9}
-    expected = two_ranks.once(jobs.watch, DDP, **how)
-    for mine, theirs in zip(two_ranks.run(jobs.watch, {"stage": stage}, **how), expected, strict=True):
-        assert mine["all"] == theirs["all"] != []
+    how: dict[str, Any] = {"asked": False, "precision": precision, "enable_checkpointing": True}
+    expected = two_ranks.once(jobs.watch, DDP, default_root_dir=folder_of_ddp / precision, **how)
+    found = two_ranks.run(jobs.watch, {"stage": stage}, default_root_dir=tmp_path, **how)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine["received"] == theirs["received"]
         assert mine["metrics"] == theirs["metrics"] != {}
-        assert mine["said"] == theirs["said"]
+    kinds = [kind for kind, *_ in expected[0]["received"]]
+    assert kinds[:2] == ["hyperparams", "graph"]
+    assert {*kinds} == {"hyperparams", "graph", "metrics", "save", "saved", "end"}
 
 
 @pytest.mark.parametrize(
