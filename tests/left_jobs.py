@@ -6,13 +6,16 @@ import pickle
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities import grad_norm
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import GradClipAlgorithmType, grad_norm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
@@ -153,6 +156,45 @@ def resume_without_a_word(strategy: Any, folder: Path) -> list[float]:
     return model.losses
 
 
+def resume_with_a_mock(strategy: Any, folder: Path) -> list[Any]:
+    """A mock in place of `load_state_dict`, as Lightning's own tests have it: its calls."""
+    path, calls = place_of(strategy, folder), []
+    run = trainer(strategy, 2)
+    run.fit(Classifier(), loader(samples=16))
+    run.save_checkpoint(path)
+    for strict in (None, True, False):
+        model = Classifier()
+        model.strict_loading, model.load_state_dict = strict, Mock()  # type: ignore[assignment, method-assign]
+        trainer(strategy, 2, max_epochs=2).fit(model, loader(samples=16), ckpt_path=path)
+        trainer(strategy, 2).test(model, loader(samples=16), ckpt_path=path, verbose=False)
+        calls.append([call.kwargs for call in model.load_state_dict.mock_calls])
+    return calls
+
+
+def go_on_from_the_last(strategy: Any, folder: Path, link: bool | str) -> list[Any]:
+    """Three fits in one folder, each from the last checkpoint of the one before: its path, and what is kept."""
+    folder, found = place_of(strategy, folder).with_suffix(""), []
+    for epochs in (1, 2, 3):
+        L.seed_everything(1, verbose=False)
+        saver = ModelCheckpoint(folder, filename="{epoch}", save_last=link)  # type: ignore[arg-type]
+        run = trainer(strategy, 2, max_epochs=epochs, callbacks=[saver], enable_checkpointing=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r"\.fit\(ckpt_path=\"last\"\) is set")  # by the first
+            run.fit(Classifier(), loader(samples=16), ckpt_path="last")
+        run.strategy.barrier()
+        resumed = None if run.ckpt_path is None else Path(run.ckpt_path).name
+        found.append((resumed, run.global_step, sorted(path.name for path in folder.iterdir())))
+        run.strategy.barrier()
+    return found
+
+
+def look_for_what_is_missing(strategy: Any, folder: Path) -> list[str | None]:
+    path, model, run = folder / "nothing.ckpt", Classifier(), trainer(strategy, 2)
+    ways = [run.fit, run.validate, run.test, run.predict]
+    told = [error_of(lambda way=way: way(model, loader(), ckpt_path=path)) for way in ways]  # type: ignore[misc]
+    return [None if one is None else one.partition(": ")[2] for one in told]
+
+
 class Pickles(L.Callback):
     """Copies everything in mid-training; a copy of the model computes with its own values."""
 
@@ -218,6 +260,30 @@ def left_after_fit(strategy: Any, folder: Path, precision: str) -> dict[str, Any
     run.fit_loop.max_epochs = 2
     run.fit(model, loader(samples=16), ckpt_path=path)
     return {**found, "losses": model.losses}
+
+
+def by_hand_after_fit(strategy: Any, precision: str) -> list[Any]:
+    """Backward, clipping and steps that a user calls once the run is over."""
+    L.seed_everything(1, verbose=False)
+    model, found = Classifier(), []
+    run = trainer(strategy, 2, precision=precision)
+    run.fit(model, loader(samples=16))
+    plugin, optimizer, batch = run.precision_plugin, run.optimizers[0], next(iter(loader()))
+    model.automatic_optimization = False
+    ways: list[Callable[[Tensor], Any]] = [
+        lambda loss: loss.backward(),
+        lambda loss: model.manual_backward(loss),
+        lambda loss: run.strategy.backward(loss, None),
+        lambda loss: plugin.clip_gradients(optimizer, 1e-3),
+        lambda loss: plugin.clip_gradients(optimizer, 1e-4, GradClipAlgorithmType.VALUE),
+    ]
+    for way in ways:
+        way(model.loss(batch))
+        found.append({name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()})
+    model.zero_grad()
+    plain = torch.optim.SGD(model.parameters(), 0.1)
+    run.strategy.optimizer_step(plain, lambda: model.manual_backward(model.loss(batch)))
+    return [*found, state_of(model)]
 
 
 # -- errors

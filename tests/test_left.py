@@ -76,6 +76,25 @@ def test_a_module_whose_load_state_dict_returns_nothing_resumes(two_ranks: RankP
     assert_as_ddp(two_ranks, left_jobs.resume_without_a_word, tmp_path)
 
 
+def test_a_mock_in_place_of_load_state_dict_is_called_as_under_ddp(two_ranks: RankPool, tmp_path: Path) -> None:
+    (calls, _) = assert_as_ddp(two_ranks, left_jobs.resume_with_a_mock, tmp_path)
+    assert calls == [[{"strict": strict}] * 2 for strict in (True, True, False)]
+
+
+@pytest.mark.parametrize("link", [True, "link"])
+def test_the_last_checkpoint_is_the_one_that_ddp_resumes_from_and_keeps(
+    link: bool | str, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    ((first, second, third), _) = assert_as_ddp(two_ranks, left_jobs.go_on_from_the_last, tmp_path / str(link), link)
+    assert (first[0], second[0], third[0]) == (None, "last.ckpt", "last.ckpt")
+    assert third[2] == ["epoch=2.ckpt", "last.ckpt"]
+
+
+def test_a_missing_checkpoint_is_told_in_the_words_of_ddp(two_ranks: RankPool, tmp_path: Path) -> None:
+    (told, _) = assert_as_ddp(two_ranks, left_jobs.look_for_what_is_missing, tmp_path, stages=(2,))
+    assert told == [f"Checkpoint file not found: {tmp_path}/nothing.ckpt"] * 4
+
+
 def test_trainer_strategy_callbacks_and_model_are_copied_and_pickled_during_and_after_fit(two_ranks: RankPool) -> None:
     ((_, outputs, _), _) = assert_as_ddp(two_ranks, left_jobs.copy_during_and_after)
     assert len(outputs) == 2
@@ -88,6 +107,11 @@ def test_after_fit_gradients_are_there_and_the_strategys_methods_work(
     (first, _) = assert_as_ddp(two_ranks, left_jobs.left_after_fit, tmp_path, precision)
     assert first["restored"]
     assert sum(grad is not None for grad in first["grads"].values()) > 10
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_after_fit_backward_clipping_and_steps_by_hand_are_plain_ones(precision: str, two_ranks: RankPool) -> None:
+    assert_as_ddp(two_ranks, left_jobs.by_hand_after_fit, precision)
 
 
 @pytest.mark.parametrize("place", ["forward", "inside", "backward", "validation"])

@@ -120,7 +120,9 @@ class Preemption(pl.Callback):
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Replaces Lightning's signal handlers. When the run ends, Lightning restores those from before its own."""
-        if threading.current_thread() is not threading.main_thread():
+        theirs_of = trainer._signal_connector._original_handlers
+        # The tuner tries batches before Lightning has put its handlers in: nobody would take these out again.
+        if threading.current_thread() is not threading.main_thread() or not theirs_of:
             return
         noted = {number: {Notice.STOP} for number in SIGNALS}
         slurm = trainer._accelerator_connector.cluster_environment
@@ -128,8 +130,7 @@ class Preemption(pl.Callback):
             noted[slurm.requeue_signal] = {Notice.STOP, Notice.REQUEUE}
         for number, notices in noted.items():
             if number not in self._handlers or signal.getsignal(number) is not self._handlers[number]:
-                theirs = trainer._signal_connector._original_handlers.get(number)
-                self._handlers[number] = partial(self._note, notices, theirs)
+                self._handlers[number] = partial(self._note, notices, theirs_of.get(number))
                 signal.signal(number, self._handlers[number])
 
     on_sanity_check_start = on_validation_start = on_test_start = on_predict_start = on_train_start
