@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import yaml
 
 import cli_app
@@ -31,6 +32,20 @@ def test_lightning_cli_runs_the_strategy_by_name_by_class_and_from_yaml(two_rank
     assert saved["trainer"]["strategy"]["init_args"]["units"] == "modules"
     again = two_ranks.run(cli_app.run, tmp_path / "again", "fit", f"--config={tmp_path / '3' / 'config.yaml'}")[0]
     assert_same_bits(again["weights"], expected["weights"])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_lightning_cli_leaves_the_same_files_beside_checkpoints_in_a_folder_of_ones_own(
+    stage: int, two_ranks: RankPool, tmp_path: Path, folder_of_ddp: Path
+) -> None:
+    expected = two_ranks.once(cli_app.texts_beside_checkpoints, folder_of_ddp, "ddp")
+    assert expected[0].keys() == {"config.yaml", "hparams.yaml"}
+    assert two_ranks.run(cli_app.texts_beside_checkpoints, tmp_path, f"zero_stage_{stage}") == expected
+
+
+@pytest.fixture(scope="module")
+def folder_of_ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ddp")
 
 
 def test_lightning_cli_takes_hyperparameters_from_a_folder_as_from_a_file(two_ranks: RankPool, tmp_path: Path) -> None:
