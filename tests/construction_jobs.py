@@ -643,7 +643,7 @@ def what_fit_says(kind: type[Classifier], strategy: Any) -> str:
     said: list[str] = []
     listening = patch("lightning_zero.pl.sharded_strategy.rank_zero_info", said.append)
     with few_bytes(), listening, patch("lightning_zero.pl.table.WORTH_TELLING", 2000):
-        trainer(strategy, 2, max_steps=1).fit(kind(), loader())
+        trainer(strategy, 2, max_steps=1, enable_model_summary=True).fit(kind(), loader())
     return "\n".join(said)
 
 

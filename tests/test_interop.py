@@ -1,11 +1,15 @@
 """Lightning's own readers and LightningCLI, which know the strategy and its folders; on two ranks."""
 
 from pathlib import Path
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import yaml
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer import call as calls
 
 import cli_app
+import lightning_zero
 from compare import assert_same_bits
 from ranks import RankPool
 
@@ -56,6 +60,22 @@ def test_lightning_cli_takes_hyperparameters_from_a_folder_as_from_a_file(two_ra
         arguments = (TWO, f"--trainer.strategy={strategy}", f"--ckpt_path={saved}")
         for found in two_ranks.run(cli_app.run, tmp_path, "test", *arguments):
             assert found["hidden"] == 9
+
+
+def test_a_mock_of_a_trainer_has_callbacks_and_checkpoints_as_without_this_package(tmp_path: Path) -> None:
+    trainer, callback, saver = MagicMock(), Mock(), ModelCheckpoint(tmp_path)
+    trainer.callbacks = [callback]
+    trainer.strategy.broadcast = trainer.strategy.reduce_boolean_decision = lambda found, **_: found
+    calls._call_callback_hooks(trainer, "on_train_start")
+    callback.on_train_start.assert_called_once_with(trainer, trainer.lightning_module)
+    assert not saver.file_exists(tmp_path / "a.ckpt", trainer)
+    (tmp_path / "last.ckpt").touch()
+    assert saver._find_last_checkpoints(trainer) == {str(tmp_path / "last.ckpt")}
+
+
+def test_a_mock_of_a_logger_uploads_nothing_that_users_are_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    lightning_zero.ZeroStrategy()._warn_of_loggers([Mock()])
+    assert not recwarn.list
 
 
 def test_lightning_cli_prints_arguments_and_their_help(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
+from torch.nn.modules.module import _IncompatibleKeys
 
 from lightning_zero.checkpoint import randomness
 from lightning_zero.shards.local import Box, as_dtensor
@@ -93,7 +94,7 @@ def load_state_dict(module: Module, state: Mapping[str, Any], *, strict: bool) -
         left = module.load_state_dict(state, strict=strict)
     finally:
         filling.remove()
-    if not isinstance(left, tuple):  # overridden, or mocked: Lightning asks for no return value
+    if not isinstance(left, _IncompatibleKeys):  # overridden, or mocked: Lightning asks for no return value
         return Incompatible([], [], reshaped)
     missing = [name for name in left.missing_keys if name not in reshaped]
     return Incompatible(missing, list(left.unexpected_keys), reshaped)

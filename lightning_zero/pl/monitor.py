@@ -47,7 +47,6 @@ class MemoryAdvice(pl.Callback):
                 log.error(_advice(trainer, pl_module, exception, self._before))
 
 
-@final
 class ZeroMonitor(pl.Callback):
     """Reports what a run holds, sends and waits for. Add it to the callbacks of a Trainer with `ZeroStrategy`, or with
     another strategy, such as ``"ddp"``, to compare: there it counts what it can see, and takes the rest from formulas.
