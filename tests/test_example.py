@@ -1,6 +1,7 @@
 """The main job, examples/train.py, at a tiny size, and its other experiments; and the text it reads."""
 
 import csv
+import json
 import os
 import re
 import subprocess
@@ -281,9 +282,11 @@ def test_a_training_that_changes_machines_twice_has_the_losses_of_one_that_does_
     head, *rows = done.stdout.splitlines()
     assert head.split()[:3] == ["epoch", "validation", "loss"]
     assert [row.split()[0] for row in rows] == ["0", "1", "2"]
-    for row in rows:
-        loss, uninterrupted = map(float, row.split()[-2:])
-        assert loss == pytest.approx(uninterrupted, rel=1e-6)
+    *legs, uninterrupted = (json.loads((tmp_path / f"leg{number}.json").read_text()) for number in range(4))
+    told = [tuple(map(float, row.split()[-2:])) for row in rows]
+    for (loss,), expected, of_row in zip(legs, uninterrupted, told, strict=True):
+        assert loss == pytest.approx(expected, rel=2**-23)  # computed in float64, and logged in float32
+        assert of_row == (pytest.approx(loss, abs=5e-7), pytest.approx(expected, abs=5e-7))
     assert (tmp_path / "leg0.ckpt").is_dir()
     assert (tmp_path / "leg1.ckpt").is_dir()
     assert (tmp_path / "leg2.ckpt").is_file()  # plain Lightning's own
