@@ -7,8 +7,8 @@ other machines. Nothing is converted, and no flag says where the checkpoint come
 keep the global batch: the batch of a rank is the global batch over the number of ranks, and one order of samples is
 dealt out to all ranks. Then the losses are those of a job that was never interrupted, which the last column shows.
 
-It trains in float64. Sums over 4, 8 and 16 windows round differently, and in float32 a hundred steps of AdamW carry that
-into the sixth digit of the losses on some CPUs, where it would look like a difference.
+It trains in float64. Sums over 4, 8 and 16 windows round differently, and in float32 a hundred steps of AdamW carry
+that into the sixth digit of the losses on some CPUs, where it would look like a difference.
 """
 
 import argparse
