@@ -412,6 +412,12 @@ def test_plan_shows_what_offload_moves(capsys: pytest.CaptureFixture[str]) -> No
     assert "parameter (host) - - - 8 GB" in lines(capsys)  # at stage 3 alone
 
 
+def test_plan_counts_running_averages(capsys: pytest.CaptureFixture[str]) -> None:
+    """As an engine holds them, says tests/test_estimate.py."""
+    assert run("plan", "--parameters", "7e9", "--ranks", 8, "--averages", 1) == 0
+    assert "average 28 GB 3.5 GB 3.5 GB 3.5 GB" in lines(capsys)
+
+
 def test_plan_knows_the_precisions_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run("plan", "--precision", "8-bit")
