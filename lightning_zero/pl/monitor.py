@@ -190,14 +190,15 @@ def bytes_at_rest(trainer: "pl.Trainer", module: "pl.LightningModule") -> dict[s
     wrapped = strategy.model
     # DDP's buckets are a second copy of all gradients, unless the gradients are views of them.
     has_buckets = isinstance(wrapped, DistributedDataParallel) and not wrapped.gradient_as_bucket_view
-    averaged = {Category.AVERAGE: averages * (whole + sum(buffer.nbytes for buffer in module.buffers()))}
-    return {
+    found: dict[str, int] = {
         Category.PARAMETER: whole,
         Category.GRADIENT: gradients,
         Category.OPTIMIZER_STATE: sum(item.nbytes for item in state if isinstance(item, torch.Tensor)),
         Category.BUCKET: gradients if has_buckets else 0,
-        **(averaged if averages else {}),
     }
+    if averages:
+        found[Category.AVERAGE] = averages * (whole + sum(buffer.nbytes for buffer in module.buffers()))
+    return found
 
 
 def _averages(trainer: "pl.Trainer") -> int:

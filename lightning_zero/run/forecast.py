@@ -71,16 +71,17 @@ def bytes_under_ddp(
     parameters = list(module.parameters())
     gradients = sum(_nbytes_of(parameter) for parameter in parameters if parameter.requires_grad)
     whole = sum(map(_nbytes_of, parameters))
-    averaged = {Category.AVERAGE: averages * (whole + sum(buffer.nbytes for buffer in module.buffers()))}
-    return {
+    found: dict[str, int] = {
         Category.PARAMETER: whole,
         Category.GRADIENT: gradients,
         Category.OPTIMIZER_STATE: sum(
             state_tensors_of(optimizer) * sum(map(_nbytes_of, _stepped(optimizer))) for optimizer in optimizers
         ),
         Category.BUCKET: gradients if buckets else 0,
-        **(averaged if averages else {}),
     }
+    if averages:
+        found[Category.AVERAGE] = averages * (whole + sum(buffer.nbytes for buffer in module.buffers()))
+    return found
 
 
 def _stepped(optimizer: Optimizer) -> list[Parameter]:
