@@ -77,7 +77,7 @@ def test_a_reader_who_has_seen_enough_is_no_error(trained: Path) -> None:
     with os.fdopen(writing, "w") as closed:
         command = [sys.executable, SCRIPT, "inspect", str(trained)]
         with warm.starts():
-            done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60)
+            done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=600)
     assert (done.returncode, done.stderr) == (1, "")
 
 

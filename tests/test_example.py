@@ -30,7 +30,7 @@ def train(folder: Path, *overrides: str, experiment: str = "smoke", from_shell: 
     command.append(f"hydra.run.dir={folder}")
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with nullcontext() if from_shell else warm.starts():
-        done = subprocess.run(command, cwd=ROOT, env=environment, text=True, timeout=200, **streams)
+        done = subprocess.run(command, cwd=ROOT, env=environment, text=True, timeout=600, **streams)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
@@ -130,7 +130,7 @@ def test_a_sweep_over_activation_checkpointing_has_one_loss_and_tells_the_bytes(
         f"hydra.sweep.dir={tmp_path}",
     ]
     with warm.starts():
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     with (tmp_path / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -277,7 +277,7 @@ def test_a_training_that_changes_machines_twice_has_the_losses_of_one_that_does_
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "examples/resume_on_other_world.py", "--folder", str(tmp_path)]
     with warm.starts():
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     head, *rows = done.stdout.splitlines()
     assert head.split()[:3] == ["epoch", "validation", "loss"]
