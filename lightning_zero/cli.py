@@ -121,6 +121,7 @@ def _add_plan(one: argparse.ArgumentParser) -> None:
     one.add_argument("--offload-parameters", choices=tiers, help="where parameters are kept at stage 3")
     one.add_argument("--replicas", type=int, default=1, help="as replicate_size (default 1)")
     one.add_argument("--state-tensors", type=int, default=2, help="of the optimizer (default 2, as Adam; SGD has 0)")
+    one.add_argument("--averages", type=int, default=0, help="of the weights, as ZeroEMA keeps one (default 0)")
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -132,7 +133,8 @@ def _plan(options: argparse.Namespace) -> None:
     try:
         setting["offload"] = Offload(**tiers, path="." if "nvme" in tiers.values() else None)
         stages = (1, 2, 3) if options.stage is None else (options.stage,)
-        print(plan_text(int(options.parameters), stages, **setting, state_tensors=options.state_tensors))
+        setting |= {"state_tensors": options.state_tensors, "averages": options.averages}
+        print(plan_text(int(options.parameters), stages, **setting))
     except ValueError as error:
         options.refuse(str(error))
 

@@ -252,6 +252,33 @@ class ClippedClassifier(Classifier):
         self.clip_gradients(optimizer, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
 
 
+def clip_by_exact_norm(model: nn.Module, max_norm: float) -> None:
+    """`clip_grad_norm_` with the one thing changed in which ZeroStrategy differs from it: sums in float64.
+
+    Beside DDP with this, every bit must agree. Beside DDP as it is, the factor differs by one rounding on some CPUs and
+    in some steps: harmless, but bf16, and Adam on a gradient that is 0 but for roundings, make it large.
+    """
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    if not gradients:
+        return
+    powers = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]).square()
+    factor = torch.clamp(max_norm / (powers.sum().sqrt().float() + 1e-6), max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor)
+
+
+class ClipsByExactNorm(Classifier):
+    """Clips under DDP by the norm that ZeroStrategy takes, so that bits can be compared."""
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        if gradient_clip_val is None or isinstance(self.trainer.strategy, ZeroStrategy):
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        else:
+            clip_by_exact_norm(self, gradient_clip_val)
+
+
 def fit_clipped(strategy: Any, world: int, clip: str) -> dict[str, Any]:
     L.seed_everything(1, verbose=False)
     model = ClippedClassifier() if clip == "override" else Classifier()

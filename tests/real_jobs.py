@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from jobs import state_of, trainer
+from jobs import clip_by_exact_norm, state_of, trainer
 from models import recurrent_kernels
 
 VOCABULARY, LENGTH, CLASSES, EXPERTS = 50, 8, 5, 4
@@ -348,24 +348,12 @@ class Trained(L.LightningModule):
         if self.global_step < self.clips_from:
             return
         if self.exact_norm:
-            clip_by_exact_norm([p.grad for p in self.parameters() if p.grad is not None], gradient_clip_val)
+            clip_by_exact_norm(self, gradient_clip_val)
         else:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
-
-
-def clip_by_exact_norm(gradients: list[Tensor], max_norm: float) -> None:
-    """`clip_grad_norm_` with the one thing changed in which ZeroStrategy differs from it: sums in float64.
-
-    Beside DDP with this, every bit must agree. Beside DDP as it is, the factor differs by one rounding, which is
-    harmless, but which bf16, and Adam on a gradient that is 0 but for roundings, make large.
-    """
-    powers = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]).square()
-    factor = torch.clamp(max_norm / (powers.sum().sqrt().float() + 1e-6), max=1.0)
-    for gradient in gradients:
-        gradient.mul_(factor)
 
 
 def note_experts(model: nn.Module) -> list[set[int]]:

@@ -309,7 +309,7 @@ def test_the_bytes_of_the_recipes_are_those_of_the_arithmetic() -> None:
 
 def test_the_site_builds_without_a_warning_and_asks_no_other_server(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     pages = list((tmp_path / "site").rglob("*.html"))
     assert len(pages) > len(PAGES) - 2

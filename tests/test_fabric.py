@@ -209,7 +209,7 @@ def test_a_script_launches_its_ranks_by_itself(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     with warm.starts():
         done = subprocess.run(
-            [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
         )
     assert done.returncode == 0, done.stderr
     assert "on 2 ranks" in done.stdout

@@ -197,4 +197,4 @@ def test_wherever_a_rank_fails_or_dies_the_other_one_ends_and_names_it(
         r"RankTimeoutError: Rank 1 (failed|died \(connection \w+\)) during (validate after )?step \d, in", told
     )
     assert ("rank 1 has had enough" in told) == (how == "raises")
-    assert seconds < 30  # most of it is the run before
+    assert seconds < 60  # most of it is the run before

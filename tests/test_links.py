@@ -155,7 +155,7 @@ def send_to_one_that_is_stopped() -> float:
 
 
 def test_sending_does_not_wait_for_a_rank_that_is_stopped(two_ranks: RankPool) -> None:
-    assert two_ranks.run(send_to_one_that_is_stopped)[0] < 2.0
+    assert two_ranks.run(send_to_one_that_is_stopped)[0] < 15.0  # a wait that ends by itself takes 20 s
 
 
 def wait_for_one_that_dies(nbytes: int) -> tuple[str, str, float]:
@@ -185,7 +185,7 @@ def test_waits_end_when_a_rank_dies(nbytes: int) -> None:
         pool.kill()
     assert rank == 0
     assert received == sent == "connection closed by peer"
-    assert seconds < 5.0
+    assert seconds < 15.0
 
 
 def time_out() -> tuple[str, float]:
@@ -200,7 +200,7 @@ def time_out() -> tuple[str, float]:
     started = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         linked.receive(peer, theirs, 1).wait(limit)
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 15.0
     if comm.rank == 0:
         mine.fill_(7.0)
         comm.all_gather_object(0, "rank 0 has given up")
@@ -230,7 +230,7 @@ def test_an_answer_that_comes_after_the_end_of_its_wait_does_not_end_the_thread(
         one.receive(1, landed, 3).wait(SOON)
     finally:
         one.quit()
-        thread.join(5.0)
+        thread.join(60.0)
     assert landed.tolist() == [1.0, 1.0]
 
 
@@ -278,7 +278,7 @@ def test_a_rank_that_dies_is_noticed_although_a_child_of_it_lives(tmp_path: Path
         pool.kill()
         os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
     assert rank == 0
-    assert seconds < 5.0
+    assert seconds < 15.0
 
 
 def refuse(rank: int, how: str) -> list[bool]:
@@ -318,7 +318,7 @@ def make_and_drop() -> tuple[int, int, int]:
     del linked
     gc.collect()
     comm.all_gather_object(0, "all have dropped theirs")
-    until = time.monotonic() + 5.0
+    until = time.monotonic() + 60.0
     while thread_names().count("lightning_zero links") > before and time.monotonic() < until:
         time.sleep(0.01)
     gc.collect()

@@ -11,11 +11,21 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_avg_fn
 
 import monitor_jobs as jobs
-from lightning_zero.pl.advice import BESIDE, Held, Option, advice_for, is_out_of_memory, options_of
+from jobs import Classifier, loader, trainer
+from lightning_zero import ZeroEMA, ZeroMonitor
+from lightning_zero.pl.advice import (
+    BESIDE,
+    Held,
+    Option,
+    advice_for,
+    is_out_of_memory,
+    options_beside_ddp,
+    options_of,
+)
 from lightning_zero.pl.table import WIDTH, MemoryReport, sized, table_of
 from lightning_zero.run.average import Average, room_for_average
 from lightning_zero.run.engine import Engine, Options
-from lightning_zero.run.forecast import Forecast, forecast
+from lightning_zero.run.forecast import Forecast, bytes_under_ddp, forecast
 from lightning_zero.tiers.ledger import Category
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.threads import ThreadWorld
@@ -322,6 +332,39 @@ def test_what_frees_most_comes_from_what_rests_here() -> None:
     assert offloaded.write == "offload=Offload(optimizer='nvme', path=...)"
     assert offloaded.nbytes == pytest.approx(8 * psi / 2, rel=0.01)
     assert again == Option("activation_checkpointing=True or a smaller batch", 7)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_average_is_divided_and_offloaded_with_the_optimizers_state(stage: int) -> None:
+    def job(comm: Comm) -> list[Option]:
+        engine, optimizer = begin(comm, stage)
+        average = Average(engine, get_ema_avg_fn(0.9))
+        options = options_of(engine, stage, forecast(engine, [optimizer]), beside=7)
+        assert not average.updates
+        return options
+
+    options = {option.write: option.nbytes for option in ThreadWorld(2, 20).run(job)[0]}
+    both = 12 * 43_520  # bytes of Adam's state and the average
+    rests = both if stage == 0 else both / 2
+    assert options["offload=Offload(optimizer='nvme', path=...)"] == pytest.approx(rests, rel=0.01)
+    if stage == 0:
+        assert options["stage=1"] == pytest.approx(both / 2, rel=0.01)
+
+
+def test_lightnings_average_counts_where_there_is_no_zero_strategy() -> None:
+    told: list[dict[str, Any]] = []
+    monitor = ZeroMonitor(log=False)
+    monitor.listeners.append(lambda **costs: told.append(costs))
+    module = Classifier()
+    run = trainer("auto", 1, callbacks=[monitor, ZeroEMA()], max_steps=1)
+    with jobs.listening("lightning.pytorch") as said:
+        run.fit(module, loader())
+    held = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    assert told[0]["memory_bytes"]["average"] == held
+    assert f"average {sized(held)}" in " ".join(" ".join(said).split())
+    under = bytes_under_ddp(module, run.optimizers, averages=1)
+    whole, _, _ = options_beside_ddp(under, 2, 7)
+    assert whole.nbytes == (sum(under.values()) - under["bucket"]) // 2
 
 
 def test_an_optimizers_own_request_counts_as_its_state() -> None:

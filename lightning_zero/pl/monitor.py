@@ -13,6 +13,7 @@ from typing import Any, final
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
 from torch.nn.parallel import DistributedDataParallel
@@ -91,7 +92,7 @@ class ZeroMonitor(pl.Callback):
         self._advice.on_fit_start(trainer, pl_module)
         if not isinstance(trainer.strategy, CheckpointingStrategy):
             buckets = isinstance(trainer.strategy, DDPStrategy)
-            here = bytes_under_ddp(pl_module, trainer.optimizers, buckets=buckets)
+            here = bytes_under_ddp(pl_module, trainer.optimizers, averages=_averages(trainer), buckets=buckets)
             numel = sum(parameter.numel() for parameter in pl_module.parameters())
             head = f"{type(trainer.strategy).__name__} on {ranks_told(trainer.world_size)}; {numel:,} parameters"
             rank_zero_info("\n  ".join([head, *bytes_table(numel, here=here)]))
@@ -204,18 +205,27 @@ def bytes_at_rest(trainer: "pl.Trainer", module: "pl.LightningModule") -> dict[s
     if hasattr(strategy, "memory_report"):
         return strategy.memory_report()
     state = [item for optimizer in trainer.optimizers for held in optimizer.state.values() for item in held.values()]
-    parameters = list(module.parameters())
+    parameters, averages = list(module.parameters()), _averages(trainer)
+    whole = sum(parameter.nbytes for parameter in parameters)
     # Between backward and step each parameter has a gradient, though zero_grad() may just have dropped it.
     gradients = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     wrapped = strategy.model
     # DDP's buckets are a second copy of all gradients, unless the gradients are views of them.
     has_buckets = isinstance(wrapped, DistributedDataParallel) and not wrapped.gradient_as_bucket_view
-    return {
-        Category.PARAMETER: sum(parameter.nbytes for parameter in parameters),
+    found: dict[str, int] = {
+        Category.PARAMETER: whole,
         Category.GRADIENT: gradients,
         Category.OPTIMIZER_STATE: sum(item.nbytes for item in state if isinstance(item, torch.Tensor)),
         Category.BUCKET: gradients if has_buckets else 0,
     }
+    if averages:
+        found[Category.AVERAGE] = averages * (whole + sum(buffer.nbytes for buffer in module.buffers()))
+    return found
+
+
+def _averages(trainer: "pl.Trainer") -> int:
+    """Returns the number of running averages of the model that callbacks keep."""
+    return sum(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def resident_bytes() -> int:
@@ -272,5 +282,6 @@ def _advice(trainer: "pl.Trainer", module: "pl.LightningModule", error: BaseExce
         expected = forecast(strategy.engine, trainer.optimizers)
         options = options_of(strategy.engine, strategy.stage, expected, beside)
     else:
-        options = options_beside_ddp(bytes_under_ddp(module, trainer.optimizers), trainer.world_size, beside)
+        under_ddp = bytes_under_ddp(module, trainer.optimizers, averages=_averages(trainer))
+        options = options_beside_ddp(under_ddp, trainer.world_size, beside)
     return advice_for(error, f"on rank {trainer.global_rank}, in step {trainer.global_step}", before, now, options)

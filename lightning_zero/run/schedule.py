@@ -78,8 +78,7 @@ class Schedule:
     # -- parameters: gathered before use, and again when backward asks for them
 
     def _before_forward(self, unit: Unit) -> None:
-        if any(self._loans.is_lent(group) for group in unit.groups):
-            self._loans.settle()  # the lent copy may have been edited: gather the edited values
+        self._loans.take_edits(unit)
         self._rendezvous.use(unit)
         self._cache.pin(unit)
         if not self._saved.push():
@@ -94,10 +93,13 @@ class Schedule:
         self._rendezvous.use(unit)
         self._cache.show(unit)
 
-    def bring(self, unit: Unit) -> None:
-        """Gathers a unit whose saved values are asked for, by a backward or by someone who inspects a graph."""
+    def bring(self, unit: Unit, is_recomputed: bool) -> None:
+        """Gathers a unit whose saved values are asked for, by a backward or by someone who inspects a graph. What is
+        recomputed sees the latest edits, as the recomputation does."""
         if torch._C._current_graph_task_id() != -1:
             self._enter_backward()
+        if is_recomputed:
+            self._loans.take_edits(unit)
         self._rendezvous.use(unit)
         unit.wait()
 
