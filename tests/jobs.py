@@ -388,7 +388,7 @@ def fit_precisely(strategy: Any, precision: str, steps: int) -> dict[str, Any]:
 
 
 def what_fit_says(
-    strategy: Any, precision: str, kind: type[L.LightningModule] | None = None, **kwargs: Any
+    strategy: Any, precision: str, kind: type[L.LightningModule] | None = None, data: Any = None, **kwargs: Any
 ) -> list[str]:
     """The messages that fit prints on this rank."""
     said: list[str] = []
@@ -400,7 +400,8 @@ def what_fit_says(
     logger, listener = logging.getLogger("lightning.pytorch"), Listener()
     logger.addHandler(listener)
     try:
-        trainer(strategy, 2, precision=precision, max_steps=1, **kwargs).fit((kind or Classifier)(), loader())
+        data = loader() if data is None else data
+        trainer(strategy, 2, precision=precision, max_steps=1, **kwargs).fit((kind or Classifier)(), data)
     finally:
         logger.removeHandler(listener)
     return [message for message in said if "ZeRO" in message]

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,24 @@ class Language(L.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(trainable(self), lr=1e-2, eps=1e-3)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)]
+
+
+class Alike(Language):
+    """Does not call parallelize_module."""
+
+    def configure_model(self) -> None:
+        pass
+
+
+def told_at_start(kind: type[Language]) -> tuple[list[str], str]:
+    """The warnings of a fit on two ranks that are to share modules, and its table in one line."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        said = jobs.what_fit_says(
+            {"stage": 2, "tensor_parallel_size": 2}, "32-true", kind, data=loader(1), limit_val_batches=0
+        )
+    own = [str(one.message) for one in warned if "tensor_parallel_size" in str(one.message)]
+    return own, " ".join(" ".join(said).split())
 
 
 def strategy_of(stage: int, tensor: int, **others: Any) -> Any:

@@ -296,6 +296,28 @@ def test_a_callback_that_copies_the_model_before_it_is_divided_is_refused(two_ra
         assert "StochasticWeightAveraging averages a copy" in error
 
 
+def test_a_model_that_nobody_has_parallelized_is_told_in_one_warning(two_ranks: RankPool) -> None:
+    (warned, table), (warned_on_rank_1, _) = two_ranks.run(
+        tensor_training_jobs.told_at_start, tensor_training_jobs.Alike
+    )
+    assert warned == [
+        "tensor_parallel_size=2, and no module was parallelized: 2 ranks at a time do the same work on the same "
+        "batches. Call parallelize_module(..., self.device_mesh['tensor_parallel'], plan) in configure_model, or leave "
+        "tensor_parallel_size out."
+    ]
+    assert warned_on_rank_1 == []
+    assert table.startswith("ZeRO stage 2 on 2 ranks")
+    assert "divide" not in table
+
+
+def test_where_all_ranks_share_modules_the_table_says_that_none_is_left_to_divide_over(two_ranks: RankPool) -> None:
+    (warned, table), _ = two_ranks.run(tensor_training_jobs.told_at_start, tensor_training_jobs.Language)
+    assert warned == []
+    assert "All 2 ranks share the same modules, and a stage has no others to divide over" in table
+    assert "Trainer(devices=4) or more divides" in table
+    assert "One rank" not in table
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_models_are_used_after_fit_and_saved_again(stage: int, pool_of: Pools, tmp_path: Path) -> None:
     first, *_ = pool_of(4).run(tensor_training_jobs.use_after_fit, stage, tmp_path)
