@@ -5,7 +5,8 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -387,10 +388,9 @@ def fit_precisely(strategy: Any, precision: str, steps: int) -> dict[str, Any]:
     return {"seen": model.seen, "weight": model.ones.weight.item(), "sent": coordinates, "skipped": skipped}
 
 
-def what_fit_says(
-    strategy: Any, precision: str, kind: type[L.LightningModule] | None = None, data: Any = None, **kwargs: Any
-) -> list[str]:
-    """The messages that fit prints on this rank."""
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """Inside, collects what is printed on this rank."""
     said: list[str] = []
 
     class Listener(logging.Handler):
@@ -400,10 +400,18 @@ def what_fit_says(
     logger, listener = logging.getLogger("lightning.pytorch"), Listener()
     logger.addHandler(listener)
     try:
-        data = loader() if data is None else data
-        trainer(strategy, 2, precision=precision, max_steps=1, **kwargs).fit((kind or Classifier)(), data)
+        yield said
     finally:
         logger.removeHandler(listener)
+
+
+def what_fit_says(
+    strategy: Any, precision: str, kind: type[L.LightningModule] | None = None, data: Any = None, **kwargs: Any
+) -> list[str]:
+    """The messages that fit prints on this rank."""
+    with listening() as said:
+        data = loader() if data is None else data
+        trainer(strategy, 2, precision=precision, max_steps=1, **kwargs).fit((kind or Classifier)(), data)
     return [message for message in said if "ZeRO" in message]
 
 

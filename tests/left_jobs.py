@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
-from jobs import Classifier, loader, state_of, trainer
+from jobs import Classifier, listening, loader, state_of, trainer
 from lightning_zero.wire.comm import RankTimeoutError
 
 # -- a signal
@@ -70,12 +70,14 @@ class SignalledByHand(Signalled):
             self.optimizers().step()
 
 
-def run_until_signalled(strategy: Any, place: str, ranks: tuple[int, ...], folder: Path) -> dict[str, Any]:
+def run_until_signalled(
+    strategy: Any, place: str, ranks: tuple[int, ...], folder: Path, **kwargs: Any
+) -> dict[str, Any]:
     """How a run ends, and where."""
     L.seed_everything(1, verbose=False)
     before = signal.getsignal(signal.SIGTERM)
     model = (SignalledByHand if "nothing" in place else Signalled)(place, ranks)
-    run = trainer(strategy, 2, default_root_dir=folder, limit_val_batches=1.0)
+    run = trainer(strategy, 2, default_root_dir=folder, limit_val_batches=1.0, **kwargs)
     ended = "returned"
     try:
         if "test" in place:
@@ -91,6 +93,13 @@ def run_until_signalled(strategy: Any, place: str, ranks: tuple[int, ...], folde
         "received": run.received_sigterm,
         "handler_is_back": signal.getsignal(signal.SIGTERM) == before,
     }
+
+
+def said_when_stopped(folder: Path, **kwargs: Any) -> tuple[dict[str, Any], list[str]]:
+    """How a run ends whose second rank is told to stop in its third step, and what the first one says of it."""
+    with listening() as said:
+        ended = run_until_signalled({"stage": 3}, "step 2", (1,), folder, **kwargs)
+    return ended, [message for message in said if "Told to stop" in message]
 
 
 # -- the trainer, its callbacks, its strategy

@@ -290,7 +290,8 @@ class StopsOne(L.Callback):
 def stopped(stage: int, world: int, folder: Path) -> int:
     """After how many of three steps each rank has left, all with a checkpoint of the same."""
     L.seed_everything(1, verbose=False)
-    run = jobs.trainer(strategy_of(stage, 2), world, callbacks=[StopsOne()], default_root_dir=folder)
+    how = {"enable_checkpointing": True, "default_root_dir": folder}
+    run = jobs.trainer(strategy_of(stage, 2), world, callbacks=[StopsOne()], **how)
     with suppress(SIGTERMException, SystemExit):
         run.fit(Language(), loader(world // 2, samples=3 * 8))
     return run.global_step

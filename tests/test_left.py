@@ -62,9 +62,22 @@ def test_a_signal_to_one_rank_stops_all_where_a_signal_to_all_would(
     """Under DDP it would hang: the handler calls a collective."""
     for stage in (1, 3):
         folder = tmp_path / str(stage)
-        found = two_ranks.run(left_jobs.run_until_signalled, {"stage": stage}, place, (1,), folder)
+        found = two_ranks.run(
+            left_jobs.run_until_signalled, {"stage": stage}, place, (1,), folder, enable_checkpointing=True
+        )
         assert found == signalled({"stage": stage}, place)
         assert (folder / "checkpoints" / "preempted.ckpt").exists() == ("test" not in place)
+
+
+@pytest.mark.parametrize("how", [{"enable_checkpointing": False}, {"enable_checkpointing": True, "fast_dev_run": 5}])
+def test_a_run_that_is_to_save_nothing_leaves_nothing_when_it_is_told_to_stop(
+    how: dict[str, Any], two_ranks: RankPool, tmp_path: Path
+) -> None:
+    (first, said), (second, _) = two_ranks.run(left_jobs.said_when_stopped, tmp_path, **how)
+    assert (first["ended"], first["step"]) == (second["ended"], second["step"]) == ("SIGTERMException None", 3)
+    why = "fast_dev_run" if "fast_dev_run" in how else "enable_checkpointing=False"
+    assert said == [f"Told to stop after step 3. Nothing was saved: Trainer({why})."]
+    assert list(tmp_path.rglob("*")) == []
 
 
 def test_callbacks_of_a_trainer_are_its_users_own(two_ranks: RankPool) -> None:
