@@ -85,6 +85,14 @@ def test_callbacks_of_a_trainer_are_its_users_own(two_ranks: RankPool) -> None:
     assert set(map(tuple, seen)) == {("Lists", "Own")}
 
 
+def test_one_strategy_object_serves_several_trainers_each_with_a_strategy_of_its_own(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    for found, expected, are_shared in two_ranks.run(left_jobs.fit_with_one_strategy_object, tmp_path):
+        assert differing(found, expected) == []
+        assert are_shared == [False, False]
+
+
 def test_a_module_whose_load_state_dict_returns_nothing_resumes(two_ranks: RankPool, tmp_path: Path) -> None:
     assert_as_ddp(two_ranks, left_jobs.resume_without_a_word, tmp_path)
 

@@ -1,5 +1,6 @@
 """`ZeroStrategy`: the strategy of `lightning.Trainer`."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -110,6 +111,8 @@ class ZeroStrategy(CheckpointingStrategy):
         TypeError: for an unknown argument, or a policy mapping with an unknown key.
         NotImplementedError: for an argument whose feature is not there yet.
     """
+
+    _has_trainer = False  # a Trainer has been made with it
 
     @answers
     def __init__(
@@ -352,6 +355,17 @@ class ZeroStrategy(CheckpointingStrategy):
         """Backwards inside accumulate on this rank only; the first one outside reduces what they left."""
         return self._running_engine.no_sync()
 
+    def for_trainer(self) -> "ZeroStrategy":
+        """Returns this strategy for the first Trainer that it is given to, and for any other one a new strategy with the
+        same arguments: a Trainer leaves in it what belongs to that Trainer. Packages keep Trainer arguments, and make
+        several Trainers with them."""
+        strategy = self
+        if self._has_trainer:
+            strategy = copy.copy(self)
+            ZeroStrategy.__init__(strategy, **self._arguments)
+        strategy._has_trainer = True
+        return strategy
+
     def __getstate__(self) -> dict[str, Any]:
         """Returns what can be copied, and sent to another process: all but what belongs to the ranks of this run."""
         state = super().__getstate__()
@@ -432,9 +446,14 @@ class ZeroStrategy(CheckpointingStrategy):
         engine.close()
         return True
 
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        """What the user has written."""
+        return {"stage": self.stage, **vars(self).get("_written", {})}  # not there yet while it is made
+
     def __repr__(self) -> str:
-        written = {"stage": self.stage, **vars(self).get("_written", {})}  # not there yet while it is made
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in written.items())}){other_name.advice()}"
+        written = ", ".join(f"{name}={value!r}" for name, value in self._arguments.items())
+        return f"{type(self).__name__}({written}){other_name.advice()}"
 
 
 ZeroStrategy.register_strategies(StrategyRegistry)
