@@ -109,6 +109,7 @@ def train(strategy: Any, world: int, how: str = "setup", precision: str = "32-tr
         told = steps(made, model, optimizer, **kwargs)
     found = {**told, "weights": whole(made, model), "warned": [str(one.message) for one in warned]}
     found["state"] = optimizer.state_dict()
+    found["sent"] = made.strategy.communication_report() if hasattr(made.strategy, "communication_report") else {}
     made.strategy.teardown()
     return found
 

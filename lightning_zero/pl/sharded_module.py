@@ -51,10 +51,11 @@ class ShardedModule(Module):
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Surrounds forward and backward of each micro-batch of a step but the last."""
+        """Surrounds forward and backward of each micro-batch of a step but the last: gradients stay on this rank, whole.
+        `Options.accumulation` is for the Trainer, which surrounds micro-batches without being asked."""
         self._is_blocked = True
         try:
-            with self.engine.accumulating():
+            with self.engine.no_sync():
                 yield
         finally:
             self._is_blocked = False

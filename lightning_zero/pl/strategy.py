@@ -85,7 +85,8 @@ class ZeroStrategy(CheckpointingStrategy):
         reduce_dtype: dtype of gradients on the wire and at rest; None is fp32, or the parameter's dtype if wider.
         accumulation: ``"sharded"`` reduces every micro-batch into the shard (stages 2 and 3): it sums averages where
             DDP averages sums, so the last bits of losses and weights differ from DDP's. ``"local"`` keeps full
-            gradients and reduces once per step, with DDP's bits.
+            gradients and reduces once per step, with DDP's bits. (With Fabric every backward inside of
+            ``no_backward_sync`` is "local", and every other one "sharded".)
         granularity: what optimizers step on a rank: ``"element"``, the pieces that the rank owns; ``"block"``, pieces
             that never part a block of 256 elements (8-bit state); ``"tensor"``, whole tensors, which are sent for the
             step to the one rank that steps them; ``"auto"``, pieces with torch's own element-wise optimizers, and with
