@@ -144,7 +144,7 @@ def callbacks_of_two_fits(strategy: Any) -> list[list[str]]:
 
 
 def fit_two_trainers(strategies: Any, folder: Path) -> dict[str, Any]:
-    """Two trainers, the second of which tests and trains on, with one strategy object or two; and the first one again."""
+    """Two trainers, with one strategy object or two, and then the first one again."""
     models, runs = [], []
     for number, strategy in enumerate(strategies):
         L.seed_everything(1, verbose=False)

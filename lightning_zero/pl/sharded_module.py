@@ -51,7 +51,7 @@ class ShardedModule(Module):
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Surrounds forward and backward of each micro-batch of a step but the last: gradients stay on this rank, whole.
+        """Surrounds forward and backward of each micro-batch of a step but the last: whole gradients stay on this rank.
         `Options.accumulation` is for the Trainer, which surrounds micro-batches without being asked."""
         self._is_blocked = True
         try:

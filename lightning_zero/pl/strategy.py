@@ -33,6 +33,7 @@ from lightning_zero.pl.ema import ZeroEMA
 from lightning_zero.pl.fitting import refuse_to_fit, tell_of_foreign, warn_of_undivided, what_needs_gradients
 from lightning_zero.pl.precision import adapt, guard_schedulers
 from lightning_zero.pl.ranks import failed_alike, mesh_of, start_method_here, unshare
+from lightning_zero.pl.refusals import tell_refusal
 from lightning_zero.pl.sharded_strategy import Settings, after_meeting
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.run.modes import NAMES as MODES
@@ -114,6 +115,7 @@ class ZeroStrategy(CheckpointingStrategy):
     """
 
     _has_trainer = False  # a Trainer has been made with it
+    _is_setting_up = False  # a run has begun, and its engine is not made yet
 
     @answers
     def __init__(
@@ -227,6 +229,7 @@ class ZeroStrategy(CheckpointingStrategy):
         """Also sets `LightningModule.device_mesh`, before `configure_model`, as ModelParallelStrategy does."""
         module, options = self.lightning_module, self._settings.options
         assert module is not None
+        self._is_setting_up = True
         unshare(module, self._start_method)
         super().setup_environment()
         shape_of(self.world_size, options.replicate_size, options.tensor_parallel_size)  # raises where it must
@@ -264,6 +267,7 @@ class ZeroStrategy(CheckpointingStrategy):
                 "optimizers need them. Save a checkpoint, make the model anew, and fit(model, ckpt_path=...)."
             )
         self.precision_plugin.begin(self.engine, self._settings.max_skipped_steps)
+        self._is_setting_up = False
 
     def _make_engine(self, trainer: "pl.Trainer", module: "pl.LightningModule", fitting: bool) -> None:
         """Does what Lightning's own `setup` does, but makes an engine where that wraps the module in DDP."""
@@ -357,9 +361,9 @@ class ZeroStrategy(CheckpointingStrategy):
         return self._running_engine.no_sync()
 
     def for_trainer(self) -> "ZeroStrategy":
-        """Returns this strategy for the first Trainer that it is given to, and for any other one a new strategy with the
-        same arguments: a Trainer leaves in it what belongs to that Trainer. Packages keep Trainer arguments, and make
-        several Trainers with them."""
+        """Returns this strategy for the first Trainer that it is given to, and for any other one a new strategy with
+        the same arguments: a Trainer leaves in it what belongs to that Trainer. Packages keep Trainer arguments, and
+        make several Trainers with them."""
         strategy = self
         if self._has_trainer:
             strategy = copy.copy(self)
@@ -391,6 +395,8 @@ class ZeroStrategy(CheckpointingStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
+        if self._is_setting_up:
+            tell_refusal(exception, self.global_rank)
         # After these, messages of the operation may still arrive, or the process is about to be killed.
         self._failed_for_good = isinstance(exception, RankTimeoutError | SystemExit)
         if self.engine is not None:
