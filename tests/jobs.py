@@ -100,8 +100,9 @@ def loader(seed: int = 0, batch_size: int = 4, shuffle: bool = False, samples: i
 
 def strategy_from(given: Any) -> Any:
     """A name, or the arguments of ZeroStrategy; made on the rank, since strategies do not travel."""
-    # Small models stay whole at stage 3, unless every module is a unit.
-    return ZeroStrategy(**{"wait_timeout": 20, "units": "modules", **given}) if isinstance(given, dict) else given
+    # Small models stay whole at stage 3, unless every module is a unit; and their checkpoints would be single files.
+    defaults = {"wait_timeout": 20, "units": "modules", "checkpoint": "sharded"}
+    return ZeroStrategy(**{**defaults, **given}) if isinstance(given, dict) else given
 
 
 def trainer(strategy: Any, world: int, **kwargs: Any) -> L.Trainer:
@@ -126,9 +127,7 @@ def trainer(strategy: Any, world: int, **kwargs: Any) -> L.Trainer:
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """What Lightning knows of a checkpoint, from a file or from a folder of shards."""
-    if not path.is_dir():
-        return torch.load(path, weights_only=False)
-    saved = StoredCheckpoint(path).load()
+    saved = StoredCheckpoint(path).load() if path.is_dir() else torch.load(path, weights_only=False)
     saved.pop("lightning_zero", None)
     return saved
 

@@ -45,6 +45,7 @@ from lightning_zero.checkpoint import CheckpointError, Folder, StoredCheckpoint,
 from lightning_zero.checkpoint.export import ZeroFileSystem
 from lightning_zero.checkpoint.folder import MANIFEST
 from lightning_zero.checkpoint.manifest import what_was_meant
+from lightning_zero.checkpoint.single import names_entry
 from lightning_zero.pl.callbacks import PREEMPTED
 from lightning_zero.pl.fabric import FabricZeroStrategy
 from lightning_zero.pl.strategy import ZeroStrategy
@@ -102,9 +103,8 @@ def find_complete(find: Callable[..., set[str]], callback: ModelCheckpoint, trai
     files = [path for path in candidates if callback._fs.isfile(path)]
     if not folder.is_local:  # Lightning's paths do not name the file system
         files = [callback._fs.unstrip_protocol(path) for path in files]
-    preempted = folder.inside(PREEMPTED)
-    if preempted.is_file:
-        files.append(str(preempted))
+    others = [file for file in folder.files() if file.path.endswith(callback.FILE_EXTENSION) and not file.is_link]
+    files += [str(file) for file in others if names_entry(file) or file == folder.inside(PREEMPTED)]
     newer = {path for path in files if callback._fs.modified(path).timestamp() > saved_at}
     if newest is None or newer:
         return newer

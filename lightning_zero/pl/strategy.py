@@ -35,6 +35,7 @@ from lightning_zero.pl.precision import adapt, guard_schedulers
 from lightning_zero.pl.ranks import failed_alike, mesh_of, start_method_here, unshare
 from lightning_zero.pl.refusals import tell_refusal
 from lightning_zero.pl.sharded_strategy import Settings, after_meeting
+from lightning_zero.pl.single_file import is_plugin
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.run.modes import NAMES as MODES
 from lightning_zero.stage import STAGES
@@ -94,8 +95,9 @@ class ZeroStrategy(CheckpointingStrategy):
             any other one what it needs when tried on small tensors. Neither torchao's nor bitsandbytes' 8-bit
             optimizers are part of the tests; those that keep small tensors in 32 bits are stepped whole.
         broadcast_buffers: whether ranks take rank 0's buffers before a training forward, as under DDP.
-        checkpoint: see `Checkpoint`; ``"full"`` is ``Checkpoint(format="full")``. None: sharded, but full where a
-            `CheckpointIO` plugin of the user's writes files.
+        checkpoint: see `Checkpoint`; ``"full"`` is ``Checkpoint(format="full")``. None: each fit chooses, and its first
+            save says what: a single file where the states of model and optimizers are at most 1 GB, or a `CheckpointIO`
+            plugin of the user's writes files; otherwise shards.
         step_in_backward: whether each group of parameters is stepped in backward, as soon as its gradients are
             averaged: there are never more than two buckets of gradients. Not with clipping, accumulation or several
             optimizers; stages 2 and 3.
@@ -174,7 +176,7 @@ class ZeroStrategy(CheckpointingStrategy):
         self.activation_checkpointing = config.policy_from(
             ActivationCheckpointing, activation_checkpointing, "activation_checkpointing"
         )
-        self.checkpoint = config.policy_from(Checkpoint, checkpoint, "checkpoint") or Checkpoint()
+        self.checkpoint = config.policy_from(Checkpoint, checkpoint, "checkpoint")
         options = Options(
             unit_classes=config.classes_from(units, "units"),
             merges_units=units == "auto",
@@ -230,6 +232,10 @@ class ZeroStrategy(CheckpointingStrategy):
         module, options = self.lightning_module, self._settings.options
         assert module is not None
         self._is_setting_up = True
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            self._goes_on_from_shards = False
+            if self._settings.may_choose_format and not is_plugin(self.checkpoint_io):
+                self.checkpoint = None  # each fit chooses anew
         unshare(module, self._start_method)
         super().setup_environment()
         shape_of(self.world_size, options.replicate_size, options.tensor_parallel_size)  # raises where it must
