@@ -3,6 +3,7 @@
 import itertools
 import os
 import random
+import re
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -12,12 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import checkpoint_jobs
 import crash_jobs
+from compare import assert_same_bits
 from lightning_zero import cli, consolidate
 from lightning_zero.checkpoint import CheckpointError, CheckpointKeeper, Folder, verify
 from lightning_zero.checkpoint.resume import KEY
 from lightning_zero.checkpoint.single import names_entry, problems_in, read_plain, write_at_once
 from lightning_zero.wire.local import LocalComm
+from ranks import RankPool
 
 CONTENT = {
     "state_dict": {"w": torch.arange(600.0).view(20, 30), "b": torch.ones(3, dtype=torch.bfloat16)},
@@ -193,3 +197,68 @@ def test_the_command_line_says_what_is_wrong_with_a_file(tmp_path: Path, capsys:
     with pytest.raises(CheckpointError, match="is damaged"):
         consolidate(tmp_path / "a.ckpt", tmp_path / "copy.ckpt")
     assert not (tmp_path / "copy.ckpt").exists()
+
+
+# -- which runs write one
+
+
+SMALL = "Checkpoints are single files: the states of model and optimizers take "
+ALIKE = "ddp_find_unused_parameters_true"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_small_model_is_saved_as_the_file_that_ddp_writes(stage: int, two_ranks: RankPool, tmp_path: Path) -> None:
+    found = two_ranks.run(checkpoint_jobs.fit_and_tell, {"stage": stage, "checkpoint": None}, tmp_path / "zero")
+    two_ranks.run(checkpoint_jobs.fit_keeping, ALIKE, 2, tmp_path / "ddp", every_n_train_steps=5, save_top_k=-1)
+    (told,) = found[0]["said"]
+    assert re.fullmatch(rf"{SMALL}[\d.]+ kB, and up to 1 GB goes into one file. For shards write .*", told)
+    assert found[1]["said"] == []
+    assert found[0]["are files"] == {"epoch=0-step=5.ckpt": True, "epoch=1-step=10.ckpt": True}
+    for name in found[0]["are files"]:
+        mine, theirs = (torch.load(tmp_path / kind / name, weights_only=True) for kind in ("zero", "ddp"))
+        assert mine.pop(KEY)["random"].keys() == {0, 1}
+        assert list(mine) == list(theirs)
+        assert_same_bits(mine["state_dict"], theirs["state_dict"])
+        for index, state in theirs["optimizer_states"][0]["state"].items():
+            assert_same_bits(mine["optimizer_states"][0]["state"][index], state)
+
+
+def test_a_larger_model_is_saved_in_shards_and_so_is_a_run_that_goes_on_from_some(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    chooses, folder = {"stage": 2, "checkpoint": None}, tmp_path / "kept"
+    first = two_ranks.run(checkpoint_jobs.fit_and_tell, chooses, folder, 1000, uploads=True)[0]
+    (told,) = first["said"]
+    assert "Checkpoints are folders of shards: " in told
+    assert "and more than 1 kB is sharded. For single files write checkpoint='full'." in told
+    assert len(first["warned"]) == 1
+    assert set(first["are files"].values()) == {False}
+    again = two_ranks.run(checkpoint_jobs.fit_and_tell, chooses, folder, epochs=3, resume="last")[0]
+    assert again["said"] == [
+        "Checkpoints are folders of shards: the run goes on from one. For single files write checkpoint='full'."
+    ]
+    assert set(again["are files"].values()) == {False}
+    assert again["warned"] == []
+    anew = two_ranks.run(checkpoint_jobs.fit_and_tell, chooses, tmp_path / "anew")[0]
+    assert set(anew["are files"].values()) == {True}
+
+
+def test_a_file_of_any_name_is_the_last_that_a_fit_goes_on_from(two_ranks: RankPool, tmp_path: Path) -> None:
+    chooses, kept, how = {"stage": 3, "checkpoint": None}, tmp_path / "kept", {"dropout": 0.3}
+    straight = two_ranks.run(checkpoint_jobs.fit_and_tell, chooses, tmp_path / "straight", epochs=3, **how)
+    two_ranks.run(checkpoint_jobs.fit_and_tell, chooses, kept, **how)
+    torch.save(CONTENT, kept / "foreign.ckpt")  # newer, and another program's
+    again = two_ranks.run(checkpoint_jobs.fit_and_tell, chooses, kept, epochs=3, resume="last", seed=7, **how)
+    for mine, theirs in zip(again, straight, strict=True):
+        assert mine["losses"] == theirs["losses"][2 * checkpoint_jobs.STEPS :]
+
+
+def test_each_fit_says_once_what_it_saves_and_files_take_the_place_of_shards(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    said, said_on_rank_1 = two_ranks.run(checkpoint_jobs.save_twice_and_fit_again, tmp_path)
+    assert said == ["Checkpoints are single files"] * 2
+    assert said_on_rank_1 == []
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+    assert verify(tmp_path / "a.ckpt") == []
+    assert torch.load(tmp_path / "a.ckpt")["epoch"] == 3  # of the last fit
