@@ -117,6 +117,7 @@ def fit(
         "val_loss": float(run.callback_metrics["val_loss"]) if validates else None,
         "mesh": dict(zip(model.device_mesh.mesh_dim_names, model.device_mesh.shape, strict=True)),
         "report": run.strategy.memory_report(),
+        "to save": run.strategy._bytes_to_save(),
     }
 
 

@@ -100,6 +100,7 @@ def test_training_is_that_of_data_parallel_ranks_on_the_same_batches(
     assert mean_losses(runs, 2) == pytest.approx(mean_losses(expected, 1), **TO_ROUNDING)
     assert runs[0]["mesh"] == {"replicate": 1, "data_parallel": world // 2, "tensor_parallel": 2}
     for run in runs:
+        assert run["to save"] == expected[0]["to save"]
         assert_same_weights(run["weights"], expected[0]["weights"])
         assert run["val_loss"] == pytest.approx(expected[0]["val_loss"], **TO_ROUNDING)
 

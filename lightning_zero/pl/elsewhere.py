@@ -48,7 +48,7 @@ _ANSWERS = {
     f"{_RECOMPUTE} With offload=True.": "activation_checkpointing_offload cpu_checkpointing",
     f"{_RECOMPUTE} With partition=True where there is tensor parallelism.": "partition_activations",
     f"{_RECOMPUTE} With contiguous=True.": "contiguous_memory_optimization",
-    "Write checkpoint='sharded' (the default) or checkpoint='full'.": (
+    "Small models are saved in one file, others sharded; to choose, write checkpoint='sharded' or checkpoint='full'.": (
         "state_dict_type state_dict_config optim_state_dict_config save_distributed_checkpoint"
     ),
     "Write checkpoint='full', or `lightning-zero consolidate` a sharded one.": (
