@@ -85,9 +85,9 @@ def test_what_a_checkpoint_takes_is_counted_alike_on_every_rank_and_at_every_sta
     def job(comm: Comm) -> list[int]:
         engine, optimizer = begin(comm, stage, autocast_dtype=BF16)
         engine.module.register_buffer("running", torch.zeros(5))
-        found = [bytes_to_save([engine.module], [optimizer]), bytes_to_save([engine.module], [])]
+        found = [bytes_to_save(engine.module, [optimizer]), bytes_to_save(engine.module, [])]
         engine.close()
-        return [*found, bytes_to_save([engine.module], [optimizer])]
+        return [*found, bytes_to_save(engine.module, [optimizer])]
 
     psi = 10 * 64 + 64 * 640 + 640 + 2 * 640
     assert ThreadWorld(2, 20).run(job) == [[12 * psi + 20, 4 * psi + 20, 12 * psi + 20]] * 2

@@ -37,6 +37,7 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
     engine: Engine | None = None  # of the run under way, or of the last one
     _trained: Engine | None = None  # engine of the latest fit, which knows the optimizers' pieces
     _construction: Construction | None = None  # what `configure_model` has built in shards
+    _bytes_of_fit = 0  # that the model and the optimizers of the latest fit take in a checkpoint
     _runs = 0  # engines that were made
     _failed = False  # the run ended with an error
     _failed_for_good = False  # so that ranks cannot go on together
@@ -113,7 +114,7 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
     @override
     def _bytes_to_save(self) -> int:
         assert self.lightning_module is not None
-        return bytes_to_save([self.lightning_module], [] if self._trained is None else self.optimizers)
+        return self._bytes_of_fit or bytes_to_save(self.lightning_module, [])
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -199,6 +199,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         optimizers = self._optimizers_of(sharded)
         engine = self._new_engine(sharded.module, optimizers, self.precision, "fabric.init_module()")
         if optimizers:
+            sharded.bytes_to_save = bytes_to_save(sharded.module, optimizers)
             self._begin_training(engine)
         for optimizer in optimizers:  # users call it with the whole state that `Fabric.load` has returned
             vars(optimizer)["load_state_dict"] = partial(engine.states.load_optimizer, optimizer)
@@ -311,7 +312,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
 
     @override
     def _bytes_to_save(self) -> int:
-        return bytes_to_save((sharded.module for sharded in self._modules), self._stepped_in)
+        return sum(sharded.bytes_to_save or bytes_to_save(sharded.module, []) for sharded in self._modules)
 
     def _state_to_save(self, key: str, value: Any) -> Any:
         """Returns the state of a module or optimizer that was set up, and any other value as it is."""

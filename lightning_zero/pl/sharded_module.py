@@ -27,6 +27,7 @@ class ShardedModule(Module):
         super().__init__()
         self.module = module
         self.made: Engine | None = None
+        self.bytes_to_save = 0  # of the module and its optimizers, once it trains
         self._make = make
         self._is_blocked = False  # the next backward is not the last of its step
 

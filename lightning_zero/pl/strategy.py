@@ -37,6 +37,7 @@ from lightning_zero.pl.refusals import tell_refusal
 from lightning_zero.pl.sharded_strategy import Settings, after_meeting
 from lightning_zero.pl.single_file import is_plugin
 from lightning_zero.run.engine import Engine, Options
+from lightning_zero.run.forecast import bytes_to_save
 from lightning_zero.run.modes import NAMES as MODES
 from lightning_zero.stage import STAGES
 from lightning_zero.tiers.disk import DiskError
@@ -295,7 +296,7 @@ class ZeroStrategy(CheckpointingStrategy):
         self._failed, self._runs, self._left_gradients = False, self._runs + 1, {}
         self.setup_precision_plugin()
         if fitting:
-            self._trained = engine
+            self._trained, self._bytes_of_fit = engine, bytes_to_save(module, optimizers)
             self._begin_fit(trainer, engine)
 
     def _begin_fit(self, trainer: "pl.Trainer", engine: Engine) -> None:

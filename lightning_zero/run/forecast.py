@@ -83,10 +83,10 @@ def bytes_under_ddp(module: Module, optimizers: Iterable[Optimizer], *, buckets:
     }
 
 
-def bytes_to_save(modules: Iterable[Module], optimizers: Iterable[Optimizer]) -> int:
-    """Returns the bytes of whole models, and of the state that optimizers keep for their parameters, as one device
-    would save them; the same on every rank."""
-    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+def bytes_to_save(module: Module, optimizers: Iterable[Optimizer]) -> int:
+    """Returns the bytes of a whole model, and of the state that its optimizers will keep for parameters, as one device
+    would save them; the same on every rank. Call it before training, as it tries the optimizers."""
+    tensors = [*module.parameters(), *module.buffers()]
     stepped = [(state_tensors_of(optimizer), _stepped(optimizer)) for optimizer in optimizers]
     return sum(map(_whole_nbytes_of, tensors)) + sum(
         times * sum(map(_whole_nbytes_of, parameters)) for times, parameters in stepped
