@@ -5,7 +5,8 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -99,8 +100,9 @@ def loader(seed: int = 0, batch_size: int = 4, shuffle: bool = False, samples: i
 
 def strategy_from(given: Any) -> Any:
     """A name, or the arguments of ZeroStrategy; made on the rank, since strategies do not travel."""
-    # Small models stay whole at stage 3, unless every module is a unit.
-    return ZeroStrategy(**{"wait_timeout": 20, "units": "modules", **given}) if isinstance(given, dict) else given
+    # Small models stay whole at stage 3, unless every module is a unit; and their checkpoints would be single files.
+    defaults = {"wait_timeout": 20, "units": "modules", "checkpoint": "sharded"}
+    return ZeroStrategy(**{**defaults, **given}) if isinstance(given, dict) else given
 
 
 def trainer(strategy: Any, world: int, **kwargs: Any) -> L.Trainer:
@@ -125,9 +127,7 @@ def trainer(strategy: Any, world: int, **kwargs: Any) -> L.Trainer:
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """What Lightning knows of a checkpoint, from a file or from a folder of shards."""
-    if not path.is_dir():
-        return torch.load(path, weights_only=False)
-    saved = StoredCheckpoint(path).load()
+    saved = StoredCheckpoint(path).load() if path.is_dir() else torch.load(path, weights_only=False)
     saved.pop("lightning_zero", None)
     return saved
 
@@ -414,10 +414,9 @@ def fit_precisely(strategy: Any, precision: str, steps: int) -> dict[str, Any]:
     return {"seen": model.seen, "weight": model.ones.weight.item(), "sent": coordinates, "skipped": skipped}
 
 
-def what_fit_says(
-    strategy: Any, precision: str, kind: type[L.LightningModule] | None = None, **kwargs: Any
-) -> list[str]:
-    """The messages that fit prints on this rank."""
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """Inside, collects what is printed on this rank."""
     said: list[str] = []
 
     class Listener(logging.Handler):
@@ -427,10 +426,19 @@ def what_fit_says(
     logger, listener = logging.getLogger("lightning.pytorch"), Listener()
     logger.addHandler(listener)
     try:
-        run = trainer(strategy, 2, precision=precision, max_steps=1, enable_model_summary=True, **kwargs)
-        run.fit((kind or Classifier)(), loader())
+        yield said
     finally:
         logger.removeHandler(listener)
+
+
+def what_fit_says(
+    strategy: Any, precision: str, kind: type[L.LightningModule] | None = None, data: Any = None, **kwargs: Any
+) -> list[str]:
+    """The messages that fit prints on this rank."""
+    with listening() as said:
+        data = loader() if data is None else data
+        run = trainer(strategy, 2, precision=precision, max_steps=1, enable_model_summary=True, **kwargs)
+        run.fit((kind or Classifier)(), data)
     return [message for message in said if "ZeRO" in message]
 
 

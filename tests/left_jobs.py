@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
-from jobs import Classifier, loader, state_of, trainer
+import jobs
+from jobs import Classifier, listening, loader, state_of, trainer
+from lightning_zero import ZeroStrategy
 from lightning_zero.wire.comm import RankTimeoutError
 
 # -- a signal
@@ -73,12 +75,14 @@ class SignalledByHand(Signalled):
             self.optimizers().step()
 
 
-def run_until_signalled(strategy: Any, place: str, ranks: tuple[int, ...], folder: Path) -> dict[str, Any]:
+def run_until_signalled(
+    strategy: Any, place: str, ranks: tuple[int, ...], folder: Path, **kwargs: Any
+) -> dict[str, Any]:
     """How a run ends, and where."""
     L.seed_everything(1, verbose=False)
     before = signal.getsignal(signal.SIGTERM)
     model = (SignalledByHand if "nothing" in place else Signalled)(place, ranks)
-    run = trainer(strategy, 2, default_root_dir=folder, limit_val_batches=1.0)
+    run = trainer(strategy, 2, default_root_dir=folder, limit_val_batches=1.0, **kwargs)
     ended = "returned"
     try:
         if "test" in place:
@@ -94,6 +98,13 @@ def run_until_signalled(strategy: Any, place: str, ranks: tuple[int, ...], folde
         "received": run.received_sigterm,
         "handler_is_back": signal.getsignal(signal.SIGTERM) == before,
     }
+
+
+def said_when_stopped(folder: Path, **kwargs: Any) -> tuple[dict[str, Any], list[str]]:
+    """How a run ends whose second rank is told to stop in its third step, and what the first one says of it."""
+    with listening() as said:
+        ended = run_until_signalled({"stage": 3}, "step 2", (1,), folder, **kwargs)
+    return ended, [message for message in said if "Told to stop" in message]
 
 
 # -- the trainer, its callbacks, its strategy
@@ -133,6 +144,42 @@ def callbacks_of_two_fits(strategy: Any) -> list[list[str]]:
         run.fit(Configures(), loader(samples=16))
         noted.seen.append(names_of(run))
     return noted.seen
+
+
+def fit_two_trainers(strategies: Any, folder: Path) -> dict[str, Any]:
+    """Two trainers, with one strategy object or two, and then the first one again."""
+    models, runs = [], []
+    for number, strategy in enumerate(strategies):
+        L.seed_everything(1, verbose=False)
+        models.append(Classifier(lr=0.1 / (number + 1)))
+        runs.append(trainer(strategy, 2, precision="bf16-mixed"))
+    for model, run in zip(models, runs, strict=True):
+        run.fit(model, loader())
+    tested = runs[0].test(models[1], loader(seed=1), verbose=False)
+    runs[0].save_checkpoint(place := folder / f"{len(set(map(id, strategies)))}.ckpt")
+    return {
+        "weights": [state_of(model) for model in models],
+        "tested": tested,
+        "saved": jobs.read_checkpoint(place)["state_dict"],
+        "strategies": [repr(run.strategy) for run in runs],
+    }
+
+
+def fit_with_one_strategy_object(folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[bool]]:
+    """Two trainers that are given one strategy object, two that are given one each, and whether others share it."""
+    shared = OfAUser("a word")
+    found = fit_two_trainers([shared, shared], folder)
+    expected = fit_two_trainers([OfAUser("a word"), OfAUser("a word")], folder)
+    others = [trainer(shared, 2).strategy for _ in range(2)]
+    return found, expected, [one is shared or one.word != "a word" for one in others]
+
+
+class OfAUser(ZeroStrategy):
+    """Takes an argument of its own, and passes others on."""
+
+    def __init__(self, word: str) -> None:
+        self.word = word
+        super().__init__(3, units="modules", wait_timeout=20, checkpoint="sharded")
 
 
 class LoadsWithoutAWord(Classifier):

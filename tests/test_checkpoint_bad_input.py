@@ -472,7 +472,7 @@ def test_checkpoints_are_single_files_beside_a_plugin_that_writes_them(caplog: p
     assert run.strategy.checkpoint == Checkpoint(format="full")
     assert "Mine writes single files, so checkpoints are single files" in caplog.text
     assert ZeroStrategy(checkpoint_io=Mine()).checkpoint == Checkpoint(format="full")
-    assert ZeroStrategy(checkpoint_io=TorchCheckpointIO()).checkpoint == Checkpoint()
+    assert ZeroStrategy(checkpoint_io=TorchCheckpointIO()).checkpoint is None
 
 
 def test_storage_options_go_to_the_plugin_that_writes_single_files(tmp_path: Path) -> None:
@@ -491,11 +491,11 @@ def test_storage_options_go_to_the_plugin_that_writes_single_files(tmp_path: Pat
 def test_a_logger_that_would_upload_nothing_is_named() -> None:
     logger = type("WandbLogger", (), {"_log_model": "all"})()
     with pytest.warns(UserWarning, match=r"WandbLogger\(log_model='all'\) uploads single files.*checkpoint='full'"):
-        ZeroStrategy()._warn_of_loggers([logger])
+        ZeroStrategy(checkpoint="sharded")._warn_of_loggers([logger])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ZeroStrategy(checkpoint="full")._warn_of_loggers([logger])
-        ZeroStrategy()._warn_of_loggers([type("TensorBoardLogger", (), {})()])
+        ZeroStrategy(checkpoint="sharded")._warn_of_loggers([type("TensorBoardLogger", (), {})()])
 
 
 class Elsewhere(TorchCheckpointIO):

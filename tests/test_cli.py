@@ -173,7 +173,7 @@ def wrong_paths(trained: Path, tmp_path: Path) -> dict[str, tuple[Path, str]]:
         "below a file": (tmp_path / "file.ckpt" / "x", "there is no such folder."),
         "empty": (tmp_path / "empty", "the folder is empty."),
         "of something else": (tmp_path / "other", "it has no manifest.json: a save that was not finished, or another"),
-        "a file": (tmp_path / "file.ckpt", "it is a file, and a sharded checkpoint is a folder."),
+        "a file": (tmp_path / "file.ckpt", "it is a file, and "),
         "inside": (trained / "manifest.json", f"it is a file of the checkpoint {trained}; pass that folder."),
         "above": (trained.parent, "it is a folder of checkpoints; pass one of them: epoch=0.ckpt."),
     }

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import warm
-from lightning_zero.checkpoint import StoredCheckpoint
 from lightning_zero.sweeps.summary import read_summary
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -175,7 +174,7 @@ def adapted(tmp_path_factory) -> Path:
 def weights(adapted) -> Weights:
     from lora import LoraLanguageModel  # takes seconds
 
-    checkpoint = StoredCheckpoint(adapted / "checkpoints" / "latest.ckpt").load()
+    checkpoint = torch.load(adapted / "checkpoints" / "latest.ckpt", weights_only=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)  # the seed in examples/conf/train.yaml
         model = LoraLanguageModel(**checkpoint["hyper_parameters"])

@@ -1,5 +1,7 @@
 """Lightning's own readers and LightningCLI, which know the strategy and its folders; on two ranks."""
 
+import shutil
+from functools import partial
 from pathlib import Path
 from unittest.mock import MagicMock, Mock
 
@@ -53,13 +55,16 @@ def folder_of_ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_lightning_cli_takes_hyperparameters_from_a_folder_as_from_a_file(two_ranks: RankPool, tmp_path: Path) -> None:
-    two_ranks.run(cli_app.run, tmp_path, "fit", TWO, *BY_CLASS, "--model.hidden=9")
     saved = tmp_path / "saved.ckpt"
-    assert saved.is_dir()
-    for strategy in ("zero_stage_2", "ddp"):
-        arguments = (TWO, f"--trainer.strategy={strategy}", f"--ckpt_path={saved}")
-        for found in two_ranks.run(cli_app.run, tmp_path, "test", *arguments):
-            assert found["hidden"] == 9
+    for checkpoint in ("null", "sharded"):
+        how = (*BY_CLASS, f"--trainer.strategy.init_args.checkpoint={checkpoint}")
+        two_ranks.run(cli_app.run, tmp_path, "fit", TWO, *how, "--model.hidden=9")
+        assert saved.is_dir() == (checkpoint == "sharded")
+        for strategy in ("zero_stage_2", "ddp"):
+            arguments = (TWO, f"--trainer.strategy={strategy}", f"--ckpt_path={saved}")
+            for found in two_ranks.run(cli_app.run, tmp_path, "test", *arguments):
+                assert found["hidden"] == 9
+        (saved.unlink if saved.is_file() else partial(shutil.rmtree, saved))()
 
 
 def test_a_mock_of_a_trainer_has_callbacks_and_checkpoints_as_without_this_package(tmp_path: Path) -> None:

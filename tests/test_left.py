@@ -62,14 +62,35 @@ def test_a_signal_to_one_rank_stops_all_where_a_signal_to_all_would(
     """Under DDP it would hang: the handler calls a collective."""
     for stage in (1, 3):
         folder = tmp_path / str(stage)
-        found = two_ranks.run(left_jobs.run_until_signalled, {"stage": stage}, place, (1,), folder)
+        found = two_ranks.run(
+            left_jobs.run_until_signalled, {"stage": stage}, place, (1,), folder, enable_checkpointing=True
+        )
         assert found == signalled({"stage": stage}, place)
         assert (folder / "checkpoints" / "preempted.ckpt").exists() == ("test" not in place)
+
+
+@pytest.mark.parametrize("how", [{"enable_checkpointing": False}, {"enable_checkpointing": True, "fast_dev_run": 5}])
+def test_a_run_that_is_to_save_nothing_leaves_nothing_when_it_is_told_to_stop(
+    how: dict[str, Any], two_ranks: RankPool, tmp_path: Path
+) -> None:
+    (first, said), (second, _) = two_ranks.run(left_jobs.said_when_stopped, tmp_path, **how)
+    assert (first["ended"], first["step"]) == (second["ended"], second["step"]) == ("SIGTERMException None", 3)
+    why = "fast_dev_run" if "fast_dev_run" in how else "enable_checkpointing=False"
+    assert said == [f"Told to stop after step 3. Nothing was saved: Trainer({why})."]
+    assert list(tmp_path.rglob("*")) == []
 
 
 def test_callbacks_of_a_trainer_are_its_users_own(two_ranks: RankPool) -> None:
     (seen, _) = assert_as_ddp(two_ranks, left_jobs.callbacks_of_two_fits)
     assert set(map(tuple, seen)) == {("Lists", "Own")}
+
+
+def test_one_strategy_object_serves_several_trainers_each_with_a_strategy_of_its_own(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    for found, expected, are_shared in two_ranks.run(left_jobs.fit_with_one_strategy_object, tmp_path):
+        assert differing(found, expected) == []
+        assert are_shared == [False, False]
 
 
 def test_a_module_whose_load_state_dict_returns_nothing_resumes(two_ranks: RankPool, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from lightning_zero.pl.advice import (
 from lightning_zero.pl.table import WIDTH, MemoryReport, sized, table_of
 from lightning_zero.run.average import Average, room_for_average
 from lightning_zero.run.engine import Engine, Options
-from lightning_zero.run.forecast import Forecast, bytes_under_ddp, forecast
+from lightning_zero.run.forecast import Forecast, bytes_to_save, bytes_under_ddp, forecast
 from lightning_zero.tiers.ledger import Category
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.threads import ThreadWorld
@@ -90,6 +90,19 @@ def test_what_is_told_at_the_start_is_what_rests_after_a_step(stage: int, autoca
             "optimizer state": 8 * psi,
             "bucket": 4 * psi,
         }
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_a_checkpoint_takes_is_counted_alike_on_every_rank_and_at_every_stage(stage: int) -> None:
+    def job(comm: Comm) -> list[int]:
+        engine, optimizer = begin(comm, stage, autocast_dtype=BF16)
+        engine.module.register_buffer("running", torch.zeros(5))
+        found = [bytes_to_save(engine.module, [optimizer]), bytes_to_save(engine.module, [])]
+        engine.close()
+        return [*found, bytes_to_save(engine.module, [optimizer])]
+
+    psi = 10 * 64 + 64 * 640 + 640 + 2 * 640
+    assert ThreadWorld(2, 20).run(job) == [[12 * psi + 20, 4 * psi + 20, 12 * psi + 20]] * 2
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

@@ -109,8 +109,9 @@ class OwnCallbacks(pl.Callback):
 
 
 class Preemption(pl.Callback):
-    """Callback that is called after all others. On SIGTERM or SIGUSR1 to any rank, all ranks save the same step, and
-    exit with code 0. (Lightning's handler itself saves, and calls a collective, wherever the rank happens to be.)"""
+    """Callback that is called after all others. On SIGTERM or SIGUSR1 to any rank, all ranks save the same step, unless
+    the Trainer saves no checkpoints, and exit with code 0. (Lightning's handler itself saves, and calls a collective,
+    wherever the rank happens to be.)"""
 
     def __init__(self, strategy: CheckpointingStrategy) -> None:
         self._strategy = strategy
@@ -213,6 +214,11 @@ class Preemption(pl.Callback):
     def _save(trainer: "pl.Trainer", *, requeues: bool) -> None:
         if requeues:
             trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)  # type: ignore[arg-type]
+            return
+        is_trial: bool = trainer.fast_dev_run  # type: ignore[attr-defined]
+        if is_trial or not trainer.checkpoint_callbacks:
+            why = "fast_dev_run" if is_trial else "enable_checkpointing=False"
+            rank_zero_info(f"Told to stop after step {trainer.global_step}. Nothing was saved: Trainer({why}).")
             return
         savers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
         folders = [Folder(callback.dirpath) for callback in savers if callback.dirpath]

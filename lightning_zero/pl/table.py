@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_zero.run.engine import Engine
 from lightning_zero.run.forecast import STATES, Forecast, forecast, states_in
 from lightning_zero.shards.early import early_of
+from lightning_zero.shards.local import shares_modules
 from lightning_zero.shards.setting import Kind
 from lightning_zero.shards.units import scripted
 from lightning_zero.shards.window import may_fuse
@@ -174,7 +175,13 @@ def _warnings(engine: Engine, expected: Forecast) -> list[str]:
         for report in (expected.here, expected.ddp)
     )
     data_ranks = mesh.world.size // mesh.tensor.size
-    if data_ranks == 1:
+    if data_ranks == 1 and mesh.tensor.size > 1:
+        if shares_modules(engine.module):  # otherwise `fitting.warn_of_undivided` has said what is wrong
+            told.append(
+                f"All {mesh.world.size} ranks share the same modules, and a stage has no others to divide over: every "
+                f"stage is the same here. Trainer(devices={2 * mesh.world.size}) or more divides"
+            )
+    elif data_ranks == 1:
         told.append("One rank divides nothing: every stage is the same here. Trainer(devices=2) or more divides")
     elif options.replicate_size == data_ranks:
         told.append(

@@ -1,9 +1,11 @@
 """`forecast`: how many bytes a rank will hold once training is under way, by category, and how many under DDP."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
@@ -82,6 +84,23 @@ def bytes_under_ddp(
     if averages:
         found[Category.AVERAGE] = averages * (whole + sum(buffer.nbytes for buffer in module.buffers()))
     return found
+
+
+def bytes_to_save(module: Module, optimizers: Iterable[Optimizer]) -> int:
+    """Returns the bytes of a whole model, and of the state that its optimizers will keep for parameters, as one device
+    would save them; the same on every rank. Call it before training, as it tries the optimizers."""
+    tensors = [*module.parameters(), *module.buffers()]
+    stepped = [(state_tensors_of(optimizer), _stepped(optimizer)) for optimizer in optimizers]
+    return sum(map(_whole_nbytes_of, tensors)) + sum(
+        times * sum(map(_whole_nbytes_of, parameters)) for times, parameters in stepped
+    )
+
+
+def _whole_nbytes_of(tensor: Tensor) -> int:
+    """Returns the bytes of a tensor, of all tensor-parallel ranks, in the dtype that the user made it in."""
+    slot = slot_of(tensor) if isinstance(tensor, Parameter) else None
+    itemsize = tensor.dtype.itemsize if slot is None else slot.group.kind.declared.itemsize
+    return math.prod(tensor.shape) * itemsize
 
 
 def _stepped(optimizer: Optimizer) -> list[Parameter]:

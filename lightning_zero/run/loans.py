@@ -166,11 +166,15 @@ class Loans(Lender, GradientLender):
         return Lent(slot.parameter, slot.parameter, lambda *_: self._end_call(unit, notes, recomputes))
 
     def _lend_declared(self, slot: Slot) -> Tensor:
-        view = slot.view(self._borrow_declared(slot.group))
+        view = self.declared_of(slot)
         if not (slot.parameter.requires_grad and torch.is_grad_enabled()):
             return view
         with no_interception():
             return AsDeclared.apply(slot.parameter, view)
+
+    def declared_of(self, slot: Slot) -> Tensor:
+        """Returns the values of a two-byte weight in its declared dtype, lent until `settle`, as a plain tensor."""
+        return slot.view(self._borrow_declared(slot.group))
 
     def _borrow_declared(self, group: ShardGroup) -> Tensor:
         if group not in self._declared:
