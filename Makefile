@@ -16,6 +16,7 @@ PINNED_TORCH := torch==2.13.0
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq
+EXTRAS := plots,examples,docs,dev
 FLOORS := .venv-floors
 CLIENTS := .venv-clients
 FLOOR_TESTS := $(addprefix tests/test_,$(addsuffix .py,checkpoint_before checkpoint_tree config hydra layout promises \
@@ -97,15 +98,15 @@ $(VENV)/installed: $(VENV)/torch.txt pyproject.toml
 	@awk -F== '{ key = tolower($$1); gsub(/[_.]/, "-", key) } !(key in seen) { seen[key]; print }' \
 	    $(VENV)/torch.txt constraints.txt > $(VENV)/constraints.txt
 	$(PIP) install -c $(VENV)/constraints.txt setuptools
-	$(PIP) install -c $(VENV)/constraints.txt --no-build-isolation -e '.[hydra,examples,docs,dev]'
+	$(PIP) install -c $(VENV)/constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
 	@touch $@
 
-# "torch>=2.11,<2.14" becomes "torch==2.11". Torch brings its build for CUDA, some GB.
+# "torch>=2.11,<2.16" becomes "torch==2.11". Torch brings its build for CUDA, some GB.
 $(FLOORS)/installed: pyproject.toml
 	$(PYTHON) -m venv --clear $(FLOORS)
 	$(FLOORS)/bin/python -m pip --disable-pip-version-check -qq install hypothesis pytest pytest-timeout pytest-xdist tensorboard \
 	    $$($(PYTHON) -c 'import re, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	    wanted = project["dependencies"] + project["optional-dependencies"]["hydra"]; \
+	    wanted = project["dependencies"] + project["optional-dependencies"]["plots"]; \
 	    print(*(re.sub(r">=([\d.]+).*", r"==\1", one) for one in wanted))')
 	@touch $@
 
