@@ -101,7 +101,7 @@ def test_source_distribution_has_what_its_tests_need_and_runs_them(source: Path)
         kinds = (".css", ".md", ".py", ".safetensors", ".svg", ".typed", ".yaml")
         files = {path for path in files if path.suffix in kinds}
         assert not [path for path in files if not (source / path).is_file()]
-    for name in ("ARCHITECTURE.md", "CHANGELOG.md", "Makefile", "constraints.txt", "mkdocs.yml"):
+    for name in ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "constraints.txt", "mkdocs.yml"):
         assert (source / name).read_bytes() == (REPOSITORY / name).read_bytes()
     tests = ["tests/test_house.py", "tests/test_readme.py"]
     printed = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, cwd=source)
