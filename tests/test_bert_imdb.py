@@ -27,7 +27,7 @@ from imdb import NEGATIVE, POSITIVE, ImdbData, Words  # noqa: E402
 
 
 def composed(*overrides: str) -> DictConfig:
-    with initialize_config_dir(str(ROOT / "examples" / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return compose("train", list(overrides), return_hydra_config=True)
 
 

@@ -140,6 +140,14 @@ def test_make_targets_exist() -> None:
     assert {"demo", "bench"} <= told <= targets
 
 
+def test_contributing_says_of_each_target_for_those_who_work_here_when_it_is_run() -> None:
+    made = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    rows = [cells for cells in table_cells(ROOT / "CONTRIBUTING.md") if cells[0].startswith("`make ")]
+    told = {cells[0].strip("`").removeprefix("make ") for cells in rows}
+    assert told == made - {"help", "demo", "sweep", "setup", "constraints", "clean"}
+    assert all(len(cells) == 3 and all(cells) for cells in rows)
+
+
 def test_files_that_are_named_exist() -> None:
     named = {
         name for page in PAGES for name in re.findall(r"`((?:examples|benchmarks|tests)/\w+\.py)", page.read_text())

@@ -176,7 +176,7 @@ def weights(adapted) -> Weights:
 
     checkpoint = torch.load(adapted / "checkpoints" / "latest.ckpt", weights_only=True)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)  # the seed in examples/conf/train.yaml
+        torch.manual_seed(1)  # the seed in conf/train.yaml
         model = LoraLanguageModel(**checkpoint["hyper_parameters"])
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return Weights(model.state_dict(), checkpoint["state_dict"], trainable)
