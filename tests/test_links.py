@@ -13,6 +13,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -278,6 +279,29 @@ def time_out() -> tuple[str, float]:
 
 def test_a_wait_has_a_time_limit_after_which_nothing_is_sent_or_received(two_ranks: RankPool) -> None:
     assert two_ranks.run(time_out) == [("timed out after 0.1 s", 0.0), ("connection closed by peer", 0.0)]
+
+
+def count_what_is_held() -> int:
+    """How many tensors that have been sent or received, and summed, are alive when nothing here refers to them."""
+    comm, peer = comm_of_world(), 1 - comm_of_world().rank
+    linked, alive = Links(comm), []
+    for tag, size in enumerate((8, 2**20)):
+        sent, landed, total = torch.ones(size), torch.zeros(size), torch.zeros(size)
+        alive += [weakref.ref(tensor.untyped_storage()) for tensor in (sent, landed, total)]
+        messages = [linked.send(peer, sent, tag), linked.receive(peer, landed, tag), linked.send(peer, sent, 10 + tag)]
+        messages += linked.sum(total, [peer, sent], 10 + tag).values()
+        for message in messages:
+            message.wait(SOON)
+        del sent, landed, total  # but not `messages`
+        held = sum(storage() is not None for storage in alive)
+        comm.all_gather_object(0, "both have counted")
+        if held:
+            break
+    return held
+
+
+def test_a_tensor_is_let_go_of_when_its_wait_ends(two_ranks: RankPool) -> None:
+    assert two_ranks.run(count_what_is_held) == [0, 0]
 
 
 SLOT = 2**16

@@ -47,7 +47,7 @@ class Message:
         assert tensor.is_contiguous()
         self.address, self.nbytes = tensor.data_ptr(), tensor.nbytes
         self.passed = 0  # bytes of a sent one that are, or have been, on the desk
-        self._tensor = tensor  # kept alive, since it is read or written meanwhile
+        self._tensor: Tensor | None = tensor  # kept alive, since it is read or written meanwhile
         self._give_up = give_up
         self._is_over = threading.Event()
         self._error: str | None = None
@@ -59,12 +59,13 @@ class Message:
 
     def end(self, error: str | None = None) -> None:
         self._error = error
+        self._tensor = None  # before the waiting thread goes on: it may allocate, and count, the same memory again
         self._is_over.set()
 
     def wait(self, timeout: timedelta) -> None:
         """Waits until a received tensor is filled, or a sent one may change. Raises RuntimeError if that failed."""
         if not self._is_over.wait(min(timeout.total_seconds(), threading.TIMEOUT_MAX)):
-            self.end()
+            self._is_over.set()
             self._give_up()
             raise RuntimeError(f"timed out after {timeout.total_seconds():g} s")
         if self._error is not None:
@@ -92,18 +93,23 @@ class Landing:
 
     def fill(self, found: Mapping[int, int], nbytes: int) -> None:
         """Fills the next `nbytes`, which lie at these addresses, by peer. Ends all waits when the tensor is filled."""
+        if nbytes:
+            self._fill_part(found, nbytes)
+        self._filled += nbytes
+        if self._filled == self.nbytes:
+            del self._into, self._terms  # as in `Message.end`
+            for message in self.messages.values():
+                message.end()
+
+    def _fill_part(self, found: Mapping[int, int], nbytes: int) -> None:
         dtype = self._into.dtype
         part = slice(self._filled // dtype.itemsize, (self._filled + nbytes) // dtype.itemsize)
         into = self._into[part]
         if len(self._terms) == 1:
             (address,) = found.values()
             ctypes.memmove(into.data_ptr(), address, nbytes)
-        elif nbytes:
+        else:
             _add([t[part] if isinstance(t, Tensor) else _view(found[t], nbytes, dtype) for t in self._terms], into)
-        self._filled += nbytes
-        if self._filled == self.nbytes:
-            for message in self.messages.values():
-                message.end()
 
 
 class _Unusable(Exception):
@@ -241,8 +247,7 @@ class Exchange:
                     if events & selectors.EVENT_READ and not self._read_datagram(key.data):
                         selector.unregister(key.fileobj)
                 while self._matched:
-                    (peer, _), landing, _ = matched = self._matched.popleft()
-                    self._land(peer, landing, partial(self._take, *matched))
+                    self._take(*self._matched.popleft())  # no name here may hold a tensor while the thread waits
                 for peer in [*self._outbox]:
                     if self._sockets[peer] in selector.get_map():
                         selector.modify(self._sockets[peer], selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
@@ -273,9 +278,7 @@ class Exchange:
             return False
         kind, tag, offset, nbytes = _HEADER.unpack_from(datagram)
         if kind == _PART:
-            if self._landing[peer]:  # otherwise the link was closed while the part was on its way
-                landing = self._landing[peer][0]
-                self._land(peer, landing, partial(self._take_part, peer, landing, _Part(offset, nbytes)))
+            self._take_part(peer, _Part(offset, nbytes))
         elif kind == _FREE:
             self._desk.free[peer].append(offset)
             self._fill_desk(peer)
@@ -309,6 +312,9 @@ class Exchange:
 
     def _take(self, key: _Key, landing: Landing, arrival: _Arrival) -> None:
         """Takes a tensor that a peer sends, or says that it is wanted, once all terms of the sum have arrived."""
+        self._land(key[0], landing, partial(self._take_now, key, landing, arrival))
+
+    def _take_now(self, key: _Key, landing: Landing, arrival: _Arrival) -> None:
         peer, tag = key
         if arrival.nbytes != landing.nbytes:
             raise _Unusable(f"rank {peer} sent {arrival.nbytes} bytes where {landing.nbytes} were expected")
@@ -328,8 +334,13 @@ class Exchange:
             self._landing[one].append(landing)
             self._tell(one, _WANTED, tag=tag)
 
-    def _take_part(self, peer: int, landing: Landing, part: _Part) -> None:
+    def _take_part(self, peer: int, part: _Part) -> None:
         """Takes a part from the desk of a peer, once the same part of all terms of the sum is there."""
+        if self._landing[peer]:  # otherwise the link was closed while the part was on its way
+            landing = self._landing[peer][0]
+            self._land(peer, landing, partial(self._take_part_now, peer, landing, part))
+
+    def _take_part_now(self, peer: int, landing: Landing, part: _Part) -> None:
         landing.parts[peer].append(part)
         landing.left[peer] -= part.nbytes
         if not landing.left[peer]:  # the next part is of another tensor, even if this one waits for other terms
