@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import multiprocessing as mp
 import os
 import time
 import warnings
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lightning_zero.pl.ranks
 import lightning_zero.pl.sharded_strategy
@@ -696,6 +697,48 @@ def over_tcp(job: Callable[..., Any], *args: Any, but: Sequence[Collection[int]]
 
     with patch.object(GlooComm, "__init__", init):
         return job(*args, **kwargs)
+
+
+class Watched(L.LightningModule):
+    """Notes what a worker saw of its weights when it made a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)  # larger than what a message holds
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, seen = batch
+        self.seen += seen.tolist()
+        return self.layer(x).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+class EditsWeights(Dataset[Any]):
+    """Whoever makes an item of it reads and then clears the weights of a model, as far as it has them."""
+
+    def __init__(self, model: Watched) -> None:
+        self.model = model
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, float]:
+        with torch.no_grad():
+            seen = float(self.model.layer.weight.abs().sum())
+            self.model.layer.weight.zero_()
+        return torch.full((64,), index / 8), seen
+
+
+def fit_beside_a_worker_that_edits(strategy: Any) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    model = Watched()
+    data = DataLoader(EditsWeights(model), num_workers=1, multiprocessing_context="fork")
+    with patch.dict(mp.current_process()._config, daemon=False):  # a rank of a pool may have no children otherwise
+        trainer(strategy, 2).fit(model, data)
+    return {"seen": model.seen, "weights": state_of(model)}
 
 
 class Exact(L.LightningModule):
