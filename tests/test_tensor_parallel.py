@@ -13,7 +13,7 @@ import tensor_jobs
 from compare import assert_same_bits
 from cover import name_of, pairwise
 from lightning_zero.tiers.ledger import Tier
-from models import Maker, sgd
+from models import Maker, seeded, sgd
 from ranks import RankPool
 from reference import Run
 
@@ -156,6 +156,16 @@ def test_users_read_and_edit_parameters_and_gradients_as_dtensors(world: int, st
         assert seen["placements"]
         assert seen["same objects"]
         assert "nan" not in seen["repr"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_that_overflows_in_one_ranks_part_of_a_tensor_is_skipped_on_all(stage: int, two_ranks: RankPool) -> None:
+    weight = seeded(lambda: torch.nn.Linear(4, 4, bias=False)).weight.detach()
+    for found in two_ranks.run(tensor_jobs.overflow_on_one, stage):
+        assert (found["overflow 0"], found["overflow 1"]) == ([1], [])
+        assert (found["scale 0"], found["scale 1"]) == (8.0, 8.0)
+        assert torch.equal(found["weight 0"], weight)
+        torch.testing.assert_close(found["weight 1"], weight - 0.1)
 
 
 @pytest.mark.parametrize(
