@@ -119,6 +119,16 @@ class Renormed(nn.Linear):
         return super().forward(hidden)
 
 
+class Both(nn.Linear):
+    """One of its parameters is edited in place, and another one assigned."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.2, 0.2)
+        self.bias.data = self.bias.data * 0.9
+        return super().forward(hidden)
+
+
 class Bounded(nn.Embedding):
     def __init__(self, *_: int) -> None:
         super().__init__(4, WIDTH, max_norm=0.5)
@@ -127,7 +137,7 @@ class Bounded(nn.Embedding):
         return super().forward(torch.tensor([0, 1, 3]))
 
 
-@pytest.mark.parametrize("kind", [Clamped, Renormed, Bounded])
+@pytest.mark.parametrize("kind", [Clamped, Renormed, Both, Bounded])
 @pytest.mark.parametrize("stage", STAGES)
 def test_edits_in_a_modules_own_forward_persist(stage: int, kind: Any) -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
