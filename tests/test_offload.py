@@ -294,6 +294,30 @@ def test_of_two_parameters_one_may_be_edited_in_place_and_the_other_assigned(
     assert_as_on_one_device(tower(), act, stage, fused_sgd, **options)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("tiers", [None, *(name for name, offload in TIERS.items() if offload.parameters)])
+@pytest.mark.parametrize("world", [1, 2])
+def test_edits_of_parameters_persist_wherever_they_rest(
+    world: int, tiers: str | None, dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    def act(model: Any, engine: Any, optimizer: Optimizer, comm: Any) -> dict[str, torch.Tensor]:
+        outputs = {}
+        for step in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is not None):
+                outputs[f"output {step}"] = model(x()).float()
+            outputs[f"output {step}"].square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model[0][0].weight.mul_(0.5)
+                model[1][0].bias.add_(1e-4)  # too little for two bytes to show
+            model[2][0].weight.data = model[2][0].weight.data * 0.9
+        return {**outputs, **state_of(model, engine)}
+
+    options = {"offload": None if tiers is None else at(tiers, tmp_path), "machine": APART, "autocast_dtype": dtype}
+    assert_as_on_one_device(tower(), act, 3, fused_sgd, world=world, **options)
+
+
 class Steps:
     """A tower of three, and which of its layers the optimizer has stepped."""
 

@@ -189,6 +189,23 @@ def test_two_byte_weights_used_twice_in_one_autocast_change_no_bit(stage: int, w
     assert_as_on_one_device(tower(), act, stage, world=world, autocast_dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_byte_weights_that_are_edited_between_two_forwards_show_it_in_the_second(stage: int, world: int) -> None:
+    """Without a backward between them, as in a hook; each has an autocast, with a cache, of its own."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        outputs = {}
+        for number in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                outputs[f"{number}"] = model(x()).float().detach()
+            with torch.no_grad():
+                model[0][0].weight.mul_(0.5)  # of which, at stage 3, rank 1 owns nothing
+        return outputs
+
+    assert_as_on_one_device(tower(), act, stage, world=world, autocast_dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_byte_weights_are_fp32_to_an_autocast_of_another_dtype(stage: int) -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:

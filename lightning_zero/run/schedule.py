@@ -16,6 +16,7 @@ from lightning_zero.run.surrounding import surround
 from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.group import ShardGroup
+from lightning_zero.shards.local import local_of
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
 
@@ -47,7 +48,8 @@ class Schedule:
         self._end_backward = end_backward
         self._is_bracketed = False  # a backward is under way that `bracket` has announced
         self._end: weakref.ref[Callable[[], None]] | None = None  # autograd's callback: alive while its backward runs
-        self._views: dict[Parameter, Tensor] = {}  # of two-byte weights that one pass uses several times
+        # Of two-byte weights that one pass uses several times, each with `taken_back` of its group.
+        self._views: dict[Slot, tuple[int, Tensor]] = {}
         self._collectors: list[tuple[Parameter, int]] = []  # each with the id of its gradient hook
         self._handles: list[Any] = []
         self._late = late
@@ -147,7 +149,7 @@ class Schedule:
                 for name, slot in own.items():
                     is_own = module._parameters.get(name) is slot.parameter  # not pruned since
                     if is_own and slot.group.full_param is not None:
-                        shown[name] = self._view(slot.parameter)
+                        shown[name] = self._view(slot)
             vars(module).update(shown)
             try:
                 return type(module).forward(module, *args, **kwargs)
@@ -164,20 +166,23 @@ class Schedule:
 
         self._handles.append(surround(module, enter, leave))
 
-    def _view(self, parameter: Parameter) -> Tensor:
+    def _view(self, slot: Slot) -> Tensor:
         """Returns a view of a two-byte weight, which is a node of the graph.
 
         An autocast with a cache casts a weight once in a pass, so gradients of several uses are summed in two bytes
-        before they become fp32: here, these uses share a view. Without a cache (as in Lightning) each use has a view of
-        its own, and their gradients are summed in fp32.
+        before they become fp32: here, these uses share a view, unless the weight was edited between them. Without a
+        cache (as in Lightning) each use has a view of its own, and their gradients are summed in fp32.
         """
         with no_interception():
+            parameter, taken_back = slot.parameter, slot.group.taken_back
             shares = torch.is_autocast_cache_enabled() and torch.is_grad_enabled() and parameter.requires_grad
             if not shares or torch._C._current_graph_task_id() != -1:
                 return parameter.view_as(parameter)
-            if parameter not in self._views:
-                self._views[parameter] = parameter.view_as(parameter)
-            return self._views[parameter]
+            before, shared = self._views.get(slot, (-1, parameter))
+            if before == -1 or (before != taken_back and not torch.equal(local_of(shared), slot.local.values)):
+                shared = parameter.view_as(parameter)
+            self._views[slot] = taken_back, shared
+            return shared
 
     # -- gradients
 

@@ -86,6 +86,7 @@ class ShardGroup:
         self._postponed: list[_Postponed] = []
         self.is_behind = False  # full_param is older than the latest step
         self._arriving: list[Gather] = []  # begun by `begin_publish`
+        self.taken_back = 0  # how often a copy in the declared dtype was lent and may have been edited
         self.rest = self._take_over()
 
     # -- steps that are postponed until the values are wanted
@@ -300,6 +301,7 @@ class ShardGroup:
         """Keeps what users have edited in a full array that was lent to them, of the declared or the resting dtype."""
         declared = full.dtype == self.kind.declared
         if declared and self.kind.is_cast:
+            self.taken_back += 1
             if not self._differs(full):
                 return
             self._renew()
@@ -316,10 +318,14 @@ class ShardGroup:
             self.owned_param.write(within, own)
 
     def _differs(self, full: Tensor) -> bool:
-        """Whether a full array of the declared dtype has other values than this group."""
-        if self.full_param is not None and not torch.equal(full.to(self.kind.resting), self.full_param):
-            return True
-        return any(
+        """Whether a full array of the declared dtype has other values than this group. Where ranks own all of it, the
+        array may be the master itself, and only the resting values tell of an edit that they show."""
+        resting = full.to(self.kind.resting)
+        if self.full_param is not None:
+            is_shown = torch.equal(resting, self.full_param)
+        else:
+            is_shown = self.is_cut or torch.equal(resting.to(self.owned_param.place.device), self.owned_param.read())
+        return not is_shown or any(
             not torch.equal(slot.own_part(full).to(self.master.place.device), self.master.read(slot.piece.in_shard))
             for slot in self.slots
         )
