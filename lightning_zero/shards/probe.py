@@ -70,8 +70,8 @@ def state_tensors_of(optimizer: Optimizer) -> int:
     the step fails it is taken to be 2, as for most optimizers."""
     tried = Parameter(torch.ones(2))
     tried.grad = torch.ones(2)
-    trial = _trial_of(optimizer, [[tried] for _ in optimizer.param_groups])
     try:
+        trial = _trial_of(optimizer, [[tried] for _ in optimizer.param_groups])
         with _trying():
             unhooked(type(optimizer).step)(trial)
     except Exception:  # an optimizer may ask for anything
@@ -85,7 +85,6 @@ def calls_closure_again(optimizer: Optimizer) -> bool:
         return False
     calls = 0
     tried = [Parameter(torch.ones(2, 2)) for _ in optimizer.param_groups]
-    trial = _trial_of(optimizer, [[parameter] for parameter in tried])
 
     def closure() -> Tensor:
         nonlocal calls
@@ -94,7 +93,8 @@ def calls_closure_again(optimizer: Optimizer) -> bool:
             parameter.grad = torch.full_like(parameter, 0.1)
         return torch.ones(())
 
-    with _trying(), suppress(Exception):  # an optimizer may ask for anything
+    with _trying(), suppress(Exception):  # an optimizer may ask for anything, and hold what cannot be copied
+        trial = _trial_of(optimizer, [[parameter] for parameter in tried])
         unhooked(type(optimizer).step)(trial, closure)
     return calls > 1
 
@@ -271,8 +271,8 @@ def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     counts = {key: copy.deepcopy(value) for key, value in state.items() if isinstance(key, str)}
     own["state"] = memo.setdefault(id(optimizer.state), defaultdict(dict, counts))
     for name, value in vars(optimizer).items():
-        # A scheduler wraps `step` of the optimizer itself, and an engine wraps `train` and `eval`.
-        if name in own or name in ("step", "train", "eval"):
+        # A scheduler wraps `step` of the optimizer itself, an engine `train` and `eval`, Fabric's strategy the last.
+        if name in own or name in ("step", "train", "eval", "load_state_dict"):
             continue
         own[name] = _copied(value, memo) if isinstance(value, Optimizer) else copy.deepcopy(value, memo)
     for group in trial.param_groups:
