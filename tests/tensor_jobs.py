@@ -127,6 +127,9 @@ def make_engine(
     if "offload" in options:
         folder = tempfile.mkdtemp() if "nvme" in options["offload"].values() else None
         options["offload"] = Offload(**options["offload"], path=folder)
+    if options.pop("compiles", False):
+        for block in model.blocks:
+            block.compile(backend="eager")
     if options.pop("recomputes", False):
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)

@@ -100,6 +100,12 @@ def test_options_change_nothing_where_no_data_is_parallel(
     assert_alike(run, expected(adam, 1))
 
 
+def test_compiled_blocks_train_as_eager_ones(two_ranks: RankPool) -> None:
+    """At stage 3; `test_pairs.py` has stage 2. Parameters lie one behind the other in one array."""
+    run, *_ = two_ranks.run(tensor_jobs.train, adam, TENSOR, 3, compiles=True, **tensor_jobs.UNITS)
+    assert_alike(run, expected(adam, 1))
+
+
 @pytest.mark.parametrize("kernel", ["foreach", "fused"])
 def test_kernels_of_optimizers_see_plain_pieces(kernel: str, two_ranks: RankPool) -> None:
     run, *_ = two_ranks.run(tensor_jobs.train, functools.partial(with_kernel, kernel), TENSOR, 2)
