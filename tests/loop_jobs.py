@@ -308,14 +308,17 @@ def find_batch_size(strategy: Any) -> str:
 
 
 class Scheduled(Net):
-    """The second and third batch have no loss, on any rank."""
+    """The second and third batch have no loss, on any rank; the gradients of the first may overflow."""
 
-    def __init__(self) -> None:
+    def __init__(self, overflows: bool = False) -> None:
         super().__init__()
+        self.overflows = overflows
         self.rates: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None if batch_idx in (1, 2) else super().training_step(batch, batch_idx)
+        if batch_idx in (1, 2):
+            return None
+        return super().training_step(batch, batch_idx) * (float("inf") if self.overflows and batch_idx == 0 else 1.0)
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -326,10 +329,12 @@ class Scheduled(Net):
         self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
 
 
-def rates_of_steps_without_a_loss(strategy: Any, world: int) -> tuple[list[float], int]:
+def rates_of_steps_without_a_loss(
+    strategy: Any, world: int, overflows: bool = False, **kwargs: Any
+) -> tuple[list[float], int]:
     """Four batches on each rank."""
-    model = Scheduled()
-    run = trainer(strategy, world)
+    model = Scheduled(overflows)
+    run = trainer(strategy, world, **kwargs)
     run.fit(model, loader(samples=16 * world))
     return model.rates, run.global_step
 

@@ -28,6 +28,7 @@ from lightning_zero.wire.local import LocalComm
 from lightning_zero.wire.threads import ThreadWorld
 from models import assorted, clone, loss_of, weights
 from reference import Run
+from unit_jobs import WIDTH, assert_as_on_one_device, state_of, tower, x
 
 # The host's memory stands in for another tier than the "device", which is memory of the host here, too.
 APART = Machine(host_is_apart=True)
@@ -248,6 +249,72 @@ def test_gradients_that_are_zeroed_in_place_are_stepped_first(stage: int, tiers:
     expected, _ = on_ranks(2, stage, zeroes=True)
     found, _ = on_ranks(2, stage, offload=at(tiers, tmp_path), zeroes=True)
     assert_same_run(found, expected)
+
+
+def fused_sgd(parameters: Any) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True)
+
+
+@pytest.mark.parametrize("tiers", ["optimizer on the host", "optimizer on disk"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_gradient_that_is_edited_after_the_call_of_step_is_stepped_as_it_was(
+    world: int, stage: int, tiers: str, tmp_path: Path
+) -> None:
+    def act(model: Any, engine: Any, optimizer: Optimizer, comm: Any) -> dict[str, torch.Tensor]:
+        for edit in (lambda grad: grad.mul_(100), lambda grad: grad[0].fill_(3), lambda grad: grad.data.zero_()):
+            optimizer.zero_grad()
+            model(x()).square().mean().backward()
+            optimizer.step()
+            for parameter in model.parameters():
+                edit(parameter.grad)
+        return {**{f"grad {name}": p.grad.clone() for name, p in model.named_parameters()}, **state_of(model, engine)}
+
+    options = {"offload": at(tiers, tmp_path), "machine": APART}
+    assert_as_on_one_device(tower(), act, stage, fused_sgd, world=world, **options)
+
+
+@pytest.mark.parametrize("tiers", ["optimizer on the host", "optimizer on disk"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_of_two_parameters_one_may_be_edited_in_place_and_the_other_assigned(
+    stage: int, tiers: str, tmp_path: Path
+) -> None:
+    def act(model: Any, engine: Any, optimizer: Optimizer, comm: Any) -> dict[str, torch.Tensor]:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x()).square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model[0][0].weight.mul_(0.5)
+            model[2][0].weight.data = torch.full((WIDTH, WIDTH), 0.25)
+        return state_of(model, engine)
+
+    options = {"offload": at(tiers, tmp_path), "machine": APART}
+    assert_as_on_one_device(tower(), act, stage, fused_sgd, **options)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("tiers", [None, *(name for name, offload in TIERS.items() if offload.parameters)])
+@pytest.mark.parametrize("world", [1, 2])
+def test_edits_of_parameters_persist_wherever_they_rest(
+    world: int, tiers: str | None, dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    def act(model: Any, engine: Any, optimizer: Optimizer, comm: Any) -> dict[str, torch.Tensor]:
+        outputs = {}
+        for step in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is not None):
+                outputs[f"output {step}"] = model(x()).float()
+            outputs[f"output {step}"].square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model[0][0].weight.mul_(0.5)
+                model[1][0].bias.add_(1e-4)  # too little for two bytes to show
+            model[2][0].weight.data = model[2][0].weight.data * 0.9
+        return {**outputs, **state_of(model, engine)}
+
+    options = {"offload": None if tiers is None else at(tiers, tmp_path), "machine": APART, "autocast_dtype": dtype}
+    assert_as_on_one_device(tower(), act, 3, fused_sgd, world=world, **options)
 
 
 class Steps:

@@ -119,6 +119,16 @@ class Renormed(nn.Linear):
         return super().forward(hidden)
 
 
+class Both(nn.Linear):
+    """One of its parameters is edited in place, and another one assigned."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.2, 0.2)
+        self.bias.data = self.bias.data * 0.9
+        return super().forward(hidden)
+
+
 class Bounded(nn.Embedding):
     def __init__(self, *_: int) -> None:
         super().__init__(4, WIDTH, max_norm=0.5)
@@ -127,7 +137,7 @@ class Bounded(nn.Embedding):
         return super().forward(torch.tensor([0, 1, 3]))
 
 
-@pytest.mark.parametrize("kind", [Clamped, Renormed, Bounded])
+@pytest.mark.parametrize("kind", [Clamped, Renormed, Both, Bounded])
 @pytest.mark.parametrize("stage", STAGES)
 def test_edits_in_a_modules_own_forward_persist(stage: int, kind: Any) -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
@@ -222,6 +232,23 @@ def test_two_byte_weights_of_attention_change_no_bit_in_autocast_or_outside_of_i
 
     start = seeded(lambda: Attends(across=across))
     assert_as_on_one_device(start, act, stage, autocast_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_byte_weights_that_are_edited_between_two_forwards_show_it_in_the_second(stage: int, world: int) -> None:
+    """Without a backward between them, as in a hook; each has an autocast, with a cache, of its own."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        outputs = {}
+        for number in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                outputs[f"{number}"] = model(x()).float().detach()
+            with torch.no_grad():
+                model[0][0].weight.mul_(0.5)  # of which, at stage 3, rank 1 owns nothing
+        return outputs
+
+    assert_as_on_one_device(tower(), act, stage, world=world, autocast_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -3,6 +3,7 @@
 import pickle
 import random
 from collections.abc import Callable, Iterable
+from threading import Lock
 from typing import Any
 from unittest.mock import patch
 
@@ -174,6 +175,25 @@ def test_pieces_that_are_asked_for_and_right_are_nothing_to_warn_of(recwarn: pyt
 def test_what_cannot_be_tried_is_not_trusted() -> None:
     told = why_not_in_pieces(Unheard(parameters()))
     assert told == "could not be tried on small tensors (RuntimeError: needs a certain device)"
+
+
+def test_what_cannot_be_copied_trains_as_its_user_says() -> None:
+    """It holds a lock, as others hold a process group."""
+
+    def set_up(comm: Comm) -> bool:
+        model = nn.Linear(4, 4)
+        optimizer = made("Holds", WHOLE["LAMB"])(model.parameters())
+        optimizer.lock = Lock()  # type: ignore[attr-defined]
+        assert "could not be tried" in str(why_not_in_pieces(optimizer))
+        assert state_tensors_of(optimizer) == 2
+        options = Options(granularity="tensor")
+        engine = Engine(model, [optimizer], stage=2, comm=comm, options=options)
+        model(torch.ones(2, 4)).sum().backward()
+        before = engine.states.full_model(copy=True)["weight"]
+        optimizer.step()
+        return not torch.equal(engine.states.full_model(copy=True)["weight"], before)
+
+    assert all(ThreadWorld(2, 10).run(set_up))
 
 
 @pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0)])

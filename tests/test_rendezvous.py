@@ -211,6 +211,25 @@ def test_ranks_that_go_one_way_gather_ahead_what_is_not_there_and_send_nothing_e
         assert ahead[-1] == (9 if prefetch else 1)
 
 
+def test_ranks_that_change_their_way_learn_what_comes_after_what_and_send_nothing_else() -> None:
+    """One round for some time, and then two by turns, as when a warm-up has ended."""
+    way, other = forward_and_backward(5), [5, *forward_and_backward(4)]
+
+    def rank_main(comm: Comm) -> list[int]:
+        things, messages = Things(comm, 1), []
+        for uses in [way] * 3 + [other, way] * 4:
+            calls = comm.calls["all_reduce"]
+            for which in uses:
+                things.use(which)
+            things.end_round()
+            messages.append(comm.calls["all_reduce"] - calls)
+        return messages
+
+    for messages in ThreadWorld(2, 5).run(rank_main):
+        assert messages[3] > 1
+        assert messages[-6:] == [1] * 6
+
+
 def test_reductions_start_on_all_ranks_at_the_same_place_once_all_are_ready() -> None:
     """Rank 0 is ready one use before rank 1 in every round; each start must lie between the same two gathers."""
 

@@ -202,6 +202,13 @@ def test_a_run_of_ranks_that_share_nothing_goes_on_with_tensor_parallelism(
     assert mean_losses(runs, 2) == pytest.approx(mean_losses(data_parallel, 1)[EPOCH:], **TO_ROUNDING)
 
 
+def test_ranks_that_share_modules_draw_the_same_after_a_resume_on_another_number_of_ranks(
+    pool_of: Pools, saved_without: Callable[[Any], Path]
+) -> None:
+    how = {"epochs": 2, "resume": saved_without({"stage": 2}), "model": {"dropout": 0.5}, "validates": False}
+    mean_losses(pool_of(4).run(tensor_training_jobs.fit, 2, 4, 2, **how), 2)
+
+
 @pytest.mark.parametrize("sequence", [True, False])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_checkpoint_holds_the_whole_model_once(

@@ -35,6 +35,7 @@ from lightning_zero.wire.threads import ThreadWorld
 from models import seeded
 from reference import Run
 from test_offload import APART, WAYS, Maker, assert_differs, assert_same_run, flat, on_ranks
+from unit_jobs import assert_as_on_one_device, state_of, tower, x
 from zoo import WHOLE, made
 
 
@@ -136,6 +137,25 @@ def test_who_looks_before_a_late_step_of_whole_tensors_sees_what_a_serial_one_le
     assert_same_run(late, expected)
     for mine, theirs in zip(also, seen, strict=True):
         assert_same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("offload", [None, Offload(optimizer="cpu")], ids=["in the call", "late"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_that_is_called_under_autocast_multiplies_in_its_dtype(stage: int, offload: Offload | None) -> None:
+    """As Lightning calls it in manual optimization; and so does `ddp`."""
+
+    def act(model: Any, engine: Any, optimizer: Optimizer, comm: Any) -> dict[str, Tensor]:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x()).square().mean().backward()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                optimizer.step()
+        return state_of(model, engine)
+
+    def make(parameters: Any) -> Optimizer:
+        return torch.optim.Adafactor(parameters, lr=0.1)
+
+    assert_as_on_one_device(tower(), act, stage, make, offload=offload, machine=APART)
 
 
 class Counts:

@@ -159,6 +159,7 @@ class ShardedGradients(Precision):
             )
         loss = closure()
         if loss is None and model.automatic_optimization:
+            self.skipped_last = False
             self._after_closure(model, optimizer)
             return None  # training_step returned None, and there was no backward
         overflow = engine.averages.unscale_(self.scaler, optimizer)

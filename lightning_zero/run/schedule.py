@@ -17,6 +17,7 @@ from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.casting import Reader
 from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.group import ShardGroup
+from lightning_zero.shards.local import local_of
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
 
@@ -48,7 +49,8 @@ class Schedule:
         self._end_backward = end_backward
         self._is_bracketed = False  # a backward is under way that `bracket` has announced
         self._end: weakref.ref[Callable[[], None]] | None = None  # autograd's callback: alive while its backward runs
-        self._views: dict[Parameter, Tensor] = {}  # of two-byte weights that one pass uses several times
+        # Of two-byte weights that one pass uses several times, each with `taken_back` of its group.
+        self._views: dict[Slot, tuple[int, Tensor]] = {}
         self._collectors: list[tuple[Parameter, int]] = []  # each with the id of its gradient hook
         self._handles: list[Any] = []
         self._late = late
@@ -157,7 +159,7 @@ class Schedule:
                 tensors = [self._plain(weight.slot, casts=casts) for weight in there]
             elif reader.casts and casts:
                 cut = reader.cut_weights(args, kwargs)
-                tensors = [self._view(weight.slot.parameter, is_cut=weight.name in cut) for weight in there]
+                tensors = [self._view(weight.slot, is_cut=weight.name in cut) for weight in there]
             else:
                 return type(module).forward(module, *args, **kwargs)
             before = [weight.holder.get(weight.name) for weight in there]  # what a layer around shows there
@@ -189,20 +191,24 @@ class Schedule:
                 return slot.parameter.detach().to(slot.group.kind.declared)
         return self._loans.declared_of(slot)
 
-    def _view(self, parameter: Parameter, *, is_cut: bool) -> Tensor:
+    def _view(self, slot: Slot, *, is_cut: bool) -> Tensor:
         """Returns a view of a two-byte weight, which is a node of the graph.
 
         An autocast with a cache casts a weight once in a pass, so gradients of several uses are summed in two bytes
-        before they become fp32: here, these uses share a view. Without a cache (as in Lightning), or where the module
-        cuts the weight first (`is_cut`), each use has a view of its own, and their gradients are summed in fp32.
+        before they become fp32: here, these uses share a view, unless the weight was edited between them. Without a
+        cache (as in Lightning), or where the module cuts the weight first (`is_cut`), each use has a view of its own,
+        and their gradients are summed in fp32.
         """
         with no_interception():
+            parameter, taken_back = slot.parameter, slot.group.taken_back
             shares = torch.is_autocast_cache_enabled() and torch.is_grad_enabled() and parameter.requires_grad
             if not shares or is_cut or torch._C._current_graph_task_id() != -1:
                 return parameter.view_as(parameter)
-            if parameter not in self._views:
-                self._views[parameter] = parameter.view_as(parameter)
-            return self._views[parameter]
+            before, shared = self._views.get(slot, (-1, parameter))
+            if before == -1 or (before != taken_back and not torch.equal(local_of(shared), slot.local.values)):
+                shared = parameter.view_as(parameter)
+            self._views[slot] = taken_back, shared
+            return shared
 
     # -- gradients
 

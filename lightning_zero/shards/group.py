@@ -86,6 +86,7 @@ class ShardGroup:
         self._postponed: list[_Postponed] = []
         self.is_behind = False  # full_param is older than the latest step
         self._arriving: list[Gather] = []  # begun by `begin_publish`
+        self.taken_back = 0  # how often a copy in the declared dtype was lent and may have been edited
         self.rest = self._take_over()
 
     # -- steps that are postponed until the values are wanted
@@ -309,6 +310,7 @@ class ShardGroup:
         """
         declared = full.dtype == self.kind.declared
         if declared and self.kind.is_cast:
+            self.taken_back += 1
             before = self.full_param if as_lent is None else as_lent
             assert before is not None
             if not torch.equal(full.to(self.kind.resting), before):

@@ -77,10 +77,14 @@ class Local:
 
     @values.setter
     def values(self, values: Tensor) -> None:
-        if isinstance(self.parameter, DTensor):
-            self.parameter._local_tensor = values
-        else:
-            self.parameter.data = values
+        parameter = self.parameter
+        if not isinstance(parameter, DTensor):
+            parameter.data = values
+            return
+        parameter._local_tensor = values
+        is_alike = values.numel() and values.dtype == parameter.dtype
+        if is_alike and values.storage_offset() != parameter.storage_offset():
+            parameter.data = as_dtensor(values, parameter)  # torch.compile fails where the offsets differ
 
     @property
     def grad(self) -> Tensor | None:

@@ -110,7 +110,7 @@ def calls_closure_again(optimizer: Optimizer) -> bool:
             parameter.grad = torch.full_like(parameter, 0.1)
         return torch.ones(())
 
-    with _trying(optimizer), suppress(Exception):  # an optimizer may ask for anything
+    with _trying(optimizer), suppress(Exception):  # an optimizer may ask for anything, and hold what cannot be copied
         trial = _trial_of(optimizer, [[parameter] for parameter in tried])
         unhooked(type(optimizer).step)(trial, closure)
     return calls > 1
@@ -338,8 +338,8 @@ def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     counts = {key: copy.deepcopy(value) for key, value in state.items() if isinstance(key, str)}
     own["state"] = memo.setdefault(id(optimizer.state), defaultdict(dict, counts))
     for name, value in vars(optimizer).items():
-        # A scheduler wraps `step` of the optimizer itself, and an engine wraps `train` and `eval`.
-        if name in own or name in ("step", "train", "eval"):
+        # A scheduler wraps `step` of the optimizer itself, an engine `train` and `eval`, Fabric's strategy the last.
+        if name in own or name in ("step", "train", "eval", "load_state_dict"):
             continue
         own[name] = _copied(value, memo) if isinstance(value, Optimizer) else copy.deepcopy(value, memo)
     for group in trial.param_groups:
