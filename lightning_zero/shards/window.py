@@ -199,7 +199,7 @@ class Window:
 
     def enter(self, *, is_all: bool, fuses: bool) -> None:
         """Makes every parameter its piece, until `exit`. The optimizer has only the parameters of this window, unless
-        `is_all`. With `fuses` it may use torch's fused kernels, where it would step host tensors one by one."""
+        `is_all`. With `fuses` it may use torch's fused kernels, where the host steps for a device."""
         self._prepare()
         for slot, staged in self._staged.items():
             for name, values in staged.state.items():
@@ -212,8 +212,8 @@ class Window:
         self._stand_ins = {s.parameter: s.local.stepped for s in self.slots if s.local.stepped is not s.parameter}
         for parameter, stand_in in self._stand_ins.items():
             _move_state(self._optimizer, parameter, stand_in)
-        wanted, kinds = {slot.parameter for slot in self.slots}, {slot.group.kind for slot in self.slots}
-        fuses &= bool(kinds) and all(kind.is_offloaded and kind.declared in FUSABLE for kind in kinds)
+        wanted, groups = {slot.parameter for slot in self.slots}, by_group(self.slots)
+        fuses &= bool(groups) and all(g.places.steps_on_host and g.kind.declared in FUSABLE for g in groups)
         for group in self._optimizer.param_groups:
             own = {"params": group["params"]}
             if self._stand_ins or not is_all:
