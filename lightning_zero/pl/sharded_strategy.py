@@ -109,8 +109,8 @@ class ShardedStrategy:
     def full_optimizer_state(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
         """`optimizer.state_dict()` as one device would have it, on the host of every rank; in training and after fit.
 
-        The optimizer's own `state` and `state_dict()` hold what this rank steps: a flat piece of each parameter, and
-        nothing of some (``optimizer.state[p]`` is empty then). Call it on every rank.
+        The optimizer's own `state` and `state_dict()` hold what this rank steps: a flat piece of each parameter, which
+        is empty where other ranks have all of it. Call it on every rank.
 
         Args:
             optimizer: one of those of the latest fit; None where there is only one.

@@ -208,7 +208,8 @@ def _offload_lines(engine: Engine, optimizers: Sequence[Optimizer]) -> list[str]
     if offload.parameters is not None:
         lines.append(f"Parameters are kept {kept[offload.parameters]} between uses")
     if offload.optimizer is not None:
-        fuses = any(may_fuse(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups)
+        is_open = any(may_fuse(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups)
+        fuses = is_open and engine.parts.setting.places.steps_on_host
         kernel = "torch's fused kernel" if fuses else "the optimizer's own kernels"
         when = "when its values are wanted"
         if engine.options.step_in_backward:

@@ -80,6 +80,12 @@ def why_not_in_pieces(optimizer: Optimizer) -> str | None:
         return f"could not be tried on small tensors ({type(error).__name__}: {error})"
 
 
+def steps_nothing(optimizer: Optimizer) -> bool:
+    """Whether an optimizer can be given tensors without elements. It then keeps the same state of them as of others.
+    Torch's kernels are known to leave such a tensor alone; those of other packages may end the process."""
+    return type(optimizer) in ELEMENT_WISE
+
+
 def state_tensors_of(optimizer: Optimizer) -> int:
     """Returns how many tensors of a parameter's shape an optimizer keeps for it: known of torch's own, and found by a
     step on a small one of any other. Where the step fails it is taken to be 2, as for most optimizers."""
