@@ -123,8 +123,8 @@ def _is_own_user(link: socket.socket) -> bool:
 def _share(
     sockets: Mapping[int, socket.socket], most: int, card: _Card, others: Mapping[int, _Card]
 ) -> tuple[Desk | None, dict[int, Memory]]:
-    """Makes the desk, and swaps the files of desks over the sockets. Returns it, and the peers' that can be read. `most`
-    is the largest number of sockets that any rank has."""
+    """Makes the desk, and swaps the files of desks over the sockets. Returns it, and the peers' that can be read.
+    `most` is the largest number of sockets that any rank has."""
     try:
         desk = Desk([*sockets], slot_for(most), card.proof) if sockets else None
     except OSError:  # such memory does not exist here, or may not be had
