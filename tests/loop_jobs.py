@@ -3,6 +3,7 @@
 import copy
 import io
 import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset
 
 from jobs import CLASSES, FEATURES, loader, state_of, trainer
+from lightning_zero.pl.callbacks import SIGNALS
 
 WIDTH = 7  # divides evenly by nothing
 
@@ -281,14 +283,15 @@ def find_lr_and_fit(strategy: Any, folder: str) -> dict[str, Any]:
     L.seed_everything(1, verbose=False)
     model = Net(lr=1e-3)
     run = trainer(strategy, 2, enable_checkpointing=True, default_root_dir=folder)
-    before = state_of(model)
+    before, handlers = state_of(model), [signal.getsignal(number) for number in SIGNALS]
     found: Any = Tuner(run).lr_find(model, loader(), num_training=8)
     restored = all(torch.equal(value, before[name]) for name, value in state_of(model).items())
+    handled = [signal.getsignal(number) is before for number, before in zip(SIGNALS, handlers, strict=True)]
     run.fit(model, loader())
     return {
         "losses": model.losses + found.results["loss"] + found.results["lr"] + [model.lr],
         "weights": state_of(model),
-        "seen": {"restored": torch.tensor(restored)},
+        "seen": {"restored": torch.tensor(restored), "handled": torch.tensor(handled)},
         "left": sorted(name for name in os.listdir(folder) if name.startswith(".lr_find")),
     }
 
@@ -305,14 +308,17 @@ def find_batch_size(strategy: Any) -> str:
 
 
 class Scheduled(Net):
-    """The second and third batch have no loss, on any rank."""
+    """The second and third batch have no loss, on any rank; the gradients of the first may overflow."""
 
-    def __init__(self) -> None:
+    def __init__(self, overflows: bool = False) -> None:
         super().__init__()
+        self.overflows = overflows
         self.rates: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None if batch_idx in (1, 2) else super().training_step(batch, batch_idx)
+        if batch_idx in (1, 2):
+            return None
+        return super().training_step(batch, batch_idx) * (float("inf") if self.overflows and batch_idx == 0 else 1.0)
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -323,10 +329,12 @@ class Scheduled(Net):
         self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
 
 
-def rates_of_steps_without_a_loss(strategy: Any, world: int) -> tuple[list[float], int]:
+def rates_of_steps_without_a_loss(
+    strategy: Any, world: int, overflows: bool = False, **kwargs: Any
+) -> tuple[list[float], int]:
     """Four batches on each rank."""
-    model = Scheduled()
-    run = trainer(strategy, world)
+    model = Scheduled(overflows)
+    run = trainer(strategy, world, **kwargs)
     run.fit(model, loader(samples=16 * world))
     return model.rates, run.global_step
 

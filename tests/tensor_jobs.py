@@ -127,6 +127,9 @@ def make_engine(
     if "offload" in options:
         folder = tempfile.mkdtemp() if "nvme" in options["offload"].values() else None
         options["offload"] = Offload(**options["offload"], path=folder)
+    if options.pop("compiles", False):
+        for block in model.blocks:
+            block.compile(backend="eager")
     if options.pop("recomputes", False):
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -213,6 +216,27 @@ def what_users_see(tensor: int, stage: int, *, sequence: bool) -> dict[str, Any]
     ) and set(optimizer.state) <= set(named.values())
     engine.close()
     return seen
+
+
+def overflow_on_one(stage: int) -> dict[str, Any]:
+    """Two steps under a scaler; in the first, one rank alone has the row whose gradient is not finite."""
+    mesh, comm = mesh_of(2), start()
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 4, bias=False)))
+    parallelize_module(model, mesh["tensor_parallel"], {"0": ColwiseParallel(output_layouts=Replicate())})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(model, [optimizer], stage=stage, comm=comm, options=Options(tensor_parallel_size=2))
+    scaler, found = torch.amp.GradScaler("cpu", init_scale=2.0**4), {}
+    for number, last in enumerate((float("inf"), 1.0)):
+        scaler.scale((model(torch.ones(1, 4)) * torch.tensor([1.0, 1.0, 1.0, last])).sum()).backward()
+        found[f"overflow {number}"] = engine.averages.unscale_(scaler, optimizer).ranks
+        scaler.step(optimizer)
+        scaler.update()
+        found[f"scale {number}"] = scaler.get_scale()
+        optimizer.zero_grad()
+        with engine.full_parameters():
+            found[f"weight {number}"] = whole(model[0].weight).detach().clone()
+    engine.close()
+    return found
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

@@ -123,6 +123,19 @@ def test_two_threads_of_each_rank_agree_side_by_side() -> None:
     assert ThreadWorld(3, 10).run(agree) == [({"total": 3}, {"total": 6})] * 3
 
 
+def test_a_clone_may_have_a_time_limit_of_its_own() -> None:
+    def agree(comm: Any) -> tuple[str, float] | None:
+        board = comm.board.clone(timedelta(seconds=0.2))
+        if comm.rank == 1:
+            return None
+        started = time.monotonic()
+        return error_of(board.agree, "sum", {"value": 1}, total), time.monotonic() - started
+
+    told, seconds = ThreadWorld(2, 30).run(agree)[0]
+    assert told == "ranks [1] never came"
+    assert seconds < 10
+
+
 def test_the_store_does_not_grow_with_agreements() -> None:
     store = dist.HashStore()
     boards = [Board(store, rank, 2, timedelta(seconds=10)) for rank in range(2)]

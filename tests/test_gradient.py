@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,22 @@ def test_no_sync_keeps_backwards_local_until_one_reduces_them(stage: int, accumu
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_leaving_an_inner_no_sync_leaves_the_outer_one_in_force(stage: int) -> None:
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+        before = comm.calls["reduce_scatter"]
+        with engine.no_sync():
+            with engine.no_sync():
+                loss_of(model, comm.rank, 0).backward()
+            loss_of(model, comm.rank, 1).backward()
+            engine.rendezvous.meet_all()
+            assert comm.calls["reduce_scatter"] == before
+        loss_of(model, comm.rank, 2).backward()
+        assert_grads(model, average(0, 1, 2))
+
+    on_two_ranks(stage, act)
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_retained_graphs_may_run_backward_twice(stage: int) -> None:
     def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
         loss = loss_of(model, comm.rank, 0)
@@ -162,6 +179,32 @@ def test_a_parameter_used_on_one_rank_only_counts_as_zero_on_the_other(stage: in
         assert torch.equal(engine.states.full_model(copy=True)["unused.bias"], before)  # no step, no decay
 
     on_two_ranks(stage, act)
+
+
+@pytest.mark.parametrize("accumulation", ["sharded", "local"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_that_leaves_a_parameter_out_adds_nothing_of_what_was_cleared(stage: int, accumulation: str) -> None:
+    """Both ranks have added micro-batches up in it, and then stepped and cleared it."""
+    x = torch.ones(1, 3)
+
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+        for user in (0, 1):  # either rank has a part of it
+            for micro in range(2):
+                with nullcontext() if micro else engine.accumulating(), engine.forward():
+                    model.unused(x).sum().backward()
+            torch.testing.assert_close(engine.averages.full(model.unused.bias), torch.full((5,), 2.0))
+            optimizer.step()
+            optimizer.zero_grad()
+            with engine.forward():
+                loss = model.norm(torch.ones(1, 10)).sum()
+                if comm.rank == user:
+                    loss = loss + model.unused(x).sum()
+            loss.backward()
+            torch.testing.assert_close(engine.averages.full(model.unused.bias), torch.full((5,), 0.5))
+            torch.testing.assert_close(engine.averages.full(model.unused.weight), torch.full((5, 3), 0.5))
+            optimizer.zero_grad()
+
+    on_two_ranks(stage, act, accumulation=accumulation)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

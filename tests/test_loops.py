@@ -60,6 +60,7 @@ def test_r54_the_learning_rate_finder_finds_what_it_does_under_ddp_and_restores(
 ) -> None:
     for one in assert_as_ddp(two_ranks, loop_jobs.find_lr_and_fit, str(tmp_path)):
         assert one["seen"]["restored"]
+        assert one["seen"]["handled"].all(), "of signals, after what was tried as before it"
         assert one["left"] == []
 
 
@@ -77,6 +78,17 @@ def test_r55_a_scheduler_moves_in_steps_without_a_loss_as_lightnings_does_on_one
     for stage in STAGES:
         found = pool_of(world).run(loop_jobs.rates_of_steps_without_a_loss, {"stage": stage}, world)
         assert found == [expected] * world, stage
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_scheduler_waits_for_an_overflow_and_not_for_steps_without_a_loss_after_it(
+    world: int, pool_of: Callable[[int], RankPool]
+) -> None:
+    for stage in STAGES:
+        how = {"overflows": True, "precision": "16-mixed"}
+        for rates, steps in pool_of(world).run(loop_jobs.rates_of_steps_without_a_loss, {"stage": stage}, world, **how):
+            assert [rate / rates[0] for rate in rates] == [1.0, 0.5, 0.25, 0.125], stage
+            assert steps == 4
 
 
 def test_a_parameter_in_two_optimizers_is_stepped_by_both(two_ranks: RankPool) -> None:

@@ -94,6 +94,32 @@ def test_gradients_below_the_bound_are_left_alone_and_those_above_are_scaled_to_
     on_engine(tower(), act, stage)
 
 
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_norm_is_measured_anew_where_gradients_were_edited_since_they_were_unscaled(stage: int, world: int) -> None:
+    """As in `on_before_optimizer_step` under 16-mixed, which comes before clipping."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, torch.Tensor]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+        scaler.scale(model(x()).square().mean()).backward()
+        if engine is None:
+            scaler.unscale_(optimizer)
+        else:
+            engine.averages.unscale_(scaler, optimizer)
+        for parameter in model.parameters():
+            parameter.grad.mul_(100)
+        if engine is None:
+            total = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        else:
+            total = engine.averages.clip_by_norm_(optimizer, 0.5).total
+        return {"norm": total, **{name: p.grad.clone() for name, p in model.named_parameters()}}
+
+    expected = on_one_device(tower(), act)
+    for found in on_engine(tower(), act, stage, world=world):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_values_are_clamped_as_torch_clamps_them(stage: int) -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, torch.Tensor]:

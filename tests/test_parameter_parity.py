@@ -119,6 +119,16 @@ class Renormed(nn.Linear):
         return super().forward(hidden)
 
 
+class Both(nn.Linear):
+    """One of its parameters is edited in place, and another one assigned."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.2, 0.2)
+        self.bias.data = self.bias.data * 0.9
+        return super().forward(hidden)
+
+
 class Bounded(nn.Embedding):
     def __init__(self, *_: int) -> None:
         super().__init__(4, WIDTH, max_norm=0.5)
@@ -127,7 +137,7 @@ class Bounded(nn.Embedding):
         return super().forward(torch.tensor([0, 1, 3]))
 
 
-@pytest.mark.parametrize("kind", [Clamped, Renormed, Bounded])
+@pytest.mark.parametrize("kind", [Clamped, Renormed, Both, Bounded])
 @pytest.mark.parametrize("stage", STAGES)
 def test_edits_in_a_modules_own_forward_persist(stage: int, kind: Any) -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
@@ -175,6 +185,68 @@ def test_two_byte_weights_used_twice_in_one_autocast_change_no_bit(stage: int, w
             loss.backward()
             optimizer.step()
         return state_of(model, engine)
+
+    assert_as_on_one_device(tower(), act, stage, world=world, autocast_dtype=torch.bfloat16)
+
+
+class Attends(nn.Module):
+    """A layer with torch's attention, used twice, whose tokens attend to one another or to others; and a cell."""
+
+    def __init__(self, *, across: bool) -> None:
+        super().__init__()
+        self.across = across
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0, batch_first=True)
+        self.cell = nn.LSTMCell(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.layer(x[None])
+        others = tokens.flip(1) if self.across else tokens
+        once = self.attention(tokens, others, others)[0]
+        again = once.float()
+        twice = self.attention(again, others if self.across else again, value=tokens if self.across else again)[0]
+        return self.cell(twice[0], self.cell(once[0].to(twice.dtype)))[0]
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_byte_weights_of_attention_change_no_bit_in_autocast_or_outside_of_it(
+    stage: int, across: bool, cached: bool
+) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        found = {}
+        for step in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cached):
+                loss = model(x(1.0 + step)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                model.eval()
+                found[f"outside {step}"] = model(x())
+                with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cached):
+                    found[f"evaluated {step}"] = model(x())
+                model.train()
+        return found | state_of(model, engine)
+
+    start = seeded(lambda: Attends(across=across))
+    assert_as_on_one_device(start, act, stage, autocast_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_byte_weights_that_are_edited_between_two_forwards_show_it_in_the_second(stage: int, world: int) -> None:
+    """Without a backward between them, as in a hook; each has an autocast, with a cache, of its own."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        outputs = {}
+        for number in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                outputs[f"{number}"] = model(x()).float().detach()
+            with torch.no_grad():
+                model[0][0].weight.mul_(0.5)  # of which, at stage 3, rank 1 owns nothing
+        return outputs
 
     assert_as_on_one_device(tower(), act, stage, world=world, autocast_dtype=torch.bfloat16)
 

@@ -59,3 +59,12 @@ def test_more_or_fewer_ranks_take_new_numbers_and_say_so(world: int) -> None:
     assert before not in drawn
     assert len(set(drawn)) == world
     assert f"of 2 ranks, and there are {world}" in said[0]
+
+
+def test_ranks_that_share_modules_take_the_same_new_numbers_and_the_others_others() -> None:
+    saved = ResumeEntry(0, 2, 1, HOST, lambda _: None).capture(5, [])
+    drawn = []
+    for rank in range(4):
+        ResumeEntry(rank, 4, 2, HOST, lambda _: None).restore_random(saved)
+        drawn.append(draw())
+    assert drawn[0] == drawn[1] != drawn[2] == drawn[3]

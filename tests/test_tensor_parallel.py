@@ -13,7 +13,7 @@ import tensor_jobs
 from compare import assert_same_bits
 from cover import name_of, pairwise
 from lightning_zero.tiers.ledger import Tier
-from models import Maker, sgd
+from models import Maker, seeded, sgd
 from ranks import RankPool
 from reference import Run
 
@@ -100,6 +100,12 @@ def test_options_change_nothing_where_no_data_is_parallel(
     assert_alike(run, expected(adam, 1))
 
 
+def test_compiled_blocks_train_as_eager_ones(two_ranks: RankPool) -> None:
+    """At stage 3; `test_pairs.py` has stage 2. Parameters lie one behind the other in one array."""
+    run, *_ = two_ranks.run(tensor_jobs.train, adam, TENSOR, 3, compiles=True, **tensor_jobs.UNITS)
+    assert_alike(run, expected(adam, 1))
+
+
 @pytest.mark.parametrize("kernel", ["foreach", "fused"])
 def test_kernels_of_optimizers_see_plain_pieces(kernel: str, two_ranks: RankPool) -> None:
     run, *_ = two_ranks.run(tensor_jobs.train, functools.partial(with_kernel, kernel), TENSOR, 2)
@@ -156,6 +162,16 @@ def test_users_read_and_edit_parameters_and_gradients_as_dtensors(world: int, st
         assert seen["placements"]
         assert seen["same objects"]
         assert "nan" not in seen["repr"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_that_overflows_in_one_ranks_part_of_a_tensor_is_skipped_on_all(stage: int, two_ranks: RankPool) -> None:
+    weight = seeded(lambda: torch.nn.Linear(4, 4, bias=False)).weight.detach()
+    for found in two_ranks.run(tensor_jobs.overflow_on_one, stage):
+        assert (found["overflow 0"], found["overflow 1"]) == ([1], [])
+        assert (found["scale 0"], found["scale 1"]) == (8.0, 8.0)
+        assert torch.equal(found["weight 0"], weight)
+        torch.testing.assert_close(found["weight 1"], weight - 0.1)
 
 
 @pytest.mark.parametrize(

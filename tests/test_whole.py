@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from lightning_zero.wire.threads import ThreadWorld
 from models import seeded
 from reference import Run
 from test_offload import APART, WAYS, Maker, assert_differs, assert_same_run, flat, on_ranks
+from unit_jobs import assert_as_on_one_device, state_of, tower, x
 from zoo import WHOLE, made
 
 
@@ -136,6 +138,25 @@ def test_who_looks_before_a_late_step_of_whole_tensors_sees_what_a_serial_one_le
     assert_same_run(late, expected)
     for mine, theirs in zip(also, seen, strict=True):
         assert_same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("offload", [None, Offload(optimizer="cpu")], ids=["in the call", "late"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_that_is_called_under_autocast_multiplies_in_its_dtype(stage: int, offload: Offload | None) -> None:
+    """As Lightning calls it in manual optimization; and so does `ddp`."""
+
+    def act(model: Any, engine: Any, optimizer: Optimizer, comm: Any) -> dict[str, Tensor]:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x()).square().mean().backward()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                optimizer.step()
+        return state_of(model, engine)
+
+    def make(parameters: Any) -> Optimizer:
+        return torch.optim.Adafactor(parameters, lr=0.1)
+
+    assert_as_on_one_device(tower(), act, stage, make, offload=offload, machine=APART)
 
 
 class Counts:
@@ -316,21 +337,19 @@ def test_state_rests_whole_where_it_is_stepped_and_nowhere_else(tier: Tier, tmp_
         Tier.DISK: Offload(optimizer="nvme", path=tmp_path),
     }[tier]
 
-    def run(comm: Comm) -> tuple[int, dict[Tier, int]]:
+    def run(comm: Comm) -> tuple[Counter[Any], dict[Tier, int]]:
         model = seeded(lambda: nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(8)]))
         optimizer = made("Unheard", WHOLE["Muon"])(model.parameters())
         options = Options(machine=APART, offload=offload)
         engine = Engine(model, [optimizer], stage=1, comm=comm, options=options)
         model(torch.ones(2, 16)).sum().backward()
         optimizer.step()
-        shapes = {tuple(state["m"].shape) for state in optimizer.state.values()}
-        assert shapes == {(16, 16)}
+        shapes = Counter(tuple(state["m"].shape) for state in optimizer.state.values())
         nbytes = {where: engine.ledger.live_in[Category.OPTIMIZER_STATE, where] for where in Tier}
-        told = len(optimizer.state), {where: each for where, each in nbytes.items() if each}
         engine.close()
-        return told
+        return shapes, {where: each for where, each in nbytes.items() if each}
 
-    assert ThreadWorld(4, 20).run(run) == [(2, {tier: 2 * 4 * 256})] * 4
+    assert ThreadWorld(4, 20).run(run) == [({(16, 16): 2, (0,): 6}, {tier: 2 * 4 * 256})] * 4
 
 
 def test_a_parameter_without_a_gradient_is_left_alone() -> None:

@@ -1,7 +1,7 @@
 """`BucketPool`: buckets, the constant-size memory that gradients travel in (CB, ZeRO section 6.2)."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
@@ -78,6 +78,14 @@ class BucketPool:
         if len(self._packed) > len(self._buckets):
             event, _ = self._packed.popleft()
             wait_for(event, self._aside.device)  # over long ago
+
+    def settle(self, buckets: Sequence[Bucket]) -> None:
+        """Settles some buckets, and those before them: oldest first, as replicas wait for each other in each."""
+        last = max((at for at, bucket in enumerate(self._buckets) if bucket in buckets), default=-1)
+        with self.beside():
+            for bucket in [*self._buckets][: last + 1]:
+                bucket.settle()
+        self.join()
 
     def drain(self) -> None:
         """Settles all buckets, oldest first."""

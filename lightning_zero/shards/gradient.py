@@ -258,10 +258,8 @@ class GradientShard:
 
     def wait(self) -> None:
         """Waits until all reductions under way are stored."""
-        with self.pool.beside():
-            while self._buckets:
-                self._buckets.pop().settle()
-        self.pool.join()
+        self.pool.settle(self._buckets)
+        self._buckets.clear()
 
     def let_go(self) -> None:
         """Drops the averaged gradients, which have been stepped."""

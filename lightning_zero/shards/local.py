@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from lightning_zero.device import point_at
 from lightning_zero.shards.extents import Extent
@@ -78,10 +78,14 @@ class Local:
 
     @values.setter
     def values(self, values: Tensor) -> None:
-        if isinstance(self.parameter, DTensor):
-            self.parameter._local_tensor = values
-        else:
-            point_at(self.parameter, values)
+        parameter = self.parameter
+        if not isinstance(parameter, DTensor):
+            point_at(parameter, values)
+            return
+        parameter._local_tensor = values
+        is_alike = values.numel() and values.dtype == parameter.dtype
+        if is_alike and values.storage_offset() != parameter.storage_offset():
+            point_at(parameter, as_dtensor(values, parameter))  # torch.compile fails where the offsets differ
 
     @property
     def grad(self) -> Tensor | None:
@@ -145,6 +149,11 @@ def whole_of(tensor: Any) -> Any:
 def local_of(tensor: Tensor) -> Tensor:
     """Returns this rank's part of a tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def shares_modules(module: Module) -> bool:
+    """Whether tensor-parallel ranks share any parameter of a module."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
 def refuse_other_meshes(name: str, parameter: Tensor, ranks: Sequence[int]) -> None:

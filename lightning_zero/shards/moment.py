@@ -31,6 +31,7 @@ class Moment:
     numbers: list[dict[str, Any]]  # attributes of each optimizer that are numbers
     counts: list[dict[Any, Any]]  # entries of each optimizer's state whose keys are no parameters
     default_dtype: torch.dtype  # of the scalars that a step makes; precision 64-true changes it during forward
+    autocast: torch.dtype | None  # on the CPU; manual optimization under *-mixed calls `step` inside of it
 
     @classmethod
     def of(cls, optimizer: Optimizer, *, clones: bool = False) -> "Moment":
@@ -44,15 +45,17 @@ class Moment:
         optimizers = wrapped_in(optimizer)
         numbers = [{n: value for n, value in vars(one).items() if _is_number(n, value)} for one in optimizers]
         counts = [copy.deepcopy(_counts_of(one)) for one in optimizers]
-        return cls(options, numbers, counts, torch.get_default_dtype())
+        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        return cls(options, numbers, counts, torch.get_default_dtype(), autocast)
 
     @contextmanager
     def back(self, optimizer: Optimizer) -> Iterator[None]:
         """Inside, the optimizer is as it was at this moment, except for its parameters and their state."""
         now = Moment.of(optimizer)
         self._put(optimizer)
+        autocast = torch.autocast("cpu", self.autocast, enabled=self.autocast is not None, cache_enabled=False)
         try:
-            with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+            with torch.inference_mode(False), torch.no_grad(), autocast:
                 yield
         finally:
             now._put(optimizer)
