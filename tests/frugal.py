@@ -13,10 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.distributed_c10d as c10d
 from lightning.fabric.utilities import registry
 from torch.optim import Optimizer
 
+from lightning_zero.device import HOST
 from lightning_zero.shards import granularity
 from lightning_zero.shards.probe import ELEMENT_WISE, HOOKS
 from lightning_zero.wire.comm import Comm
@@ -93,15 +95,15 @@ def _all_that_is_tried(optimizer: Optimizer) -> tuple[Any, ...] | None:
     return inspect.unwrap(type(optimizer).step).__code__, repr(dims), told
 
 
-def _tried_once(optimizer: Optimizer) -> str | None:
+def _tried_once(optimizer: Optimizer, device: torch.device = HOST) -> str | None:
     """An engine tries an optimizer that it does not know: half of what a small run on threads costs. Each process tries
     the same one once."""
     if type(optimizer) in ELEMENT_WISE:
-        return _try_in_pieces(optimizer)
+        return _try_in_pieces(optimizer, device)
     with _TRYING:
         known, key = _TRIED.setdefault(type(optimizer), {}), _all_that_is_tried(optimizer)
         if key is None or key not in known:
-            known[key] = _try_in_pieces(optimizer)
+            known[key] = _try_in_pieces(optimizer, device)
         return known[key]
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from lightning_zero.device import HOST
 from lightning_zero.run.engine import Engine
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.optimizer import training_slot
@@ -49,7 +50,7 @@ def forecast(
                 to_come = [slot for slot in shard.group.slots if slot.parameter.grad is None]
             here[Category.GRADIENT] += sum(slot.numel for slot in to_come) * shard.dtype.itemsize
     for optimizer in optimizers:
-        tensors, made = state_tensors_of(optimizer), optimizer.state
+        tensors, made = _state_tensors_of(optimizer), optimizer.state
         for parameter in _stepped(optimizer):
             if isinstance(made, dict) and dict.get(made, parameter):  # not `made.get`: it may take postponed steps
                 continue
@@ -77,7 +78,7 @@ def bytes_under_ddp(
         Category.PARAMETER: whole,
         Category.GRADIENT: gradients,
         Category.OPTIMIZER_STATE: sum(
-            state_tensors_of(optimizer) * sum(map(_nbytes_of, _stepped(optimizer))) for optimizer in optimizers
+            _state_tensors_of(optimizer) * sum(map(_nbytes_of, _stepped(optimizer))) for optimizer in optimizers
         ),
         Category.BUCKET: gradients if buckets else 0,
     }
@@ -90,7 +91,7 @@ def bytes_to_save(module: Module, optimizers: Iterable[Optimizer]) -> int:
     """Returns the bytes of a whole model, and of the state that its optimizers will keep for parameters, as one device
     would save them; the same on every rank. Call it before training, as it tries the optimizers."""
     tensors = [*module.parameters(), *module.buffers()]
-    stepped = [(state_tensors_of(optimizer), _stepped(optimizer)) for optimizer in optimizers]
+    stepped = [(_state_tensors_of(optimizer), _stepped(optimizer)) for optimizer in optimizers]
     return sum(map(_whole_nbytes_of, tensors)) + sum(
         times * sum(map(_whole_nbytes_of, parameters)) for times, parameters in stepped
     )
@@ -101,6 +102,10 @@ def _whole_nbytes_of(tensor: Tensor) -> int:
     slot = slot_of(tensor) if isinstance(tensor, Parameter) else None
     itemsize = tensor.dtype.itemsize if slot is None else slot.group.kind.declared.itemsize
     return math.prod(tensor.shape) * itemsize
+
+
+def _state_tensors_of(optimizer: Optimizer) -> int:
+    return state_tensors_of(optimizer, next((parameter.device for parameter in _stepped(optimizer)), HOST))
 
 
 def _stepped(optimizer: Optimizer) -> list[Parameter]:

@@ -9,7 +9,7 @@ import torch
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_zero.device import SideStream
+from lightning_zero.device import HOST, SideStream
 from lightning_zero.run.recompute import Recompute, recompute_for
 from lightning_zero.run.replicated import broadcast_states
 from lightning_zero.run.states import failing_together
@@ -51,7 +51,8 @@ def set_up(
     _refuse_steps_in_backward(optimizers, partition, options)
     is_cut = partition.optimizer and mesh.shard.size > 1
     is_divided = any(local_of(parameter) is not parameter for parameter in managed)
-    stepped = choose_stepped(optimizers if is_cut or is_divided else [], options, is_divided)
+    steps_on = device if options.offload is None else HOST
+    stepped = choose_stepped(optimizers if is_cut or is_divided else [], options, is_divided, steps_on)
     broadcast_states(module, foreign, mesh)
     together = nullcontext if options.offload is None else partial(failing_together, mesh.world, "setting up")
     with together():

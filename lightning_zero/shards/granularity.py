@@ -18,8 +18,10 @@ class Stepped(NamedTuple):
     block: int  # elements of a parameter that pieces never divide, for all optimizers; 1 where none steps blocks
 
 
-def choose_stepped(optimizers: Sequence[Optimizer], options: Options, is_divided: bool) -> Stepped:
-    """Chooses what each optimizer steps, by `options.granularity` and by what it looks at.
+def choose_stepped(
+    optimizers: Sequence[Optimizer], options: Options, is_divided: bool, device: torch.device
+) -> Stepped:
+    """Chooses what each optimizer steps, by `options.granularity` and by what it looks at. It steps on `device`.
 
     Warns where an optimizer steps less than it looks at, as the user has asked, or where trying it could not tell.
     Raises ValueError for an optimizer that no granularity suits, for one that steps blocks or whole tensors of which
@@ -32,7 +34,7 @@ def choose_stepped(optimizers: Sequence[Optimizer], options: Options, is_divided
                 "SparseAdam steps sparse gradients alone, and averaged ones are dense. Use SGD or Adagrad, which leave "
                 "rows without a gradient as they are, or Adam."
             )
-        reason, kind = why_not_in_pieces(optimizer), type(optimizer).__name__
+        reason, kind = why_not_in_pieces(optimizer, device), type(optimizer).__name__
         if asked == "tensor" or (asked == "auto" and reason == BY_TENSOR):
             whole.append(optimizer)
         elif asked == "block" or (asked == "auto" and reason == BY_BLOCK):

@@ -130,7 +130,7 @@ class PieceStepper:
 
     @cached_property
     def _calls_closure_again(self) -> bool:
-        return calls_closure_again(self.optimizer)
+        return calls_closure_again(self.optimizer, self.slots[0].group.places.optimizer.device)
 
     def change(self, call: Callable[[], T]) -> T:
         """Lets `call` change parameters and state between two steps: once for each window, inside which parameters are

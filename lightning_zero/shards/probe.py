@@ -5,6 +5,9 @@ Any other one, whatever its name, steps a few small tensors, whole and in pieces
 first steps, with small and with large gradients, and in much later ones, which are reached by moving on whatever counts
 the steps. So none trains wrongly in silence, as long as it goes by gradients, values, shapes, options and a count only:
 a dependence on anything else, such as the time of day, cannot be found this way.
+
+It is tried on the host, in fp64. One that cannot step there, as its kernels are those of a device, is tried on the
+device that it will step on, in fp32.
 """
 
 import copy
@@ -16,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from threading import Lock
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -24,6 +27,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
+from lightning_zero.device import HOST, is_host
 from lightning_zero.shards.moment import wrapped_in
 from lightning_zero.shards.unseen import unseen
 from lightning_zero.tiers.alignment import round_up
@@ -47,7 +51,6 @@ SCALES = (1e-3, 1e3, 1.0, 1.0)  # of the gradients of the first steps: some opti
 # Steps that are tried: one for each scale, and later ones past thresholds, multiples of nearly everything up to 100.
 MOMENTS = (1, 2, 3, 4, 10, 100, 5_544_000)
 SHARE = 5  # one piece is a fifth of a tensor, the other one the rest
-TOLERANCE = 1e-6  # relative to the largest update: kernels may round the elements of a piece in another way
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 _ONE_AT_A_TIME = Lock()
@@ -62,22 +65,44 @@ BY_CHANCE = "draws random numbers"
 Groups = Sequence[Sequence[Tensor]]  # one sequence for each parameter group of an optimizer
 
 
-def why_not_in_pieces(optimizer: Optimizer) -> str | None:
-    """Returns why an optimizer cannot step pieces of its parameters; None if it can."""
+class _Bench(NamedTuple):
+    """Where an optimizer is tried."""
+
+    device: torch.device
+    dtype: torch.dtype
+    # Of two updates, relative to the largest one: kernels may round the elements of a piece in another way. Updates are
+    # differences of values about a hundred times larger.
+    tolerance: float
+
+
+def _benches(device: torch.device) -> list[_Bench]:
+    benches = [_Bench(HOST, torch.float64, 1e-6)]
+    return benches if is_host(device) else [*benches, _Bench(device, torch.float32, 1e-3)]
+
+
+def why_not_in_pieces(optimizer: Optimizer, device: torch.device = HOST) -> str | None:
+    """Returns why an optimizer, which steps on `device`, cannot step pieces of its parameters; None if it can."""
     if type(optimizer) in ELEMENT_WISE or not any(group["params"] for group in optimizer.param_groups):
         return None
-    try:
-        with _trying(optimizer), torch.inference_mode(False), torch.no_grad():
-            whole = list(_updates(optimizer, _tensors_in_turn, ranks=1))
-            if not any(update.any() for updates in whole for update in updates):
-                return NOTHING
-            for reason, part in ((None, _piece), (BY_BLOCK, _piece_of_blocks), (BY_TENSOR, _tensors_in_turn)):
-                if _agrees(whole, optimizer, part):
-                    return reason
-            is_repeatable = _agrees(whole, optimizer, _tensors_in_turn, ranks=1)
-            return BY_ALL if is_repeatable and not _draws(optimizer) else BY_CHANCE
-    except Exception as error:  # an optimizer may ask for anything
-        return f"could not be tried on small tensors ({type(error).__name__}: {error})"
+    for bench in _benches(device):
+        try:
+            with _trying(optimizer), torch.inference_mode(False), torch.no_grad():
+                return _what_it_looks_at(optimizer, bench)
+        except Exception as error:  # an optimizer may ask for anything
+            told = f"could not be tried on small tensors ({type(error).__name__}: {error})"
+    return told
+
+
+def _what_it_looks_at(optimizer: Optimizer, bench: _Bench) -> str | None:
+    whole = list(_updates(optimizer, _tensors_in_turn, 1, bench))
+    if not any(update.any() for updates in whole for update in updates):
+        return NOTHING
+    if _draws(optimizer, bench):  # pieces may agree where it draws a number for each, but not on a rank that has none
+        return BY_CHANCE
+    for reason, part in ((None, _piece), (BY_BLOCK, _piece_of_blocks), (BY_TENSOR, _tensors_in_turn)):
+        if _agrees(whole, optimizer, part, 2, bench):
+            return reason
+    return BY_ALL if _agrees(whole, optimizer, _tensors_in_turn, 1, bench) else BY_CHANCE
 
 
 def steps_nothing(optimizer: Optimizer) -> bool:
@@ -86,39 +111,43 @@ def steps_nothing(optimizer: Optimizer) -> bool:
     return type(optimizer) in ELEMENT_WISE
 
 
-def state_tensors_of(optimizer: Optimizer) -> int:
-    """Returns how many tensors of a parameter's shape an optimizer keeps for it: known of torch's own, and found by a
-    step on a small one of any other. Where the step fails it is taken to be 2, as for most optimizers."""
+def state_tensors_of(optimizer: Optimizer, device: torch.device = HOST) -> int:
+    """Returns how many tensors of a parameter's shape an optimizer, which steps on `device`, keeps for it: known of
+    torch's own, and found by a step on a small one of any other. Where the step fails it is taken to be 2, as for most
+    optimizers."""
     if (kept := _KEPT.get(type(optimizer))) is not None:
         return max(map(kept, optimizer.param_groups), default=0)
-    tried = Parameter(torch.ones(2))
-    tried.grad = torch.ones(2)
-    try:
-        with _trying(optimizer):
+    for bench in _benches(device):
+        tried = Parameter(torch.ones(2, device=bench.device))
+        tried.grad = torch.ones_like(tried)
+        with _trying(optimizer), suppress(Exception):  # an optimizer may ask for anything
             trial = _trial_of(optimizer, [[tried] for _ in optimizer.param_groups])
             unhooked(type(optimizer).step)(trial)
-    except Exception:  # an optimizer may ask for anything
-        return 2
-    return sum(isinstance(value, Tensor) and value.shape == tried.shape for value in trial.state[tried].values())
+            state = trial.state[tried].values()
+            return sum(isinstance(value, Tensor) and value.shape == tried.shape for value in state)
+    return 2
 
 
-def calls_closure_again(optimizer: Optimizer) -> bool:
-    """Whether an optimizer calls the closure several times in a step, found by a step on small tensors."""
+def calls_closure_again(optimizer: Optimizer, device: torch.device = HOST) -> bool:
+    """Whether an optimizer, which steps on `device`, calls the closure several times in a step, found by a step on
+    small tensors."""
     if type(optimizer) in ELEMENT_WISE:
         return False
-    calls = 0
-    tried = [Parameter(torch.ones(2, 2)) for _ in optimizer.param_groups]
+    for bench in _benches(device):
+        calls = 0
+        tried = [Parameter(torch.ones(2, 2, device=bench.device)) for _ in optimizer.param_groups]
 
-    def closure() -> Tensor:
-        nonlocal calls
-        calls += 1
-        for parameter in tried:
-            parameter.grad = torch.full_like(parameter, 0.1)
-        return torch.ones(())
+        def closure(tried: list[Parameter] = tried) -> Tensor:
+            nonlocal calls
+            calls += 1
+            for parameter in tried:
+                parameter.grad = torch.full_like(parameter, 0.1)
+            return torch.ones((), device=tried[0].device)
 
-    with _trying(optimizer), suppress(Exception):  # an optimizer may ask for anything, and hold what cannot be copied
-        trial = _trial_of(optimizer, [[parameter] for parameter in tried])
-        unhooked(type(optimizer).step)(trial, closure)
+        with _trying(optimizer), suppress(Exception):  # it may ask for anything, and hold what cannot be copied
+            trial = _trial_of(optimizer, [[parameter] for parameter in tried])
+            unhooked(type(optimizer).step)(trial, closure)
+            break
     return calls > 1
 
 
@@ -170,22 +199,22 @@ def _tensors_in_turn(rank: int, ranks: int, tensor: Tensor, index: int) -> Tenso
     return tensor if index % ranks == rank else None
 
 
-def _agrees(whole: Groups, optimizer: Optimizer, part: Part, *, ranks: int = 2) -> bool:
+def _agrees(whole: Groups, optimizer: Optimizer, part: Part, ranks: int, bench: _Bench) -> bool:
     """Whether ranks that each step a part of the tensors make the updates `whole`, which one rank alone has made."""
     try:
-        found = _updates(optimizer, part, ranks)
-        return all(_are_close(next(found), expected) for expected in whole)
+        found = _updates(optimizer, part, ranks, bench)
+        return all(_are_close(next(found), expected, bench.tolerance) for expected in whole)
     except Exception:  # it steps matrices only, say, or fewer steps succeed
         return False
 
 
-def _draws(optimizer: Optimizer) -> bool:
+def _draws(optimizer: Optimizer, bench: _Bench) -> bool:
     """Whether a step draws random numbers: from torch, numpy or Python, or from a generator of the optimizer's own,
     which gives the same ones to each copy of the optimizer."""
-    values = [_values(group["params"], seed=0) for group in optimizer.param_groups]
-    trial = _Trial(optimizer, values, lambda tensor, _: tensor)
+    values = [_values(group["params"], 0, bench) for group in optimizer.param_groups]
+    trial = _Trial(optimizer, values, lambda tensor, _: tensor, bench)
     before = _random_states(trial.optimizer)
-    trial.step(_gradients(optimizer, 0))
+    trial.step(_gradients(optimizer, 0, bench))
     after = _random_states(trial.optimizer)
     return any(before.get(source) != state for source, state in after.items())
 
@@ -193,13 +222,15 @@ def _draws(optimizer: Optimizer) -> bool:
 def _random_states(optimizer: Optimizer) -> dict[Any, bytes]:
     """Returns the states of the sources of random numbers that an optimizer may know."""
     states: dict[Any, Any] = {
-        "torch": torch.get_rng_state(),
+        "torch": torch.get_rng_state().tolist(),  # the pickle of a tensor says where it lies
         "numpy": np.random.get_state(),
         "python": random.getstate(),
     }
     for place, holder in enumerate(_holders(optimizer)):
         for name, value in holder.items():
-            if isinstance(value, torch.Generator | np.random.RandomState):
+            if isinstance(value, torch.Generator):
+                states[place, name] = value.get_state().tolist()
+            elif isinstance(value, np.random.RandomState):
                 states[place, name] = value.get_state()
             elif isinstance(value, np.random.Generator):
                 states[place, name] = value.bit_generator.state
@@ -208,11 +239,11 @@ def _random_states(optimizer: Optimizer) -> dict[Any, bytes]:
     return {source: pickle.dumps(state) for source, state in states.items()}
 
 
-def _updates(optimizer: Optimizer, part: Part, ranks: int) -> Iterator[list[Tensor]]:
+def _updates(optimizer: Optimizer, part: Part, ranks: int, bench: _Bench) -> Iterator[list[Tensor]]:
     """Yields what each step of `MOMENTS` changes in the small tensors of every group. Ends early where a later step
     fails, or its updates are not finite."""
-    values = [_values(group["params"], seed=0) for group in optimizer.param_groups]
-    trials = [_Trial(optimizer, values, partial(part, rank, ranks)) for rank in range(ranks)]
+    values = [_values(group["params"], 0, bench) for group in optimizer.param_groups]
+    trials = [_Trial(optimizer, values, partial(part, rank, ranks), bench) for rank in range(ranks)]
     for number, moment in enumerate(MOMENTS):
         is_late = number >= len(SCALES)
         before = [tensor.clone() for group in values for tensor in group]
@@ -220,7 +251,7 @@ def _updates(optimizer: Optimizer, part: Part, ranks: int) -> Iterator[list[Tens
             for trial in trials:
                 if is_late:
                     trial.move_on(moment - MOMENTS[number - 1] - 1)
-                trial.step(_gradients(optimizer, number))
+                trial.step(_gradients(optimizer, number, bench))
         except Exception:  # the steps before a late one were never taken
             if is_late:
                 return
@@ -235,10 +266,12 @@ def _updates(optimizer: Optimizer, part: Part, ranks: int) -> Iterator[list[Tens
 class _Trial:
     """A copy of an optimizer, which steps what one rank has of the tensors of each group."""
 
-    def __init__(self, optimizer: Optimizer, values: Groups, part: Callable[[Tensor, int], Tensor | None]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, values: Groups, part: Callable[[Tensor, int], Tensor | None], bench: _Bench
+    ) -> None:
         self._part = part
         self._values = self._cut(values)
-        nothing = torch.empty(0, dtype=torch.float64)
+        nothing = torch.empty(0, dtype=bench.dtype, device=bench.device)
         self._stepped = [Parameter(nothing if value is None else value.clone()) for value in self._values]
         left = iter(self._stepped)
         self.optimizer = _trial_of(optimizer, [[next(left) for _ in group] for group in values])
@@ -282,23 +315,25 @@ def _is_single(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _gradients(optimizer: Optimizer, number: int) -> Groups:
+def _gradients(optimizer: Optimizer, number: int, bench: _Bench) -> Groups:
     scale = SCALES[number] if number < len(SCALES) else 1.0
-    return [[scale * grad for grad in _values(group["params"], 1 + number)] for group in optimizer.param_groups]
+    groups = [_values(group["params"], 1 + number, bench) for group in optimizer.param_groups]
+    return [[scale * grad for grad in group] for group in groups]
 
 
-def _values(parameters: Sequence[Parameter], seed: int) -> list[Tensor]:
+def _values(parameters: Sequence[Parameter], seed: int, bench: _Bench) -> list[Tensor]:
     """Makes a small tensor and a larger one for each number of dimensions that the parameters have."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(HOST).manual_seed(seed)
     dims = sorted({min(parameter.dim(), len(SHAPES) - 1) for parameter in parameters})
     shapes = [shape for dim in dims for shape in (SHAPES[dim], LARGE[dim])]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64, device=HOST) for shape in shapes]
+    return [values.to(bench.device, bench.dtype) for values in drawn]
 
 
-def _are_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+def _are_close(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> bool:
     largest = max((float(update.abs().max()) for update in expected), default=0.0)
     pairs = zip(found, expected, strict=True)
-    return all(bool(((one - other).abs() <= TOLERANCE * largest).all()) for one, other in pairs)
+    return all(bool(((one - other).abs() <= tolerance * largest).all()) for one, other in pairs)
 
 
 def _step(trial: Optimizer) -> None:
@@ -307,7 +342,7 @@ def _step(trial: Optimizer) -> None:
     def closure() -> Tensor:
         """A quadratic loss, which has the given gradients at the start. Where SAM moves to there are others, and a line
         search gets somewhere, as it would not where the loss is constant."""
-        loss = torch.zeros((), dtype=torch.float64)
+        loss = given[0][0].new_zeros(())
         for parameter, grad, start in given:
             way = parameter.detach() - start
             parameter.grad = grad + way
