@@ -3,13 +3,16 @@
 import copy
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from engine_checkpoints import save
+from lightning_zero.checkpoint import StoredCheckpoint
 from lightning_zero.config import Offload
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.wire.comm import Comm
@@ -257,16 +260,35 @@ class Tower(nn.Module):
         )
         self.norm = nn.LayerNorm(width)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, without: int | None = None) -> torch.Tensor:
         x = self.enter(tokens)
-        for block in self.blocks:
-            x = x + block(x)
+        for number, block in enumerate(self.blocks):
+            if number != without:
+                x = x + block(x)
         return nn.functional.linear(self.norm(x), self.enter.weight)
 
 
 def tower() -> Tower:
     torch.manual_seed(0)
     return Tower()
+
+
+class OfOneKind(torch.optim.Optimizer):
+    """Momentum, with kernels for one kind of device."""
+
+    def __init__(self, parameters: Any, kind: str) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.kind = kind
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.device.type != self.kind:
+                raise RuntimeError(f"no kernel for {parameter.device.type}")
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                state["momentum"] = state.get("momentum", 0.0) * 0.9 + parameter.grad
+                parameter.sub_(state["momentum"] * 0.1)
 
 
 def train(
@@ -281,11 +303,16 @@ def train(
     micro: int = 1,
     steps: int = 3,
     kernel: str = "fused",
+    event: str | None = None,
+    path: Path | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """A small training; the waits of the host are those of its last step."""
+    """A small training, of which `event` happens in the second step; the waits of the host are those of its last."""
     model = copy.deepcopy(start)
-    made = torch.optim.AdamW(model.parameters(), lr=1e-2, **{kernel: True})
+    if kernel == "of one kind":
+        made: torch.optim.Optimizer = OfOneKind(model.parameters(), device.type)
+    else:
+        made = torch.optim.AdamW(model.parameters(), lr=1e-2, **{kernel: True})
     dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=dtype is torch.float16)
     if "units" in options:
@@ -297,6 +324,16 @@ def train(
     for step in range(steps):
         if step == steps - 1:
             waits.clear()
+        skipped = None
+        if step == 1 and event == "ranks use different modules":
+            skipped = comm.rank
+        elif step == 1 and event == "a rank reads alone" and comm.rank == 1:
+            losses.append(model.blocks[1][0].weight.sum().detach())
+        elif step == 1 and event == "a step fails":
+            _fail(engine, model, device)
+        elif step == 1 and event == "a checkpoint is saved":
+            assert path is not None
+            save(comm, engine, [made], path)
         made.zero_grad()
         for number in range(micro):
             generator = torch.Generator().manual_seed(100 * step + 10 * number + data)
@@ -304,7 +341,7 @@ def train(
             tokens = tokens.pin_memory().to(device, non_blocking=True) if device.type != "cpu" else tokens
             casts = torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
             with engine.forward(), casts:
-                logits = model(tokens)
+                logits = model(tokens, skipped)
                 loss = nn.functional.cross_entropy(logits.view(-1, 11), tokens.view(-1)) / micro
             with engine.backward():
                 scaler.scale(loss).backward()
@@ -317,9 +354,26 @@ def train(
         scaler.update()
     engine.catch_up()
     told = dict(waits)
-    found = {"losses": [float(loss) for loss in losses], "waits": told}
+    found = {"losses": [float(loss) for loss in losses], "waits": told, "units": len(engine.cache.units)}
     engine.close()
+    if event == "a checkpoint is saved":
+        assert path is not None
+        found["saved"] = StoredCheckpoint(path).load()["state_dict"]
     return found | {"weights": {name: value.detach().cpu() for name, value in model.named_parameters()}}
+
+
+def _fail(engine: Engine, model: nn.Module, device: torch.device) -> None:
+    """A step that ends in backward, on every rank."""
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("in the middle")
+
+    hook = model.blocks[1].register_full_backward_hook(fail)  # type: ignore[union-attr]
+    with engine.forward():
+        loss = model(torch.zeros(2, 5, dtype=torch.int64, device=device)).sum()
+    with suppress(ArithmeticError), engine.backward():
+        loss.backward()
+    hook.remove()
 
 
 def _waits() -> Any:

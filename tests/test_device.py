@@ -88,6 +88,7 @@ def test_a_training_has_the_cpus_bits(
         {"stage": 3, "granularity": "tensor", "offload": Offload("cpu")},
         {"stage": 2, "reduce_dtype": torch.bfloat16, "precision": "bf16-mixed"},
         {"stage": 3, "param_dtype": torch.bfloat16},
+        {"stage": 2, "kernel": "of one kind"},
         {"stage": 3, "activation_checkpointing": ActivationCheckpointing("Sequential", offload=True)},
         {"stage": 1, "activation_checkpointing": ActivationCheckpointing("Sequential", offload=True, contiguous=True)},
     ],
@@ -100,6 +101,27 @@ def test_each_option_has_the_cpus_bits(policy: str, options: dict[str, Any], pro
     assert_same(*train(process, policy, ranks, **options))
 
 
+EVENTS = ["ranks use different modules", "a rank reads alone", "a step fails", "a checkpoint is saved"]
+
+
+@pytest.mark.parametrize(
+    ("event", "stage", "tier", "precision", "policy"),
+    pairwise(
+        EVENTS, [3, 2, 1, 0], ["device", "host", "host, and parameters"], ["32-true", "bf16-mixed"],
+        ["LATE", "SIDES_AT_ONCE"],
+    ),
+    ids=name_of,
+)  # fmt: skip
+def test_what_happens_in_the_middle_has_the_cpus_bits(
+    event: str, stage: int, tier: str, precision: str, policy: str, process: RankPool, tmp_path: Path
+) -> None:
+    setting: dict[str, Any] = {"stage": stage, "precision": precision, "event": event, "path": tmp_path / "saved"}
+    found, expected = train(process, policy, 2, **setting, offload=offload_of(tier, stage, tmp_path))
+    assert_same(found, expected)
+    if event == "a checkpoint is saved":
+        assert differing(found[0]["saved"], expected[0]["saved"]) == []
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -110,4 +132,7 @@ def test_in_a_steady_step_the_host_waits_for_nothing_but_the_verdict_of_a_scaler
     (found,) = process.run(sim_jobs.on_sim, "LATE", sim_jobs.train_on_ranks, 2, sim_jobs.tower(), **setting)
     expected = {"look again in shards/norm.py:overflow": 1} if precision == "16-mixed" else {}
     for each in found:
+        if stage == 3:  # whether a rank has left the plan, which comes with gathers that the device has done by then
+            asked = each["waits"].pop("look again in wire/native.py:has_divergence")
+            assert 0 < asked <= 2 * each["units"]  # in forward and in backward
         assert each["waits"] == expected

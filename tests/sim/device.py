@@ -63,7 +63,7 @@ class _Guard(torch._C._acc.DeviceGuard):
         try:
             sys.getrecursionlimit()
         except SystemError as failed:  # "returned a result with an exception set"
-            _LEFT.append(failed.__cause__ or failed)
+            _LEFT[:] = [failed.__cause__ or failed]
         return torch._C._autograd.DeviceType.PrivateUse1
 
 
@@ -74,9 +74,8 @@ def _raising_what_was_left(run_backward: Callable[..., Any]) -> Callable[..., An
         except SystemError:
             if not _LEFT:
                 raise
-            error = _LEFT[0]
-            _LEFT.clear()
-            raise error from None
+            # It stays: ranks that are threads may fail at the same moment, in one thread of autograd's.
+            raise _LEFT[-1] from None
 
     return run
 
