@@ -29,6 +29,7 @@ from lightning_zero.checkpoint.folder import MANIFEST, CheckpointError, Folder
 from lightning_zero.checkpoint.load import StoredCheckpoint
 from lightning_zero.checkpoint.shard import CHUNK_BYTES, SAFE_NAMES, chunks_of, header_of
 from lightning_zero.checkpoint.single import is_single_file, model_in, problems_in, read_plain, refuse_other_files
+from lightning_zero.device import HOST
 from lightning_zero.shards.extents import Extent
 from lightning_zero.views.lazy import LazyTensor, Stored
 
@@ -95,14 +96,14 @@ def write_single_file(checkpoint: StoredCheckpoint, stream: IO[bytes], *, object
     (`torch.serialization.skip_data` makes torch leave room for the values, but does not say which tensor belongs where,
     and the file then lacks the checksums that other readers of zip files verify.)
     """
-    scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+    scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=HOST)
     with zipfile.ZipFile(stream, "w") as archive:
 
         def write_record(name: str, content: str | bytes | UntypedStorage, nbytes: int) -> None:
             if isinstance(content, _UnreadStorage):
                 _add(archive, name, _chunks_of_lazy(content.tensor, scratch))
             elif isinstance(content, UntypedStorage):  # of a tensor in a pickled object, or of part of a composed one
-                _add(archive, name, chunks_of(torch.empty(0, dtype=torch.uint8).set_(content)))
+                _add(archive, name, chunks_of(torch.empty(0, dtype=torch.uint8, device=HOST).set_(content)))
             else:
                 _add(archive, name, [content.encode() if isinstance(content, str) else content])
 
@@ -130,7 +131,7 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if not isinstance(value.source, Stored):  # a composed tensor, whose parts are read whole
             return value.source.whole().__reduce_ex__(2)
-        rebuild, (storage, _, _, _, *rest) = torch.empty(0, dtype=value.dtype).__reduce_ex__(2)
+        rebuild, (storage, _, _, _, *rest) = torch.empty(0, dtype=value.dtype, device=HOST).__reduce_ex__(2)
         unread = _UnreadStorage(0)
         unread.tensor = value
         # Dtypes without a typed storage, which are newer, are written as bytes.
@@ -229,7 +230,7 @@ def _remove_other_exports(target: Folder, written: set[str]) -> None:
 
 
 def _write_safetensors(group: dict[str, Tensor], path: Path) -> None:
-    scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+    scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=HOST)
     with path.open("wb") as file:
         file.write(header_of([(name, lazy.dtype, lazy.shape) for name, lazy in group.items()], {"format": "pt"}))
         for lazy in group.values():

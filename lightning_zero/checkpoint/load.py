@@ -18,6 +18,7 @@ from lightning_zero.checkpoint.manifest import Entry, Manifest, ObjectsFile, Rea
 from lightning_zero.checkpoint.shard import ShardReader, open_shard
 from lightning_zero.checkpoint.single import is_single_file, problems_in, refuse_other_files
 from lightning_zero.checkpoint.tree import Decoder, parted
+from lightning_zero.device import HOST
 from lightning_zero.run.states import failing_together
 from lightning_zero.shards.extents import Extent
 from lightning_zero.views.lazy import LazyTensor, Stored
@@ -50,7 +51,7 @@ class StoredTensor(Stored):
 
     def whole(self) -> Tensor:
         self._checkpoint.reader.open(self._entry)  # before memory is allocated: a manifest may claim any size
-        found = torch.empty(self.shape, dtype=self.dtype)
+        found = torch.empty(self.shape, dtype=self.dtype, device=HOST)
         self.read(Extent.of_whole(self.name, self.shape), found.view(-1))
         return found
 
@@ -78,7 +79,7 @@ class ReadingTogether:
         """Returns the values of `tensor`. Collective: call it on every rank, except after one has not come. torch goes
         on to load the other tensors then, and this rank would wait for each of them."""
         if isinstance(self.failed, RankTimeoutError):
-            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=HOST)
         try:
             return self._read(tensor)
         except RankTimeoutError as error:
@@ -89,12 +90,12 @@ class ReadingTogether:
         numel, size = math.prod(tensor.shape), self._comm.size
         if numel * tensor.dtype.itemsize < size * _WORTH_SHARING:  # one rank reads it, another the next
             reads, self._turn = self._turn, (self._turn + 1) % size
-            values = torch.zeros(numel, dtype=tensor.dtype)
+            values = torch.zeros(numel, dtype=tensor.dtype, device=HOST)
             if reads == self._comm.rank:
                 self.attempt(tensor, Extent.of_whole(tensor.name, tensor.shape), values)
             self._comm.broadcast(values, f"load {tensor.name}", source=reads)
             return values.view(tensor.shape)
-        rows = torch.zeros(size, -(-numel // size), dtype=tensor.dtype)
+        rows = torch.zeros(size, -(-numel // size), dtype=tensor.dtype, device=HOST)
         start = self._comm.rank * rows.shape[1]
         mine = rows[self._comm.rank, : max(numel - start, 0)]
         self.attempt(tensor, Extent.of_whole(tensor.name, tensor.shape, start, start + mine.numel()), mine)

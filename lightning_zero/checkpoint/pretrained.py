@@ -108,7 +108,7 @@ class PretrainedTensor(Stored):
             self._fill(into)
             return
         for part in into.split(_CHUNK_BYTES // self.dtype.itemsize):
-            part.copy_(self._fill(torch.empty(part.shape, dtype=self.dtype)))
+            part.copy_(self._fill(torch.empty(part.shape, dtype=self.dtype, device=HOST)))
 
     def _fill(self, flat: Tensor) -> Tensor:
         if flat.numel():
@@ -116,7 +116,7 @@ class PretrainedTensor(Stored):
         return flat
 
     def whole(self) -> Tensor:
-        return self.for_loading(torch.empty(self.shape, dtype=self.dtype))
+        return self.for_loading(torch.empty(self.shape, dtype=self.dtype, device=HOST))
 
     def for_loading(self, target: Tensor) -> Tensor:
         """Reads into `target` itself if that is contiguous, so that the tensor is not in memory twice."""

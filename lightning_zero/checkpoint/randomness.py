@@ -7,7 +7,7 @@ from typing import Any
 import numpy
 import torch
 
-from lightning_zero.device import is_host, random_state, set_random_state
+from lightning_zero.device import HOST, is_host, random_state, set_random_state
 from lightning_zero.wire.comm import Comm
 
 
@@ -16,7 +16,7 @@ def capture(device: torch.device) -> dict[str, Any]:
     version, words, gauss = random.getstate()
     mersenne = numpy.random.get_state(legacy=False)
     state = {
-        "python": torch.tensor(words),
+        "python": torch.tensor(words, device=HOST),
         "python_rest": [version, gauss],
         "numpy": torch.from_numpy(mersenne["state"]["key"].astype("int64")),
         "numpy_rest": [int(mersenne["state"]["pos"]), int(mersenne["has_gauss"]), float(mersenne["gauss"])],

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_avg_fn
 from typing_extensions import override
 
+from lightning_zero.device import HOST
 from lightning_zero.pl.checkpointing import CheckpointingStrategy
 from lightning_zero.run.average import Average, room_for_average
 from lightning_zero.run.engine import Engine
@@ -161,7 +162,7 @@ class ZeroEMA(EMAWeightAveraging):
             if average.is_swapped:  # an evaluation has failed, and this checkpoint is to rescue the training
                 own, averaged = averaged, own
         checkpoint["current_model_state"], checkpoint["state_dict"] = own, averaged
-        checkpoint["averaging_state"] = {"n_averaged": torch.tensor(updates)}
+        checkpoint["averaging_state"] = {"n_averaged": torch.tensor(updates, device=HOST)}
 
     @override
     def on_load_checkpoint(

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_zero.device import Late
+from lightning_zero.device import HOST, Late
 from lightning_zero.run.engine import Engine
 from lightning_zero.shards.norm import Overflow
 
@@ -190,7 +190,10 @@ class ShardedGradients(Precision):
         if self.scaler is None:
             return {}
         skipped, scale = float(self.skipped.total), self.scaler.get_scale()
-        return {"zero/skipped_steps": torch.tensor(skipped), "zero/loss_scale": torch.tensor(scale)}
+        return {
+            "zero/skipped_steps": torch.tensor(skipped, device=HOST),
+            "zero/loss_scale": torch.tensor(scale, device=HOST),
+        }
 
 
 def guard_schedulers(

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from lightning_zero.checkpoint import CheckpointKeeper, Folder, pickle_on_all_ranks
 from lightning_zero.checkpoint.single import write_at_once
 from lightning_zero.config import Checkpoint, Offload
-from lightning_zero.device import free_bytes, is_host
+from lightning_zero.device import HOST, free_bytes, is_host
 from lightning_zero.pl import ranks
 from lightning_zero.pl.single_file import choose_format, format_beside, is_plugin, refuse_place
 from lightning_zero.pl.table import MemoryReport, table_of, told_of_whole
@@ -247,7 +247,8 @@ class ShardedStrategy:
             local_of(parameter).numel() * parameter.dtype.itemsize for parameter in engine.module.parameters()
         )
         whole = not engine.partition.parameter
-        fits = torch.tensor(2 if available is None or 2 * needed < available else int(whole or needed < available))
+        copies_that_fit = 2 if available is None or 2 * needed < available else int(whole or needed < available)
+        fits = torch.tensor(copies_that_fit, device=HOST)
         engine.rendezvous.meet_before_collective()
         return int(engine.mesh.world.all_reduce(fits, "fits in host memory", "min"))
 

@@ -25,6 +25,7 @@ from typing_extensions import override
 from lightning_zero import config
 from lightning_zero.checkpoint import randomness
 from lightning_zero.config import ActivationCheckpointing, Checkpoint, Offload
+from lightning_zero.device import HOST
 from lightning_zero.pl import other_name
 from lightning_zero.pl.callbacks import OwnCallbacks
 from lightning_zero.pl.checkpointing import CheckpointingStrategy
@@ -354,7 +355,7 @@ class ZeroStrategy(CheckpointingStrategy):
         else:
             self._meet_before_collective()
         if self._live_engine is not None:
-            self.comm.all_reduce(torch.zeros(1, dtype=torch.uint8), f"before Strategy.{name}")
+            self.comm.all_reduce(torch.zeros(1, dtype=torch.uint8, device=HOST), f"before Strategy.{name}")
 
     @contextmanager
     @override

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_zero.device import HOST
 from lightning_zero.run.spread import WHOLE, SpreadBlocks, SpreadState, read_part
 from lightning_zero.shards.local import Box, local_of
 from lightning_zero.shards.moment import wrapped_in
@@ -250,7 +251,7 @@ class OptimizerState:
         if not isinstance(value, Tensor):
             return value
         if is_composed(value):
-            return value if self._steps_any(parameter) else torch.empty(0, dtype=value.dtype)
+            return value if self._steps_any(parameter) else torch.empty(0, dtype=value.dtype, device=HOST)
         stored, slot = value.source if isinstance(value, LazyTensor) else None, self._slot(parameter)
         shape = tuple(parameter.shape) if slot is None else slot.local.box.whole  # a parameter may be its piece now
         is_whole = tuple(value.shape) != shape or name == "step"

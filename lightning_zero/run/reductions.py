@@ -12,6 +12,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from lightning_zero.device import HOST
 from lightning_zero.run.notices import Notice, Notices
 from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.bucket import BucketPool
@@ -286,6 +287,6 @@ class Reductions:
         self._order_learnt = True
         ready = [self.shards.index(shard) for shard in self._ready_order]
         rest = [at for at in range(len(self.shards)) if at not in set(ready)]
-        agreed = torch.tensor(ready + rest)
+        agreed = torch.tensor(ready + rest, device=HOST)
         self._comm.broadcast(agreed, "reduction order")
         self.shards = [self.shards[at] for at in agreed.tolist()]

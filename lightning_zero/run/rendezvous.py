@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from lightning_zero.device import HOST
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.plan import Plan, Residents, Step, make_plan
 from lightning_zero.run.reductions import Reductions, Stage
@@ -288,7 +289,7 @@ class Rendezvous:
     def _settle(self, statement: Tensor, *, early: bool) -> bool:
         """Settles gradients by the statements of all ranks: `statement`, and whether any is `early`, is of those that
         share shards. Returns whether any rank is early."""
-        said = torch.cat([statement, torch.tensor([early], dtype=torch.uint8)])
+        said = torch.cat([statement, torch.tensor([early], dtype=torch.uint8, device=HOST)])
         for comm in (self._mesh.replicate, self._mesh.tensor):
             if comm.size > 1:
                 said = comm.host.all_reduce(said, "settle", "max")
@@ -315,7 +316,7 @@ class Rendezvous:
         one waits in. So they tell each other, once in each round: before the first reduction, or at the end.
         """
         if self._round.replicas_reduce is None:
-            told = torch.tensor([reduces], dtype=torch.uint8)
+            told = torch.tensor([reduces], dtype=torch.uint8, device=HOST)
             self._round.replicas_reduce = bool(self._mesh.replicate.host.all_reduce(told, "replicas", "max"))
         return self._round.replicas_reduce
 

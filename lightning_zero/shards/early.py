@@ -18,7 +18,7 @@ from torch._C import DisableTorchFunctionSubclass as no_interception
 from torch.nn import Parameter
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
-from lightning_zero.device import point_at
+from lightning_zero.device import HOST, point_at
 from lightning_zero.shards.extents import Extent
 from lightning_zero.tiers.ledger import Category, Ledger, Place
 from lightning_zero.wire.comm import Comm
@@ -201,4 +201,5 @@ def _count_holders(tensor: Tensor) -> int:
 
 
 with torch.inference_mode(False):
-    _HOLDERS = _count_holders(Parameter(torch.empty(1)))  # of a parameter whose memory nothing else refers to
+    # Of a parameter whose memory nothing else refers to.
+    _HOLDERS = _count_holders(Parameter(torch.empty(1, device=HOST)))

@@ -295,7 +295,8 @@ class GradientShard:
                 slot.local.grad = None
                 slot.parameter.grad_dtype = self.group.kind.declared  # the dtype that its values have again at once
         self.full_grad = None
-        self.owned_grad = InMemory(torch.empty(0, dtype=self.dtype), self.group.places.gathered)
+        place = self.group.places.gathered
+        self.owned_grad = InMemory(torch.empty(0, dtype=self.dtype, device=place.device), place)
         self.pool = BucketPool([])
 
     # -- averaged gradients

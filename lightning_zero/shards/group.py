@@ -339,7 +339,8 @@ class ShardGroup:
         for slot in self.slots:
             forget_slot(slot)
         self.full_param = None
-        nothing = InMemory(torch.empty(0, dtype=self.kind.resting), self.places.gathered)
+        place = self.places.gathered
+        nothing = InMemory(torch.empty(0, dtype=self.kind.resting, device=place.device), place)
         self.rest = Rest(nothing, nothing)
 
     @property

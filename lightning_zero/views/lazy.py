@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from lightning_zero.device import HOST
 from lightning_zero.shards.extents import Extent
 from lightning_zero.shards.local import Box, as_dtensor
 from lightning_zero.tiers.array import Part
@@ -75,7 +76,7 @@ class Stored(Source):
         if not isinstance(target, DTensor):
             return self.whole()
         box = Box.of(target)
-        part = torch.empty(box.shape, dtype=self.dtype)
+        part = torch.empty(box.shape, dtype=self.dtype, device=HOST)
         self.read(box.extent(self.name), part.view(-1))
         return as_dtensor(part, target)
 

@@ -1,0 +1,73 @@
+"""What the package's own code says of devices: one module names their kinds, and every new tensor says where it is."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from foreign import MAKERS
+
+PACKAGE = Path(__file__).parents[1] / "lightning_zero"
+DEVICES = PACKAGE / "device.py"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def calls_in(module: Path) -> Iterator[ast.Call]:
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Call):
+            yield node
+
+
+def named(module: Path) -> Iterator[str]:
+    """The dotted names in a module, such as ``torch.cuda.Stream``."""
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Attribute):
+            yield ast.unparse(node)
+
+
+def test_one_module_names_kinds_of_devices() -> None:
+    kinds = ("torch.cuda", "torch.xpu", "torch.mps", "torch.hpu", "torch.accelerator", "torch.get_device_module")
+    found = {module.name: name for module in MODULES for name in named(module) if name.startswith(kinds)}
+    assert set(found) == {DEVICES.name}
+
+
+def test_one_module_copies_without_waiting() -> None:
+    found = [
+        f"{module.name}:{call.lineno}"
+        for module in MODULES
+        if module != DEVICES
+        for call in calls_in(module)
+        for keyword in call.keywords
+        if keyword.arg == "non_blocking"
+    ]
+    assert found == []
+
+
+def test_every_tensor_that_the_package_makes_says_on_which_device() -> None:
+    """Within `trainer.init_module()` the default is the accelerator: a message to other hosts would be made there."""
+    found = [
+        f"{module.name}:{call.lineno}"
+        for module in MODULES
+        for call in calls_in(module)
+        if ast.unparse(call.func) in {f"torch.{name}" for name in MAKERS}
+        if not any(keyword.arg in ("device", None) for keyword in call.keywords)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(("place", "device"), [("lightning_zero/x.py", "meta"), ("tests/x.py", "cpu")])
+def test_under_a_foreign_device_only_what_the_package_makes_is_there(place: str, device: str) -> None:
+    code = f"""
+import foreign
+import torch
+foreign.install()
+made = {{}}
+exec(compile("made = torch.ones(2)", {str(PACKAGE.parent / place)!r}, "exec"), {{"torch": torch}}, made)
+print(made["made"].device.type)
+"""
+    environment = {"FOREIGN_DEVICE": "meta", "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [device]
