@@ -71,11 +71,12 @@ def why_not_in_pieces(optimizer: Optimizer) -> str | None:
             whole = list(_updates(optimizer, _tensors_in_turn, ranks=1))
             if not any(update.any() for updates in whole for update in updates):
                 return NOTHING
+            if _draws(optimizer):  # pieces may agree where it draws one number for each, but not on ranks that have none
+                return BY_CHANCE
             for reason, part in ((None, _piece), (BY_BLOCK, _piece_of_blocks), (BY_TENSOR, _tensors_in_turn)):
                 if _agrees(whole, optimizer, part):
                     return reason
-            is_repeatable = _agrees(whole, optimizer, _tensors_in_turn, ranks=1)
-            return BY_ALL if is_repeatable and not _draws(optimizer) else BY_CHANCE
+            return BY_ALL if _agrees(whole, optimizer, _tensors_in_turn, ranks=1) else BY_CHANCE
     except Exception as error:  # an optimizer may ask for anything
         return f"could not be tried on small tensors ({type(error).__name__}: {error})"
 
@@ -193,13 +194,15 @@ def _draws(optimizer: Optimizer) -> bool:
 def _random_states(optimizer: Optimizer) -> dict[Any, bytes]:
     """Returns the states of the sources of random numbers that an optimizer may know."""
     states: dict[Any, Any] = {
-        "torch": torch.get_rng_state(),
+        "torch": torch.get_rng_state().tolist(),  # the pickle of a tensor says where it lies
         "numpy": np.random.get_state(),
         "python": random.getstate(),
     }
     for place, holder in enumerate(_holders(optimizer)):
         for name, value in holder.items():
-            if isinstance(value, torch.Generator | np.random.RandomState):
+            if isinstance(value, torch.Generator):
+                states[place, name] = value.get_state().tolist()
+            elif isinstance(value, np.random.RandomState):
                 states[place, name] = value.get_state()
             elif isinstance(value, np.random.Generator):
                 states[place, name] = value.bit_generator.state
