@@ -79,6 +79,13 @@ def test_every_two_features_are_in_one_run_or_clash() -> None:
             assert (frozenset([one, other]) in met) != pairs.clash(one, other), (one, other)
 
 
+def test_every_feature_is_in_a_run_of_each_stage_that_can_have_it() -> None:
+    for feature, stage in itertools.product(pairs.FEATURES, pairs.AXES["stage"]):
+        if feature.name != "stage":
+            meets = any(case.stage == stage and feature in case.used for case in CASES)
+            assert meets != pairs.clash(feature, pairs.Feature("stage", stage)), (feature, stage)
+
+
 def test_the_table_is_of_these_runs() -> None:
     assert table() in PAGE.read_text(), f"write in {PAGE}:\n{table()}"
 
