@@ -16,14 +16,16 @@ PINNED_TORCH := torch==2.13.0
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq
+EXTRAS := plots,examples,docs,dev
 FLOORS := .venv-floors
+NEWEST := .venv-newest
 CLIENTS := .venv-clients
 FLOOR_TESTS := $(addprefix tests/test_,$(addsuffix .py,checkpoint_before checkpoint_tree config hydra layout promises \
     strategy summary sweep))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo sweep test test-gpu test-floors test-clients lint ruff format-check mypy ladder bench constraints setup clean FORCE
+.PHONY: help demo sweep test test-gpu test-floors test-newest test-clients lint ruff format-check mypy ladder bench constraints setup clean FORCE
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -42,6 +44,10 @@ test-gpu: setup  ## run the tests that need a GPU
 
 test-floors: $(FLOORS)/installed  ## run the tests of what users touch with the lowest versions that pyproject.toml allows
 	$(FLOORS)/bin/python -m pytest $(FLOOR_TESTS) $(ARGS)
+
+test-newest: $(NEWEST)/pyvenv.cfg  ## run the tests with the newest versions that pyproject.toml allows (some GB to download)
+	$(NEWEST)/bin/python -m pip --disable-pip-version-check -qq install --upgrade --upgrade-strategy eager -e '.[$(EXTRAS)]'
+	$(NEWEST)/bin/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-clients: $(CLIENTS)/installed  ## run published packages beside ddp, in an environment of their own
 	$(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
@@ -74,7 +80,7 @@ constraints: setup  ## write constraints.txt from .venv (after upgrading package
 	    | sed 's/+.*//' | cat $(VENV)/header.txt - > constraints.txt
 
 clean:  ## remove the environment, caches and results
-	rm -rf $(VENV) $(VENV).txt $(FLOORS) $(CLIENTS) build dist outputs multirun *.egg-info .*_cache .hypothesis
+	rm -rf $(VENV) $(VENV).txt $(FLOORS) $(NEWEST) $(CLIENTS) build dist outputs multirun *.egg-info .*_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 setup: $(VENV)/installed  ## create .venv with everything the other targets need
@@ -97,17 +103,22 @@ $(VENV)/installed: $(VENV)/torch.txt pyproject.toml
 	@awk -F== '{ key = tolower($$1); gsub(/[_.]/, "-", key) } !(key in seen) { seen[key]; print }' \
 	    $(VENV)/torch.txt constraints.txt > $(VENV)/constraints.txt
 	$(PIP) install -c $(VENV)/constraints.txt setuptools
-	$(PIP) install -c $(VENV)/constraints.txt --no-build-isolation -e '.[hydra,examples,docs,dev]'
+	$(PIP) install -c $(VENV)/constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
 	@touch $@
 
-# "torch>=2.11,<2.14" becomes "torch==2.11". Torch brings its build for CUDA, some GB.
+# "torch>=2.11,<2.16" becomes "torch==2.11". Torch brings its build for CUDA, some GB.
 $(FLOORS)/installed: pyproject.toml
 	$(PYTHON) -m venv --clear $(FLOORS)
 	$(FLOORS)/bin/python -m pip --disable-pip-version-check -qq install hypothesis pytest pytest-timeout pytest-xdist tensorboard \
 	    $$($(PYTHON) -c 'import re, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	    wanted = project["dependencies"] + project["optional-dependencies"]["hydra"]; \
+	    wanted = project["dependencies"] + project["optional-dependencies"]["plots"]; \
 	    print(*(re.sub(r">=([\d.]+).*", r"==\1", one) for one in wanted))')
 	@touch $@
+
+# What is newest changes, so `make test-newest` upgrades it every time.
+$(NEWEST)/pyvenv.cfg:
+	$(PYTHON) -m venv --clear $(NEWEST)
+	@$(NEWEST)/bin/python -m pip --disable-pip-version-check -qq uninstall -y setuptools
 
 # Torch first and held, as both packages would take any, with its build for CUDA.
 $(CLIENTS)/installed: pyproject.toml constraints.txt

@@ -169,7 +169,7 @@ def measure(way: str, depth: int, folder: Path, options: argparse.Namespace) -> 
     numel = sum(parameter.numel() for parameter in model.parameters())
     tokens = torch.randint(options.vocabulary, (1, options.length + 1), generator=torch.Generator().manual_seed(0))
     tokens = tokens.to(DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True if way == "none" else None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
     if way == "none":
         step, forward_and_backward, catch_up = plain(model, optimizer, tokens)
     else:

@@ -77,7 +77,7 @@ def show(summary: dict[str, Any], metrics: list[str]) -> None:
         console.print(Panel(Text(summary["sample"]), title="a sample"))
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="train")
+@hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def main(cfg: DictConfig) -> float:
     return train(cfg, Path(HydraConfig.get().runtime.output_dir))
 

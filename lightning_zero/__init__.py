@@ -27,6 +27,7 @@ _comes_later = "_comes_later" not in globals() and (
 )
 
 if TYPE_CHECKING or not _comes_later:
+    from lightning_zero import clone
     from lightning_zero.checkpoint import CheckpointError, verify
     from lightning_zero.checkpoint.export import consolidate, export_safetensors
     from lightning_zero.config import ActivationCheckpointing, Checkpoint, Offload
@@ -36,6 +37,7 @@ if TYPE_CHECKING or not _comes_later:
     from lightning_zero.pl.other_name import serve_pytorch_lightning
     from lightning_zero.pl.strategy import ZeroStrategy
 
+    clone.install()
     interop.install()
 else:
 

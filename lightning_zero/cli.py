@@ -1,6 +1,6 @@
 """``lightning-zero``: what is done with checkpoints of `ZeroStrategy` outside of training, and what a stage will take.
 
-    lightning-zero inspect DIR [--json]                  what is inside; reads the manifest only
+    lightning-zero inspect DIR [--json]                  what is inside; of shards reads the manifest only
     lightning-zero verify DIR [DIR ...]                  names every file that is missing, short or altered
     lightning-zero consolidate DIR OUT.ckpt              one ordinary Lightning file, optimizer and all
     lightning-zero consolidate DIR OUT --safetensors     the model as Hugging Face writes it
@@ -8,8 +8,8 @@
     lightning-zero export DIR DCP                        to one
     lightning-zero plan --parameters 7e9 --ranks 8       bytes per rank at each stage, beside DDP's
 
-DIR is a path or a URL (``s3://...``). The exit status is 0 when all is well, 1 when something is wrong with a
-checkpoint, and 2 when the command line cannot be understood.
+DIR is a path or a URL (``s3://...``): of a sharded checkpoint, or but for export of a single file. The exit status is 0
+when all is well, 1 when something is wrong with a checkpoint, and 2 when the command line cannot be understood.
 """
 
 import argparse
@@ -31,6 +31,9 @@ from lightning_zero import __version__
 
 # Each command imports what it needs, so that --help does not wait for torch.
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lightning_zero.checkpoint.folder import Folder
     from lightning_zero.checkpoint.load import StoredCheckpoint
     from lightning_zero.checkpoint.manifest import Entry
 
@@ -72,13 +75,13 @@ def _parser() -> argparse.ArgumentParser:
             one.add_argument(place, type=_place, metavar=place.upper(), help=told)
         return one
 
-    folder = "the checkpoint's folder"
-    about = "Tells what is inside, by the manifest only."
+    folder = "the checkpoint's folder, or a single file"
+    about = "Tells what is inside; of shards reads the manifest only."
     one = command("inspect", _inspect, about, dir=f"{folder}, a path or URL")
     one.add_argument("--json", action="store_true", help="as one object of JSON, for programs: sizes in bytes")
 
     one = command("verify", _verify, "Reads everything, and names every file that is missing, short or altered.")
-    one.add_argument("dirs", type=_place, nargs="+", metavar="DIR", help="the checkpoints' folders")
+    one.add_argument("dirs", type=_place, nargs="+", metavar="DIR", help="the checkpoints' folders or files")
 
     about = "Writes one ordinary Lightning file, or the model as safetensors."
     out = "the file to write; with --safetensors the folder"
@@ -89,10 +92,10 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--shard-gb", type=_positive, default=None, help="most that one of its files holds (default 5)")
 
     about, dcp = "Makes a checkpoint of a torch.distributed.checkpoint folder (FSDP's).", "the folder with .metadata"
-    command("import", _import, about, dcp=f"{dcp}, which is unpickled", dir=f"{folder} to write")
+    command("import", _import, about, dcp=f"{dcp}, which is unpickled", dir="the checkpoint's folder to write")
 
     about = "Makes a torch.distributed.checkpoint folder, laid out as FSDPStrategy does."
-    command("export", _export, about, dir=folder, dcp="the folder to write; new, or empty")
+    command("export", _export, about, dir="the checkpoint's folder", dcp="the folder to write; new, or empty")
 
     _add_plan(command("plan", _plan, "Bytes per rank at each stage, beside those of Lightning's ddp."))
     return parser
@@ -121,6 +124,7 @@ def _add_plan(one: argparse.ArgumentParser) -> None:
     one.add_argument("--offload-parameters", choices=tiers, help="where parameters are kept at stage 3")
     one.add_argument("--replicas", type=int, default=1, help="as replicate_size (default 1)")
     one.add_argument("--state-tensors", type=int, default=2, help="of the optimizer (default 2, as Adam; SGD has 0)")
+    one.add_argument("--averages", type=int, default=0, help="of the weights, as ZeroEMA keeps one (default 0)")
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -132,7 +136,8 @@ def _plan(options: argparse.Namespace) -> None:
     try:
         setting["offload"] = Offload(**tiers, path="." if "nvme" in tiers.values() else None)
         stages = (1, 2, 3) if options.stage is None else (options.stage,)
-        print(plan_text(int(options.parameters), stages, **setting, state_tensors=options.state_tensors))
+        setting |= {"state_tensors": options.state_tensors, "averages": options.averages}
+        print(plan_text(int(options.parameters), stages, **setting))
     except ValueError as error:
         options.refuse(str(error))
 
@@ -162,8 +167,12 @@ def _numel(text: str) -> float:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    from lightning_zero.checkpoint import StoredCheckpoint
+    from lightning_zero.checkpoint import Folder, StoredCheckpoint
+    from lightning_zero.checkpoint.single import is_single_file
 
+    if is_single_file(place := Folder(options.dir)):
+        _inspect_single(place, as_json=options.json)
+        return
     checkpoint = StoredCheckpoint(options.dir)
     if options.json:
         print(json.dumps(_contents(checkpoint), indent=2))
@@ -182,11 +191,34 @@ def _inspect(options: argparse.Namespace) -> None:
         for part in contents["parts"]
     ]
     _print_table("part", "dtype", "tensors", "elements", "size", rows=rows)
+    _print_model(contents["model"])
+
+
+def _print_model(model: dict[str, Any]) -> None:
     rows = [
         (name, entry["dtype"], "x".join(map(str, entry["shape"])) or "scalar", _size(entry["bytes"]))
-        for name, entry in contents["model"].items()
+        for name, entry in model.items()
     ]
     _print_table("parameter or buffer", "dtype", "shape", "size", rows=rows)
+
+
+def _inspect_single(file: "Folder", *, as_json: bool) -> None:
+    """Tells what is in a checkpoint that is one file."""
+    from lightning_zero.checkpoint.single import model_in, read_plain
+
+    found, nbytes = read_plain(file), file.fs.size(file.path)
+    about = {"step": found.get("global_step"), "epoch": found.get("epoch")}
+    model = {
+        name: {"dtype": _short(value), "shape": list(value.shape), "bytes": value.nbytes}
+        for name, value in model_in(found).items()
+    }
+    if as_json:
+        print(json.dumps({"path": str(file), "about": about, "shards": [], "bytes": nbytes, "model": model}, indent=2))
+        return
+    print(file)
+    told = ", ".join(f"{key} {value}" for key, value in about.items() if value is not None)
+    print(f"  {told}{', ' if told else ''}{_size(nbytes)} in one file, as Lightning writes it: torch.load reads it")
+    _print_model(model)
 
 
 def _contents(checkpoint: "StoredCheckpoint") -> dict[str, Any]:
@@ -237,7 +269,7 @@ def _part_of(name: str) -> str:
     return "random state" if name.startswith("rank ") else name.partition("/")[0]
 
 
-def _short(entry: "Entry") -> str:
+def _short(entry: "Entry | Tensor") -> str:
     return str(entry.dtype).removeprefix("torch.")
 
 

@@ -129,12 +129,14 @@ class ActivationCheckpointing:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """How `Trainer.save_checkpoint` writes.
+    """How `Trainer.save_checkpoint` writes. Either format is there complete or not at all, even if ranks are killed
+    while they write, and is resumed at any stage and on any number of ranks. Without a policy (``checkpoint=None``)
+    each run chooses: a single file where the states of model and optimizers are at most 1 GB, shards where they are
+    more, or where the run goes on from shards.
 
     Args:
-        format: ``"sharded"`` is a folder to which every rank writes its shards. It is complete or absent, even if ranks
-            are killed while they write. ``"full"`` is Lightning's ordinary single file, for which every rank gathers
-            the whole model.
+        format: ``"sharded"`` is a folder to which every rank writes its shards. ``"full"`` is Lightning's ordinary
+            single file, for which every rank gathers the whole model.
         async_save: during fit, write a copy in the background while training continues (sharded only).
 
     Raises:

@@ -164,7 +164,7 @@ def fit_watched(strategy: Any, folder: Path, profiler: str, bar: str) -> dict[st
     if rank == 0:
         board = EventAccumulator(str(folder / "board")).Reload()
         found["graph"] = len(board.Graph().node) if board.Tags()["graph"] else 0
-        found["scalars"] = sorted(tag for tag in board.Tags()["scalars"] if "zero/" not in tag)
+        found["scalars"] = sorted(board.Tags()["scalars"])
         found["csv"] = _rows_of(folder / "csv" / "metrics.csv")
         kept = [path.relative_to(folder) for path in folder.rglob("*") if not _is_inside_checkpoint(path)]
         found["files"] = sorted(_plain(str(path)) for path in kept if "events.out" not in path.name)
@@ -191,7 +191,7 @@ def _rows_of(path: Path) -> list[dict[str, str]]:
     """What does not depend on time, of the rows that have some of it."""
     with path.open() as file:
         rows = list(csv.DictReader(file))
-    timed = ("time", "per_sec", "zero/", "DeviceStatsMonitor", "utilization")
+    timed = ("time", "per_sec", "DeviceStatsMonitor", "utilization")
     kept = [{key: value for key, value in row.items() if value and not any(t in key for t in timed)} for row in rows]
     return [row for row in kept if row.keys() - {"step", "epoch"}]
 

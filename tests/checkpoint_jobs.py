@@ -5,8 +5,10 @@ import os
 import random
 import signal
 import time
+import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import numpy
@@ -16,6 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import jobs
+import lightning_zero.pl.single_file
+import lightning_zero.pl.strategy
+from callback_jobs import Uploads
 from jobs import Classifier, Wide, read_checkpoint, state_of
 from lightning_zero.views.lazy import LazyTensor
 
@@ -182,13 +187,15 @@ def fit_in_mid_epoch(
 
 
 def fit_keeping(
-    strategy: Any, world: int, folder: Any, *, epochs: int = 2, seed: int = 1, resume: Any = None, **kwargs: Any
-) -> dict[str, Any]:
+    strategy: Any, world: int, folder: Any, *, epochs: int = 2, seed: int = 1, resume: Any = None, logger: Any = False,
+    dropout: float = 0.0, **kwargs: Any,
+) -> dict[str, Any]:  # fmt: skip
     """Ten steps with a `ModelCheckpoint(**kwargs)`; where everything is afterwards."""
     L.seed_everything(seed, verbose=False)
-    model = Everything()
+    model = Everything(dropout)
     callback = ModelCheckpoint(dirpath=folder, **kwargs)
-    run = trainer(strategy, world, max_epochs=epochs, callbacks=[callback], enable_checkpointing=True)
+    how = {"max_epochs": epochs, "callbacks": [callback], "enable_checkpointing": True, "logger": logger}
+    run = trainer(strategy, world, **how)
     run.fit(model, data(world), ckpt_path=resume)
     run.strategy.barrier()
     return {
@@ -457,6 +464,46 @@ def save_as_last_after_fit(strategy: Any, folder: Path, save_last: Any) -> None:
         for parameter in model.parameters():
             parameter.fill_(7.0)
     run.save_checkpoint(keep.last_model_path)
+
+
+# -- the choice between a single file and shards
+
+
+def fit_and_tell(
+    strategy: Any, folder: Path, small: int = 10**9, *, uploads: bool = False, **kwargs: Any
+) -> dict[str, Any]:
+    """A fit that keeps all its checkpoints: what it says of them, and which of them are files."""
+    counts = 0 if os.environ["RANK"] == "0" else 10**12  # on rank 1, which must not decide by itself
+    counted = lightning_zero.pl.strategy.bytes_to_save
+    with (
+        patch.object(lightning_zero.pl.single_file, "SMALL_BYTES", small),
+        patch.object(lightning_zero.pl.strategy, "bytes_to_save", lambda *of: counted(*of) + counts),
+        warnings.catch_warnings(record=True) as warned,
+        jobs.listening() as said,
+    ):
+        warnings.simplefilter("always")
+        kwargs = {"every_n_train_steps": 5, "save_top_k": -1, "logger": Uploads() if uploads else False, **kwargs}
+        found = fit_keeping(strategy, 2, folder, **kwargs)
+    return {
+        "said": [message for message in said if "Checkpoints are" in message],
+        "warned": [str(one.message) for one in warned if "log_model" in str(one.message)],
+        "are files": {path.name: path.is_file() for path in sorted(folder.iterdir())},
+        "losses": found["losses"],
+    }
+
+
+def save_twice_and_fit_again(folder: Path) -> list[str]:
+    """What two fits of one trainer say of their checkpoints, which they save where there are others: of both kinds."""
+    with jobs.listening() as said:
+        for strategy in ({"stage": 1}, {"stage": 3, "checkpoint": None}):
+            run = trainer(strategy, 2, max_epochs=1)
+            for _ in range(2):
+                run.fit_loop.max_epochs = (run.fit_loop.max_epochs or 0) + 1
+                run.fit(Everything(), data(2))
+                run.save_checkpoint(folder / "a.ckpt")
+                run.save_checkpoint(folder / "a.ckpt")
+                run.strategy.barrier()
+    return [message.partition(":")[0] for message in said if "Checkpoints are" in message]
 
 
 # -- preemption

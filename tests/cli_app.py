@@ -69,6 +69,17 @@ def run(folder: Path, *arguments: str) -> dict[str, Any]:
     return {"weights": weights, "hidden": ran.model.hparams["hidden"], "stage": stage}
 
 
+def texts_beside_checkpoints(folder: Path, strategy: str) -> dict[str, str]:
+    """Of a run whose logger writes to the folder of its checkpoints: all text files there, without what differs."""
+    csv = ("CSVLogger", f"save_dir={folder}", "name=", "version=")
+    arguments = [f"--trainer.strategy={strategy}", "--trainer.devices=2", "--trainer.log_every_n_steps=1"]
+    ran = cli(folder, "fit", *arguments, f"--trainer.logger={csv[0]}", *(f"--trainer.logger.{one}" for one in csv[1:]))
+    ran.trainer.strategy.barrier()
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and ".ckpt" not in str(path)]
+    texts = {path.name: path.read_text() for path in paths}
+    return {name: text.replace(str(folder), "").replace(f"strategy: {strategy}", "") for name, text in texts.items()}
+
+
 def printed(folder: Path, *arguments: str) -> str:
     """What is printed in place of a run."""
     said = io.StringIO()

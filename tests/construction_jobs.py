@@ -34,16 +34,17 @@ from lightning_zero.wire.native import make_comm
 from models import Assorted, assorted
 from random_models import Model, Spec
 
-WAIT = 5.0  # s
+WAIT = 30.0  # s, that a rank waits for another
+SHORT_WAIT = 2.0  # s, where the other does not come
 
 Make = Callable[[], nn.Module]
 
 
 @functools.cache
-def comm() -> Comm:
+def comm(*, wait_timeout: float = WAIT) -> Comm:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    return make_comm(torch.device("cpu"), timedelta(seconds=WAIT))
+    return make_comm(torch.device("cpu"), timedelta(seconds=wait_timeout))
 
 
 # -- what people do when they build a model
@@ -443,11 +444,11 @@ def booked_bytes(name: str) -> dict[str, int]:
 # -- what goes wrong
 
 
-def _timed(build: Callable[[int], Any]) -> tuple[str, float]:
+def _timed(build: Callable[[int], Any], **waits: float) -> tuple[str, float]:
     start = time.monotonic()
     try:
-        with few_bytes(), constructing(stage=3, comm=comm()):
-            build(comm().rank)
+        with few_bytes(), constructing(stage=3, comm=comm(**waits)):
+            build(comm(**waits).rank)
     except Exception as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - start
     return "", time.monotonic() - start
@@ -507,10 +508,10 @@ def go_wrong(name: str) -> dict[str, Any]:
 def is_late_on_one() -> tuple[str, float]:
     def build(rank: int) -> None:
         Layers()
-        time.sleep(2 * WAIT * rank)
+        time.sleep(3 * SHORT_WAIT * rank)
         Layers()
 
-    return _timed(build)
+    return _timed(build, wait_timeout=SHORT_WAIT)
 
 
 # -- where there is nothing to do
@@ -643,7 +644,7 @@ def what_fit_says(kind: type[Classifier], strategy: Any) -> str:
     said: list[str] = []
     listening = patch("lightning_zero.pl.sharded_strategy.rank_zero_info", said.append)
     with few_bytes(), listening, patch("lightning_zero.pl.table.WORTH_TELLING", 2000):
-        trainer(strategy, 2, max_steps=1).fit(kind(), loader())
+        trainer(strategy, 2, max_steps=1, enable_model_summary=True).fit(kind(), loader())
     return "\n".join(said)
 
 

@@ -31,7 +31,7 @@ from lightning_zero.views.lazy import LazyTensor, Partial, Spread
 from lightning_zero.wire.board import Board
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.threads import ThreadWorld
-from ranks import CONTEXT, die_with_parent
+from ranks import CONTEXT, HANGS, die_with_parent
 
 NUMEL = 30_001
 
@@ -135,13 +135,13 @@ class Job:
         world: int,
         function: Callable[..., Any],
         *args: Any,
-        wait_timeout: float = 1.0,
+        wait_timeout: float = 60.0,
         store_on_rank_0: bool = False,
     ) -> None:
-        self._store = None if store_on_rank_0 else dist.TCPStore("127.0.0.1", 0, is_master=True)
-        ports = CONTEXT.Pipe(duplex=False) if self._store is None else None
+        self.store = None if store_on_rank_0 else dist.TCPStore("127.0.0.1", 0, is_master=True)
+        ports = CONTEXT.Pipe(duplex=False) if self.store is None else None
         self._pipes, self.processes = [], []
-        port = None if self._store is None else self._store.port
+        port = None if self.store is None else self.store.port
         for rank in range(world):
             if rank == 1 and ports is not None:
                 port = ports[0].recv()
@@ -164,7 +164,7 @@ class Job:
     def kill(self, rank: int) -> None:
         self.processes[rank].kill()
 
-    def outcomes(self, timeout: float = 20.0) -> list[str | None]:
+    def outcomes(self, timeout: float = HANGS) -> list[str | None]:
         """Of every rank its error, None when it had none, or "killed". All must end in `timeout` seconds."""
         deadline = time.monotonic() + timeout
         found: list[str | None] = []
@@ -198,12 +198,12 @@ def _rank_main(
     store = dist.TCPStore("127.0.0.1", port or 0, is_master=port is None, wait_for_workers=False)
     if tell_port is not None:
         tell_port.send(store.port)
-    Board(dist.PrefixStore("start", store), rank, world, timedelta(seconds=20)).agree("all are there", {}, lambda _: {})
+    Board(dist.PrefixStore("start", store), rank, world, timedelta(seconds=60)).agree("all are there", {}, lambda _: {})
     board = Board(dist.PrefixStore("job", store), rank, world, timedelta(seconds=wait_timeout))
     pipe.send("saving")
     outcome = error_of(lambda: function(board, *args))
     pipe.send(outcome)
-    time.sleep(60)  # until the test kills it: the store lives here, maybe
+    time.sleep(2 * HANGS)  # until the test kills it: the store lives here, maybe
 
 
 # -- what happens to them
@@ -290,8 +290,8 @@ class Nth:
         lasts: do it before all later calls, too.
     """
 
-    def __init__(self, number: int, action: Callable[[], None], *, lasts: bool = False) -> None:
-        self._number = number
+    def __init__(self, number: int | None, action: Callable[[], None], *, lasts: bool = False) -> None:
+        self._number = number  # None: of no call
         self._action = action
         self._lasts = lasts
         self._count = itertools.count()
@@ -302,8 +302,13 @@ class Nth:
         count = next(self._count)  # in one step, for there are several threads
         if count == self._number:
             self.call, self.path = call, str(path)
-        if count == self._number or (self._lasts and count > self._number):
+        if count == self._number or (self._lasts and self._number is not None and count > self._number):
             self._action()
+
+    @property
+    def calls(self) -> int:
+        """How many there were. The count ends here."""
+        return next(self._count)
 
 
 def raising(number: int) -> Callable[[], None]:
@@ -321,6 +326,51 @@ def save_slowly(board: Board, path: Any, version: int, pause: float, in_backgrou
     """Every call to the file system takes `pause` seconds, so that kills hit all of them alike."""
     with disk(Path(path).parent, lambda *_: time.sleep(pause)):
         save(board, path, version, in_background=in_background)
+
+
+class Announced:
+    """A store that says before what it tells the other ranks, its beats left out."""
+
+    def __init__(self, store: dist.Store, before: Callable[[str, Any], None]) -> None:
+        self._store, self._before = store, before
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def set(self, key: str, value: str) -> None:
+        if not key.startswith("beat/"):
+            self._before("set", key)
+        self._store.set(key, value)
+
+
+def save_until_killed(
+    board: Board, path: Any, version: int, pause: float, victim: int | None = None, number: int | None = None
+) -> None:
+    """The victim is killed before that call to the file system or to the store: what others see of a rank is made of
+    these. Tells the store how many there were. Each takes `pause` seconds, in which other ranks go on."""
+    fate = Nth(number if board.rank == victim else None, kill_this_process)
+    store = board._store
+
+    def before(call: str, path: Any) -> None:
+        fate(call, path)
+        time.sleep(pause)
+
+    board._store = Announced(store, before)  # type: ignore[assignment]
+    with disk(Path(path).parent, before):
+        save(board, path, version)
+    store.set(f"calls/{board.rank}", str(fate.calls))
+
+
+def save_when_told(board: Board, path: Any, version: int, told: Path) -> None:
+    """Stands still in the middle of the save until there is the file `told`."""
+
+    def wait(*_: Any) -> None:
+        until = time.monotonic() + HANGS
+        while not told.exists() and time.monotonic() < until:
+            time.sleep(0.02)
+
+    with disk(Path(path).parent, Nth(10, wait) if board.rank == 0 else lambda *_: None):
+        save(board, path, version)
 
 
 def in_bucket(root: Any, function: Callable[..., Any], *args: Any) -> Any:

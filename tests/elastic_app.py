@@ -51,8 +51,10 @@ def main(folder: Path, who: str) -> None:
     world = int(os.environ["WORLD_SIZE"])
     nodes = world // int(os.environ["LOCAL_WORLD_SIZE"])
     if who == "machine" and nodes == 1 and not (folder / "killed").exists():
-        time.sleep(60)  # the other machine was late for the first call; torchrun starts both again when it comes
-        raise TimeoutError("the other machine never came")
+        # The other machine was late for the first call, and torchrun starts both again as soon as it hears of it. It
+        # may not hear of it, where each has taken the other for gone: after a failure it looks for both.
+        time.sleep(10)
+        raise TimeoutError("the other machine has not come")
     keep = ModelCheckpoint(dirpath=folder / "kept", every_n_train_steps=5, save_last=True)
     run = trainer(
         {"stage": 2},

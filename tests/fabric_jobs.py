@@ -13,7 +13,8 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from torch import Tensor, nn
 
-from jobs import FEATURES, Classifier, loader, state_of, strategy_from
+import lightning_zero.pl.single_file
+from jobs import FEATURES, Classifier, listening, loader, state_of, strategy_from
 from lightning_zero.checkpoint.shard import ShardReader
 from lightning_zero.shards.early import early_of
 
@@ -109,6 +110,7 @@ def train(strategy: Any, world: int, how: str = "setup", precision: str = "32-tr
         told = steps(made, model, optimizer, **kwargs)
     found = {**told, "weights": whole(made, model), "warned": [str(one.message) for one in warned]}
     found["state"] = optimizer.state_dict()
+    found["sent"] = made.strategy.communication_report() if hasattr(made.strategy, "communication_report") else {}
     made.strategy.teardown()
     return found
 
@@ -124,6 +126,13 @@ def save_and_go_on(strategy: Any, world: int, path: Path) -> dict[str, Any]:
     found = {"weights": whole(made, model), "state": optimizer.state_dict()}
     made.strategy.teardown()
     return found
+
+
+def save_and_tell(strategy: Any, path: Path, small: int) -> tuple[dict[str, Any], list[str]]:
+    """`save_and_go_on`, and what is said of the format where so many bytes are small."""
+    with patch.object(lightning_zero.pl.single_file, "SMALL_BYTES", small), listening() as said:
+        found = save_and_go_on(strategy, 2, path)
+    return found, [message for message in said if "Checkpoints are" in message]
 
 
 def load_and_go_on(strategy: Any, world: int, path: Path, how: str = "load") -> dict[str, Any]:

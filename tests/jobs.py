@@ -2,10 +2,12 @@
 
 import ctypes
 import logging
+import multiprocessing as mp
 import os
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lightning_zero.pl.ranks
 import lightning_zero.pl.sharded_strategy
@@ -99,8 +101,9 @@ def loader(seed: int = 0, batch_size: int = 4, shuffle: bool = False, samples: i
 
 def strategy_from(given: Any) -> Any:
     """A name, or the arguments of ZeroStrategy; made on the rank, since strategies do not travel."""
-    # Small models stay whole at stage 3, unless every module is a unit.
-    return ZeroStrategy(**{"wait_timeout": 20, "units": "modules", **given}) if isinstance(given, dict) else given
+    # Small models stay whole at stage 3, unless every module is a unit; and their checkpoints would be single files.
+    defaults = {"wait_timeout": 20, "units": "modules", "checkpoint": "sharded"}
+    return ZeroStrategy(**{**defaults, **given}) if isinstance(given, dict) else given
 
 
 def trainer(strategy: Any, world: int, **kwargs: Any) -> L.Trainer:
@@ -125,9 +128,7 @@ def trainer(strategy: Any, world: int, **kwargs: Any) -> L.Trainer:
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """What Lightning knows of a checkpoint, from a file or from a folder of shards."""
-    if not path.is_dir():
-        return torch.load(path, weights_only=False)
-    saved = StoredCheckpoint(path).load()
+    saved = StoredCheckpoint(path).load() if path.is_dir() else torch.load(path, weights_only=False)
     saved.pop("lightning_zero", None)
     return saved
 
@@ -252,6 +253,33 @@ class ClippedClassifier(Classifier):
         self.clip_gradients(optimizer, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
 
 
+def clip_by_exact_norm(model: nn.Module, max_norm: float) -> None:
+    """`clip_grad_norm_` with the one thing changed in which ZeroStrategy differs from it: sums in float64.
+
+    Beside DDP with this, every bit must agree. Beside DDP as it is, the factor differs by one rounding on some CPUs and
+    in some steps: harmless, but bf16, and Adam on a gradient that is 0 but for roundings, make it large.
+    """
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    if not gradients:
+        return
+    powers = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]).square()
+    factor = torch.clamp(max_norm / (powers.sum().sqrt().float() + 1e-6), max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor)
+
+
+class ClipsByExactNorm(Classifier):
+    """Clips under DDP by the norm that ZeroStrategy takes, so that bits can be compared."""
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        if gradient_clip_val is None or isinstance(self.trainer.strategy, ZeroStrategy):
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        else:
+            clip_by_exact_norm(self, gradient_clip_val)
+
+
 def fit_clipped(strategy: Any, world: int, clip: str) -> dict[str, Any]:
     L.seed_everything(1, verbose=False)
     model = ClippedClassifier() if clip == "override" else Classifier()
@@ -299,8 +327,8 @@ def fit_with_overflow(stage: int, at: tuple[int, ...], max_skipped_steps: int = 
             error = str(raised)
     return {
         "error": error,
-        "skipped": float(run.callback_metrics["zero/skipped_steps"]),
-        "scale": float(run.callback_metrics["zero/loss_scale"]),
+        "skipped": run.precision_plugin.skipped.total,
+        "scale": run.precision_plugin.scaler.get_scale(),
         "warned": [str(item.message) for item in warned if "Skipped" in str(item.message)],
         "scheduler": model.steps,
         "losses": model.losses,
@@ -383,14 +411,13 @@ def fit_precisely(strategy: Any, precision: str, steps: int) -> dict[str, Any]:
     data = DataLoader(TensorDataset(coordinates), batch_size=1)
     run = trainer(strategy, 2, precision=precision)
     run.fit(model, data)
-    skipped = float(run.callback_metrics.get("zero/skipped_steps", 0.0))  # the loss scale grows until it overflows
+    skipped = run.precision_plugin.skipped.total  # the loss scale grows until it overflows
     return {"seen": model.seen, "weight": model.ones.weight.item(), "sent": coordinates, "skipped": skipped}
 
 
-def what_fit_says(
-    strategy: Any, precision: str, kind: type[L.LightningModule] | None = None, **kwargs: Any
-) -> list[str]:
-    """The messages that fit prints on this rank."""
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """Inside, collects what is printed on this rank."""
     said: list[str] = []
 
     class Listener(logging.Handler):
@@ -400,9 +427,19 @@ def what_fit_says(
     logger, listener = logging.getLogger("lightning.pytorch"), Listener()
     logger.addHandler(listener)
     try:
-        trainer(strategy, 2, precision=precision, max_steps=1, **kwargs).fit((kind or Classifier)(), loader())
+        yield said
     finally:
         logger.removeHandler(listener)
+
+
+def what_fit_says(
+    strategy: Any, precision: str, kind: type[L.LightningModule] | None = None, data: Any = None, **kwargs: Any
+) -> list[str]:
+    """The messages that fit prints on this rank."""
+    with listening() as said:
+        data = loader() if data is None else data
+        run = trainer(strategy, 2, precision=precision, max_steps=1, enable_model_summary=True, **kwargs)
+        run.fit((kind or Classifier)(), data)
     return [message for message in said if "ZeRO" in message]
 
 
@@ -660,6 +697,48 @@ def over_tcp(job: Callable[..., Any], *args: Any, but: Sequence[Collection[int]]
 
     with patch.object(GlooComm, "__init__", init):
         return job(*args, **kwargs)
+
+
+class Watched(L.LightningModule):
+    """Notes what a worker saw of its weights when it made a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)  # larger than what a message holds
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, seen = batch
+        self.seen += seen.tolist()
+        return self.layer(x).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+class EditsWeights(Dataset[Any]):
+    """Whoever makes an item of it reads and then clears the weights of a model, as far as it has them."""
+
+    def __init__(self, model: Watched) -> None:
+        self.model = model
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, float]:
+        with torch.no_grad():
+            seen = float(self.model.layer.weight.abs().sum())
+            self.model.layer.weight.zero_()
+        return torch.full((64,), index / 8), seen
+
+
+def fit_beside_a_worker_that_edits(strategy: Any) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    model = Watched()
+    data = DataLoader(EditsWeights(model), num_workers=1, multiprocessing_context="fork")
+    with patch.dict(mp.current_process()._config, daemon=False):  # a rank of a pool may have no children otherwise
+        trainer(strategy, 2).fit(model, data)
+    return {"seen": model.seen, "weights": state_of(model)}
 
 
 class Exact(L.LightningModule):

@@ -598,7 +598,7 @@ def what_fit_says_of(strategy: Any, name: str) -> list[str]:
     logger.addHandler(listener)
     try:
         model = MODULES[name]()
-        trainer(strategy, 2, max_steps=2).fit(model, loader(samples=SAMPLES))
+        trainer(strategy, 2, max_steps=2, enable_model_summary=True).fit(model, loader(samples=SAMPLES))
     finally:
         logger.removeHandler(listener)
     return [message for message in said if "of their own kind" in message]

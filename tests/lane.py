@@ -2,7 +2,9 @@
 
 import gc
 import os
+import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ import torch.distributed as dist
 pytest.register_assert_rewrite("compare", "engine_checkpoints", "unit_jobs")
 
 import frugal  # noqa: E402, F401
+from lightning_zero.wire.comm import Comm  # noqa: E402
+from lightning_zero.wire.threads import ThreadComm, ThreadWorld  # noqa: E402
 from ranks import RankPool  # noqa: E402
 
 
@@ -57,3 +61,31 @@ def pool_of() -> Iterator[Callable[[int], RankPool]]:
 @pytest.fixture(scope="session")
 def two_ranks(pool_of: Callable[[int], RankPool]) -> RankPool:
     return pool_of(2)
+
+
+@pytest.fixture
+def ranks_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ranks that are threads one runs at a time, until it waits for another.
+
+    For tests that compile. The cache of compiled code, which torch looks through at every call, has no lock of its own
+    up to torch 2.13: where one thread adds to it while another one looks, the process may die. Users' ranks are
+    processes.
+    """
+    turn, run, collect = threading.Lock(), ThreadWorld.run, ThreadComm._collect
+
+    def run_in_turn(world: ThreadWorld, function: Callable[[Comm], Any]) -> list[Any]:
+        def on_rank(comm: Comm) -> Any:
+            with turn:
+                return function(comm)
+
+        return run(world, on_rank)
+
+    def collect_out_of_turn(comm: ThreadComm, meeting: Any) -> list[Any]:
+        turn.release()
+        try:
+            return collect(comm, meeting)
+        finally:
+            turn.acquire()
+
+    monkeypatch.setattr(ThreadWorld, "run", run_in_turn)
+    monkeypatch.setattr(ThreadComm, "_collect", collect_out_of_turn)

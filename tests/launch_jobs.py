@@ -33,7 +33,8 @@ def start_ranks_and_go_on(method: Any, stage: int | None, folder: Path) -> dict[
     def strategy() -> Any:
         if stage is None:
             return DDPStrategy(find_unused_parameters=True, start_method=method)
-        return ZeroStrategy(stage, start_method=method, **BOTH)
+        checkpoint = "sharded" if stage > 1 else None  # a single file, as the model is small
+        return ZeroStrategy(stage, start_method=method, checkpoint=checkpoint, **BOTH)
 
     L.seed_everything(1, verbose=False)
     model = Seeded()

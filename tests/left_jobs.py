@@ -6,18 +6,23 @@ import pickle
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities import grad_norm
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import GradClipAlgorithmType, grad_norm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
-from jobs import Classifier, loader, state_of, trainer
+import jobs
+from jobs import Classifier, listening, loader, state_of, trainer
+from lightning_zero import ZeroStrategy
 from lightning_zero.wire.comm import RankTimeoutError
 
 # -- a signal
@@ -70,12 +75,14 @@ class SignalledByHand(Signalled):
             self.optimizers().step()
 
 
-def run_until_signalled(strategy: Any, place: str, ranks: tuple[int, ...], folder: Path) -> dict[str, Any]:
+def run_until_signalled(
+    strategy: Any, place: str, ranks: tuple[int, ...], folder: Path, **kwargs: Any
+) -> dict[str, Any]:
     """How a run ends, and where."""
     L.seed_everything(1, verbose=False)
     before = signal.getsignal(signal.SIGTERM)
     model = (SignalledByHand if "nothing" in place else Signalled)(place, ranks)
-    run = trainer(strategy, 2, default_root_dir=folder, limit_val_batches=1.0)
+    run = trainer(strategy, 2, default_root_dir=folder, limit_val_batches=1.0, **kwargs)
     ended = "returned"
     try:
         if "test" in place:
@@ -91,6 +98,13 @@ def run_until_signalled(strategy: Any, place: str, ranks: tuple[int, ...], folde
         "received": run.received_sigterm,
         "handler_is_back": signal.getsignal(signal.SIGTERM) == before,
     }
+
+
+def said_when_stopped(folder: Path, **kwargs: Any) -> tuple[dict[str, Any], list[str]]:
+    """How a run ends whose second rank is told to stop in its third step, and what the first one says of it."""
+    with listening() as said:
+        ended = run_until_signalled({"stage": 3}, "step 2", (1,), folder, **kwargs)
+    return ended, [message for message in said if "Told to stop" in message]
 
 
 # -- the trainer, its callbacks, its strategy
@@ -132,6 +146,42 @@ def callbacks_of_two_fits(strategy: Any) -> list[list[str]]:
     return noted.seen
 
 
+def fit_two_trainers(strategies: Any, folder: Path) -> dict[str, Any]:
+    """Two trainers, with one strategy object or two, and then the first one again."""
+    models, runs = [], []
+    for number, strategy in enumerate(strategies):
+        L.seed_everything(1, verbose=False)
+        models.append(Classifier(lr=0.1 / (number + 1)))
+        runs.append(trainer(strategy, 2, precision="bf16-mixed"))
+    for model, run in zip(models, runs, strict=True):
+        run.fit(model, loader())
+    tested = runs[0].test(models[1], loader(seed=1), verbose=False)
+    runs[0].save_checkpoint(place := folder / f"{len(set(map(id, strategies)))}.ckpt")
+    return {
+        "weights": [state_of(model) for model in models],
+        "tested": tested,
+        "saved": jobs.read_checkpoint(place)["state_dict"],
+        "strategies": [repr(run.strategy) for run in runs],
+    }
+
+
+def fit_with_one_strategy_object(folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[bool]]:
+    """Two trainers that are given one strategy object, two that are given one each, and whether others share it."""
+    shared = OfAUser("a word")
+    found = fit_two_trainers([shared, shared], folder)
+    expected = fit_two_trainers([OfAUser("a word"), OfAUser("a word")], folder)
+    others = [trainer(shared, 2).strategy for _ in range(2)]
+    return found, expected, [one is shared or one.word != "a word" for one in others]
+
+
+class OfAUser(ZeroStrategy):
+    """Takes an argument of its own, and passes others on."""
+
+    def __init__(self, word: str) -> None:
+        self.word = word
+        super().__init__(3, units="modules", wait_timeout=20, checkpoint="sharded")
+
+
 class LoadsWithoutAWord(Classifier):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> None:  # type: ignore[override]
         super().load_state_dict(state_dict, strict=strict, assign=assign)
@@ -151,6 +201,45 @@ def resume_without_a_word(strategy: Any, folder: Path) -> list[float]:
     model = LoadsWithoutAWord()
     trainer(strategy, 2, max_epochs=2).fit(model, loader(samples=16), ckpt_path=path)
     return model.losses
+
+
+def resume_with_a_mock(strategy: Any, folder: Path) -> list[Any]:
+    """A mock in place of `load_state_dict`, as Lightning's own tests have it: its calls."""
+    path, calls = place_of(strategy, folder), []
+    run = trainer(strategy, 2)
+    run.fit(Classifier(), loader(samples=16))
+    run.save_checkpoint(path)
+    for strict in (None, True, False):
+        model = Classifier()
+        model.strict_loading, model.load_state_dict = strict, Mock()  # type: ignore[assignment, method-assign]
+        trainer(strategy, 2, max_epochs=2).fit(model, loader(samples=16), ckpt_path=path)
+        trainer(strategy, 2).test(model, loader(samples=16), ckpt_path=path, verbose=False)
+        calls.append([call.kwargs for call in model.load_state_dict.mock_calls])
+    return calls
+
+
+def go_on_from_the_last(strategy: Any, folder: Path, link: bool | str) -> list[Any]:
+    """Three fits in one folder, each from the last checkpoint of the one before: its path, and what is kept."""
+    folder, found = place_of(strategy, folder).with_suffix(""), []
+    for epochs in (1, 2, 3):
+        L.seed_everything(1, verbose=False)
+        saver = ModelCheckpoint(folder, filename="{epoch}", save_last=link)  # type: ignore[arg-type]
+        run = trainer(strategy, 2, max_epochs=epochs, callbacks=[saver], enable_checkpointing=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r"\.fit\(ckpt_path=\"last\"\) is set")  # by the first
+            run.fit(Classifier(), loader(samples=16), ckpt_path="last")
+        run.strategy.barrier()
+        resumed = None if run.ckpt_path is None else Path(run.ckpt_path).name
+        found.append((resumed, run.global_step, sorted(path.name for path in folder.iterdir())))
+        run.strategy.barrier()
+    return found
+
+
+def look_for_what_is_missing(strategy: Any, folder: Path) -> list[str | None]:
+    path, model, run = folder / "nothing.ckpt", Classifier(), trainer(strategy, 2)
+    ways = [run.fit, run.validate, run.test, run.predict]
+    told = [error_of(lambda way=way: way(model, loader(), ckpt_path=path)) for way in ways]  # type: ignore[misc]
+    return [None if one is None else one.partition(": ")[2] for one in told]
 
 
 class Pickles(L.Callback):
@@ -218,6 +307,30 @@ def left_after_fit(strategy: Any, folder: Path, precision: str) -> dict[str, Any
     run.fit_loop.max_epochs = 2
     run.fit(model, loader(samples=16), ckpt_path=path)
     return {**found, "losses": model.losses}
+
+
+def by_hand_after_fit(strategy: Any, precision: str) -> list[Any]:
+    """Backward, clipping and steps that a user calls once the run is over."""
+    L.seed_everything(1, verbose=False)
+    model, found = Classifier(), []
+    run = trainer(strategy, 2, precision=precision)
+    run.fit(model, loader(samples=16))
+    plugin, optimizer, batch = run.precision_plugin, run.optimizers[0], next(iter(loader()))
+    model.automatic_optimization = False
+    ways: list[Callable[[Tensor], Any]] = [
+        lambda loss: loss.backward(),
+        lambda loss: model.manual_backward(loss),
+        lambda loss: run.strategy.backward(loss, None),
+        lambda loss: plugin.clip_gradients(optimizer, 1e-3),
+        lambda loss: plugin.clip_gradients(optimizer, 1e-4, GradClipAlgorithmType.VALUE),
+    ]
+    for way in ways:
+        way(model.loss(batch))
+        found.append({name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()})
+    model.zero_grad()
+    plain = torch.optim.SGD(model.parameters(), 0.1)
+    run.strategy.optimizer_step(plain, lambda: model.manual_backward(model.loss(batch)))
+    return [*found, state_of(model)]
 
 
 # -- errors

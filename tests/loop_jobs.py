@@ -3,6 +3,7 @@
 import copy
 import io
 import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset
 
 from jobs import CLASSES, FEATURES, loader, state_of, trainer
+from lightning_zero.pl.callbacks import SIGNALS
 
 WIDTH = 7  # divides evenly by nothing
 
@@ -281,14 +283,15 @@ def find_lr_and_fit(strategy: Any, folder: str) -> dict[str, Any]:
     L.seed_everything(1, verbose=False)
     model = Net(lr=1e-3)
     run = trainer(strategy, 2, enable_checkpointing=True, default_root_dir=folder)
-    before = state_of(model)
+    before, handlers = state_of(model), [signal.getsignal(number) for number in SIGNALS]
     found: Any = Tuner(run).lr_find(model, loader(), num_training=8)
     restored = all(torch.equal(value, before[name]) for name, value in state_of(model).items())
+    handled = [signal.getsignal(number) is before for number, before in zip(SIGNALS, handlers, strict=True)]
     run.fit(model, loader())
     return {
         "losses": model.losses + found.results["loss"] + found.results["lr"] + [model.lr],
         "weights": state_of(model),
-        "seen": {"restored": torch.tensor(restored)},
+        "seen": {"restored": torch.tensor(restored), "handled": torch.tensor(handled)},
         "left": sorted(name for name in os.listdir(folder) if name.startswith(".lr_find")),
     }
 

@@ -1,7 +1,12 @@
 """LightningModules that do to a sharded model what cannot work, and some that only look like it."""
 
+import io
+import logging
 import os
+import sys
+import traceback
 import warnings
+from contextlib import redirect_stderr
 from typing import Any
 
 import lightning as L
@@ -261,3 +266,33 @@ def disagree(strategy: Any, how: str) -> str | None:
     except CollectiveMismatchError as error:
         return str(error)
     return None
+
+
+# -- how an error is told
+
+
+class Mistaken(Kind):
+    """Fails in code of the user's, at set-up."""
+
+    def configure_optimizers(self) -> Any:
+        raise ValueError("the user's own")
+
+
+def told_of(name: str) -> dict[str, Any]:
+    """What is logged of an error, what Python prints of it, and the packages whose calls are in its traceback."""
+    logged: list[str] = []
+    logger, listener = logging.getLogger("lightning_zero"), logging.Handler()
+    listener.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(listener)
+    before, printed = sys.excepthook, io.StringIO()
+    try:
+        trainer({"stage": 2}, 2).fit(globals()[name](), loader())
+    except Exception as error:
+        with redirect_stderr(printed):
+            sys.excepthook(type(error), error, error.__traceback__)
+        calls = [call.f_globals["__name__"].partition(".")[0] for call, _ in traceback.walk_tb(error.__traceback__)]
+        return {"logged": logged, "printed": printed.getvalue(), "calls": calls, "error": str(error)}
+    finally:
+        sys.excepthook = before
+        logger.removeHandler(listener)
+    raise AssertionError("it trained")

@@ -3,10 +3,12 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
@@ -23,15 +25,31 @@ class Recorder(Logger):
         super().__init__()
         self.steps: list[int] = []
         self.logged: list[dict[str, float]] = []
+        self.received: list[tuple[Any, ...]] = []  # all calls, in order
 
     name = version = "recorder"
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.received.append(("metrics", dict(metrics), step))
         if "zero/peak_bytes" in metrics:
             self.steps.append(step or 0)
             self.logged.append(dict(metrics))
 
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        self.received.append(("hyperparams", *map(str, args)))
+
+    def log_graph(self, model: Any, *args: Any) -> None:
+        self.received.append(("graph", type(model).__name__))
+
+    def save(self) -> None:
+        self.received.append(("save",))
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        saved = Path(checkpoint_callback.best_model_path)
+        self.received.append(("saved", saved.name, saved.exists()))
+
+    def finalize(self, status: str) -> None:
+        self.received.append(("end", status))
 
 
 class WithoutMetrics(Recorder):
@@ -70,21 +88,35 @@ def listening(*names: str) -> Iterator[list[str]]:
             logging.getLogger(name).removeHandler(listener)
 
 
-def watch(strategy: Any, *, own: bool = False, **kwargs: Any) -> dict[str, Any]:
-    """A short fit: what its monitor has said, logged and counted."""
+class Logs(Classifier):
+    """Logs the loss of each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+def watch(strategy: Any, *, asked: bool = True, summary: int | None = None, **kwargs: Any) -> dict[str, Any]:
+    """A short fit, with a `ZeroMonitor` if `asked`: what was said, logged and counted. `summary` is the depth of a
+    `ModelSummary`."""
     L.seed_everything(1, verbose=False)
     recorder, told = Recorder(), []
     monitor = ZeroMonitor()
     monitor.listeners.append(lambda **costs: told.append(costs))
+    callbacks = [*([monitor] if asked else []), *([] if summary is None else [ModelSummary(summary)])]
     settings = {"logger": [recorder, WithoutMetrics()], "log_every_n_steps": 1, "max_steps": STEPS, **kwargs}
-    run = trainer(strategy, 2, callbacks=[monitor] if own else [], **settings)
+    if settings.get("enable_checkpointing"):
+        callbacks.append(ModelCheckpoint(kwargs["default_root_dir"], every_n_train_steps=2, save_last=True))
+    run = trainer(strategy, 2, callbacks=callbacks, **settings)
     with listening("lightning.pytorch") as said:
-        run.fit(Classifier(), loader())
+        run.fit(Logs(), loader())
     report = run.strategy.memory_report() if hasattr(run.strategy, "memory_report") else {}
     return {
         "monitors": sum(isinstance(callback, ZeroMonitor) for callback in run.callbacks),  # type: ignore[attr-defined]
         "said": said,
         "logged": recorder.logged,
+        "received": recorder.received,
         "steps": recorder.steps,
         "metrics": {name: float(value) for name, value in run.callback_metrics.items()},
         "costs": told,
@@ -93,11 +125,11 @@ def watch(strategy: Any, *, own: bool = False, **kwargs: Any) -> dict[str, Any]:
     }
 
 
-def run_out(strategy: Any) -> dict[str, Any]:
-    """A fit that runs out of memory."""
+def run_out(strategy: Any, *, asked: bool) -> dict[str, Any]:
+    """A fit that runs out of memory, with a `ZeroMonitor` if `asked`."""
     with listening("lightning_zero.pl.monitor") as said:
         try:
-            trainer(strategy, 2, callbacks=[ZeroMonitor()]).fit(Greedy(), loader())
+            trainer(strategy, 2, callbacks=[ZeroMonitor()] if asked else []).fit(Greedy(), loader())
         except RuntimeError as error:
             return {"said": said, "error": str(error)}
     return {"said": said, "error": None}

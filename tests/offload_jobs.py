@@ -14,16 +14,6 @@ import jobs
 from compare import assert_same_bits
 
 
-class Fused(jobs.Classifier):
-    """With the kernel that offload takes, so that bits can be compared."""
-
-    def configure_optimizers(self) -> Any:
-        configured = super().configure_optimizers()
-        for group in configured["optimizer"].param_groups:
-            group["fused"] = True
-        return configured
-
-
 class Inattentive(jobs.Classifier):
     """Looks at no gradients."""
 
@@ -56,7 +46,7 @@ class Onlooker(L.Callback):
 def fit(strategy: Any, world: int, looks: bool = False, clips: bool = True, **kwargs: Any) -> dict[str, Any]:
     """One fit from a seed, with validation in between; everything a parity test compares."""
     L.seed_everything(1, verbose=False)
-    model, onlooker = Fused(tied=kwargs.get("precision") != "bf16-true"), Onlooker()
+    model, onlooker = jobs.Classifier(tied=kwargs.get("precision") != "bf16-true"), Onlooker()
     model.on_before_optimizer_step = lambda optimizer: None  # type: ignore[method-assign]  # it looks at gradients
     more = {"gradient_clip_val": 0.5} if clips else {}
     run = jobs.trainer(strategy, world, val_check_interval=3, callbacks=[onlooker] if looks else [], **more, **kwargs)
@@ -79,13 +69,13 @@ def trainer_of(strategy: Any, **kwargs: Any) -> L.Trainer:
     return jobs.trainer(strategy, 1, **kwargs)
 
 
-loader = jobs.loader
+loader, Classifier = jobs.loader, jobs.Classifier
 
 
 def train(folder: Path, strategy: Any, world: int, epochs: int, resume: Path | None = None) -> dict[str, Any]:
     """Saves in `folder` after every epoch."""
     L.seed_everything(1, verbose=False)
-    model = Fused()
+    model = Classifier()
     keep = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
     run = jobs.trainer(strategy, world, callbacks=[keep], enable_checkpointing=True, max_epochs=epochs)
     run.fit(model, jobs.loader(), ckpt_path=resume)
@@ -104,7 +94,7 @@ def wait_in_the_second_epoch(folder: Path, strategy: Any) -> None:
     L.seed_everything(1, verbose=False)
     keep = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
     run = jobs.trainer(strategy, 2, callbacks=[keep, Waits()], enable_checkpointing=True, max_epochs=2)
-    run.fit(Fused(), jobs.loader())
+    run.fit(Classifier(), jobs.loader())
 
 
 def lose_the_disk(folder: Path, strategy: Any) -> list[str]:
@@ -122,7 +112,7 @@ def lose_the_disk(folder: Path, strategy: Any) -> list[str]:
     keep = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
     run = jobs.trainer(strategy, 1, callbacks=[keep, Failure()], enable_checkpointing=True, max_epochs=2)
     try:
-        run.fit(Fused(), jobs.loader())
+        run.fit(Classifier(), jobs.loader())
     except Exception as error:
         return [str(error), *getattr(error, "__notes__", [])]
     finally:
@@ -135,7 +125,7 @@ def try_to_fit(strategy: Any, path_of_rank_1: str | None = None) -> str | None:
     if path_of_rank_1 is not None and os.environ.get("RANK") == "1":
         strategy = {**strategy, "offload": {**strategy["offload"], "path": path_of_rank_1}}
     try:
-        jobs.trainer(strategy, 2).fit(Fused(), jobs.loader())
+        jobs.trainer(strategy, 2).fit(Classifier(), jobs.loader())
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -145,7 +135,7 @@ def rests(strategy: Any) -> dict[str, int]:
     """The memory report after a fit."""
     L.seed_everything(1, verbose=False)
     run = jobs.trainer(strategy, 2, max_steps=2)
-    run.fit(Fused(), jobs.loader())
+    run.fit(Classifier(), jobs.loader())
     return run.strategy.memory_report()
 
 
@@ -156,5 +146,5 @@ def what_fit_says(strategy: Any, **kwargs: Any) -> list[str]:
 def read_state_after_fit(strategy: Any) -> list[torch.Size]:
     """Optimizer state can be looked at when the engine is gone."""
     run = jobs.trainer(strategy, 2, max_steps=2)
-    run.fit(Fused(), jobs.loader())
+    run.fit(Classifier(), jobs.loader())
     return [state["exp_avg"].clone().shape for state in run.optimizers[0].state.values()]

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+HANGS = 300.0  # s, after which ranks are given up; a busy machine takes its time
+
 CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["lightning_zero", "peft"])  # peft, with transformers: two seconds for each rank
 
@@ -106,7 +108,7 @@ class RankPool:
             self._known[key] = self.run(function, *args, **kwargs)
         return self._known[key]
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = HANGS, **kwargs: Any) -> list[Any]:
         """Results in rank order.
 
         Raises:
@@ -118,7 +120,7 @@ class RankPool:
                 raise RankFailed(f"rank {rank} of {self.world}:\n{error}")
         return results
 
-    def outcomes(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any) -> Any:
+    def outcomes(self, function: Callable[..., Any], *args: Any, timeout: float = HANGS, **kwargs: Any) -> Any:
         """Results and tracebacks (or None), both in rank order."""
         self.begin(function, *args, **kwargs)
         results: list[Any] = [None] * self.world
@@ -127,7 +129,7 @@ class RankPool:
             rank, results[rank], errors[rank] = self.next_outcome(timeout)
         return results, errors
 
-    def next_outcome(self, timeout: float = 120.0) -> tuple[int, Any, str | None]:
+    def next_outcome(self, timeout: float = HANGS) -> tuple[int, Any, str | None]:
         """Of what has begun: the rank that ends next, its result and its traceback."""
         rank, packed, error = self._outbox.get(timeout=timeout)
         return rank, None if packed is None else _unpacked(packed), error
@@ -151,7 +153,7 @@ class RankPool:
             process.kill()
 
 
-def run_alone(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> tuple[list, list]:
+def run_alone(world: int, function: Callable[..., Any], *args: Any, timeout: float = HANGS) -> tuple[list, list]:
     """Ranks of their own, for tests that break them: results and errors; dead ranks leave None in both."""
     pool = RankPool(world)
     try:

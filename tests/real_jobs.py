@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from jobs import state_of, trainer
+from jobs import clip_by_exact_norm, state_of, trainer
 from models import recurrent_kernels
 
 VOCABULARY, LENGTH, CLASSES, EXPERTS = 50, 8, 5, 4
@@ -236,6 +236,35 @@ class Pooled(nn.Module):
         return Output(cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
 
 
+class Attentive(nn.Module):
+    """Attention of every kind: of a token to others (as in a vision transformer), with its weights and masked, to
+    another sequence, to one of another width, used twice in a step; and a recurrent cell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.norm = nn.LayerNorm(16)
+        self.own = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.across = nn.MultiheadAttention(16, 2, batch_first=True, add_bias_kv=True)
+        self.wider = nn.MultiheadAttention(16, 2, batch_first=True, kdim=12, vdim=20, bias=False)
+        self.keys, self.values = nn.Linear(16, 12), nn.Linear(16, 20)
+        self.cell = nn.GRUCell(16, 16)
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
+        tokens = self.norm(self.embedding(input_ids))
+        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        hidden = tokens + self.own(tokens, tokens, tokens, need_weights=False)[0]
+        hidden = hidden + self.own(hidden, hidden, hidden, attn_mask=mask)[0]  # in fp32: torch's kernel is for these
+        hidden = hidden + self.across(hidden, tokens, tokens)[0]
+        hidden = hidden + self.wider(hidden, self.keys(tokens), self.values(tokens))[0]
+        state = torch.zeros_like(hidden[:, 0])
+        for at in range(LENGTH):
+            state = self.cell(hidden[:, at], state)
+        logits = self.head(hidden + state[:, None])
+        return Output(cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
+
+
 class Translator(nn.Module):
     """torch's encoder and decoder."""
 
@@ -285,6 +314,7 @@ MODELS = {
     "encoder": Encoder,
     "padded encoder": Encoder,
     "pooled": Pooled,
+    "attentive": Attentive,
     "translator": Translator,
     "recurrent": Recurrent,
 }
@@ -348,24 +378,12 @@ class Trained(L.LightningModule):
         if self.global_step < self.clips_from:
             return
         if self.exact_norm:
-            clip_by_exact_norm([p.grad for p in self.parameters() if p.grad is not None], gradient_clip_val)
+            clip_by_exact_norm(self, gradient_clip_val)
         else:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
-
-
-def clip_by_exact_norm(gradients: list[Tensor], max_norm: float) -> None:
-    """`clip_grad_norm_` with the one thing changed in which ZeroStrategy differs from it: sums in float64.
-
-    Beside DDP with this, every bit must agree. Beside DDP as it is, the factor differs by one rounding, which is
-    harmless, but which bf16, and Adam on a gradient that is 0 but for roundings, make large.
-    """
-    powers = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]).square()
-    factor = torch.clamp(max_norm / (powers.sum().sqrt().float() + 1e-6), max=1.0)
-    for gradient in gradients:
-        gradient.mul_(factor)
 
 
 def note_experts(model: nn.Module) -> list[set[int]]:

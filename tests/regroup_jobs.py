@@ -46,8 +46,7 @@ class Net(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        # Offloaded, the fused kernel would be chosen, which has bits of its own.
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, fused=False)
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
     @property
     def optimizer(self) -> Any:

@@ -77,7 +77,7 @@ class Line(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@hydra.main(version_base="1.3", config_path="../lightning_zero/conf", config_name="sweep_app")
+@hydra.main(version_base="1.3", config_path="../conf", config_name="sweep_app")
 def main(cfg: DictConfig) -> float:
     OmegaConf.resolve(cfg)
     folder = Path(HydraConfig.get().runtime.output_dir)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,24 @@ class Language(L.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)]
 
 
+class Alike(Language):
+    """Does not call parallelize_module."""
+
+    def configure_model(self) -> None:
+        pass
+
+
+def told_at_start(kind: type[Language]) -> tuple[list[str], str]:
+    """The warnings of a fit on two ranks that are to share modules, and its table in one line."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        said = jobs.what_fit_says(
+            {"stage": 2, "tensor_parallel_size": 2}, "32-true", kind, data=loader(1), limit_val_batches=0
+        )
+    own = [str(one.message) for one in warned if "tensor_parallel_size" in str(one.message)]
+    return own, " ".join(" ".join(said).split())
+
+
 def strategy_of(stage: int, tensor: int, **others: Any) -> Any:
     return jobs.strategy_from({"stage": stage, "tensor_parallel_size": tensor, **others})
 
@@ -98,6 +117,7 @@ def fit(
         "val_loss": float(run.callback_metrics["val_loss"]) if validates else None,
         "mesh": dict(zip(model.device_mesh.mesh_dim_names, model.device_mesh.shape, strict=True)),
         "report": run.strategy.memory_report(),
+        "to save": run.strategy._bytes_to_save(),
     }
 
 
@@ -271,7 +291,8 @@ class StopsOne(L.Callback):
 def stopped(stage: int, world: int, folder: Path) -> int:
     """After how many of three steps each rank has left, all with a checkpoint of the same."""
     L.seed_everything(1, verbose=False)
-    run = jobs.trainer(strategy_of(stage, 2), world, callbacks=[StopsOne()], default_root_dir=folder)
+    how = {"enable_checkpointing": True, "default_root_dir": folder}
+    run = jobs.trainer(strategy_of(stage, 2), world, callbacks=[StopsOne()], **how)
     with suppress(SIGTERMException, SystemExit):
         run.fit(Language(), loader(world // 2, samples=3 * 8))
     return run.global_step

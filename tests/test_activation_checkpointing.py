@@ -672,6 +672,7 @@ def compiled(model: Any, how: str) -> Any:
     return torch.compile(model, backend="aot_eager") if how == "whole" else model
 
 
+@pytest.mark.usefixtures("ranks_in_turn")
 @pytest.mark.parametrize("modules", ["auto", "Block"])
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
 @pytest.mark.parametrize("stage", [2, 3])

@@ -106,7 +106,7 @@ def act_with(**arguments: Any) -> Any:
 
 
 def adam(parameters: Any) -> Any:
-    return torch.optim.Adam(parameters, lr=0.01, fused=False)
+    return torch.optim.Adam(parameters, lr=0.01)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])  # means of equal gradients are exact

@@ -27,7 +27,7 @@ from imdb import NEGATIVE, POSITIVE, ImdbData, Words  # noqa: E402
 
 
 def composed(*overrides: str) -> DictConfig:
-    with initialize_config_dir(str(ROOT / "examples" / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return compose("train", list(overrides), return_hydra_config=True)
 
 
@@ -226,7 +226,7 @@ def test_a_small_sweep_and_its_report(tmp_path):
     command = [sys.executable, "examples/train.py", "-m", "experiment=bert_imdb_small", "trainer.accelerator=cpu"]
     command += ["model.size=micro", "data.batch_size=8", "trainer.max_steps=6", f"hydra.sweep.dir={tmp_path}"]
     with warm.starts():
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     plain, offloaded = bert_imdb.read_jobs(tmp_path)
     assert (plain.strategy, offloaded.strategy) == ("auto", "zero3_offload")

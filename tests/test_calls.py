@@ -109,6 +109,7 @@ def test_what_follows_the_parents_step_is_in_the_same_step(make: Callable[..., N
         assert_same_bits(weights, expected)
 
 
+@pytest.mark.usefixtures("ranks_in_turn")
 @pytest.mark.parametrize("closes", [False, True], ids=["no closure", "closure"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_compiled_step_is_the_same_step(stage: int, closes: bool) -> None:

@@ -28,7 +28,7 @@ from lightning_zero.checkpoint import StoredCheckpoint, verify
 from lightning_zero.checkpoint.save import _advice_for
 from ranks import RankPool, run_alone
 
-SHARDED: dict[str, Any] = {"stage": 3, "wait_timeout": 10}
+SHARDED: dict[str, Any] = {"stage": 3, "wait_timeout": 30}
 FULL: dict[str, Any] = {**SHARDED, "checkpoint": {"format": "full"}}
 FORMATS = pytest.mark.parametrize("strategy", [SHARDED, FULL], ids=["sharded", "full"])
 QUICK: dict[str, Any] = {"limit_train_batches": 2}
@@ -193,7 +193,7 @@ def the_same(told: list[list[tuple[str | None, float]]]) -> list[str]:
     """What all ranks say alike, each time within seconds."""
     for of_rank in told:
         for _, seconds in of_rank:
-            assert seconds < 8
+            assert seconds < 29  # nobody has waited for another rank
         assert [error for error, _ in of_rank] == [error for error, _ in told[0]]
     return [error or "" for error, _ in told[0]]
 
@@ -472,7 +472,7 @@ def test_checkpoints_are_single_files_beside_a_plugin_that_writes_them(caplog: p
     assert run.strategy.checkpoint == Checkpoint(format="full")
     assert "Mine writes single files, so checkpoints are single files" in caplog.text
     assert ZeroStrategy(checkpoint_io=Mine()).checkpoint == Checkpoint(format="full")
-    assert ZeroStrategy(checkpoint_io=TorchCheckpointIO()).checkpoint == Checkpoint()
+    assert ZeroStrategy(checkpoint_io=TorchCheckpointIO()).checkpoint is None
 
 
 def test_storage_options_go_to_the_plugin_that_writes_single_files(tmp_path: Path) -> None:
@@ -491,11 +491,11 @@ def test_storage_options_go_to_the_plugin_that_writes_single_files(tmp_path: Pat
 def test_a_logger_that_would_upload_nothing_is_named() -> None:
     logger = type("WandbLogger", (), {"_log_model": "all"})()
     with pytest.warns(UserWarning, match=r"WandbLogger\(log_model='all'\) uploads single files.*checkpoint='full'"):
-        ZeroStrategy()._warn_of_loggers([logger])
+        ZeroStrategy(checkpoint="sharded")._warn_of_loggers([logger])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ZeroStrategy(checkpoint="full")._warn_of_loggers([logger])
-        ZeroStrategy()._warn_of_loggers([type("TensorBoardLogger", (), {})()])
+        ZeroStrategy(checkpoint="sharded")._warn_of_loggers([type("TensorBoardLogger", (), {})()])
 
 
 class Elsewhere(TorchCheckpointIO):
@@ -569,7 +569,7 @@ def test_r09_a_save_on_one_rank_only_ends_on_every_rank_with_the_names_of_the_mi
     assert errors == [None, None]
     for error, seconds in found:
         assert f"save_checkpoint must be called on all ranks; missing: [{1 - rank}]" in error
-        assert seconds < 20
+        assert seconds < 60  # most of it is the run before
     assert found[rank][0].startswith("CheckpointError: ")
     assert os.listdir(tmp_path) == []
 

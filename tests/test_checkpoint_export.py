@@ -83,7 +83,7 @@ def run_script(folder: Path, *lines: str, is_warm: bool = False) -> str:
     (folder / "script.py").write_text("\n".join(("import json, sys, torch", *lines)))
     with warm.starts() if is_warm else nullcontext():
         command = [sys.executable, "script.py"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

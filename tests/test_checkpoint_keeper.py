@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.fabric.utilities.data import AttributeDict
 from torch import Tensor
 
@@ -188,7 +189,8 @@ def test_a_checkpoint_that_one_rank_does_not_see_is_an_error_on_all(tmp_path: Pa
         path = str(tmp_path / ("a" if comm.rank == 0 else "b"))
         return jobs.error_of(lambda: keeper.open(path, lazy=(), objects=False))
 
-    assert on_ranks(do) == [f"CheckpointNotFoundError: rank 1: ckpt_path='{tmp_path}/b' is not there."] * 2
+    told = f"Checkpoint file not found: {tmp_path}/b. It is missing on ranks [1] alone: resume from a file system that"
+    assert on_ranks(do) == [f"CheckpointNotFoundError: {told} all ranks share."] * 2
 
 
 def test_a_checkpoint_that_one_rank_cannot_read_is_an_error_on_all(
@@ -232,9 +234,14 @@ def test_what_is_not_read_by_range_is_in_memory_in_whatever_container(keys: str,
 
 
 def test_a_missing_checkpoint_is_also_the_error_that_lightning_has_for_it(tmp_path: Path) -> None:
-    keeper = CheckpointKeeper(LocalComm(), in_background=False, warn=warnings.append)
-    with pytest.raises(FileNotFoundError, match="is not there"):
-        keeper.open(str(tmp_path / "a"), lazy=(), objects=False)
+    def do(keeper: CheckpointKeeper, comm: Comm) -> str | None:
+        with pytest.raises(FileNotFoundError) as caught:
+            keeper.open(str(tmp_path / "a"), lazy=(), objects=False)
+        return str(caught.value)
+
+    with pytest.raises(FileNotFoundError) as of_lightning:
+        TorchCheckpointIO().load_checkpoint(str(tmp_path / "a"))
+    assert on_ranks(do) == [str(of_lightning.value)] * 2
 
 
 def test_no_link_shows_what_could_not_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

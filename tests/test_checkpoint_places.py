@@ -297,17 +297,18 @@ def test_a_folder_behind_http_is_read_as_one(tmp_path: Path) -> None:
 # -- on a disk
 
 
-def test_who_evaluates_the_last_has_what_is_called_so(tmp_path: Path) -> None:
+def test_the_last_is_what_is_called_so_and_for_a_fit_the_newest_if_that_is_another(tmp_path: Path) -> None:
     save(str(tmp_path / "a.ckpt"), 1)
+    a, b, last = ({str(tmp_path / f"{name}.ckpt")} for name in ("a", "b", "last"))
+    evaluations = (TrainerFn.VALIDATING, TrainerFn.TESTING)
 
     assert last_for(TrainerFn.VALIDATING, tmp_path) == set()  # as under any other strategy
+    assert last_for(TrainerFn.FITTING, tmp_path) == a
     (tmp_path / "last.ckpt").symlink_to("a.ckpt")
-    assert (
-        last_for(TrainerFn.VALIDATING, tmp_path)
-        == last_for(TrainerFn.TESTING, tmp_path)
-        == {str(tmp_path / "last.ckpt")}
-    )
-    assert last_for(TrainerFn.FITTING, tmp_path) == {str(tmp_path / "a.ckpt")}
+    assert all(last_for(function, tmp_path) == last for function in (*evaluations, TrainerFn.FITTING))
+    save(str(tmp_path / "b.ckpt"), 2)
+    assert all(last_for(function, tmp_path) == last for function in evaluations)
+    assert last_for(TrainerFn.FITTING, tmp_path) == b
 
 
 def test_two_colons_in_a_path_are_two_colons(tmp_path: Path) -> None:

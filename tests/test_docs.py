@@ -1,6 +1,7 @@
 """What the pages under docs/ say is checked against the code; what they show is made by it."""
 
 import ast
+import builtins
 import importlib
 import importlib.util
 import inspect
@@ -139,6 +140,14 @@ def test_make_targets_exist() -> None:
     assert {"demo", "bench"} <= told <= targets
 
 
+def test_contributing_says_of_each_target_for_those_who_work_here_when_it_is_run() -> None:
+    made = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    rows = [cells for cells in table_cells(ROOT / "CONTRIBUTING.md") if cells[0].startswith("`make ")]
+    told = {cells[0].strip("`").removeprefix("make ") for cells in rows}
+    assert told == made - {"help", "demo", "sweep", "setup", "constraints", "clean"}
+    assert all(len(cells) == 3 and all(cells) for cells in rows)
+
+
 def test_files_that_are_named_exist() -> None:
     named = {
         name for page in PAGES for name in re.findall(r"`((?:examples|benchmarks|tests)/\w+\.py)", page.read_text())
@@ -271,6 +280,9 @@ def test_messages_are_those_of_the_code() -> None:
     for message, cause in quoted:
         if "=" in message and message.startswith("`Trainer"):
             continue
+        if cause.startswith("Python's"):
+            assert hasattr(builtins, message.strip("`"))
+            continue
         source = lightnings if cause.startswith("Lightning's") else ROOT / "lightning_zero"
         assert message.strip("`") in strings_in(source), message
 
@@ -309,7 +321,7 @@ def test_the_bytes_of_the_recipes_are_those_of_the_arithmetic() -> None:
 
 def test_the_site_builds_without_a_warning_and_asks_no_other_server(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     pages = list((tmp_path / "site").rglob("*.html"))
     assert len(pages) > len(PAGES) - 2

@@ -1,18 +1,20 @@
 """Edits of weights in place persist as under DDP: whole runs on two real ranks, at every stage and in two bytes."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import edit_jobs
 from compare import differing
 from models import seeded
 from ranks import RankPool
-from unit_jobs import assert_as_on_one_device, on_engine, on_one_device, state_of, tower, x
+from unit_jobs import WIDTH, assert_as_on_one_device, on_engine, on_one_device, state_of, tower, x
 
 DDP = "ddp_find_unused_parameters_true"
 
@@ -138,3 +140,54 @@ def test_what_is_put_into_data_before_backward_counts_where_autograd_has_saved_t
         return {**found, **state_of(model, engine)}
 
     assert_as_on_one_device(seeded(make), act, stage, unit_classes=units)
+
+
+class Middle(nn.Module):
+    """A layer between two others: one that recomputes, or not."""
+
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.recomputes = recomputes
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(hidden))
+        again = checkpoint(self.middle, hidden, use_reentrant=False) if self.recomputes else self.middle(hidden)
+        return self.last(torch.tanh(again)).float().square().mean()
+
+
+def _in_place(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.mul_(0.9)
+
+
+@pytest.mark.parametrize("autocasts", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_graphs_keep_the_weights_that_an_edit_replaced_and_what_is_recomputed_sees_the_edit(
+    stage: int, recomputes: bool, autocasts: bool
+) -> None:
+    """The edited weight lies in rank 0's shard alone, and all ranks tell that graphs have saved another one."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for forwards in (1, 2):
+            for edit in (_replaced, lambda parameter: parameter.data.mul_(0.9), _in_place):
+                if edit is _in_place and not (recomputes or autocasts):
+                    continue  # an error of torch's
+                losses = []
+                for number in range(forwards):
+                    autocast = torch.autocast("cpu", torch.bfloat16, enabled=autocasts, cache_enabled=False)
+                    with nullcontext() if engine is None else engine.forward(), autocast:
+                        losses.append(model(x(1.0 + number)))
+                    if number == 0:
+                        edit(model.middle.weight)
+                sum(losses).backward()
+                found |= {f"{len(found)} {name}": p.grad.clone() for name, p in model.named_parameters()}
+                optimizer.step()
+                optimizer.zero_grad()
+        return {**found, **state_of(model, engine)}
+
+    dtype = torch.bfloat16 if autocasts else None
+    start = seeded(lambda: Middle(recomputes))
+    assert_as_on_one_device(start, act, stage, unit_classes=("Linear",), autocast_dtype=dtype)

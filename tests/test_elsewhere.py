@@ -83,7 +83,7 @@ def test_natural_spellings_mean_what_they_say() -> None:
     assert ZeroStrategy(stage="2").stage == 2  # type: ignore[arg-type]
     assert ZeroStrategy(offload="cpu").offload == Offload(optimizer="cpu")  # type: ignore[arg-type]
     assert ZeroStrategy(checkpoint="full").checkpoint == Checkpoint(format="full")  # type: ignore[arg-type]
-    assert ZeroStrategy(checkpoint=None).checkpoint == Checkpoint()
+    assert ZeroStrategy(checkpoint=None).checkpoint is None  # chosen when the size is known
     assert ZeroStrategy(activation_checkpointing=False).activation_checkpointing is None  # type: ignore[arg-type]
     assert Offload("cpu") == Offload(optimizer="cpu")
     assert Checkpoint("full") == Checkpoint(format="full")

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_zero.config import Offload
+from lightning_zero.run.average import room_for_average
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.run.estimate import PRECISIONS, states_of, states_under_ddp
 from lightning_zero.run.forecast import forecast
@@ -23,7 +24,7 @@ AT_STAGE_3 = [{"parameters": "cpu"}, {"optimizer": "cpu", "parameters": "cpu"}]
 AT_STAGE_3 += [{"optimizer": "nvme", "parameters": "cpu"}, {"optimizer": "cpu", "fraction": 0.5}]
 
 
-def counted(stage: int, ranks: int, precision: str, offload: Offload | None, **options: Any) -> Any:
+def counted(stage: int, ranks: int, precision: str, offload: Offload | None, averages: int = 0, **options: Any) -> Any:
     """What an engine of that many ranks says of itself, and of ddp; of two matrices that divide evenly."""
     comm: Comm = CountingComm(0, ranks) if ranks > 1 else LocalComm()
     module = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)).to(DTYPES.get(precision))
@@ -31,7 +32,7 @@ def counted(stage: int, ranks: int, precision: str, offload: Offload | None, **o
     machine = Machine(host_is_apart=True)
     given = Options(autocast_dtype=CASTS.get(precision), offload=offload, machine=machine, **options)
     engine = Engine(module, [optimizer], stage=stage, comm=comm, options=given)
-    found = forecast(engine, [optimizer])
+    found = forecast(engine, [optimizer], averages * [room_for_average(engine)])
     engine.close(whole=False)
     besides = (Category.BUCKET, Category.GATHERED)
     here = {name: nbytes for name, nbytes in found.here.items() if nbytes and name.split(" (")[0] not in besides}
@@ -42,12 +43,13 @@ def counted(stage: int, ranks: int, precision: str, offload: Offload | None, **o
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_it_counts_what_an_engine_holds(ranks: int, stage: int, precision: str, tmp_path: Path) -> None:
-    for given in [*OFFLOADS, *(AT_STAGE_3 if stage == 3 else [])]:
+    for averages, given in enumerate([*OFFLOADS, *(AT_STAGE_3 if stage == 3 else [])]):
         path = {"path": tmp_path} if given and "nvme" in given.values() else {}
         offload = Offload(**given, **path) if given else None
-        numel, here, ddp = counted(stage, ranks, precision, offload)
-        assert states_of(numel, stage=stage, ranks=ranks, precision=precision, offload=offload) == here, given
-        assert states_under_ddp(numel, precision=precision) == ddp
+        setting = {"precision": precision, "averages": averages}
+        numel, here, ddp = counted(stage, ranks, offload=offload, **setting)
+        assert states_of(numel, stage=stage, ranks=ranks, offload=offload, **setting) == here, given
+        assert states_under_ddp(numel, **setting) == ddp
 
 
 def test_replicas_divide_nothing_between_them() -> None:

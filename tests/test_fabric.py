@@ -58,13 +58,36 @@ def test_two_ranks_equal_fabrics_ddp_bit_for_bit(stage: int, precision: str, two
 @pytest.mark.parametrize("stage", STAGES)
 def test_clipping_by_norm_and_accumulation_equal_fabrics_ddp(stage: int, two_ranks: RankPool, ddp: Any) -> None:
     for kwargs in ({"clip": "norm"}, {"clip": "none", "accumulate": 3, "step": "training_step"}):
-        found = two_ranks.run(fabric_jobs.train, {"stage": stage, "accumulation": "local"}, 2, **kwargs)
+        found = two_ranks.run(fabric_jobs.train, {"stage": stage}, 2, **kwargs)
         for mine, theirs in zip(found, ddp(**kwargs), strict=True):
             if kwargs["clip"] == "norm":
                 assert mine["norms"] == pytest.approx(theirs["norms"], rel=1e-6)
                 assert mine["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
             else:
                 assert_same_run(mine, theirs)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_backward_sync_saves_the_reductions_of_all_micro_batches_but_the_last(
+    stage: int, two_ranks: RankPool
+) -> None:
+    sent = [
+        two_ranks.run(fabric_jobs.train, {"stage": stage}, 2, clip="none", accumulate=accumulate)[0]["sent"]
+        for accumulate in (1, 3)
+    ]
+    assert sent[0]["reduce_scatter"] == 3 * sent[1]["reduce_scatter"] > 0
+
+
+def test_what_is_small_is_saved_in_one_file_and_what_is_larger_in_shards(two_ranks: RankPool, tmp_path: Path) -> None:
+    for small, told in ((10**9, "single files: "), (1000, "folders of shards: ")):
+        path = tmp_path / f"{small}.ckpt"
+        first, second = two_ranks.run(fabric_jobs.save_and_tell, {"stage": 3, "checkpoint": None}, path, small)
+        (expected, (said,)), (_, said_on_rank_1) = first, second
+        assert told in said
+        assert said_on_rank_1 == []
+        assert path.is_file() == (small == 10**9)
+        found, _ = two_ranks.run(fabric_jobs.load_and_go_on, {"stage": 2}, 2, path)
+        assert_same_bits(found["weights"], expected["weights"])
 
 
 @pytest.mark.parametrize("how", ["apart", "optimizer first", "evaluated before"])
@@ -209,7 +232,7 @@ def test_a_script_launches_its_ranks_by_itself(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     with warm.starts():
         done = subprocess.run(
-            [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
         )
     assert done.returncode == 0, done.stderr
     assert "on 2 ranks" in done.stdout

@@ -1,4 +1,5 @@
-"""One room per outside world: who may name a collective, Lightning or Hydra. (The ladder itself: `make ladder`.)"""
+"""What lies where: the folders of the repository, and one room of the package per outside world, who may name a
+collective, Lightning or Hydra. (The ladder itself: `make ladder`.)"""
 
 import ast
 import re
@@ -6,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "lightning_zero"
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "lightning_zero"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 COLLECTIVE = re.compile(
@@ -14,6 +16,19 @@ COLLECTIVE = re.compile(
     r"(_scatter)?(_into_tensor|_tensor|_single|_multigpu|_coalesced|_object|_object_list)*"
     r"|P2POp|barrier|monitored_barrier|_functional_collectives|c10d_functional|_c10d_functional"
 )
+
+
+def test_the_top_level_is_what_was_agreed() -> None:
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
+    assert {"lightning_zero", "conf", "examples", "tests"} <= folders
+    assert {"pyproject.toml", "README.md"} <= {path.name for path in ROOT.iterdir() if path.is_file()}
+
+
+def test_conf_holds_every_config_group_and_no_other_folder_holds_one() -> None:
+    groups = {"strategy", "hydra", "data", "model", "trainer", "experiment"}
+    assert {path.name for path in (ROOT / "conf").iterdir()} - {"__pycache__"} == {*groups, "__init__.py", "train.yaml"}
+    assert [path for folder in ("lightning_zero", "examples") for path in (ROOT / folder).rglob("*.yaml")] == []
+    assert [path for path in (PACKAGE / "conf", ROOT / "examples" / "conf") if path.exists()] == []
 
 
 def names_in(source: str) -> set[str]:

@@ -28,7 +28,7 @@ def test_a_process_that_starts_its_ranks_goes_on_with_what_they_trained(
 ) -> None:
     """Ranks that are spawned import everything anew, which takes too long for a test."""
     found = launch_jobs.start_ranks_and_go_on(method, stage, tmp_path)
-    assert (tmp_path / "after.ckpt").is_dir()
+    assert (tmp_path / "after.ckpt").is_dir() == (stage > 1)
     assert differing(found, under_ddp) == []
 
 
@@ -43,7 +43,7 @@ def test_ranks_that_slurm_has_started_train_as_any(two_ranks: RankPool, tmp_path
             environment = {**os.environ, **job, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}
             streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
             tasks.append(subprocess.Popen(command, env=environment, text=True, **streams))
-    told = [task.communicate(timeout=120)[0] for task in tasks]
+    told = [task.communicate(timeout=600)[0] for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], "\n".join(told)
     expected = two_ranks.run(jobs.fit, {"stage": 3}, 2)
     assert [json.loads((tmp_path / rank).read_text()) for rank in "01"] == [found["losses"] for found in expected]

@@ -60,6 +60,7 @@ def test_r54_the_learning_rate_finder_finds_what_it_does_under_ddp_and_restores(
 ) -> None:
     for one in assert_as_ddp(two_ranks, loop_jobs.find_lr_and_fit, str(tmp_path)):
         assert one["seen"]["restored"]
+        assert one["seen"]["handled"].all(), "of signals, after what was tried as before it"
         assert one["left"] == []
 
 

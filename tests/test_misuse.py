@@ -75,3 +75,22 @@ def test_sanitize_tells_every_rank_which_collectives_differ(how: str, two_ranks:
         (told,) = set(two_ranks.run(misuse_jobs.disagree, {"stage": stage}, how))
         assert f"rank 0: {first}" in told
         assert f"rank 1: {second}" in told
+
+
+def test_an_error_at_set_up_is_told_first_and_without_the_calls_in_between(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(misuse_jobs.told_of, "Foreign")
+    assert first["error"] == second["error"]
+    assert first["logged"] == [f"ZeroStrategy: {first['error']}"]
+    assert "Traceback" in first["printed"]
+    assert second["logged"] == []
+    assert second["printed"] == f"[rank1]: ValueError: {second['error']}\n"
+    for found in (first, second):
+        assert found["calls"] == ["misuse_jobs", "lightning"]
+
+
+@pytest.mark.parametrize("name", ["HalvedInTrainingStep", "Mistaken"])
+def test_an_error_while_training_or_of_the_users_own_keeps_its_traceback(name: str, two_ranks: RankPool) -> None:
+    for found in two_ranks.run(misuse_jobs.told_of, name):
+        assert found["logged"] == []
+        assert "Traceback" in found["printed"]
+        assert "lightning_zero" in found["calls"]

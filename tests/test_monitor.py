@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,21 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_avg_fn
 
 import monitor_jobs as jobs
-from lightning_zero.pl.advice import BESIDE, Held, Option, advice_for, is_out_of_memory, options_of
+from jobs import Classifier, loader, trainer
+from lightning_zero import ZeroEMA, ZeroMonitor
+from lightning_zero.pl.advice import (
+    BESIDE,
+    Held,
+    Option,
+    advice_for,
+    is_out_of_memory,
+    options_beside_ddp,
+    options_of,
+)
 from lightning_zero.pl.table import WIDTH, MemoryReport, sized, table_of
 from lightning_zero.run.average import Average, room_for_average
 from lightning_zero.run.engine import Engine, Options
-from lightning_zero.run.forecast import Forecast, forecast
+from lightning_zero.run.forecast import Forecast, bytes_to_save, bytes_under_ddp, forecast
 from lightning_zero.tiers.ledger import Category
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.threads import ThreadWorld
@@ -22,6 +33,7 @@ from models import seeded
 from ranks import RankPool
 
 BF16 = torch.bfloat16
+DDP = "ddp_find_unused_parameters_true"
 
 
 def model(width: int = 64) -> nn.Module:
@@ -78,6 +90,19 @@ def test_what_is_told_at_the_start_is_what_rests_after_a_step(stage: int, autoca
             "optimizer state": 8 * psi,
             "bucket": 4 * psi,
         }
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_a_checkpoint_takes_is_counted_alike_on_every_rank_and_at_every_stage(stage: int) -> None:
+    def job(comm: Comm) -> list[int]:
+        engine, optimizer = begin(comm, stage, autocast_dtype=BF16)
+        engine.module.register_buffer("running", torch.zeros(5))
+        found = [bytes_to_save(engine.module, [optimizer]), bytes_to_save(engine.module, [])]
+        engine.close()
+        return [*found, bytes_to_save(engine.module, [optimizer])]
+
+    psi = 10 * 64 + 64 * 640 + 640 + 2 * 640
+    assert ThreadWorld(2, 20).run(job) == [[12 * psi + 20, 4 * psi + 20, 12 * psi + 20]] * 2
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -196,11 +221,11 @@ def zero(two_ranks: RankPool) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def ddp(two_ranks: RankPool) -> list[dict[str, Any]]:
-    return two_ranks.run(jobs.watch, "ddp_find_unused_parameters_true", own=True)
+    return two_ranks.run(jobs.watch, DDP)
 
 
-def test_every_run_has_one_monitor_and_one_table(zero: Any, ddp: Any) -> None:
-    assert [zero[0]["monitors"], ddp[0]["monitors"]] == [0, 1]  # among the trainer's callbacks, which are the user's
+def test_a_run_with_a_monitor_has_one_table_and_one_summary(zero: Any, ddp: Any) -> None:
+    assert [zero[0]["monitors"], ddp[0]["monitors"]] == [1, 1]
     for run in (zero[0], ddp[0]):
         assert sum("bytes per rank" in said for said in run["said"]) == 1
         assert sum(said.startswith("Trained 3 steps.") for said in run["said"]) == 1
@@ -228,7 +253,7 @@ def test_loggers_get_bytes_seconds_and_norms_of_each_step(zero: Any) -> None:
     assert 0 < last["zero/wait_seconds"] < last["zero/step_seconds"]
     assert last["zero/peak_bytes"] > 1e8
     assert last["zero/grad_norm"] > 0
-    assert not [name for name in run["metrics"] if name.startswith("zero/")], "a user's metrics are those of ddp"
+    assert run["metrics"].keys() == {"loss", "loss_step", "loss_epoch"}
 
 
 def test_a_rank_sends_what_the_formula_says_under_ddp_and_no_more_here(
@@ -244,9 +269,48 @@ def test_a_rank_sends_what_the_formula_says_under_ddp_and_no_more_here(
     assert ddp[1]["costs"] == []
 
 
+@pytest.fixture(scope="module")
+def folder_of_ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ddp")
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_without_a_monitor_loggers_and_metrics_get_what_they_get_under_ddp(
+    stage: int, precision: str, two_ranks: RankPool, tmp_path: Path, folder_of_ddp: Path
+) -> None:
+    how: dict[str, Any] = {"asked": False, "precision": precision, "enable_checkpointing": True}
+    expected = two_ranks.once(jobs.watch, DDP, default_root_dir=folder_of_ddp / precision, **how)
+    found = two_ranks.run(jobs.watch, {"stage": stage}, default_root_dir=tmp_path, **how)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine["received"] == theirs["received"]
+        assert mine["metrics"] == theirs["metrics"] != {}
+    kinds = [kind for kind, *_ in expected[0]["received"]]
+    assert kinds[:2] == ["hyperparams", "graph"]
+    assert {*kinds} == {"hyperparams", "graph", "metrics", "save", "saved", "end"}
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"enable_model_summary": True}, True),
+        ({"enable_model_summary": False}, False),
+        ({"summary": 1}, True),
+        ({"summary": 0}, False),
+    ],
+    ids=str,
+)
+def test_table_and_summary_are_printed_where_lightning_summarises_the_model(
+    how: Any, says: bool, two_ranks: RankPool
+) -> None:
+    run = two_ranks.run(jobs.watch, {"stage": 2}, asked=False, **how)[0]
+    assert [sum(sign in said for said in run["said"]) for sign in ("bytes per rank", "Trained 3 steps.")] == [says] * 2
+
+
 def test_a_run_without_loggers_says_the_same(two_ranks: RankPool) -> None:
     run = two_ranks.run(jobs.watch, {"stage": 3}, logger=False, precision="16-mixed")[0]
     assert run["metrics"]["zero/skipped_steps"] == 0
+    assert run["metrics"]["zero/loss_scale"] == 2048  # it has grown once, after three steps
     assert sum("bytes per rank" in said for said in run["said"]) == 1
     assert "model states" not in run["printed"]
     assert run["printed"].splitlines()[-1].startswith("all ")
@@ -255,9 +319,9 @@ def test_a_run_without_loggers_says_the_same(two_ranks: RankPool) -> None:
 # --- out of memory
 
 
-@pytest.mark.parametrize("strategy", [{"stage": 1}, "ddp_find_unused_parameters_true"])
-def test_five_lines_say_what_has_grown_and_what_frees_most(strategy: Any, two_ranks: RankPool) -> None:
-    for rank, run in enumerate(two_ranks.run(jobs.run_out, strategy)):
+@pytest.mark.parametrize(("strategy", "asked"), [({"stage": 1}, True), ({"stage": 2}, False), (DDP, True)])
+def test_five_lines_say_what_has_grown_and_what_frees_most(strategy: Any, asked: bool, two_ranks: RankPool) -> None:
+    for rank, run in enumerate(two_ranks.run(jobs.run_out, strategy, asked=asked)):
         assert "can't allocate memory" in run["error"]
         (said,) = run["said"]
         lines = said.splitlines()
@@ -281,6 +345,39 @@ def test_what_frees_most_comes_from_what_rests_here() -> None:
     assert offloaded.write == "offload=Offload(optimizer='nvme', path=...)"
     assert offloaded.nbytes == pytest.approx(8 * psi / 2, rel=0.01)
     assert again == Option("activation_checkpointing=True or a smaller batch", 7)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_average_is_divided_and_offloaded_with_the_optimizers_state(stage: int) -> None:
+    def job(comm: Comm) -> list[Option]:
+        engine, optimizer = begin(comm, stage)
+        average = Average(engine, get_ema_avg_fn(0.9))
+        options = options_of(engine, stage, forecast(engine, [optimizer]), beside=7)
+        assert not average.updates
+        return options
+
+    options = {option.write: option.nbytes for option in ThreadWorld(2, 20).run(job)[0]}
+    both = 12 * 43_520  # bytes of Adam's state and the average
+    rests = both if stage == 0 else both / 2
+    assert options["offload=Offload(optimizer='nvme', path=...)"] == pytest.approx(rests, rel=0.01)
+    if stage == 0:
+        assert options["stage=1"] == pytest.approx(both / 2, rel=0.01)
+
+
+def test_lightnings_average_counts_where_there_is_no_zero_strategy() -> None:
+    told: list[dict[str, Any]] = []
+    monitor = ZeroMonitor(log=False)
+    monitor.listeners.append(lambda **costs: told.append(costs))
+    module = Classifier()
+    run = trainer("auto", 1, callbacks=[monitor, ZeroEMA()], max_steps=1)
+    with jobs.listening("lightning.pytorch") as said:
+        run.fit(module, loader())
+    held = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    assert told[0]["memory_bytes"]["average"] == held
+    assert f"average {sized(held)}" in " ".join(" ".join(said).split())
+    under = bytes_under_ddp(module, run.optimizers, averages=1)
+    whole, _, _ = options_beside_ddp(under, 2, 7)
+    assert whole.nbytes == (sum(under.values()) - under["bucket"]) // 2
 
 
 def test_an_optimizers_own_request_counts_as_its_state() -> None:

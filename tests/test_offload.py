@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import importlib
 import os
 from collections import defaultdict
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from compare import assert_same_bits
 from lightning_zero.config import Offload
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.offload import Machine, choose_offloaded
-from lightning_zero.shards.probe import state_tensors_of
+from lightning_zero.shards.setting import Places
 from lightning_zero.tiers.array import OnDisk
 from lightning_zero.tiers.disk import DiskError
 from lightning_zero.tiers.ledger import Category, Ledger, Tier
@@ -232,6 +233,23 @@ def test_state_in_two_bytes_is_the_state_rounded_after_each_step(
 
 def assert_differs(found: Run, expected: Run) -> None:
     with pytest.raises(AssertionError):
+        assert_same_run(found, expected)
+
+
+@pytest.mark.parametrize("fused", [None, True], ids=["torch's choice", "fused"])
+@pytest.mark.parametrize(
+    ("stage", "kind"), [(1, "AdamW"), (2, "AdamW"), (3, "AdamW"), (1, "Adam"), (2, "Adagrad"), (3, "SGD")]
+)
+def test_offload_changes_no_bit_whoever_has_chosen_the_kernel(
+    stage: int, kind: str, fused: bool | None, tmp_path: Path
+) -> None:
+    def make(model: nn.Module) -> tuple[Optimizer, None]:
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return getattr(torch.optim, kind)(trainable, lr=0.01, fused=fused), None
+
+    expected, _ = on_ranks(2, stage, make)
+    for tiers in ("optimizer on the host", "both on disk" if stage == 3 else "optimizer on disk"):
+        found, _ = on_ranks(2, stage, make, offload=at(tiers, tmp_path))
         assert_same_run(found, expected)
 
 
@@ -578,13 +596,29 @@ def test_state_on_disk_can_be_read_copied_and_edited_like_any_other(tmp_path: Pa
     run.engine.close()
 
 
-def test_options_of_groups_are_the_users_own_between_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_a_device", [True, False])
+def test_the_host_steps_for_a_device_by_the_fused_kernel_and_options_are_the_users_own_between_steps(
+    of_a_device: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU the step takes the kernel that torch takes in memory, so that offload changes no bit."""
+    kernels, adam = [], importlib.import_module("torch.optim.adam")
+
+    def noting(name: str) -> Callable[..., None]:
+        kernel = getattr(adam, name)
+        return lambda *args, **kwargs: kernels.append(name) or kernel(*args, **kwargs)  # type: ignore[func-returns-value]
+
+    for name in ("_fused_adam", "_single_tensor_adam"):
+        monkeypatch.setattr(adam, name, noting(name))
+    if of_a_device:
+        monkeypatch.setattr(Places, "steps_on_host", True)
     run = Steps(2, Offload(optimizer="nvme", path=tmp_path))
+    kernels.clear()  # it was tried how much state there will be
     before = [dict(group) for group in run.optimizer.param_groups]
     run.step()
     run.engine.catch_up()
     assert [dict(group) for group in run.optimizer.param_groups] == before
     assert before[0]["fused"] is None
+    assert set(kernels) == {"_fused_adam" if of_a_device else "_single_tensor_adam"}
     run.engine.close()
 
 
@@ -678,17 +712,6 @@ def test_an_optimizer_of_several_closures_is_refused_where_its_parameters_rest_o
     with pytest.raises(RuntimeError, match=r"TwoClosures calls its closure several times in a step.*to disk"):
         optimizer.step(closure)
     engine.close(whole=False)
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [(torch.optim.SGD, 0), (torch.optim.RMSprop, 1), (torch.optim.AdamW, 2)],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-def test_how_much_state_an_optimizer_keeps_is_tried_out(kind: Any, expected: int) -> None:
-    optimizer = kind([nn.Parameter(torch.ones(3, 3))], lr=0.1)
-    assert state_tensors_of(optimizer) == expected
-    assert not optimizer.state
 
 
 def test_masters_on_disk_are_arrays_on_disk(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The user's own optimizer on pieces."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -8,12 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import Optimizer
 
-from lightning_zero.run.engine import Engine
+from lightning_zero.config import Offload
+from lightning_zero.run.engine import Engine, Options
+from lightning_zero.shards.offload import Machine
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
 from lightning_zero.wire.threads import ThreadWorld
 from models import adamw, assorted, clone, loss_of
 from reference import ddp
+from zoo import PIECES, WHOLE, count, made
 
 STAGES = [0, 1, 2, 3]
 
@@ -69,6 +73,83 @@ def test_elementwise_optimizers_step_pieces_as_they_step_the_whole(stage: int, m
     expected = ddp(start, make, world=2, steps=3).weights
     found = ThreadWorld(2, 10).run(lambda comm: trained(comm, stage, start, make)[1].states.full_model(copy=True))[0]
     assert not [name for name, value in expected.items() if not torch.equal(found[name], value)]
+
+
+def lion(model: Any) -> tuple[Optimizer, None]:
+    return made("Lion", lambda p, state: count(state) and PIECES["Lion"](p, state))(model.parameters(), lr=1e-3), None
+
+
+def muon(model: Any) -> tuple[Optimizer, None]:
+    return made("Muon", lambda p, state: count(state) and WHOLE["Muon"](p, state))(model.parameters(), lr=1e-3), None
+
+
+def nadam(model: Any) -> tuple[Optimizer, None]:
+    return torch.optim.NAdam(model.parameters(), lr=1e-3), None  # with a product of its momenta, beside the count
+
+
+WHOSE_STATE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "fused": (fused, {}),
+    "NAdam": (nadam, {}),
+    "Adagrad, which makes it at construction": (adagrad, {}),
+    "AdamW, whole": (adamw, {"granularity": "tensor"}),
+    "Lion": (lion, {}),
+    "Muon": (muon, {}),
+}
+
+
+@pytest.mark.parametrize("whose", WHOSE_STATE)
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [(1, None), (3, Offload(optimizer="cpu")), (2, Offload(optimizer="nvme", path="."))],
+    ids=["in memory", "host", "disk"],
+)
+def test_state_has_the_same_keys_and_counts_on_all_ranks_and_is_empty_where_a_rank_steps_nothing(
+    stage: int, offload: Offload | None, whose: str
+) -> None:
+    """Also where it was loaded."""
+    make, options = WHOSE_STATE[whose]
+
+    def seen(model: Any, optimizer: Optimizer) -> tuple[dict[Any, Any], Counter[Any]]:
+        """Counts, and the dtypes of tensors; and how many elements of these this rank has."""
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        numbered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+        assert {numbered[at] for at in optimizer.state_dict()["state"]} == {names[p] for p in optimizer.state}
+        items = {(names[p], key): value for p, state in optimizer.state.items() for key, value in state.items()}
+        is_count = {at: at[1] in ("step", "count", "mu_product") for at in items}
+        alike = {at: float(value) if is_count[at] else value.dtype for at, value in items.items()}
+        return alike, Counter({at: value.clone().numel() for at, value in items.items() if not is_count[at]})
+
+    def run(comm: Comm, load: Any = None) -> Any:
+        model = clone(start)
+        optimizer, _ = make(model)
+        given = Options(**options, offload=offload, machine=Machine(host_is_apart=True))
+        engine = Engine(model, [optimizer], stage=stage, comm=comm, options=given)
+        if load is not None:
+            engine.states.load_optimizers([load])
+        for step in range(2 if load is None else 0):
+            with engine.forward():
+                loss = loss_of(model, comm.rank, step)
+            optimizer.zero_grad()
+            with engine.backward():
+                loss.backward()
+            optimizer.step()
+        whole, found = engine.states.full_optimizer(optimizer), seen(model, optimizer)
+        engine.close()
+        return whole, *found
+
+    start = assorted()
+    alone = clone(start)
+    optimizer, _ = make(alone)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(alone, 0, step).backward()
+        optimizer.step()
+    expected, elements = seen(alone, optimizer)
+    stepped = ThreadWorld(4, 20).run(run)
+    loaded = ThreadWorld(3, 20).run(lambda comm: run(comm, stepped[0][0]))
+    for results in (stepped, loaded):
+        assert all(found == expected for _, found, _ in results)
+        assert sum((of_rank for _, _, of_rank in results), Counter()) == elements
 
 
 @settings(max_examples=12, deadline=None)

@@ -47,7 +47,7 @@ def run(folder: Path, script: str) -> "subprocess.CompletedProcess[str]":
     (folder / "package.py").write_text(PACKAGE)
     (folder / "script.py").write_text(script)
     with warm.starts():
-        return subprocess.run([sys.executable, "script.py"], cwd=folder, capture_output=True, text=True, timeout=120)
+        return subprocess.run([sys.executable, "script.py"], cwd=folder, capture_output=True, text=True, timeout=600)
 
 
 def test_a_package_of_the_old_name_trains_with_the_numbers_of_one_device(tmp_path: Path) -> None:

@@ -96,12 +96,12 @@ def run(*command: object, cwd: Path, stdin: str | None = None, **environment: st
 
 
 def test_source_distribution_has_what_its_tests_need_and_runs_them(source: Path) -> None:
-    for name in ("benchmarks", "docs", "examples", "lightning_zero", "tests"):
+    for name in ("benchmarks", "conf", "docs", "examples", "lightning_zero", "tests"):
         files = {path.relative_to(REPOSITORY) for path in (REPOSITORY / name).rglob("*") if path.is_file()}
         kinds = (".css", ".md", ".py", ".safetensors", ".svg", ".typed", ".yaml")
         files = {path for path in files if path.suffix in kinds}
         assert not [path for path in files if not (source / path).is_file()]
-    for name in ("ARCHITECTURE.md", "CHANGELOG.md", "Makefile", "constraints.txt", "mkdocs.yml"):
+    for name in ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "constraints.txt", "mkdocs.yml"):
         assert (source / name).read_bytes() == (REPOSITORY / name).read_bytes()
     tests = ["tests/test_house.py", "tests/test_readme.py"]
     printed = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, cwd=source)
@@ -111,12 +111,23 @@ def test_source_distribution_has_what_its_tests_need_and_runs_them(source: Path)
 # --- what is in the wheel
 
 
-def test_wheel_holds_every_module_and_every_config(wheel: Path) -> None:
-    files = (path for kind in ("*.py", "*.yaml") for path in (REPOSITORY / "lightning_zero").rglob(kind))
-    expected = {str(path.relative_to(REPOSITORY)) for path in files}
-    expected = {name for name in expected if "__pycache__" not in name}
-    assert "lightning_zero/conf/strategy/zero2.yaml" in expected
-    assert expected <= set(zipfile.ZipFile(wheel).namelist())
+def test_wheel_holds_every_module_and_the_configs_that_an_app_has_not_for_itself(wheel: Path) -> None:
+    modules = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "lightning_zero").rglob("*.py")}
+    groups = [path for group in ("hydra", "strategy") for path in (REPOSITORY / "conf" / group).rglob("*.yaml")]
+    configs = {f"lightning_zero/{path.relative_to(REPOSITORY)}" for path in groups}
+    assert "lightning_zero/conf/strategy/zero2.yaml" in configs
+    shipped = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith((".py", ".yaml"))}
+    assert shipped == modules | configs | {"lightning_zero/conf/__init__.py"}
+
+
+def test_what_composes_configs_and_sweeps_is_installed_with_the_package_and_only_the_picture_asks_for_more(
+    wheel: Path,
+) -> None:
+    (metadata,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("/METADATA"))
+    wanted = re.findall(r"^Requires-Dist: ([\w-]+)(.*)$", zipfile.ZipFile(wheel).read(metadata).decode(), re.MULTILINE)
+    plain = {name for name, rest in wanted if "extra ==" not in rest}
+    assert {"lightning", "torch", "torchmetrics", "hydra-core", "omegaconf"} <= plain
+    assert [name for name, rest in wanted if 'extra == "plots"' in rest] == ["matplotlib"]
 
 
 def test_wheel_holds_py_typed_and_the_licence_and_nothing_foreign(wheel: Path) -> None:
@@ -140,7 +151,7 @@ def test_version_stands_in_one_place(wheel: Path) -> None:
 def test_make_installs_every_extra_and_pins_all_that_the_project_names() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    assert f"-e '.[{','.join(extras)}]'" in (REPOSITORY / "Makefile").read_text()
+    assert f"EXTRAS := {','.join(extras)}\n" in (REPOSITORY / "Makefile").read_text()
     pinned = set(re.findall(r"^([\w.-]+)==", (REPOSITORY / "constraints.txt").read_text(), flags=re.MULTILINE))
     named = {re.split(r"[<>=!\[]", wanted)[0] for wanted in sum(extras.values(), project["dependencies"])}
     assert named <= pinned
@@ -148,15 +159,28 @@ def test_make_installs_every_extra_and_pins_all_that_the_project_names() -> None
 
 # --- a foreign app
 
-# Makes a strategy, and then runs the app, where no compiler can be found.
+# Makes a strategy, runs the app, and composes with a search path that is a plugin's, where no compiler can be found.
 APP = """
 import json, runpy, shutil, sys
-import hydra, lightning_zero, lightning_zero.conf
+import lightning_zero
+has_hydra = "hydra" in sys.modules
+import hydra, lightning_zero.conf
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+class OfTheApp(SearchPathPlugin):
+    def manipulate_search_path(self, search_path):
+        search_path.append("app", "pkg://lightning_zero.conf")
+
 assert type(hydra.utils.instantiate(json.load(sys.stdin))) is lightning_zero.ZeroStrategy
 places = [lightning_zero.__file__, *lightning_zero.conf.__path__]
 compilers = [name for name in ("cc", "gcc", "g++", "clang", "c++", "nvcc", "ninja") if shutil.which(name)]
-print(json.dumps({"places": places, "compilers": compilers}))
+print(json.dumps({"places": places, "compilers": compilers, "has_hydra": has_hydra}))
 runpy.run_path("foreign_app.py", run_name="__main__")
+Plugins.instance().register(OfTheApp)
+with hydra.initialize(version_base="1.3", config_path=None):
+    composed = hydra.compose(overrides=["+strategy=zero3", "strategy/offload=cpu"]).strategy
+print(json.dumps({"class": composed._target_, "stage": composed.stage, "offload": composed.offload.optimizer}))
 """
 
 
@@ -165,7 +189,9 @@ class Found(NamedTuple):
 
     places: list[Path]
     compilers: list[str]
+    has_hydra: bool  # once lightning_zero is imported
     strategy: dict[str, Any]  # as an app has composed it
+    by_plugin: dict[str, Any]  # the same of an app whose search path is a plugin's
 
 
 def used_by(python: Path, folder: Path) -> Found:
@@ -175,8 +201,9 @@ def used_by(python: Path, folder: Path) -> Found:
     strategy = json.dumps({"_target_": "lightning_zero.ZeroStrategy", "stage": 2})
     unset = dict.fromkeys(("CC", "CXX", "CUDA_HOME", "CUDA_PATH"), "")
     printed = run(python, "-c", APP, cwd=folder, stdin=strategy, PATH=str(folder / "bin"), **unset)
-    told, *_, composed = map(json.loads, (line for line in printed.splitlines() if line.startswith("{")))
-    return Found([Path(path) for path in told["places"]], told["compilers"], composed)
+    told, *_, composed, by_plugin = map(json.loads, (line for line in printed.splitlines() if line.startswith("{")))
+    places = [Path(path) for path in told["places"]]
+    return Found(places, told["compilers"], told["has_hydra"], composed, by_plugin)
 
 
 @pytest.fixture(scope="module")
@@ -191,8 +218,13 @@ def editable_use(editable_python: Path, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.mark.parametrize("install", ["wheel", "editable"])
 def test_foreign_app_composes_zero2_from_the_installed_package(install: str, request: pytest.FixtureRequest) -> None:
-    found = request.getfixturevalue(f"{install}_use").strategy
-    assert found == {"class": "ZeroStrategy", "stage": 2}
+    found = request.getfixturevalue(f"{install}_use")
+    assert found.strategy == {"class": "ZeroStrategy", "stage": 2}
+    assert found.by_plugin == {"class": "lightning_zero.ZeroStrategy", "stage": 3, "offload": "cpu"}
+
+
+def test_importing_the_package_imports_no_hydra(wheel_use: Found) -> None:
+    assert not wheel_use.has_hydra
 
 
 def test_mypy_resolves_both_installs(python: Path, tmp_path: Path) -> None:
@@ -208,8 +240,12 @@ def test_wheel_install_stands_alone(wheel_python: Path, wheel_use: Found) -> Non
         assert path.is_relative_to(wheel_python.parent.parent)
 
 
-def test_editable_install_is_the_source_itself(source: Path, editable_use: Found) -> None:
-    assert editable_use.places == [source / "lightning_zero" / "__init__.py", source / "lightning_zero" / "conf"]
+def test_editable_install_is_the_source_itself_as_if_it_were_in_pythonpath(
+    source: Path, editable_python: Path, editable_use: Found
+) -> None:
+    assert editable_use.places == [source / "lightning_zero" / "__init__.py", source / "conf"]
+    (path,) = editable_python.parent.parent.glob("lib/python*/site-packages/__editable__*")
+    assert path.read_text().strip() == str(source)
 
 
 # --- R33: importing

@@ -16,7 +16,7 @@ def test_the_largest_models_under_a_limit_of_memory_are_in_the_papers_order() ->
     options = "--limit-mb 4 --batch 16 --context 64"
     command = [sys.executable, str(PAPER), *options.split()]
     with warm.starts():
-        done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if line[:1] == "C"]
     blocks = {row[0]: int(row[4]) for row in rows}

@@ -189,6 +189,51 @@ def test_two_byte_weights_used_twice_in_one_autocast_change_no_bit(stage: int, w
     assert_as_on_one_device(tower(), act, stage, world=world, autocast_dtype=torch.bfloat16)
 
 
+class Attends(nn.Module):
+    """A layer with torch's attention, used twice, whose tokens attend to one another or to others; and a cell."""
+
+    def __init__(self, *, across: bool) -> None:
+        super().__init__()
+        self.across = across
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0, batch_first=True)
+        self.cell = nn.LSTMCell(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.layer(x[None])
+        others = tokens.flip(1) if self.across else tokens
+        once = self.attention(tokens, others, others)[0]
+        again = once.float()
+        twice = self.attention(again, others if self.across else again, value=tokens if self.across else again)[0]
+        return self.cell(twice[0], self.cell(once[0].to(twice.dtype)))[0]
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_byte_weights_of_attention_change_no_bit_in_autocast_or_outside_of_it(
+    stage: int, across: bool, cached: bool
+) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        found = {}
+        for step in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cached):
+                loss = model(x(1.0 + step)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                model.eval()
+                found[f"outside {step}"] = model(x())
+                with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cached):
+                    found[f"evaluated {step}"] = model(x())
+                model.train()
+        return found | state_of(model, engine)
+
+    start = seeded(lambda: Attends(across=across))
+    assert_as_on_one_device(start, act, stage, autocast_dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_byte_weights_that_are_edited_between_two_forwards_show_it_in_the_second(stage: int, world: int) -> None:

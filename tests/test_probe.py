@@ -1,17 +1,21 @@
 """What an optimizer looks at is found by trying it: the formulas of papers, under names that nobody has heard of."""
 
+import pickle
+import random
 from collections.abc import Callable, Iterable
 from threading import Lock
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lightning_zero.run.engine import Engine, Options
-from lightning_zero.shards.probe import state_tensors_of, why_not_in_pieces
+from lightning_zero.shards.probe import ELEMENT_WISE, state_tensors_of, why_not_in_pieces
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.threads import ThreadWorld
 from zoo import OF_ALL, PIECES, WHOLE, ByFormula, Trusting, decays_matrices, made
@@ -28,9 +32,59 @@ def test_what_looks_at_whole_tensors_is_found_whatever_its_name(name: str) -> No
     assert why_not_in_pieces(made("Plain", WHOLE[name])(parameters())) == BY_TENSOR
 
 
-def test_what_draws_random_numbers_is_told_from_what_looks_at_all_parameters() -> None:
-    noisy = made("Plain", lambda p, state: p.grad + torch.randn_like(p))
-    assert why_not_in_pieces(noisy(parameters())) == "draws random numbers, other ones in each process"
+class Noisy(SGD):
+    """Langevin dynamics, by a source of random numbers."""
+
+    def __init__(self, parameters: Iterable[Any], source: str) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.source, self.taken = source, 0
+        self.of_torch, self.of_numpy = torch.Generator().manual_seed(0), np.random.default_rng(0)
+        self.param_groups[0]["of_python"] = random.Random(0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.taken += 1
+        if self.source == "seeded":
+            torch.manual_seed(self.taken)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.add_(torch.as_tensor(self.drawn(p), dtype=p.dtype), alpha=1e-3)
+
+    def drawn(self, p: Tensor) -> Any:
+        return {
+            "torch": lambda: torch.randn_like(p),
+            "seeded": lambda: torch.randn_like(p),
+            "numpy": lambda: np.random.standard_normal(p.shape),
+            "python": random.random,
+            "torch of its own": lambda: torch.randn(p.shape, generator=self.of_torch),
+            "numpy of its own": lambda: self.of_numpy.standard_normal(p.shape),
+            "python of its own": self.param_groups[0]["of_python"].random,
+        }[self.source]()
+
+
+SOURCES = ["torch", "seeded", "numpy", "python", *(f"{name} of its own" for name in ("torch", "numpy", "python"))]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_what_draws_random_numbers_is_told_from_what_looks_at_all_parameters(source: str) -> None:
+    before = torch.get_rng_state(), pickle.dumps(np.random.get_state()), random.getstate()
+    assert why_not_in_pieces(Noisy(parameters(), source)) == "draws random numbers"
+    assert torch.get_rng_state().equal(before[0])
+    assert (pickle.dumps(np.random.get_state()), random.getstate()) == before[1:], "training's own are left alone"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_optimizer_that_draws_random_numbers_is_refused_and_told_that_it_does(stage: int) -> None:
+    def set_up(comm: Comm, **options: Any) -> None:
+        model = nn.Linear(4, 4)
+        optimizer = Noisy(model.parameters(), "torch of its own")
+        Engine(model, [optimizer], stage=stage, comm=comm, options=Options(**options)).close()
+
+    with pytest.raises(ValueError, match=r"Noisy draws random numbers, for the parameters in turn.*stage=0.*'element'"):
+        ThreadWorld(2, 10).run(set_up)
+    for granularity, what in (("tensor", "tensors"), ("element", "pieces")):
+        with pytest.warns(UserWarning, match=rf"Noisy draws random numbers.*for the {what} that it.*not DDP's"):
+            ThreadWorld(2, 10).run(lambda comm, asked=granularity: set_up(comm, granularity=asked))
 
 
 def test_matrices_alone_are_tried_where_an_optimizer_has_matrices_alone() -> None:
@@ -166,6 +220,28 @@ def test_state_is_counted_without_a_step_of_the_optimizer() -> None:
     assert state_tensors_of(Lookahead(torch.optim.SGD(held, lr=0.1, momentum=0.9))) == 1
     assert state_tensors_of(Unheard(held)) == 2
     assert held[0].eq(1).all()
+
+
+KEPT: list[tuple[type[Any], dict[str, Any]]] = [
+    *((kind, {}) for kind in sorted(ELEMENT_WISE, key=repr)),
+    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (torch.optim.Adam, {"amsgrad": True}),
+    (torch.optim.AdamW, {"amsgrad": True, "fused": True}),
+    *((torch.optim.RMSprop, {"momentum": m, "centered": c}) for m in (0.0, 0.9) for c in (False, True)),
+    (torch.optim.Adagrad, {"initial_accumulator_value": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), KEPT, ids=lambda value: getattr(value, "__name__", ""))
+def test_what_torchs_own_optimizers_keep_is_known_without_a_step(kind: Any, options: dict[str, Any]) -> None:
+    (held,) = parameters((3, 3))
+    optimizer = kind([held], lr=0.1, **options)
+    with patch.object(kind, "step") as step:
+        known = state_tensors_of(optimizer)
+    assert not step.called
+    held.grad = torch.ones(3, 3)
+    optimizer.step()
+    assert known == sum(torch.is_tensor(made) and made.shape == held.shape for made in optimizer.state[held].values())
 
 
 class OfAll(ByFormula):

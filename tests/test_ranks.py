@@ -8,8 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.threads import ThreadWorld
 from ranks import run_alone
 
 SESSION = """
@@ -61,3 +64,20 @@ def test_threads_that_receive_leave_the_cores_to_ranks() -> None:
     (first, second), errors = run_alone(2, niceness_of_receivers)
     assert errors == [None, None]
     assert set(first) == set(second) == {19}
+
+
+@pytest.mark.usefixtures("ranks_in_turn")
+def test_of_ranks_in_turn_one_runs_until_it_waits_for_another() -> None:
+    running: list[int] = []
+    together: list[list[int]] = []
+
+    def rank_main(comm: Comm) -> None:
+        for number in range(3):
+            running.append(comm.rank)
+            time.sleep(0.01)  # lets other threads run
+            together.append([*running])
+            running.remove(comm.rank)
+            comm.all_reduce(torch.ones(1), f"sum {number}")
+
+    ThreadWorld(3, 10).run(rank_main)
+    assert sorted(together) == sorted([[rank] for rank in range(3)] * 3)

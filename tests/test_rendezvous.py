@@ -1,7 +1,7 @@
 """Ranks that go different ways where no gradients are computed; all come to the end, and nothing is mixed up."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -372,18 +372,30 @@ def looks_at_gradients(model: Any, hidden: Tensor) -> Tensor:
     return model(hidden)
 
 
+def leaves_a_layer_out(model: Any, hidden: Tensor) -> Tensor:
+    return model[3:](model[:2](hidden))
+
+
+def has_zeros_for_a_layer(model: Any, hidden: Tensor) -> Tensor:
+    hidden = model[:2](hidden)
+    return model[3:](hidden + 0 * model[2](hidden))
+
+
+SAME = {has_no_gradient: zero, leaves_a_layer_out: has_zeros_for_a_layer}
 LOOKS = [looks_in_forward, looks_in_backward, looks_in_a_block_that_recomputes, looks_at_gradients, has_no_gradient]
 FEW_BUCKETS = 2 * 8 * WIDTH  # bytes: no two layers travel at a time
 
 
-def train_while_rank_0(does: Any, stage: int, dtype: torch.dtype | None, micros: int, **options: Any) -> Any:
-    """Gradients are accumulated; rank 0 does something in each micro-batch but the first one."""
+def train_while(
+    who: Collection[int], does: Any, stage: int, dtype: torch.dtype | None, micros: int, **options: Any
+) -> list[dict[str, Tensor]]:
+    """Gradients are accumulated; some ranks do something in each micro-batch but the first one."""
     start = seeded(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(5)]))
 
     def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
         for step in range(2):
             for micro in range(micros):
-                is_mine = comm.rank == 0 and (step, micro) != (0, 0)
+                is_mine = comm.rank in who and (step, micro) != (0, 0)
                 autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is not None, cache_enabled=False)
                 with engine.accumulating() if micro < micros - 1 else nullcontext():
                     with engine.forward(), autocast:
@@ -409,9 +421,34 @@ def test_one_rank_may_look_or_have_no_gradient_while_others_wait_for_its_reducti
     does: Any, stage: int, dtype: torch.dtype | None, micros: int, overlap: bool
 ) -> None:
     """A model has more buckets of gradients than travel at a time, and so waits in the middle of backward."""
-    found = train_while_rank_0(does, stage, dtype, micros, overlap=overlap)
-    same = zero if does is has_no_gradient else nn.Module.__call__
-    expected = train_while_rank_0(same, stage, dtype, micros, overlap=overlap)
+    found = train_while([0], does, stage, dtype, micros, overlap=overlap)
+    expected = train_while([0], SAME.get(does, nn.Module.__call__), stage, dtype, micros, overlap=overlap)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("does", "stage", "who", "micros"),
+    pairwise([*LOOKS, leaves_a_layer_out], STAGES, [(0,), (0, 1)], [1, 2]),
+    ids=name_of,
+)
+def test_a_replica_may_go_its_own_way_while_another_one_waits_for_its_reductions(
+    does: Any, stage: int, who: tuple[int, ...], micros: int
+) -> None:
+    """All of its ranks, or one of them."""
+    how = {"world": 4, "replicate_size": 2}
+    found = train_while(who, does, stage, None, micros, **how)
+    expected = train_while(who, SAME.get(does, nn.Module.__call__), stage, None, micros, **how)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("does", [has_no_gradient, leaves_a_layer_out])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_replica_may_have_no_gradients_where_backward_steps_them(stage: int, does: Any) -> None:
+    how = {"world": 4, "replicate_size": 2, "step_in_backward": True}
+    found = train_while([0, 1], does, stage, None, 1, **how)
+    expected = train_while([0, 1], SAME[does], stage, None, 1, **how)
     for mine, theirs in zip(found, expected, strict=True):
         assert_same_bits(mine, theirs)
 
@@ -420,7 +457,7 @@ def test_one_rank_may_look_or_have_no_gradient_while_others_wait_for_its_reducti
 def test_a_two_byte_weight_that_one_rank_reads_in_the_middle_of_backward_is_named(stage: int) -> None:
     """At stage 3 this works, too: there ranks come together in backward."""
     with pytest.raises(RankTimeoutError) as raised:
-        train_while_rank_0(looks_in_the_middle_of_backward, stage, torch.bfloat16, 1, wait_timeout=1)
+        train_while([0], looks_in_the_middle_of_backward, stage, torch.bfloat16, 1, wait_timeout=1)
     places = ["the all-gather of 0.weight", "the reduction of the gradients of model"]
     assert any(place in str(raised.value) for place in places)
 

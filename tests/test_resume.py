@@ -47,10 +47,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_goes_on_as_under_ddp_when_users(do: Callable[..., Any], two_ranks: RankPool, folder: Path) -> None:
     own = folder / do.__name__
     expected = two_ranks.run(do, DDP, own / "ddp" / "a.ckpt")
-    for stage in (1, 2, 3):
+    for stage, checkpoint in ((1, "sharded"), (2, {"async_save": True}), (3, "sharded"), (3, None)):
         # The model is so small that it would stay whole at stage 3.
-        strategy = {"stage": stage, "units": "modules", "checkpoint": {"async_save": stage == 2}}
-        assert two_ranks.run(do, strategy, own / str(stage) / "a.ckpt") == expected, stage
+        strategy = {"stage": stage, "units": "modules", "checkpoint": checkpoint}
+        assert two_ranks.run(do, strategy, own / f"{stage} {checkpoint}" / "a.ckpt") == expected, strategy
 
 
 @pytest.mark.parametrize("form", ["sharded", "full"])

@@ -156,7 +156,7 @@ def test_training_gives_the_bits_of_steps_after_backward(stage: int, two_ranks: 
 def test_a_trainer_that_needs_gradients_is_refused_with_the_reason(how: dict[str, Any], what: str) -> None:
     run = jobs.trainer_of(ZeroStrategy(stage=2, step_in_backward=True), **how)
     with pytest.raises(ValueError, match=f"step_in_backward=True takes each gradient as it comes, and {what} needs"):
-        run.fit(jobs.Fused(), jobs.loader())
+        run.fit(jobs.Classifier(), jobs.loader())
 
 
 def test_manual_optimization_is_refused_as_it_may_need_gradients() -> None:

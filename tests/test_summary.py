@@ -174,9 +174,23 @@ def test_jobs_that_cost_the_same_share_a_label_in_the_picture(tmp_path, monkeypa
     assert {"#0, #1", "#2"} <= set(texts)
 
 
-def test_without_matplotlib_there_is_a_table_and_what_to_install(tmp_path, monkeypatch, caplog, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+def test_without_matplotlib_there_is_a_table_and_a_line_that_says_what_to_install(
+    tmp_path, monkeypatch, caplog, capsys
+):
+    class NotInstalled:
+        @staticmethod
+        def find_spec(name, *_):
+            if name == "matplotlib":
+                raise ModuleNotFoundError("No module named 'matplotlib'", name=name)
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [NotInstalled, *sys.meta_path])
+    caplog.set_level("INFO")
     summary.report([job(0, "ddp", **FULL)], tmp_path)
-    assert "No picture: matplotlib.figure is not installed (pip install 'lightning-zero[hydra]')" in caplog.text
+    assert caplog.messages == [
+        "No picture: matplotlib is not installed (pip install 'lightning-zero[plots]')",
+        f"Table: {tmp_path / 'sweep.csv'}",
+    ]
     assert "finished" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.csv"]

@@ -37,7 +37,7 @@ def run_app(*arguments: str, environment: dict[str, str] | None = None, from_she
     command = [sys.executable, str(APP), *arguments]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with nullcontext() if from_shell else warm.starts():
-        done = subprocess.run(command, env=variables, text=True, timeout=200, **streams)
+        done = subprocess.run(command, env=variables, text=True, timeout=600, **streams)
     return Done(done.returncode, done.stdout)
 
 
@@ -137,7 +137,7 @@ def test_a_foreign_apps_sweep_ends_with_a_full_table_and_picture_and_has_a_log_p
     with warm.starts():
         done = subprocess.run(
             [*app, "trainer.devices=2", f"hydra.sweep.dir={tmp_path}"],
-            env=environment, cwd=tmp_path, text=True, timeout=200, capture_output=True,
+            env=environment, cwd=tmp_path, text=True, timeout=600, capture_output=True,
         )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     with (tmp_path / "sweep.csv").open() as file:

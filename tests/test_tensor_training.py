@@ -100,6 +100,7 @@ def test_training_is_that_of_data_parallel_ranks_on_the_same_batches(
     assert mean_losses(runs, 2) == pytest.approx(mean_losses(expected, 1), **TO_ROUNDING)
     assert runs[0]["mesh"] == {"replicate": 1, "data_parallel": world // 2, "tensor_parallel": 2}
     for run in runs:
+        assert run["to save"] == expected[0]["to save"]
         assert_same_weights(run["weights"], expected[0]["weights"])
         assert run["val_loss"] == pytest.approx(expected[0]["val_loss"], **TO_ROUNDING)
 
@@ -301,6 +302,28 @@ def test_a_callback_that_copies_the_model_before_it_is_divided_is_refused(two_ra
     _, errors = two_ranks.outcomes(tensor_training_jobs.fit_copied, 2)
     for error in errors:
         assert "StochasticWeightAveraging averages a copy" in error
+
+
+def test_a_model_that_nobody_has_parallelized_is_told_in_one_warning(two_ranks: RankPool) -> None:
+    (warned, table), (warned_on_rank_1, _) = two_ranks.run(
+        tensor_training_jobs.told_at_start, tensor_training_jobs.Alike
+    )
+    assert warned == [
+        "tensor_parallel_size=2, and no module was parallelized: 2 ranks at a time do the same work on the same "
+        "batches. Call parallelize_module(..., self.device_mesh['tensor_parallel'], plan) in configure_model, or leave "
+        "tensor_parallel_size out."
+    ]
+    assert warned_on_rank_1 == []
+    assert table.startswith("ZeRO stage 2 on 2 ranks")
+    assert "divide" not in table
+
+
+def test_where_all_ranks_share_modules_the_table_says_that_none_is_left_to_divide_over(two_ranks: RankPool) -> None:
+    (warned, table), _ = two_ranks.run(tensor_training_jobs.told_at_start, tensor_training_jobs.Language)
+    assert warned == []
+    assert "All 2 ranks share the same modules, and a stage has no others to divide over" in table
+    assert "Trainer(devices=4) or more divides" in table
+    assert "One rank" not in table
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -6,19 +6,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from lightning_zero.run.engine import Engine, Options
+from lightning_zero.shards.casting import readers_of, why_not_cast
 from lightning_zero.shards.units import (
     fill_buckets,
     find_units,
     merge_small,
     too_small_to_shard,
     whole_model,
-    why_not_cast,
 )
 from lightning_zero.wire.local import CountingComm
 from models import Assorted, assorted, seeded
 from unit_jobs import assert_same_bits, on_engine, on_one_device, state_of, x
+
+OWN = ("weight", "bias")
 
 
 class Block(nn.Module):
@@ -163,6 +166,47 @@ def test_only_weights_that_autocast_casts_at_each_use_may_rest_in_two_bytes() ->
 
     model = Model()
     assert [module for module, why in why_not_cast(model).items() if why is None] == [model.plain, model.conv]
+
+
+def names_of_cast(model: nn.Module) -> set[str]:
+    cast = [parameter for reader in readers_of(model, why_not_cast(model)) for *_, parameter in reader.parameters]
+    return {name for name, parameter in model.named_parameters() if any(parameter is one for one in cast)}
+
+
+def test_weights_of_attention_layers_of_it_cells_and_transformers_conv1d_rest_in_two_bytes() -> None:
+    model = nn.ModuleDict(
+        {
+            "own": nn.MultiheadAttention(4, 2),
+            "other": nn.MultiheadAttention(4, 2, kdim=3, vdim=5, bias=False),
+            "biased": nn.MultiheadAttention(4, 2, add_bias_kv=True),
+            "layer": nn.TransformerEncoderLayer(4, 2, 6),
+            "cell": nn.LSTMCell(3, 4),
+            "conv": Conv1D(3, 4),
+        }
+    )
+    uncast = {"biased.bias_k", "biased.bias_v", *(f"layer.norm{at}.{name}" for at in (1, 2) for name in OWN)}
+    assert names_of_cast(model) == {name for name, _ in model.named_parameters()} - uncast
+
+
+def test_attention_that_is_not_torchs_own_keeps_what_it_reads() -> None:
+    class Attention(nn.MultiheadAttention):
+        pass
+
+    class Layer(nn.TransformerEncoderLayer):
+        def _ff_block(self, x: Tensor) -> Tensor:
+            return super()._ff_block(x) * self.linear1.weight.norm()
+
+    patched = nn.MultiheadAttention(4, 2)
+    patched.forward = lambda *_: None  # type: ignore[method-assign]
+    shared, projection = nn.MultiheadAttention(4, 2), nn.MultiheadAttention(4, 2)
+    projection.out_proj = shared.out_proj
+    model = nn.ModuleList([Attention(4, 2), Layer(4, 2, 6), patched, nn.ModuleList([shared, projection])])
+    assert names_of_cast(model) == {f"3.{at}.in_proj_{name}" for at in (0, 1) for name in OWN}
+    assert why_not_cast(model)[model[1].linear1] == "the forward of a layer around it is not torch's own"  # type: ignore[index]
+
+
+def test_recurrent_layers_are_told_to_be_cast_at_each_time_step() -> None:
+    assert set(why_not_cast(nn.GRU(3, 4)).values()) == {"autocast casts them anew at each time step"}
 
 
 def test_a_tied_head_keeps_its_weight_whole() -> None:

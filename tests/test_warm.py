@@ -45,7 +45,7 @@ def run(*arguments: str, stdin: str = "", **options: object) -> tuple[int, list,
     """Its exit code, what it printed as Python values, and what it said."""
     command = [sys.executable, *arguments]
     with warm.starts():
-        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60, **options)
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=600, **options)
     values = {"true": True, "false": False}
     return done.returncode, [eval(line, values) for line in done.stdout.splitlines()], done.stderr
 

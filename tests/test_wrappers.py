@@ -89,14 +89,8 @@ def test_a_wrapper_trains_so_where_some_parameters_are_stepped_after_the_others(
         # Slow weights go with the second step, and with the fourth, from where the second has left them.
         return {**train(model, optimizer, range(4)), **state_of(model, engine)}
 
-    def make(parameters: Any) -> Any:
-        optimizer = WRAPPERS[name](parameters)
-        for group in optimizer.param_groups:
-            group |= {"foreach": False, "fused": False}  # the kernel that offload would choose rounds in its own way
-        return optimizer
-
-    expected = on_one_device(tower(), act, make)
-    for found in on_engine(tower(), act, stage, make, bucket_bytes=256, **options):
+    expected = on_one_device(tower(), act, WRAPPERS[name])
+    for found in on_engine(tower(), act, stage, WRAPPERS[name], bucket_bytes=256, **options):
         assert_same_bits(found, expected)
 
 

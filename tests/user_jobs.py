@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torch.utils.tensorboard.summary import histogram
 
-from jobs import CLASSES, FEATURES, Classifier, loader, read_checkpoint, state_of, trainer
+from jobs import CLASSES, FEATURES, Classifier, ClipsByExactNorm, loader, read_checkpoint, state_of, trainer
 from models import recurrent_kernels
 
 
@@ -465,7 +465,7 @@ def read_on_rank_0_after_each_batch(
     return [model.losses, norms]
 
 
-class CuriousOfGradients(Classifier):
+class CuriousOfGradients(ClipsByExactNorm):
     """Rank 0 alone looks at gradients, where most people log them."""
 
     def __init__(self) -> None:
@@ -489,7 +489,7 @@ def look_at_gradients_on_rank_0_only(strategy: Any, **kwargs: Any) -> dict[str, 
     return {"losses": model.losses, "seen": model.seen}
 
 
-class Skipping(Classifier):
+class Skipping(ClipsByExactNorm):
     """Has no loss in some batches: `without(rank, batch)`. Where `told`, it says 0 instead."""
 
     def __init__(self, without: Callable[[int, int], bool], told: bool) -> None:

@@ -9,6 +9,7 @@ import pickle
 import posixpath
 import re
 import secrets
+import shutil
 import struct
 import tempfile
 import warnings
@@ -27,6 +28,7 @@ from torch.storage import TypedStorage, UntypedStorage
 from lightning_zero.checkpoint.folder import MANIFEST, CheckpointError, Folder
 from lightning_zero.checkpoint.load import StoredCheckpoint
 from lightning_zero.checkpoint.shard import CHUNK_BYTES, SAFE_NAMES, chunks_of, header_of
+from lightning_zero.checkpoint.single import is_single_file, model_in, problems_in, read_plain, refuse_other_files
 from lightning_zero.shards.extents import Extent
 from lightning_zero.views.lazy import LazyTensor, Stored
 
@@ -39,7 +41,7 @@ def consolidate(url: str | os.PathLike[str], out: str | os.PathLike[str], *, obj
     """Writes a checkpoint as one ordinary Lightning file, with the optimizers. Reading it does not need lightning_zero.
 
     Args:
-        url: the checkpoint's folder.
+        url: the checkpoint's folder; or a single file, which is copied.
         out: path or URL of the file, which is written whole or not at all.
         objects: whether to include the pickled objects (this unpickles them).
 
@@ -49,11 +51,18 @@ def consolidate(url: str | os.PathLike[str], out: str | os.PathLike[str], *, obj
     Raises:
         CheckpointError: when the checkpoint is damaged, or `out` is a folder.
     """
+    place = Folder(out)
+    place.refuse_inside_checkpoint()
+    if place.exists and not place.is_file:
+        raise CheckpointError(f"{out} is no file; name the file to write, such as {place.inside('model.ckpt')}.")
+    if is_single_file(single := Folder(url)):
+        refuse_other_files(single)
+        if problems := problems_in(single):
+            raise CheckpointError(problems[0])
+        with _arriving(place) as scratch, single.fs.open(single.path, "rb") as stream, scratch.open("wb") as file:
+            shutil.copyfileobj(stream, file)
+        return []
     with closing(StoredCheckpoint(url)) as checkpoint:
-        place = Folder(out)
-        place.refuse_inside_checkpoint()
-        if place.exists and not place.is_file:
-            raise CheckpointError(f"{out} is no file; name the file to write, such as {place.inside('model.ckpt')}.")
         with _arriving(place) as scratch, scratch.open("wb") as file:
             write_single_file(checkpoint, file, objects=objects)
             file.flush()
@@ -158,7 +167,7 @@ def export_safetensors(
     """Writes the model of a checkpoint as Hugging Face does: `model.safetensors`, or several files and an index.
 
     Args:
-        url: the checkpoint's folder.
+        url: the checkpoint's folder, or a single file.
         out: the folder to write to. An earlier export is replaced; other files, such as ``config.json``, may be there.
         prefix: only names that begin so are written, without it (``"model."`` for a transformers model held as
             ``self.model``). The default writes all names as they are.
@@ -171,11 +180,11 @@ def export_safetensors(
         CheckpointError: when the checkpoint is damaged, has no name with that prefix or a dtype that safetensors lacks,
             or `out` is a file.
     """
-    with closing(StoredCheckpoint(url)) as checkpoint:
+    with _model_at(Folder(url)) as model:
         tensors = {
-            name.removeprefix(prefix): lazy
-            for name, lazy in checkpoint.model().items()
-            if isinstance(lazy, LazyTensor) and name.startswith(prefix)
+            name.removeprefix(prefix): tensor
+            for name, tensor in model.items()
+            if isinstance(tensor, Tensor) and name.startswith(prefix)
         }
         if not tensors:
             raise CheckpointError(f"{url} has no tensor whose name begins with {prefix!r}.")
@@ -202,6 +211,16 @@ def export_safetensors(
     return list(files)
 
 
+@contextmanager
+def _model_at(place: Folder) -> Iterator[dict[str, Any]]:
+    """Yields the model of a checkpoint: of a sharded one as lazy tensors."""
+    if is_single_file(place):
+        yield model_in(read_plain(place))
+        return
+    with closing(StoredCheckpoint(place.url)) as checkpoint:
+        yield checkpoint.model()
+
+
 def _remove_other_exports(target: Folder, written: set[str]) -> None:
     """Removes files of an earlier export, which transformers might prefer."""
     for name in target.names():
@@ -209,19 +228,19 @@ def _remove_other_exports(target: Folder, written: set[str]) -> None:
             target.fs.rm_file(target.file(name))
 
 
-def _write_safetensors(group: dict[str, LazyTensor], path: Path) -> None:
+def _write_safetensors(group: dict[str, Tensor], path: Path) -> None:
     scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
     with path.open("wb") as file:
         file.write(header_of([(name, lazy.dtype, lazy.shape) for name, lazy in group.items()], {"format": "pt"}))
         for lazy in group.values():
-            file.writelines(_chunks_of_lazy(lazy, scratch))
+            file.writelines(_chunks_of_lazy(lazy, scratch) if isinstance(lazy, LazyTensor) else chunks_of(lazy))
         file.flush()
         os.fsync(file.fileno())
 
 
-def _divide(tensors: dict[str, LazyTensor], shard_bytes: int) -> dict[str, dict[str, LazyTensor]]:
+def _divide(tensors: dict[str, Tensor], shard_bytes: int) -> dict[str, dict[str, Tensor]]:
     """Divides tensors among files; returns those of each file by its name."""
-    groups: list[dict[str, LazyTensor]] = [{}]
+    groups: list[dict[str, Tensor]] = [{}]
     held = 0  # bytes
     for name, lazy in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):  # so that all are aligned
         if groups[-1] and held + lazy.nbytes > shard_bytes:
@@ -235,9 +254,11 @@ def _divide(tensors: dict[str, LazyTensor], shard_bytes: int) -> dict[str, dict[
 
 
 class ZeroFileSystem(fsspec.AbstractFileSystem):
-    """The file system ``zero://``: ``zero://DIR`` reads a checkpoint's folder as one ordinary Lightning file.
+    """The file system ``zero://``: ``zero://DIR`` reads a checkpoint's folder as one ordinary Lightning file, and a
+    checkpoint that is one file as it is.
 
-    Opening it first writes the file to a temporary place. fsspec finds it by entry point: nothing need be imported.
+    Opening a folder first writes the file to a temporary place. fsspec finds this class by entry point: nothing need be
+    imported.
     """
 
     protocol = "zero"
@@ -249,17 +270,20 @@ class ZeroFileSystem(fsspec.AbstractFileSystem):
         return {"name": path, "size": None, "type": "file"}  # the size is unknown until it is opened
 
     def exists(self, path: str, **_: Any) -> bool:
-        return Folder(self._strip_protocol(path)).is_checkpoint
+        place = Folder(self._strip_protocol(path))
+        return place.is_checkpoint or is_single_file(place)
 
     def modified(self, path: str) -> Any:
-        folder = Folder(self._strip_protocol(path))
-        return folder.fs.modified(folder.file(MANIFEST))
+        place = Folder(self._strip_protocol(path))
+        return place.fs.modified(place.path if is_single_file(place) else place.file(MANIFEST))
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
         if mode != "rb":
             raise CheckpointError("zero:// is for reading; save to the folder itself.")
-        place = self._strip_protocol(path)
-        with closing(StoredCheckpoint(place)) as checkpoint, tempfile.NamedTemporaryFile() as single:
+        place = Folder(self._strip_protocol(path))
+        if is_single_file(place):
+            return place.fs.open(place.path, "rb")
+        with closing(StoredCheckpoint(place.url)) as checkpoint, tempfile.NamedTemporaryFile() as single:
             write_single_file(checkpoint, single)
             single.flush()
             if left_out := checkpoint.told_left_out:

@@ -135,6 +135,15 @@ class Folder:
         except (FileNotFoundError, NotADirectoryError):
             return []
 
+    def files(self) -> list["Folder"]:
+        """Returns the files in the folder, each as a `Folder` with its path."""
+        try:
+            found = self.refresh().ls(self.path, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        names = sorted(posixpath.basename(each["name"].rstrip("/")) for each in found if each["type"] == "file")
+        return [self.inside(name) for name in names if not name.startswith(".")]
+
     def open(self, name: str) -> IO[bytes]:
         with self._reading(name):
             return self.refresh().open(self.file(name), "rb")

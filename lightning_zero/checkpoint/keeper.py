@@ -1,5 +1,6 @@
 """`CheckpointKeeper`: the checkpoints of one run: the latest one, the links to it, and the one it was resumed from."""
 
+import itertools
 import zlib
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +13,7 @@ from torch.nn import Module
 from lightning_zero.checkpoint.folder import CheckpointError, CheckpointNotFoundError, Folder
 from lightning_zero.checkpoint.load import StoredCheckpoint
 from lightning_zero.checkpoint.save import Saver
+from lightning_zero.checkpoint.single import is_single_file, problems_in
 from lightning_zero.wire.board import Record
 from lightning_zero.wire.comm import Comm
 
@@ -43,13 +45,19 @@ class CheckpointKeeper:
         self.saver.save(tree, path, {"step": step, **about})
         self._latest = (Folder(path), step)
 
+    def note(self, path: str, step: int) -> None:
+        """Notes that a single file was saved, which is the latest checkpoint now."""
+        self._latest = (Folder(path), step)
+
     def is_latest(self, path: str) -> bool:
         return self._latest is not None and self._latest[0] == Folder(path)
 
     @property
     def latest_complete(self) -> str | None:
         """The checkpoint that was saved last, if it is complete; one that is saved in the background may not be yet."""
-        return str(self._latest[0]) if self._latest is not None and self._latest[0].is_checkpoint else None
+        if self._latest is None or not (self._latest[0].is_checkpoint or self._latest[0].is_file):
+            return None
+        return str(self._latest[0])
 
     def link_latest(self, path: str, saved: str, step: int) -> bool:
         """Makes `path` a link to the checkpoint `saved`, and returns True, if that is the latest one, was saved beside
@@ -123,8 +131,9 @@ class CheckpointKeeper:
         """Opens the checkpoint. Returns where it is, and what tells it from all others, or None if nothing is there."""
         self.saver.wait()  # this checkpoint may be under way
         folder = Folder(path)
-        if folder.is_file and not folder.parent.is_checkpoint:
-            return {"path": str(folder), "is": _fingerprint(folder)}
+        if is_single_file(folder):
+            problems = problems_in(folder, self._comm.rank, self._comm.size)
+            return {"path": str(folder), "is": _fingerprint(folder), "problems": problems}
         if not folder.exists:
             return {"path": path, "is": None}
         self._resumed = StoredCheckpoint(path)
@@ -162,10 +171,16 @@ def _fingerprint(file: Folder) -> list[int]:
 
 
 def _refuse_different(records: list[Record]) -> Record:
-    """Raises CheckpointError when ranks found different checkpoints: they would train a mixture of two models."""
-    for rank, record in enumerate(records):
-        if record["is"] is None:
-            return {"absent": f"rank {rank}: ckpt_path={record['path']!r} is not there."}
+    """Raises CheckpointError when ranks found different checkpoints, as they would train a mixture of two models; or
+    damage in a single file, of which each has verified a share."""
+    absent = [rank for rank, record in enumerate(records) if record["is"] is None]
+    if absent:
+        told = f"Checkpoint file not found: {records[absent[0]]['path']}"  # Lightning's own words, which users look for
+        if len(absent) < len(records):
+            told += f". It is missing on ranks {absent} alone: resume from a file system that all ranks share."
+        return {"absent": told}
+    for problem in itertools.chain(*(record.get("problems", ()) for record in records)):
+        raise CheckpointError(f"ckpt_path={records[0]['path']!r} is not a Lightning checkpoint: {problem}")
     for rank, record in enumerate(records):
         if record["is"] != records[0]["is"]:
             raise CheckpointError(

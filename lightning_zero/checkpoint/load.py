@@ -16,6 +16,7 @@ from torch.nn import Module
 from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.manifest import Entry, Manifest, ObjectsFile, ReadmeFile, read_manifest
 from lightning_zero.checkpoint.shard import ShardReader, open_shard
+from lightning_zero.checkpoint.single import is_single_file, problems_in, refuse_other_files
 from lightning_zero.checkpoint.tree import Decoder, parted
 from lightning_zero.run.states import failing_together
 from lightning_zero.shards.extents import Extent
@@ -229,8 +230,12 @@ class StoredCheckpoint:
 
 
 def verify(url: str | os.PathLike[str]) -> list[str]:
-    """Returns what is wrong with a checkpoint: a sentence for each file that is missing, short or altered."""
+    """Returns what is wrong with a checkpoint: a sentence for each file that is missing, short or altered; of a single
+    file for each record."""
     try:
+        if is_single_file(file := Folder(url)):
+            refuse_other_files(file)
+            return problems_in(file)
         with closing(StoredCheckpoint(url)) as checkpoint:
             return checkpoint.verify()
     except CheckpointError as error:

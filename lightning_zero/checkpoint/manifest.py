@@ -325,7 +325,7 @@ def what_was_meant(folder: Folder) -> str:
     if folder.is_file and folder.parent.is_checkpoint:
         return f"it is a file of the checkpoint {folder.parent}; pass that folder."
     if folder.is_file:
-        return "it is a file, and a sharded checkpoint is a folder."
+        return "it is a file, and a sharded checkpoint is a folder. (torch.load reads a single file as it is.)"
     names = folder.names()
     if not names:
         return "there is no such folder." if not folder.exists else "the folder is empty."

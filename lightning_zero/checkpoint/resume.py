@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
+from torch.nn.modules.module import _IncompatibleKeys
 
 from lightning_zero.checkpoint import randomness
 from lightning_zero.shards.local import Box, as_dtensor
 from lightning_zero.shards.units import as_written, renamed
 from lightning_zero.views.lazy import LazyTensor, OfOneRank, Partial, Source, Stored, materialize
+from lightning_zero.wire.comm import Comm
 
 KEY = "lightning_zero"  # of `ResumeEntry` in a checkpoint
 PARAMETERS = "optimizer_parameters"  # in it: for each optimizer, the names of the parameters that its state numbers
@@ -30,19 +32,34 @@ class ResumeEntry:
     device: torch.device  # its random state is saved, too
     tell: Callable[[str], None]  # called with messages for the user
 
-    def capture(self, step: int, parameters: list[list[str]], **counters: Any) -> dict[str, Any]:
-        """Returns the entry of a checkpoint after `step` optimizer steps, with plain `counters` and this rank's random
-        state. For `parameters` see `PARAMETERS`."""
-        mine = {
-            name: LazyTensor(OfOneRank(f"rank {self.rank}:{name}", value)) if isinstance(value, Tensor) else value
-            for name, value in randomness.capture(self.device).items()
-        }
+    def capture(
+        self, step: int, parameters: list[list[str]], comm: Comm | None = None, **counters: Any
+    ) -> dict[str, Any]:
+        """Returns the entry of a checkpoint after `step` optimizer steps, with plain `counters`.
+
+        Args:
+            step: number of optimizer steps.
+            parameters: see `PARAMETERS`.
+            comm: of all ranks, whose random states are to be in the entry, for a file that one rank writes: collective
+                then. Without it each rank has its own state there, and writes that.
+            counters: plain values.
+        """
+        states = randomness.capture(self.device)
+        random: Any
+        if comm is None:
+            mine = {
+                name: LazyTensor(OfOneRank(f"rank {self.rank}:{name}", value)) if isinstance(value, Tensor) else value
+                for name, value in states.items()
+            }
+            random = Partial("random", {self.rank: mine})
+        else:
+            random = dict(enumerate(comm.all_gather_object(states, "random state")))
         return {
             "world": self.world,
             "tensor_parallel_size": self.tensor,
             "step": step,
             "seed": int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())),
-            "random": Partial("random", {self.rank: mine}),
+            "random": random,
             PARAMETERS: parameters,
             **counters,
         }
@@ -93,7 +110,7 @@ def load_state_dict(module: Module, state: Mapping[str, Any], *, strict: bool) -
         left = module.load_state_dict(state, strict=strict)
     finally:
         filling.remove()
-    if left is None:  # overridden without a return value, which Lightning does not ask for
+    if not isinstance(left, _IncompatibleKeys):  # overridden, or mocked: Lightning asks for no return value
         return Incompatible([], [], reshaped)
     missing = [name for name in left.missing_keys if name not in reshaped]
     return Incompatible(missing, list(left.unexpected_keys), reshaped)

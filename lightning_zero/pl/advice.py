@@ -85,7 +85,8 @@ def advice_for(error: BaseException, where: str, before: Held, now: Held, option
 def options_of(engine: Engine, stage: int, expected: Forecast, beside: int) -> list[Option]:
     """Returns what is left to divide, to offload or to compute again; `beside` are bytes of activations."""
     here, offload, ranks = expected.here, engine.options.offload, engine.mesh.shard.size
-    states = here.get(Category.MASTER, 0) + here.get(Category.OPTIMIZER_STATE, 0)
+    # An average of the model rests beside the masters.
+    states = sum(here.get(one, 0) for one in (Category.MASTER, Category.OPTIMIZER_STATE, Category.AVERAGE))
     gradient, parameter = here.get(Category.GRADIENT, 0), here.get(Category.PARAMETER, 0)
     parts = {"optimizer": states, "gradient": gradient, "parameter": parameter}
     options = []
@@ -105,7 +106,7 @@ def options_of(engine: Engine, stage: int, expected: Forecast, beside: int) -> l
 
 def options_beside_ddp(under_ddp: Mapping[str, int], ranks: int, beside: int) -> list[Option]:
     """Returns the options of a user who trains without `ZeroStrategy`."""
-    states = under_ddp[Category.OPTIMIZER_STATE]
+    states = under_ddp[Category.OPTIMIZER_STATE] + under_ddp.get(Category.AVERAGE, 0)
     whole = states + under_ddp[Category.GRADIENT] + under_ddp[Category.PARAMETER]
     return [
         Option(f"strategy='zero_stage_3' on {max(ranks, 2)} ranks", int(whole * (1 - 1 / max(ranks, 2)))),

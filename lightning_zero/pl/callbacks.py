@@ -23,13 +23,13 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_zero.checkpoint import Folder
 from lightning_zero.pl.checkpointing import CheckpointingStrategy
-from lightning_zero.pl.monitor import ZeroMonitor
+from lightning_zero.pl.monitor import MemoryAdvice, ZeroMonitor
 from lightning_zero.run.notices import Notice
 
 PREEMPTED = "preempted.ckpt"
@@ -44,8 +44,14 @@ class OwnCallbacks(pl.Callback):
     def __init__(self, strategy: CheckpointingStrategy, trainer: "pl.Trainer") -> None:
         self._strategy = strategy
         self._of_user: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        has_monitor = any(isinstance(callback, ZeroMonitor) for callback in self._of_user)
-        self._monitor = None if has_monitor else ZeroMonitor()
+        is_monitored = any(isinstance(callback, ZeroMonitor) for callback in self._of_user)
+        # Whether the console gets a table at the start of fit and a summary at its end. Trainer(enable_model_summary=)
+        # leaves a callback, or none, and a depth of 0 turns that one off.
+        summaries = [callback for callback in self._of_user if isinstance(callback, ModelSummary)]
+        self.summarises = is_monitored or any(callback._max_depth for callback in summaries)
+        self._told: list[pl.Callback] = [self]  # those called before the user's
+        if not is_monitored:  # logging is opt-in
+            self._told.append(ZeroMonitor(log=False) if self.summarises else MemoryAdvice())
         self.preemption = Preemption(strategy)
 
     @contextmanager
@@ -56,7 +62,7 @@ class OwnCallbacks(pl.Callback):
         metric (`monitoring` is False), or, later, of those that do (True)."""
         # Lightning's tuner replaces the callbacks while it tries something, which is no part of the run.
         is_trial = trainer.callbacks is not self._of_user  # type: ignore[attr-defined]
-        before = [self] if is_trial or self._monitor is None else [self, self._monitor]
+        before = [self] if is_trial else self._told
         for callback in before if monitoring is not True else ():
             getattr(callback, hook)(trainer, trainer.lightning_module, *args, **kwargs)
         yield
@@ -103,8 +109,9 @@ class OwnCallbacks(pl.Callback):
 
 
 class Preemption(pl.Callback):
-    """Callback that is called after all others. On SIGTERM or SIGUSR1 to any rank, all ranks save the same step, and
-    exit with code 0. (Lightning's handler itself saves, and calls a collective, wherever the rank happens to be.)"""
+    """Callback that is called after all others. On SIGTERM or SIGUSR1 to any rank, all ranks save the same step, unless
+    the Trainer saves no checkpoints, and exit with code 0. (Lightning's handler itself saves, and calls a collective,
+    wherever the rank happens to be.)"""
 
     def __init__(self, strategy: CheckpointingStrategy) -> None:
         self._strategy = strategy
@@ -114,7 +121,9 @@ class Preemption(pl.Callback):
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Replaces Lightning's signal handlers. When the run ends, Lightning restores those from before its own."""
-        if threading.current_thread() is not threading.main_thread():
+        theirs_of = trainer._signal_connector._original_handlers
+        # The tuner tries batches before Lightning has put its handlers in: nobody would take these out again.
+        if threading.current_thread() is not threading.main_thread() or not theirs_of:
             return
         noted = {number: {Notice.STOP} for number in SIGNALS}
         slurm = trainer._accelerator_connector.cluster_environment
@@ -122,8 +131,7 @@ class Preemption(pl.Callback):
             noted[slurm.requeue_signal] = {Notice.STOP, Notice.REQUEUE}
         for number, notices in noted.items():
             if number not in self._handlers or signal.getsignal(number) is not self._handlers[number]:
-                theirs = trainer._signal_connector._original_handlers.get(number)
-                self._handlers[number] = partial(self._note, notices, theirs)
+                self._handlers[number] = partial(self._note, notices, theirs_of.get(number))
                 signal.signal(number, self._handlers[number])
 
     on_sanity_check_start = on_validation_start = on_test_start = on_predict_start = on_train_start
@@ -206,6 +214,11 @@ class Preemption(pl.Callback):
     def _save(trainer: "pl.Trainer", *, requeues: bool) -> None:
         if requeues:
             trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)  # type: ignore[arg-type]
+            return
+        is_trial: bool = trainer.fast_dev_run  # type: ignore[attr-defined]
+        if is_trial or not trainer.checkpoint_callbacks:
+            why = "fast_dev_run" if is_trial else "enable_checkpointing=False"
+            rank_zero_info(f"Told to stop after step {trainer.global_step}. Nothing was saved: Trainer({why}).")
             return
         savers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
         folders = [Folder(callback.dirpath) for callback in savers if callback.dirpath]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -20,6 +21,7 @@ from lightning_zero.pl.sharded_strategy import ShardedStrategy
 from lightning_zero.pl.single_file import is_plugin, is_read_by_plugin, read_single_file
 from lightning_zero.run.construction import Construction
 from lightning_zero.run.engine import Engine
+from lightning_zero.run.forecast import bytes_to_save
 from lightning_zero.run.notices import Notice, Notices
 from lightning_zero.shards.local import local_of, whole_of
 from lightning_zero.shards.units import renamed
@@ -35,6 +37,7 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
     engine: Engine | None = None  # of the run under way, or of the last one
     _trained: Engine | None = None  # engine of the latest fit, which knows the optimizers' pieces
     _construction: Construction | None = None  # what `configure_model` has built in shards
+    _bytes_of_fit = 0  # that the model and the optimizers of the latest fit take in a checkpoint
     _runs = 0  # engines that were made
     _failed = False  # the run ended with an error
     _failed_for_good = False  # so that ranks cannot go on together
@@ -90,9 +93,10 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
         return self._running_engine.reductions.notices
 
     def _warn_of_loggers(self, loggers: Iterable[Any]) -> None:
-        """Warns of loggers that Lightning has upload checkpoints: it skips folders silently."""
-        for logger in loggers if self.checkpoint.format == "sharded" else ():
-            if getattr(logger, "_log_model", False):
+        """Warns of loggers that Lightning has upload checkpoints, where these are folders: it skips those silently."""
+        is_sharded = self.checkpoint is not None and self.checkpoint.format == "sharded"
+        for logger in loggers if is_sharded else ():
+            if getattr(logger, "_log_model", False) in (True, "all"):  # not a mock's
                 rank_zero_warn(
                     f"{type(logger).__name__}(log_model={logger._log_model!r}) uploads single files, and checkpoints "
                     "are folders of shards: nothing will be uploaded. Write ZeroStrategy(checkpoint='full'), or upload "
@@ -100,8 +104,21 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
                 )
 
     @override
+    def saves_single_file(self) -> bool:
+        """See `ShardedStrategy.saves_single_file`; also warns of loggers that will upload nothing."""
+        is_open, is_single = self.checkpoint is None, super().saves_single_file()
+        if is_open and self.lightning_module is not None and self.lightning_module._trainer is not None:
+            self._warn_of_loggers(self.lightning_module._trainer.loggers)
+        return is_single
+
+    @override
+    def _bytes_to_save(self) -> int:
+        assert self.lightning_module is not None
+        return self._bytes_of_fit or bytes_to_save(self.lightning_module, [])
+
+    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the model in its declared dtypes: as lazy entries, or in the format "full" whole on every rank."""
+        """Returns the model in its declared dtypes: as lazy entries, or for a single file whole on every rank."""
         assert self.lightning_module is not None
         self._meet_before_collective()  # single ranks may have read parameters in hooks
         self._checkpoints.saver.muster()
@@ -121,21 +138,27 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes a folder of shards, or in the format "full" Lightning's single file. Call it on every rank.
+        """Writes a folder of shards, or Lightning's single file. Call it on every rank.
 
         Raises:
             CheckpointError: on every rank, when one cannot write; says what is there now.
         """
         self._meet_before_collective()  # single ranks may have looked at lazy entries in hooks
+        is_single = self.saves_single_file()
         if self.engine is not None and self.engine.mesh.tensor.size > 1:
-            checkpoint = self.engine.states.spread_others(checkpoint, full=self.checkpoint.format == "full")
-        if self.checkpoint.format == "full":
+            checkpoint = self.engine.states.spread_others(checkpoint, full=is_single)
+        assert self.lightning_module is not None
+        trainer, path = self.lightning_module._trainer, os.fspath(filepath)
+        has_chosen = is_single and not self._settings.may_choose_format  # the file is to be Lightning's, and no more
+        if trainer is not None and "optimizer_states" in checkpoint and not has_chosen:
+            checkpoint[resume.KEY] = self._state_of_run(trainer, is_single=is_single)
+        if is_single:
             self._save_single_file(checkpoint, filepath, storage_options, ("state_dict", "optimizer_states"))
+            if not is_plugin(self.checkpoint_io):  # which may have places of its own
+                self._checkpoints.note(path, 0 if trainer is None else trainer.global_step)
             return
         if storage_options is not None:
             raise TypeError("storage_options go to a CheckpointIO plugin; checkpoints are folders of shards here.")
-        assert self.lightning_module is not None
-        trainer, path = self.lightning_module._trainer, os.fspath(filepath)
         if trainer is None:
             # This process has spawned the ranks: nothing trains here, and there is nothing to resume.
             step, epoch = checkpoint.get("global_step", 0), checkpoint.get("epoch", 0)
@@ -148,19 +171,22 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
         saved = [s._last_checkpoint_saved for s in savers if s.save_last is True and s.last_model_path == path]
         if saved and self._checkpoints.link_latest(path, saved[0], trainer.global_step):
             return
-        if "optimizer_states" in checkpoint:
-            checkpoint[resume.KEY] = self._resume_entry.capture(
-                trainer.global_step,
-                [] if self._trained is None else self._trained.states.optimizer_parameters,
-                is_mid_epoch=not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch,
-                skipped_steps=cast(Any, self.precision_plugin).skipped.total,
-            )
         self._checkpoints.save(
             checkpoint, path, trainer.global_step, {"epoch": trainer.current_epoch, "stage": self.stage}
         )
         # After the run nothing would raise its errors; and a SLURM job that is told to stop is requeued at once.
         if self._live_engine is None or Notice.STOP in self._notices.anywhere:
             self.finish_saves()
+
+    def _state_of_run(self, trainer: "pl.Trainer", *, is_single: bool) -> dict[str, Any]:
+        """Returns the entry `resume.KEY` of a checkpoint. Collective for a single file, which rank 0 writes."""
+        return self._resume_entry.capture(
+            trainer.global_step,
+            [] if self._trained is None else self._trained.states.optimizer_parameters,
+            self.comm if is_single else None,
+            is_mid_epoch=not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch,
+            skipped_steps=cast(Any, self.precision_plugin).skipped.total,
+        )
 
     @property
     def _resume_entry(self) -> ResumeEntry:
@@ -187,21 +213,25 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
         self._resumed_state = None
         path = os.fspath(checkpoint_path)
         if is_read_by_plugin(self.checkpoint_io, path):
-            return super().load_checkpoint(path, weights_only=weights_only)
+            checkpoint = super().load_checkpoint(path, weights_only=weights_only)
+            self._resumed_state = checkpoint.pop(resume.KEY, None)  # hooks are to see what they see under DDP
+            return checkpoint
         # Entries with large tensors. Lightning's WeightAveraging saves the model beside its average in the third.
         lazy = ("state_dict", "optimizer_states", "current_model_state", resume.KEY)
-        checkpoint = self._checkpoints.open(path, lazy=lazy, objects=weights_only is False)
-        if checkpoint is not None:
-            self._resumed_state = checkpoint.get(resume.KEY)
+        sharded = self._checkpoints.open(path, lazy=lazy, objects=weights_only is False)
+        self._goes_on_from_shards = sharded is not None
+        if sharded is not None:
+            self._resumed_state = sharded.get(resume.KEY)
             if Folder(path).is_link:
-                _call_it_the_last(checkpoint, Path(path).name)
-            return checkpoint
+                _call_it_the_last(sharded, Path(path).name)
+            return sharded
         checkpoint = read_single_file(self.checkpoint_io, path, weights_only)
         if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
             raise CheckpointError(
                 f"ckpt_path={path!r} is not a Lightning checkpoint: it has no 'state_dict'. "
                 "Pass what Trainer.save_checkpoint wrote."
             )
+        self._resumed_state = checkpoint.pop(resume.KEY, None)
         return checkpoint
 
     @override

@@ -48,7 +48,7 @@ _ANSWERS = {
     f"{_RECOMPUTE} With offload=True.": "activation_checkpointing_offload cpu_checkpointing",
     f"{_RECOMPUTE} With partition=True where there is tensor parallelism.": "partition_activations",
     f"{_RECOMPUTE} With contiguous=True.": "contiguous_memory_optimization",
-    "Write checkpoint='sharded' (the default) or checkpoint='full'.": (
+    "Small models are saved in one file, others sharded; to choose, write checkpoint='sharded' or checkpoint='full'.": (
         "state_dict_type state_dict_config optim_state_dict_config save_distributed_checkpoint"
     ),
     "Write checkpoint='full', or `lightning-zero consolidate` a sharded one.": (
@@ -103,7 +103,7 @@ def _answer_to(name: str, known: list[str]) -> str:
 
 def answers(init: Made) -> Made:
     """Decorates an `__init__`, to answer unknown arguments with what to write instead. Keeps the arguments that were
-    written by keyword as `_written`.
+    written by keyword as `_written`, for its repr and for a strategy like it.
 
     Raises:
         TypeError: for an unknown argument.
@@ -116,6 +116,6 @@ def answers(init: Made) -> Made:
             if name not in known:
                 raise TypeError(f"{type(self).__name__} has no argument {name!r}{_answer_to(name, known)}")
         init(self, *args, **kwargs)
-        self._written = kwargs  # for its repr
+        self._written = kwargs
 
     return answering  # type: ignore[return-value]

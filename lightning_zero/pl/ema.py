@@ -157,7 +157,7 @@ class ZeroEMA(EMAWeightAveraging):
             return
         own = averaged = checkpoint["state_dict"]
         if average is not None:
-            averaged = average.full() if strategy.checkpoint.format == "full" else average.spread()
+            averaged = average.full() if strategy.saves_single_file() else average.spread()
             if average.is_swapped:  # an evaluation has failed, and this checkpoint is to rescue the training
                 own, averaged = averaged, own
         checkpoint["current_model_state"], checkpoint["state_dict"] = own, averaged

@@ -32,6 +32,7 @@ from lightning_zero.pl.sharded_strategy import ShardedStrategy, after_meeting
 from lightning_zero.pl.single_file import is_read_by_plugin, read_single_file
 from lightning_zero.pl.strategy import ZeroStrategy
 from lightning_zero.run.engine import Engine
+from lightning_zero.run.forecast import bytes_to_save
 from lightning_zero.run.modes import NAMES as MODES
 from lightning_zero.run.replicated import broadcast_states
 from lightning_zero.run.states import failing_together
@@ -61,7 +62,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         of = of or ZeroStrategy(**arguments)
         if of._precision_plugin is not None:
             raise ValueError("Fabric has its own plugins: write Fabric(plugins=...) in place of precision_plugin=.")
-        if of.checkpoint.async_save:
+        if of.checkpoint is not None and of.checkpoint.async_save:
             raise NotImplementedError(
                 "Checkpoint(async_save=True) is there under a Trainer alone: Fabric does not say when a run ends, and "
                 "nobody would wait for the last save. Leave it out."
@@ -198,7 +199,9 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         optimizers = self._optimizers_of(sharded)
         engine = self._new_engine(sharded.module, optimizers, self.precision, "fabric.init_module()")
         if optimizers:
+            sharded.bytes_to_save = bytes_to_save(sharded.module, optimizers)
             self._begin_training(engine)
+            self._tell(engine)
         for optimizer in optimizers:  # users call it with the whole state that `Fabric.load` has returned
             vars(optimizer)["load_state_dict"] = partial(engine.states.load_optimizer, optimizer)
         return engine
@@ -290,23 +293,27 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Writes a folder of shards, or in the format "full" a single file. Call it on every rank.
+        """Writes a folder of shards, or a single file. Call it on every rank.
 
         Raises:
             CheckpointError: on every rank, when one cannot write; says what is there now.
         """
-        is_full = self.checkpoint.format == "full"
-        if storage_options is not None and not is_full:
-            raise TypeError("storage_options go to a CheckpointIO plugin; checkpoints are folders of shards here.")
         self._meet_before_collective()
         self._checkpoints.saver.muster()
+        is_single = self.saves_single_file()
+        if storage_options is not None and not is_single:
+            raise TypeError("storage_options go to a CheckpointIO plugin; checkpoints are folders of shards here.")
         states = {key: self._state_to_save(key, value) for key, value in state.items()}
         tree = self._convert_stateful_objects_in_state(states, filter or {})
-        if is_full:
+        if is_single:
             whole = [key for key, value in states.items() if value is not state[key]]
             self._save_single_file(tree, path, storage_options, whole)
         else:
             self._checkpoints.save(tree, str(path), self._steps, {"stage": self.stage})
+
+    @override
+    def _bytes_to_save(self) -> int:
+        return sum(sharded.bytes_to_save or bytes_to_save(sharded.module, []) for sharded in self._modules)
 
     def _state_to_save(self, key: str, value: Any) -> Any:
         """Returns the state of a module or optimizer that was set up, and any other value as it is."""

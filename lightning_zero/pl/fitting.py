@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch.nn import Module
 
 from lightning_zero.run.engine import Engine, Options
-from lightning_zero.shards.local import local_of
+from lightning_zero.shards.local import shares_modules
 
 SHOWN = 3  # number of parameters that are named
 
@@ -51,11 +51,12 @@ def refuse_to_fit(trainer: "pl.Trainer", options: Options, scaler: Any) -> None:
 
 def warn_of_undivided(engine: Engine, module: Module) -> None:
     """Warns if tensor-parallel ranks share no parameter."""
-    if engine.mesh.tensor.size > 1 and all(local_of(parameter) is parameter for parameter in module.parameters()):
+    size = engine.mesh.tensor.size
+    if size > 1 and not shares_modules(module):
         rank_zero_warn(
-            f"tensor_parallel_size={engine.mesh.tensor.size}, and no parameter is a DTensor: the ranks of a group "
-            "all do the same. Call parallelize_module(..., self.device_mesh['tensor_parallel'], plan) in "
-            "configure_model."
+            f"tensor_parallel_size={size}, and no module was parallelized: {size} ranks at a time do the same work on "
+            "the same batches. Call parallelize_module(..., self.device_mesh['tensor_parallel'], plan) in "
+            "configure_model, or leave tensor_parallel_size out."
         )
 
 

@@ -1,4 +1,4 @@
-"""Wraps eight functions of Lightning so that they know sharded checkpoints; `import lightning_zero` is enough.
+"""Wraps nine functions of Lightning so that they know sharded checkpoints; `import lightning_zero` is enough.
 
 Nothing else of Lightning is changed:
 
@@ -8,6 +8,7 @@ Nothing else of Lightning is changed:
 - `ModelCheckpoint.file_exists`, so that a path counts as taken as soon as a save to it is under way in the background.
 - `LightningCLI._parse_ckpt_path`, which reads a model's arguments from the checkpoint in ``--ckpt_path``.
 - `_Connector`, which chooses Fabric's strategy, so that ``Fabric(strategy=ZeroStrategy(...))`` works.
+- `_AcceleratorConnector`, which takes a Trainer's strategy, so that one `ZeroStrategy` object serves several Trainers.
 - the call of all callbacks, so that those of `ZeroStrategy` are called too, which are not in `trainer.callbacks`.
 - the broadcast in each training batch of whether a rank was told to stop, which `callbacks.Preemption` replaces.
 - the end of an evaluation's batches, where logged metrics are synchronised: ranks with more batches finish them first.
@@ -35,6 +36,7 @@ from lightning.pytorch.core import saving
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call as calls
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -43,7 +45,8 @@ from lightning_zero.checkpoint import CheckpointError, Folder, StoredCheckpoint,
 from lightning_zero.checkpoint.export import ZeroFileSystem
 from lightning_zero.checkpoint.folder import MANIFEST
 from lightning_zero.checkpoint.manifest import what_was_meant
-from lightning_zero.pl.callbacks import PREEMPTED
+from lightning_zero.checkpoint.single import names_entry
+from lightning_zero.pl.callbacks import PREEMPTED, OwnCallbacks
 from lightning_zero.pl.fabric import FabricZeroStrategy
 from lightning_zero.pl.strategy import ZeroStrategy
 from lightning_zero.views.lazy import materialize
@@ -100,22 +103,23 @@ def find_complete(find: Callable[..., set[str]], callback: ModelCheckpoint, trai
     files = [path for path in candidates if callback._fs.isfile(path)]
     if not folder.is_local:  # Lightning's paths do not name the file system
         files = [callback._fs.unstrip_protocol(path) for path in files]
-    preempted = folder.inside(PREEMPTED)
-    if preempted.is_file:
-        files.append(str(preempted))
+    others = [file for file in folder.files() if file.path.endswith(callback.FILE_EXTENSION) and not file.is_link]
+    files += [str(file) for file in others if names_entry(file) or file == folder.inside(PREEMPTED)]
     newer = {path for path in files if callback._fs.modified(path).timestamp() > saved_at}
     if newest is None or newer:
         return newer
+    # Lightning asks for, tells and keeps the path that it resumes from: its own "last.ckpt" where that is a link to it.
+    if links := {path for path in candidates if Folder(path).is_link and Folder(path).real == newest.real}:
+        return links
     # Lightning asks for the time of modification, which an object store has for files only.
     return {str(newest) if newest.is_local else f"{newest}/{MANIFEST}"}
 
 
 def exists_or_is_saved(exists: Callable[..., bool], callback: ModelCheckpoint, filepath: Any, trainer: Any) -> bool:
     """Whether a path is taken: Lightning asks before it chooses one for a checkpoint."""
-    is_saving = getattr(trainer.strategy, "_is_saving", None)
-    if is_saving is None:  # another strategy
+    if not isinstance(trainer.strategy, ZeroStrategy):
         return exists(callback, filepath, trainer)
-    if is_saving(str(filepath)):
+    if trainer.strategy._is_saving(str(filepath)):
         return True
     # The remains of a killed save are not in the way: this save replaces them, and nothing else would remove them.
     return exists(callback, filepath, trainer) and not trainer.strategy.broadcast(Folder(filepath).is_leftover)
@@ -139,6 +143,11 @@ def parse_ckpt_path(parse: Callable[..., None], cli: LightningCLI) -> None:
             rank_zero_warn(f"The model may be made without some of its arguments: {left_out}")
 
 
+def _own_callbacks(trainer: Any) -> OwnCallbacks | None:
+    """Returns the strategy's own callbacks in a run of `ZeroStrategy`. The trainer may be a mock."""
+    return trainer.strategy._own_callbacks if isinstance(trainer.strategy, ZeroStrategy) else None
+
+
 def call_with_own(
     call: Callable[..., None],
     trainer: Any,
@@ -148,8 +157,8 @@ def call_with_own(
     **kwargs: Any,
 ) -> None:
     """Calls one hook of all callbacks, as Lightning does, and of the strategy's own; see `OwnCallbacks.around`."""
-    own = getattr(trainer.strategy, "_own_callbacks", None)
-    inside = own.around(trainer, hook_name, monitoring_callbacks, *args, **kwargs) if own else nullcontext()
+    own = _own_callbacks(trainer)
+    inside = nullcontext() if own is None else own.around(trainer, hook_name, monitoring_callbacks, *args, **kwargs)
     with inside:
         call(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
 
@@ -157,7 +166,7 @@ def call_with_own(
 def broadcast_sigterm(broadcast: Callable[..., None], loop: Any) -> None:
     """Skips Lightning's broadcast where `Preemption` replaces it. In a broadcast a rank would wait for one that has
     failed as long as `timeout`, without a message."""
-    if not getattr(loop.trainer.strategy, "_own_callbacks", None):
+    if _own_callbacks(loop.trainer) is None:
         broadcast(loop)
 
 
@@ -169,10 +178,19 @@ def connect(init: Callable[..., None], connector: Any, *args: Any, strategy: Any
     init(connector, *args, strategy=strategy, **kwargs)
 
 
+def connect_trainer(
+    init: Callable[..., None], connector: Any, *args: Any, strategy: Any = "auto", **kwargs: Any
+) -> None:
+    """Replaces the constructor of the Trainer's connector; see `ZeroStrategy.for_trainer`."""
+    if isinstance(strategy, ZeroStrategy):
+        strategy = strategy.for_trainer()
+    init(connector, *args, strategy=strategy, **kwargs)
+
+
 def store_when_all_have_come(store: Callable[..., None], loop: Any) -> None:
     """Synchronises what an evaluation has logged for one loader, once all ranks have finished their batches."""
-    own = getattr(loop.trainer.strategy, "_own_callbacks", None)
-    if own:
+    own = _own_callbacks(loop.trainer)
+    if own is not None:
         own.before_metrics(loop.trainer)
     store(loop)
 
@@ -186,6 +204,7 @@ def install() -> None:
         (ModelCheckpoint, "file_exists", exists_or_is_saved),
         (ModelCheckpoint, "_find_last_checkpoints", find_complete),
         (_Connector, "__init__", connect),
+        (_AcceleratorConnector, "__init__", connect_trainer),
         (LightningCLI, "_parse_ckpt_path", parse_ckpt_path),
         (calls, "_call_callback_hooks", call_with_own),
         (_TrainingEpochLoop, "_broadcast_sigterm_tensor", broadcast_sigterm),

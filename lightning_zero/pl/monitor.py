@@ -8,17 +8,19 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
-from typing import Any
+from typing import Any, final
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_zero.pl.advice import Held, advice_for, is_out_of_memory, options_beside_ddp, options_of
 from lightning_zero.pl.checkpointing import CheckpointingStrategy
+from lightning_zero.pl.precision import ShardedGradients
 from lightning_zero.pl.table import bytes_table, ranks_told, sized
 from lightning_zero.run.forecast import bytes_under_ddp, forecast
 from lightning_zero.tiers.ledger import Category
@@ -30,32 +32,51 @@ KEPT = 1000  # number of latest steps whose median time is reported
 MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024  # unit of getrusage's ru_maxrss
 
 
-class ZeroMonitor(pl.Callback):
-    """Reports what a run holds, sends and waits for. `ZeroStrategy` has one in every fit. Under another strategy, such
-    as ``"ddp"``, add it to compare: it counts what it can see there, and takes the rest from formulas.
+@final
+class MemoryAdvice(pl.Callback):
+    """Says, when memory runs out, what has grown, and which option frees most."""
 
-    At the start of fit it prints a table (under `ZeroStrategy` the strategy prints it). For each step that is logged it
-    writes to every logger, without a message to other ranks and without waiting for a GPU:
+    def __init__(self) -> None:
+        self._before = Held({}, 0)  # at the start of fit
+
+    def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self._before = _held(trainer, pl_module)
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        if is_out_of_memory(exception):
+            with suppress(Exception):  # an error here must not replace the one of the run
+                log.error(_advice(trainer, pl_module, exception, self._before))
+
+
+class ZeroMonitor(pl.Callback):
+    """Reports what a run holds, sends and waits for. Add it to the callbacks of a Trainer with `ZeroStrategy`, or with
+    another strategy, such as ``"ddp"``, to compare: there it counts what it can see, and takes the rest from formulas.
+    Without it, nothing is written to loggers or to `trainer.callback_metrics`.
+
+    At the start of fit it prints a table. For each step that is logged it writes to every logger, without a message to
+    other ranks and without waiting for a GPU:
 
     - ``zero/bytes/<category>``: at rest on this rank, see `ZeroStrategy.memory_report`
     - ``zero/peak_bytes``: the most so far, in the GPU's memory, or without a GPU in the process
     - ``zero/wire_bytes``: sent by this rank in the step
     - ``zero/wait_seconds``: communication in the step that no work has hidden
     - ``zero/step_seconds``
-    - ``zero/skipped_steps`` and ``zero/loss_scale`` under ``16-mixed``
+    - ``zero/skipped_steps`` and ``zero/loss_scale`` under ``16-mixed``, which are in `trainer.callback_metrics` as well
     - ``zero/grad_norm`` where gradients are clipped by norm
 
-    At the end it prints a summary. When memory runs out it says what has grown, and which option frees most.
+    At the end it prints a summary. When memory runs out it says what has grown, and which option frees most. Without a
+    `ZeroMonitor`, `ZeroStrategy` still prints table, summary and advice; ``Trainer(enable_model_summary=False)``
+    silences the first two.
 
     Args:
-        log: whether to write to loggers.
+        log: whether to write to loggers and to `trainer.callback_metrics`.
     """
 
     def __init__(self, *, log: bool = True) -> None:
         self._logs = log
         self.listeners: list[Callable[..., None]] = []  # called with `costs` when fit ends, on rank 0
         self._deaf: set[int] = set()  # ids of loggers that take no metrics
-        self._before = Held({}, 0)  # at the start of fit
+        self._advice = MemoryAdvice()
         self._begin(None)
 
     def _begin(self, device: torch.device | None) -> None:
@@ -68,10 +89,10 @@ class ZeroMonitor(pl.Callback):
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         self._begin(trainer.strategy.root_device)
-        self._before = _held(trainer, pl_module)
+        self._advice.on_fit_start(trainer, pl_module)
         if not isinstance(trainer.strategy, CheckpointingStrategy):
             buckets = isinstance(trainer.strategy, DDPStrategy)
-            here = bytes_under_ddp(pl_module, trainer.optimizers, buckets=buckets)
+            here = bytes_under_ddp(pl_module, trainer.optimizers, averages=_averages(trainer), buckets=buckets)
             numel = sum(parameter.numel() for parameter in pl_module.parameters())
             head = f"{type(trainer.strategy).__name__} on {ranks_told(trainer.world_size)}; {numel:,} parameters"
             rank_zero_info("\n  ".join([head, *bytes_table(numel, here=here)]))
@@ -87,7 +108,11 @@ class ZeroMonitor(pl.Callback):
         (sent, waited), (sent_before, waited_before) = _communicated(trainer), self._at_start
         sent, waited = sent - sent_before, waited - waited_before
         self._batches, self._sent, self._waited = self._batches + 1, self._sent + sent, self._waited + waited
-        if self._logs and trainer._logger_connector.should_update_logs and not trainer.fit_loop._should_accumulate():
+        if not self._logs or trainer.fit_loop._should_accumulate():
+            return
+        if isinstance(trainer.precision_plugin, ShardedGradients):
+            trainer.callback_metrics.update(trainer.precision_plugin.scaling())
+        if trainer._logger_connector.should_update_logs:
             metrics = self._metrics(trainer, pl_module)
             if isinstance(trainer.strategy, CheckpointingStrategy):
                 metrics |= {"zero/wire_bytes": sent, "zero/wait_seconds": waited}
@@ -153,9 +178,7 @@ class ZeroMonitor(pl.Callback):
     # -- when memory runs out
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        if is_out_of_memory(exception):
-            with suppress(Exception):  # an error here must not replace the one of the run
-                log.error(_advice(trainer, pl_module, exception, self._before))
+        self._advice.on_exception(trainer, pl_module, exception)
 
 
 def watch_trainers(listener: Callable[..., None]) -> Callable[[], None]:
@@ -182,18 +205,27 @@ def bytes_at_rest(trainer: "pl.Trainer", module: "pl.LightningModule") -> dict[s
     if hasattr(strategy, "memory_report"):
         return strategy.memory_report()
     state = [item for optimizer in trainer.optimizers for held in optimizer.state.values() for item in held.values()]
-    parameters = list(module.parameters())
+    parameters, averages = list(module.parameters()), _averages(trainer)
+    whole = sum(parameter.nbytes for parameter in parameters)
     # Between backward and step each parameter has a gradient, though zero_grad() may just have dropped it.
     gradients = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     wrapped = strategy.model
     # DDP's buckets are a second copy of all gradients, unless the gradients are views of them.
     has_buckets = isinstance(wrapped, DistributedDataParallel) and not wrapped.gradient_as_bucket_view
-    return {
-        Category.PARAMETER: sum(parameter.nbytes for parameter in parameters),
+    found: dict[str, int] = {
+        Category.PARAMETER: whole,
         Category.GRADIENT: gradients,
         Category.OPTIMIZER_STATE: sum(item.nbytes for item in state if isinstance(item, torch.Tensor)),
         Category.BUCKET: gradients if has_buckets else 0,
     }
+    if averages:
+        found[Category.AVERAGE] = averages * (whole + sum(buffer.nbytes for buffer in module.buffers()))
+    return found
+
+
+def _averages(trainer: "pl.Trainer") -> int:
+    """Returns the number of running averages of the model that callbacks keep."""
+    return sum(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def resident_bytes() -> int:
@@ -250,5 +282,6 @@ def _advice(trainer: "pl.Trainer", module: "pl.LightningModule", error: BaseExce
         expected = forecast(strategy.engine, trainer.optimizers)
         options = options_of(strategy.engine, strategy.stage, expected, beside)
     else:
-        options = options_beside_ddp(bytes_under_ddp(module, trainer.optimizers), trainer.world_size, beside)
+        under_ddp = bytes_under_ddp(module, trainer.optimizers, averages=_averages(trainer))
+        options = options_beside_ddp(under_ddp, trainer.world_size, beside)
     return advice_for(error, f"on rank {trainer.global_rank}, in step {trainer.global_step}", before, now, options)

@@ -17,7 +17,7 @@ def plans_for(numel: int, stages: Sequence[int], **setting: Any) -> dict[str, Ma
     `setting` has arguments of `states_of`, which may raise ValueError. Where stages are compared, those below 3 offload
     no parameters.
     """
-    common = {name: setting[name] for name in ("precision", "state_tensors") if name in setting}
+    common = {name: setting[name] for name in ("precision", "state_tensors", "averages") if name in setting}
     offload: Offload | None = setting.pop("offload", None)
     plans = {DDP: states_under_ddp(numel, **common)}
     for stage in stages:

@@ -114,15 +114,24 @@ class ShardedGradients(Precision):
         self.engine, self.skipped = engine, SkippedSteps(max_skipped_steps)
         self.skipped_last, self.grad_norm = False, None
 
+    @property
+    def _live_engine(self) -> Engine | None:
+        """The engine of the run under way. After a run, the user's own calls do what they do without one."""
+        return None if self.engine is None or self.engine.closed else self.engine
+
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: "pl.LightningModule", optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        with nullcontext() if self.engine is None else self.engine.backward():
+        engine = self._live_engine
+        with nullcontext() if engine is None else engine.backward():
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        assert self.engine is not None
-        norm = self.engine.averages.clip_by_norm_(self.main_params(optimizer), float(clip_val))
+        engine = self._live_engine
+        if engine is None:
+            super().clip_grad_by_norm(optimizer, clip_val)
+            return
+        norm = engine.averages.clip_by_norm_(self.main_params(optimizer), float(clip_val))
         self.grad_norm = norm.total
         if not norm.finite and not self._warned_of_nan and self.scaler is None:
             self._warned_of_nan = True
@@ -132,13 +141,17 @@ class ShardedGradients(Precision):
             )
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        assert self.engine is not None
-        self.engine.averages.clip_by_value_(self.main_params(optimizer), float(clip_val))
+        engine = self._live_engine
+        if engine is None:
+            super().clip_grad_by_value(optimizer, clip_val)
+        else:
+            engine.averages.clip_by_value_(self.main_params(optimizer), float(clip_val))
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        if not isinstance(self, MixedPrecision) or self.scaler is None or self.engine is None:
+        engine = self._live_engine
+        if not isinstance(self, MixedPrecision) or self.scaler is None or engine is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         if isinstance(optimizer, LBFGS):
             raise ValueError(
@@ -149,7 +162,7 @@ class ShardedGradients(Precision):
             self.skipped_last = False
             self._after_closure(model, optimizer)
             return None  # training_step returned None, and there was no backward
-        overflow = self.engine.averages.unscale_(self.scaler, optimizer)
+        overflow = engine.averages.unscale_(self.scaler, optimizer)
         self._after_closure(model, optimizer)
         step_output = self.scaler.step(optimizer, **kwargs)
         self.scaler.update()
@@ -159,11 +172,14 @@ class ShardedGradients(Precision):
     def _note(self, trainer: "pl.Trainer", overflow: Overflow, loss: Any) -> None:
         self.skipped_last = bool(overflow.ranks)
         value = float(loss) if self.skipped_last and isinstance(loss, Tensor) else None
-        try:
-            self.skipped.note(trainer.global_step, overflow, self.scaler, value)
-        finally:
-            trainer.callback_metrics["zero/skipped_steps"] = torch.tensor(float(self.skipped.total))
-            trainer.callback_metrics["zero/loss_scale"] = torch.tensor(self.scaler.get_scale())
+        self.skipped.note(trainer.global_step, overflow, self.scaler, value)
+
+    def scaling(self) -> dict[str, Tensor]:
+        """Returns the number of skipped steps and the loss scale under a scaler, otherwise nothing."""
+        if self.scaler is None:
+            return {}
+        skipped, scale = float(self.skipped.total), self.scaler.get_scale()
+        return {"zero/skipped_steps": torch.tensor(skipped), "zero/loss_scale": torch.tensor(scale)}
 
 
 def guard_schedulers(

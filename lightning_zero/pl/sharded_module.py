@@ -27,6 +27,7 @@ class ShardedModule(Module):
         super().__init__()
         self.module = module
         self.made: Engine | None = None
+        self.bytes_to_save = 0  # of the module and its optimizers, once it trains
         self._make = make
         self._is_blocked = False  # the next backward is not the last of its step
 
@@ -51,10 +52,11 @@ class ShardedModule(Module):
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Surrounds forward and backward of each micro-batch of a step but the last."""
+        """Surrounds forward and backward of each micro-batch of a step but the last: whole gradients stay on this rank.
+        `Options.accumulation` is for the Trainer, which surrounds micro-batches without being asked."""
         self._is_blocked = True
         try:
-            with self.engine.accumulating():
+            with self.engine.no_sync():
                 yield
         finally:
             self._is_blocked = False

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, final
 
 import torch
@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint import CheckpointKeeper, pickle_on_all_ranks
+from lightning_zero.checkpoint import CheckpointKeeper, Folder, pickle_on_all_ranks
+from lightning_zero.checkpoint.single import write_at_once
 from lightning_zero.config import Checkpoint, Offload
 from lightning_zero.pl import ranks
-from lightning_zero.pl.single_file import format_beside, is_plugin, refuse_place
+from lightning_zero.pl.single_file import choose_format, format_beside, is_plugin, refuse_place
 from lightning_zero.pl.table import MemoryReport, table_of, told_of_whole
 from lightning_zero.run.construction import Construction, constructing
 from lightning_zero.run.engine import Engine, Options
@@ -70,11 +71,12 @@ class ShardedStrategy:
     num_processes: int  # ranks on this machine
     is_global_zero: bool
     stage: int
-    checkpoint: Checkpoint  # how to save
+    checkpoint: Checkpoint | None  # how to save; None until `saves_single_file` has chosen
     _process_group_backend: str | None  # of `DDPStrategy`
     _settings: Settings
     _comm: Comm | None = None
     _keeper: CheckpointKeeper | None = None
+    _goes_on_from_shards = False  # the run has resumed from a sharded checkpoint
 
     def _engine_of(self, what: Module | Parameter | None) -> Engine:
         """Returns the engine of the model that `what` is part of; for None the only engine."""
@@ -107,8 +109,8 @@ class ShardedStrategy:
     def full_optimizer_state(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
         """`optimizer.state_dict()` as one device would have it, on the host of every rank; in training and after fit.
 
-        The optimizer's own `state` and `state_dict()` hold what this rank steps: a flat piece of each parameter, and
-        nothing of some (``optimizer.state[p]`` is empty then). Call it on every rank.
+        The optimizer's own `state` and `state_dict()` hold what this rank steps: a flat piece of each parameter, which
+        is empty where other ranks have all of it. Call it on every rank.
 
         Args:
             optimizer: one of those of the latest fit; None where there is only one.
@@ -215,10 +217,13 @@ class ShardedStrategy:
         )
         return Engine(module, optimizers, stage=self.stage, comm=comm, device=self.root_device, options=options)
 
-    def _begin_training(self, engine: Engine, **about: Any) -> None:
-        """Moves optimizer state to the device, unless it is offloaded, and prints `table_of` the engine."""
+    def _begin_training(self, engine: Engine) -> None:
+        """Moves optimizer state to the device, unless it is offloaded."""
         if engine.options.offload is None:
             _optimizers_to_device(engine.optimizers, self.root_device)
+
+    def _tell(self, engine: Engine, **about: Any) -> None:
+        """Prints `table_of` the engine."""
         rank_zero_info(table_of(engine, self.stage, engine.optimizers, **about))
 
     def _copies_that_fit(self, engine: Engine) -> int:
@@ -247,16 +252,30 @@ class ShardedStrategy:
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self.checkpoint = format_beside(io, self.checkpoint, may_choose=self._settings.may_choose_format)
+        self.checkpoint = format_beside(io, self.checkpoint)
         self._checkpoint_io = io
 
     @property
     def _checkpoints(self) -> CheckpointKeeper:
         """Checkpoints of this run."""
         if self._keeper is None:
-            in_background = self.checkpoint.async_save
+            in_background = self.checkpoint is not None and self.checkpoint.async_save
             self._keeper = CheckpointKeeper(self._ensure_comm(), in_background=in_background, warn=rank_zero_warn)
         return self._keeper
+
+    def saves_single_file(self) -> bool:
+        """Whether checkpoints are single files, and not folders of shards. Where the user has left that open, the first
+        call chooses, for as long as the run lasts: make it on every rank."""
+        if self.checkpoint is None:
+            nbytes = self._bytes_to_save()  # the same everywhere; rank 0's counts, as ranks must not go different ways
+            chosen = self._checkpoints.saver.together("choose a format", lambda: {"nbytes": nbytes})
+            self.checkpoint, told = choose_format(int(chosen["nbytes"]), goes_on_from_shards=self._goes_on_from_shards)
+            rank_zero_info(told)
+        return self.checkpoint.format == "full"
+
+    def _bytes_to_save(self) -> int:
+        """Returns the bytes of the states of all models and optimizers."""
+        raise NotImplementedError
 
     def _save_single_file(self, tree: dict[str, Any], path: Any, storage_options: Any, whole: Collection[str]) -> None:
         """Writes a single file on rank 0. Call it on every rank: in entries that are not `whole` already users may have
@@ -269,12 +288,15 @@ class ShardedStrategy:
 
         def look() -> dict[str, Any]:
             if self.is_global_zero and not is_plugin(io):
-                refuse_place(path)
+                refuse_place(path, replaces_shards=self._settings.may_choose_format)
             return {}
 
         def write() -> dict[str, Any]:
-            if self.is_global_zero:
+            if self.is_global_zero and is_plugin(io):
                 io.save_checkpoint(tree, path, storage_options=storage_options)
+            elif self.is_global_zero:
+                save = partial(io.save_checkpoint, tree, storage_options=storage_options)
+                write_at_once(Folder(path), save)
             else:
                 pickle_on_all_ranks({key: value for key, value in tree.items() if key not in whole}, None)
             return {}
@@ -290,13 +312,13 @@ class ShardedStrategy:
         """
         engine.loans.settle()
         engine.rendezvous.expect_nothing()
-        if self.checkpoint.format == "full":
-            return engine.states.full_model(copy=self.is_global_zero)
+        if self.saves_single_file():
+            return engine.states.full_model(copy=True)
         return engine.states.spread_model(key=key)
 
     def _optimizer_to_save(self, engine: Engine, optimizer: Optimizer, key: str | None = None) -> dict[str, Any]:
         """Returns the state of an optimizer, as `_model_to_save` does that of a module."""
-        if self.checkpoint.format == "full":
+        if self.saves_single_file():
             return engine.states.full_optimizer(optimizer)
         return engine.states.spread_optimizer(optimizer, key)
 

@@ -11,6 +11,9 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 
 from lightning_zero.checkpoint import CheckpointError, Folder
 from lightning_zero.config import Checkpoint
+from lightning_zero.pl.table import sized
+
+SMALL_BYTES = 10**9  # of states of model and optimizers: unless the user chooses, checkpoints of more are sharded
 
 
 def is_plugin(io: CheckpointIO) -> bool:
@@ -29,16 +32,16 @@ def is_read_by_plugin(io: CheckpointIO, path: str) -> bool:
         return True
 
 
-def format_beside(io: CheckpointIO | None, policy: Checkpoint, *, may_choose: bool) -> Checkpoint:
-    """Returns how to save where `io` writes: as `policy` says, but if `io` is a plugin of the user's own and the policy
-    `may_choose`, because the user has left it open, as single files.
+def format_beside(io: CheckpointIO | None, policy: Checkpoint | None) -> Checkpoint | None:
+    """Returns how to save where `io` writes: as `policy` says, but as single files if the user has left that open, and
+    `io` is a plugin of the user's own.
 
     Raises:
         ValueError: when the user has asked for folders of shards, and `io` writes single files.
     """
-    if policy.format == "full" or io is None or not is_plugin(io):
+    if io is None or not is_plugin(io) or (policy is not None and policy.format == "full"):
         return policy
-    if may_choose:
+    if policy is None:
         rank_zero_info(
             f"{type(io).__name__} writes single files, so checkpoints are single files, and not folders of shards. "
             "To have this unsaid, write checkpoint='full'."
@@ -51,13 +54,33 @@ def format_beside(io: CheckpointIO | None, policy: Checkpoint, *, may_choose: bo
     )
 
 
-def refuse_place(path: Any) -> None:
-    """Raises CheckpointError where Lightning's writer would do the wrong thing: it moves its file into a folder of that
-    name, and ignores a lack of permission."""
+def choose_format(nbytes: int, *, goes_on_from_shards: bool) -> tuple[Checkpoint, str]:
+    """Returns how to save where the user has left that open, and a message that says so.
+
+    Args:
+        nbytes: of the states of model and optimizers.
+        goes_on_from_shards: the run has resumed from a sharded checkpoint. Its own may take the place of that one.
+    """
+    small = sized(SMALL_BYTES)
+    why = f"the states of model and optimizers take {sized(nbytes)}"
+    if nbytes <= SMALL_BYTES and not goes_on_from_shards:
+        told = f"Checkpoints are single files: {why}, and up to {small} goes into one file."
+        return Checkpoint(format="full"), f"{told} For shards write checkpoint='sharded'."
+    why = "the run goes on from one" if goes_on_from_shards else f"{why}, and more than {small} is sharded"
+    return Checkpoint(), f"Checkpoints are folders of shards: {why}. For single files write checkpoint='full'."
+
+
+def refuse_place(path: Any, *, replaces_shards: bool) -> None:
+    """Raises CheckpointError where a single file cannot be written: where there is a folder, unless it is a sharded
+    checkpoint, which the file `replaces_shards`; inside of a checkpoint; and without permission, which Lightning's
+    writer ignores."""
     place = Folder(path)
+    place.parent.refuse_inside_checkpoint()
     if not place.is_local:
         return
-    if place.fs.isdir(place.path):
+    if place.fs.isdir(place.path) and replaces_shards:
+        place.refuse_other_folder()
+    elif place.fs.isdir(place.path):
         raise CheckpointError(
             f"{path} is a folder (a sharded checkpoint?), and format='full' writes a single file. Remove it, "
             "or choose another path."

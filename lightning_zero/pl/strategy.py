@@ -1,5 +1,6 @@
 """`ZeroStrategy`: the strategy of `lightning.Trainer`."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -32,8 +33,11 @@ from lightning_zero.pl.ema import ZeroEMA
 from lightning_zero.pl.fitting import refuse_to_fit, tell_of_foreign, warn_of_undivided, what_needs_gradients
 from lightning_zero.pl.precision import adapt, guard_schedulers
 from lightning_zero.pl.ranks import failed_alike, mesh_of, start_method_here, unshare
+from lightning_zero.pl.refusals import tell_refusal
 from lightning_zero.pl.sharded_strategy import Settings, after_meeting
+from lightning_zero.pl.single_file import is_plugin
 from lightning_zero.run.engine import Engine, Options
+from lightning_zero.run.forecast import bytes_to_save
 from lightning_zero.run.modes import NAMES as MODES
 from lightning_zero.stage import STAGES
 from lightning_zero.tiers.disk import DiskError
@@ -84,15 +88,17 @@ class ZeroStrategy(CheckpointingStrategy):
         reduce_dtype: dtype of gradients on the wire and at rest; None is fp32, or the parameter's dtype if wider.
         accumulation: ``"sharded"`` reduces every micro-batch into the shard (stages 2 and 3): it sums averages where
             DDP averages sums, so the last bits of losses and weights differ from DDP's. ``"local"`` keeps full
-            gradients and reduces once per step, with DDP's bits.
+            gradients and reduces once per step, with DDP's bits. (With Fabric every backward inside of
+            ``no_backward_sync`` is "local", and every other one "sharded".)
         granularity: what optimizers step on a rank: ``"element"``, the pieces that the rank owns; ``"block"``, pieces
             that never part a block of 256 elements (8-bit state); ``"tensor"``, whole tensors, which are sent for the
             step to the one rank that steps them; ``"auto"``, pieces with torch's own element-wise optimizers, and with
             any other one what it needs when tried on small tensors. Neither torchao's nor bitsandbytes' 8-bit
             optimizers are part of the tests; those that keep small tensors in 32 bits are stepped whole.
         broadcast_buffers: whether ranks take rank 0's buffers before a training forward, as under DDP.
-        checkpoint: see `Checkpoint`; ``"full"`` is ``Checkpoint(format="full")``. None: sharded, but full where a
-            `CheckpointIO` plugin of the user's writes files.
+        checkpoint: see `Checkpoint`; ``"full"`` is ``Checkpoint(format="full")``. None: each fit chooses, and its first
+            save says what: a single file where the states of model and optimizers are at most 1 GB, or a `CheckpointIO`
+            plugin of the user's writes files; otherwise shards.
         step_in_backward: whether each group of parameters is stepped in backward, as soon as its gradients are
             averaged: there are never more than two buckets of gradients. Not with clipping, accumulation or several
             optimizers; stages 2 and 3.
@@ -110,6 +116,9 @@ class ZeroStrategy(CheckpointingStrategy):
         TypeError: for an unknown argument, or a policy mapping with an unknown key.
         NotImplementedError: for an argument whose feature is not there yet.
     """
+
+    _has_trainer = False  # a Trainer has been made with it
+    _is_setting_up = False  # a run has begun, and its engine is not made yet
 
     @answers
     def __init__(
@@ -168,7 +177,7 @@ class ZeroStrategy(CheckpointingStrategy):
         self.activation_checkpointing = config.policy_from(
             ActivationCheckpointing, activation_checkpointing, "activation_checkpointing"
         )
-        self.checkpoint = config.policy_from(Checkpoint, checkpoint, "checkpoint") or Checkpoint()
+        self.checkpoint = config.policy_from(Checkpoint, checkpoint, "checkpoint")
         options = Options(
             unit_classes=config.classes_from(units, "units"),
             merges_units=units == "auto",
@@ -223,6 +232,11 @@ class ZeroStrategy(CheckpointingStrategy):
         """Also sets `LightningModule.device_mesh`, before `configure_model`, as ModelParallelStrategy does."""
         module, options = self.lightning_module, self._settings.options
         assert module is not None
+        self._is_setting_up = True
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            self._goes_on_from_shards = False
+            if self._settings.may_choose_format and not is_plugin(self.checkpoint_io):
+                self.checkpoint = None  # each fit chooses anew
         unshare(module, self._start_method)
         super().setup_environment()
         shape_of(self.world_size, options.replicate_size, options.tensor_parallel_size)  # raises where it must
@@ -260,6 +274,7 @@ class ZeroStrategy(CheckpointingStrategy):
                 "optimizers need them. Save a checkpoint, make the model anew, and fit(model, ckpt_path=...)."
             )
         self.precision_plugin.begin(self.engine, self._settings.max_skipped_steps)
+        self._is_setting_up = False
 
     def _make_engine(self, trainer: "pl.Trainer", module: "pl.LightningModule", fitting: bool) -> None:
         """Does what Lightning's own `setup` does, but makes an engine where that wraps the module in DDP."""
@@ -281,21 +296,24 @@ class ZeroStrategy(CheckpointingStrategy):
         self._failed, self._runs, self._left_gradients = False, self._runs + 1, {}
         self.setup_precision_plugin()
         if fitting:
-            self._trained = engine
+            self._trained, self._bytes_of_fit = engine, bytes_to_save(module, optimizers)
             self._begin_fit(trainer, engine)
 
     def _begin_fit(self, trainer: "pl.Trainer", engine: Engine) -> None:
-        """Prepares Lightning's schedulers, optimizers and loggers for a fit, and prints the table."""
+        """Prepares Lightning's schedulers, optimizers and loggers for a fit, and prints the table if that is wanted."""
         module, scaler = trainer.lightning_module, self.precision_plugin.scaler
         self._undo.callback(guard_schedulers(self.precision_plugin, module, lambda: self.lr_scheduler_configs))
         for wrapper in self._lightning_optimizers:  # they have the class's methods, not those of this one object
             methods = vars(wrapper.optimizer)
             vars(wrapper).update({name: methods[name] for name in MODES if name in methods})
         self._warn_of_loggers(trainer.loggers)
-        averages = [one.room(engine) for one in trainer.callbacks if isinstance(one, ZeroEMA)]  # type: ignore[attr-defined]
-        is_free = not what_needs_gradients(trainer, scaler)
-        self._begin_training(engine, averages=averages, can_step_in_backward=is_free)
-        tell_of_foreign(engine)
+        self._begin_training(engine)
+        assert self._own_callbacks is not None
+        if self._own_callbacks.summarises:
+            averages = [one.room(engine) for one in trainer.callbacks if isinstance(one, ZeroEMA)]  # type: ignore[attr-defined]
+            is_free = not what_needs_gradients(trainer, scaler)
+            self._tell(engine, averages=averages, can_step_in_backward=is_free)
+            tell_of_foreign(engine)
 
     # -- steps
 
@@ -352,6 +370,17 @@ class ZeroStrategy(CheckpointingStrategy):
         """Backwards inside accumulate on this rank only; the first one outside reduces what they left."""
         return self._running_engine.no_sync()
 
+    def for_trainer(self) -> "ZeroStrategy":
+        """Returns this strategy for the first Trainer that it is given to, and for any other one a new strategy with
+        the same arguments: a Trainer leaves in it what belongs to that Trainer. Packages keep Trainer arguments, and
+        make several Trainers with them."""
+        strategy = self
+        if self._has_trainer:
+            strategy = copy.copy(self)
+            ZeroStrategy.__init__(strategy, **self._arguments)
+        strategy._has_trainer = True
+        return strategy
+
     def __getstate__(self) -> dict[str, Any]:
         """Returns what can be copied, and sent to another process: all but what belongs to the ranks of this run."""
         state = super().__getstate__()
@@ -376,6 +405,8 @@ class ZeroStrategy(CheckpointingStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
+        if self._is_setting_up:
+            tell_refusal(exception, self.global_rank)
         # After these, messages of the operation may still arrive, or the process is about to be killed.
         self._failed_for_good = isinstance(exception, RankTimeoutError | SystemExit)
         if self.engine is not None:
@@ -432,9 +463,14 @@ class ZeroStrategy(CheckpointingStrategy):
         engine.close()
         return True
 
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        """What the user has written."""
+        return {"stage": self.stage, **vars(self).get("_written", {})}  # not there yet while it is made
+
     def __repr__(self) -> str:
-        written = {"stage": self.stage, **vars(self).get("_written", {})}  # not there yet while it is made
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in written.items())}){other_name.advice()}"
+        written = ", ".join(f"{name}={value!r}" for name, value in self._arguments.items())
+        return f"{type(self).__name__}({written}){other_name.advice()}"
 
 
 ZeroStrategy.register_strategies(StrategyRegistry)

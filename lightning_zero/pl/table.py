@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_zero.run.engine import Engine
 from lightning_zero.run.forecast import STATES, Forecast, forecast, states_in
 from lightning_zero.shards.early import early_of
+from lightning_zero.shards.local import shares_modules
 from lightning_zero.shards.setting import Kind
 from lightning_zero.shards.units import scripted
 from lightning_zero.shards.window import may_fuse
@@ -174,7 +175,13 @@ def _warnings(engine: Engine, expected: Forecast) -> list[str]:
         for report in (expected.here, expected.ddp)
     )
     data_ranks = mesh.world.size // mesh.tensor.size
-    if data_ranks == 1:
+    if data_ranks == 1 and mesh.tensor.size > 1:
+        if shares_modules(engine.module):  # otherwise `fitting.warn_of_undivided` has said what is wrong
+            told.append(
+                f"All {mesh.world.size} ranks share the same modules, and a stage has no others to divide over: every "
+                f"stage is the same here. Trainer(devices={2 * mesh.world.size}) or more divides"
+            )
+    elif data_ranks == 1:
         told.append("One rank divides nothing: every stage is the same here. Trainer(devices=2) or more divides")
     elif options.replicate_size == data_ranks:
         told.append(
@@ -201,7 +208,8 @@ def _offload_lines(engine: Engine, optimizers: Sequence[Optimizer]) -> list[str]
     if offload.parameters is not None:
         lines.append(f"Parameters are kept {kept[offload.parameters]} between uses")
     if offload.optimizer is not None:
-        fuses = any(may_fuse(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups)
+        is_open = any(may_fuse(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups)
+        fuses = is_open and engine.parts.setting.places.steps_on_host
         kernel = "torch's fused kernel" if fuses else "the optimizer's own kernels"
         when = "when its values are wanted"
         if engine.options.step_in_backward:

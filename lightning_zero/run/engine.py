@@ -106,7 +106,7 @@ class Engine:
         self.loans = Loans(self.groups)
         self._interception = Interception(self.loans)
         gather_old = partial(self.loans.gather, purpose="gather for backward")
-        saved = SavedParameters(lambda unit: self.schedule.bring(unit), gather_old)
+        saved = SavedParameters(lambda *use: self.schedule.bring(*use), gather_old)
         self.cache = UnitCache(made.units, made.arena, 1 + self.options.prefetch, self._interception, saved)
         self.reductions = Reductions(made, comm, self.options.overlap, self.loans, self._interception)
         self.rendezvous = Rendezvous(self.mesh, self.cache, self.reductions)

@@ -30,6 +30,7 @@ def states_of(
     offload: Offload | None = None,
     replicate_size: int = 1,
     state_tensors: int = 2,
+    averages: int = 0,
 ) -> Mapping[str, int]:
     """Returns the bytes on each rank of `numel` parameters that all train, by category and tier as in memory reports.
 
@@ -44,6 +45,7 @@ def states_of(
         offload: as given to `ZeroStrategy`.
         replicate_size: as given to `ZeroStrategy`.
         state_tensors: tensors of optimizer state for each parameter: two for Adam, one for momentum, none for SGD.
+        averages: of all weights, as `ZeroEMA` keeps one. They rest where the masters do, and take 4 bytes or more.
 
     Raises:
         ValueError: where `replicate_size` does not divide `ranks`, or parameters are offloaded below stage 3.
@@ -70,12 +72,16 @@ def states_of(
         narrow = offload.state_torch_dtype if tier is not Tier.DEVICE else None
         itemsize = declared if narrow is None else narrow.itemsize
         add(Category.OPTIMIZER_STATE, tier, elements, state_tensors * itemsize, partition.optimizer)
+        add(Category.AVERAGE, tier, elements, averages * max(declared, 4), partition.optimizer)
     return {category: nbytes for category, nbytes in states.items() if nbytes}
 
 
-def states_under_ddp(numel: int, *, precision: str = "32-true", state_tensors: int = 2) -> Mapping[str, int]:
+def states_under_ddp(
+    numel: int, *, precision: str = "32-true", state_tensors: int = 2, averages: int = 0
+) -> Mapping[str, int]:
     """Returns the bytes on each rank under Lightning's `ddp`, which divides nothing. Its buckets are a second copy
-    of all gradients."""
+    of all gradients, and an average a second one of the model."""
     declared, _ = PRECISIONS[precision]
     copies = {Category.PARAMETER: 1, Category.GRADIENT: 1, Category.OPTIMIZER_STATE: state_tensors, Category.BUCKET: 1}
+    copies |= {Category.AVERAGE: averages} if averages else {}
     return {category: count * declared * numel for category, count in copies.items()}

@@ -1,9 +1,11 @@
 """`forecast`: how many bytes a rank will hold once training is under way, by category, and how many under DDP."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
@@ -60,25 +62,45 @@ def forecast(
                 tier, nbytes = places.optimizer.tier, slot.state_piece.numel * itemsize
             here[category_in(Category.OPTIMIZER_STATE, tier)] += tensors * nbytes
     numel = sum(local_of(parameter).numel() for parameter in engine.module.parameters())
-    ddp = bytes_under_ddp(engine.module, optimizers)
-    if averages:  # Lightning averages a copy of the whole module
-        buffers = sum(buffer.nbytes for buffer in engine.module.buffers())
-        ddp[Category.AVERAGE] = len(averages) * (ddp[Category.PARAMETER] + buffers)
-    return Forecast(numel, here, ddp)
+    return Forecast(numel, here, bytes_under_ddp(engine.module, optimizers, averages=len(averages)))
 
 
-def bytes_under_ddp(module: Module, optimizers: Iterable[Optimizer], *, buckets: bool = True) -> dict[str, int]:
-    """Returns the bytes on each rank under Lightning's DDP, whose `buckets` are a second copy of all gradients."""
+def bytes_under_ddp(
+    module: Module, optimizers: Iterable[Optimizer], *, averages: int = 0, buckets: bool = True
+) -> dict[str, int]:
+    """Returns the bytes on each rank under Lightning's DDP, whose `buckets` are a second copy of all gradients. Each of
+    Lightning's `averages` is a copy of the whole module."""
     parameters = list(module.parameters())
     gradients = sum(_nbytes_of(parameter) for parameter in parameters if parameter.requires_grad)
-    return {
-        Category.PARAMETER: sum(map(_nbytes_of, parameters)),
+    whole = sum(map(_nbytes_of, parameters))
+    found: dict[str, int] = {
+        Category.PARAMETER: whole,
         Category.GRADIENT: gradients,
         Category.OPTIMIZER_STATE: sum(
             state_tensors_of(optimizer) * sum(map(_nbytes_of, _stepped(optimizer))) for optimizer in optimizers
         ),
         Category.BUCKET: gradients if buckets else 0,
     }
+    if averages:
+        found[Category.AVERAGE] = averages * (whole + sum(buffer.nbytes for buffer in module.buffers()))
+    return found
+
+
+def bytes_to_save(module: Module, optimizers: Iterable[Optimizer]) -> int:
+    """Returns the bytes of a whole model, and of the state that its optimizers will keep for parameters, as one device
+    would save them; the same on every rank. Call it before training, as it tries the optimizers."""
+    tensors = [*module.parameters(), *module.buffers()]
+    stepped = [(state_tensors_of(optimizer), _stepped(optimizer)) for optimizer in optimizers]
+    return sum(map(_whole_nbytes_of, tensors)) + sum(
+        times * sum(map(_whole_nbytes_of, parameters)) for times, parameters in stepped
+    )
+
+
+def _whole_nbytes_of(tensor: Tensor) -> int:
+    """Returns the bytes of a tensor, of all tensor-parallel ranks, in the dtype that the user made it in."""
+    slot = slot_of(tensor) if isinstance(tensor, Parameter) else None
+    itemsize = tensor.dtype.itemsize if slot is None else slot.group.kind.declared.itemsize
+    return math.prod(tensor.shape) * itemsize
 
 
 def _stepped(optimizer: Optimizer) -> list[Parameter]:

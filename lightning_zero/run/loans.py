@@ -36,6 +36,7 @@ class Loans(Lender, GradientLender):
     def __init__(self, groups: list[ShardGroup]) -> None:
         self.groups = groups
         self._declared: dict[ShardGroup, Tensor] = {}  # lent copies in the declared dtype, (N * S,)
+        self._as_lent: dict[ShardGroup, Tensor] = {}  # the resting values of units then, (N * S,): of all ranks
         self._in_blocks: dict[ShardGroup, Tensor] = {}  # those of them that recomputing blocks have read in this pass
         self._pinned: dict[Unit, None] = {}  # lent units, of whose values user code may hold views
         self._gradients: dict[Slot, Tensor] = {}  # lent whole gradients, of which user code may hold views
@@ -165,16 +166,22 @@ class Loans(Lender, GradientLender):
         return Lent(slot.parameter, slot.parameter, lambda *_: self._end_call(unit, notes, recomputes))
 
     def _lend_declared(self, slot: Slot) -> Tensor:
-        view = slot.view(self._borrow_declared(slot.group))
+        view = self.declared_of(slot)
         if not (slot.parameter.requires_grad and torch.is_grad_enabled()):
             return view
         with no_interception():
             return AsDeclared.apply(slot.parameter, view)
 
+    def declared_of(self, slot: Slot) -> Tensor:
+        """Returns the values of a two-byte weight in its declared dtype, lent until `settle`, as a plain tensor."""
+        return slot.view(self._borrow_declared(slot.group))
+
     def _borrow_declared(self, group: ShardGroup) -> Tensor:
         if group not in self._declared:
             again = self._in_blocks.get(group)
-            self._declared[group] = self.declared(group) if again is None else again
+            full = self._declared[group] = self.declared(group) if again is None else again
+            if not group.stays_full:
+                self._as_lent[group] = full.to(group.kind.resting)
         # Where backward gathers nothing, ranks do not meet in the middle of it. A block that recomputes there could not
         # gather, so it finds here what its forward has read.
         if group.stays_full and torch.is_grad_enabled() and self.saved.is_inside_others:
@@ -199,6 +206,16 @@ class Loans(Lender, GradientLender):
         """Whether a copy of the values in the declared dtype is lent, which may have been edited."""
         return group in self._declared
 
+    def take_edits(self, unit: Unit) -> None:
+        """Keeps the edits made so far in lent values of a unit, which is to be used."""
+        if any(group in self._declared for group in unit.groups):
+            self.settle()
+        elif unit in self._pinned:
+            with torch.no_grad(), no_interception():
+                for group in unit.groups:
+                    if not group.upcasts and group.full_param is not None and group.adopt_assigned():
+                        group.take_edits(group.full_param)
+
     @contextmanager
     def all_of(self, parameters: Iterable[Parameter], *, write: bool) -> Iterator[None]:
         """Lends the whole values of parameters; see `Engine.full_parameters`."""
@@ -216,6 +233,7 @@ class Loans(Lender, GradientLender):
         finally:
             for group in () if write else groups:  # before `settle`, which would keep their edits
                 self._declared.pop(group, None)
+                self._as_lent.pop(group, None)
                 unit = self._units.get(group)
                 if unit in self._pinned:
                     del self._pinned[unit]
@@ -331,7 +349,7 @@ class Loans(Lender, GradientLender):
     def _take_back_declared(self, group: ShardGroup) -> None:
         if group in self._units and self._units[group].is_gathered:
             self._units[group].wait()  # a gather under way would overwrite the edit
-        group.take_edits(self._declared.pop(group))
+        group.take_edits(self._declared.pop(group), self._as_lent.pop(group, None))
 
     def _take_back_unit(self, unit: Unit) -> None:
         for group in unit.groups:

@@ -161,7 +161,7 @@ class OptimizerState:
             if index in others:
                 continue
             slot = self._slot(self._stepper.parameters[index])
-            if slot is None or not (state or slot.steps_any):  # a look at `state[p]` leaves an empty entry
+            if slot is None or not slot.steps_any:
                 continue
             mine[index] = {}
             for key, value in state.items():
@@ -209,7 +209,7 @@ class OptimizerState:
         saved = {index: state for index, state in state_dict.get("state", {}).items() if _is_index(index)}
         others = {key: materialize(value) for key, value in state_dict.get("state", {}).items() if key not in saved}
         differing = self._note_shapes([(parameters[index], state) for index, state in saved.items()])
-        left = {index for index in saved if self._steps_any(parameters[index])}
+        left = set(saved)
         loaded: list[Mapping[Any, Any]] = []  # the state so far of the optimizer, and of those that it wraps
         for slots in self._stepper.loading():  # shows pieces, so that torch casts the state to the master's dtype
             mine = {slot.parameter for slot in slots}
@@ -247,8 +247,10 @@ class OptimizerState:
     def _cut(self, parameter: Parameter, name: str, value: Any, differing: Container[str]) -> Any:
         """Returns this rank's part of an entry. Our own checkpoints name an entry by whether it is cut; in others its
         shape has to tell. `differing` is what `_note_shapes` returned."""
-        if not isinstance(value, Tensor) or is_composed(value):
+        if not isinstance(value, Tensor):
             return value
+        if is_composed(value):
+            return value if self._steps_any(parameter) else torch.empty(0, dtype=value.dtype)
         stored, slot = value.source if isinstance(value, LazyTensor) else None, self._slot(parameter)
         shape = tuple(parameter.shape) if slot is None else slot.local.box.whole  # a parameter may be its piece now
         is_whole = tuple(value.shape) != shape or name == "step"
@@ -258,11 +260,13 @@ class OptimizerState:
         if slot is not None:
             self._stepper.cut[name] = self._stepper.cut.get(name, True) and not is_whole
             device = slot.group.places.optimizer.device
+            if not slot.steps_any and (value.dim() or not is_whole):
+                return torch.empty(0, dtype=value.dtype, device=device)
             if is_whole and self._per(slot, name, value):
                 return read_part(value, Box.of(value), slot.own_blocks.start, slot.own_blocks.stop, device)
             if not is_whole and (slot.group.is_cut or slot.local.is_divided):
                 part = read_part(value, slot.local.box, slot.state_piece.start, slot.state_piece.stop, device)
-                return part.view(slot.state_shape if slot.steps_any else (0,))
+                return part.view(slot.state_shape)
         return local_of(value) if stored is None else stored.whole()
 
 

@@ -118,6 +118,13 @@ class Reductions:
                     self._unstepped += [shard] if shard.is_complete else []
         self.started = number
 
+    def reduce_all(self) -> None:
+        """Starts all reductions, and waits until they are stored."""
+        self.start(len(self.shards))  # all, before the first wait: another rank may be out of buckets
+        with no_interception(), torch.no_grad():
+            for pool in self.pools:
+                pool.drain()
+
     def _step_reduced(self) -> None:
         """Steps reduced gradients while the latest reduction is under way, so only two groups have gradients."""
         for shard in self._unstepped:
@@ -166,6 +173,10 @@ class Reductions:
             said += bytes(index in shard.used for index in range(len(shard.group.slots)))
         return torch.frombuffer(said, dtype=torch.uint8)
 
+    def has_gradients_in(self, said: Tensor) -> bool:
+        """Returns whether any rank has gradients to reduce, by the combined statements."""
+        return bool(said[0])
+
     def count_complete_in(self, said: Tensor) -> int:
         """Returns how many groups are complete on all ranks, by their combined statements."""
         first = 1 + len(Notice)
@@ -209,9 +220,7 @@ class Reductions:
 
     def _show_averages(self, having: Sequence[Sequence[Slot]]) -> None:
         """Shows averaged gradients in parameters that had one on any rank (`having`); other `p.grad` stay as is."""
-        self.start(len(self.shards))  # all, before the first wait: another rank may be out of buckets
-        for pool in self.pools:
-            pool.drain()
+        self.reduce_all()
         for shard, slots in zip(self.shards, having, strict=True):
             shard.end_reduce()
             for slot in slots if shard.travels else ():

@@ -62,6 +62,7 @@ class _Round:
     complete: dict[int, int] = field(default_factory=dict)  # use -> gradient groups that were complete on all ranks
     in_flight: dict[int, Gather] = field(default_factory=dict)  # unit -> its gather, until it tells who diverges
     reduces: bool = False  # all ranks are known to reduce gradients in this round
+    replicas_reduce: bool | None = None  # whether any replica does; None until they have told each other
 
 
 @final
@@ -128,7 +129,7 @@ class Rendezvous:
         for want in wants:
             if want == self._to_reduce:
                 if own is None:  # this rank has no gradients, and contributes zeros
-                    self._reductions.start(len(self._reductions.shards))
+                    self._start(len(self._reductions.shards))
             elif want >= len(self._units):
                 self._serve_call(want, want == own)
             elif want == own:
@@ -162,7 +163,7 @@ class Rendezvous:
         Returns False if a rank turns out to have diverged before this step."""
         if self._learn_of_divergence(number for number in step.learns if number not in step.gathers):
             return False
-        self._reductions.start(step.starts)
+        self._start(step.starts)
         self._cache.touch(step.window)
         for number in step.gathers:
             if keep:
@@ -257,7 +258,7 @@ class Rendezvous:
             raise
         wanted, one, other, anybody, statement = heard.split([known, len(same), len(same), 1, len(said) - len(mine)])
         if wanted.any():  # else the remaining reductions start together, when gradients are settled
-            self._reductions.start(self._reductions.count_complete_in(statement))
+            self._start(self._reductions.count_complete_in(statement))
         agree = bool((one.int() + other.int() == 255).all())
         return _Heard(wanted.nonzero().flatten().tolist(), agree, bool(anybody), statement)
 
@@ -268,28 +269,60 @@ class Rendezvous:
         Collective; collectives of the engine that are not issued above must come after a meeting. A rank that is
         `early` may want something alone before the step, and meets once more. Returns whether any rank does."""
         if self._is_alone:
-            self._settle(self._reductions.statement())
+            self._settle(self._reductions.statement(), early=early)
             return False
         self._leave_plan()
         self.is_awaited = early and self.may_be_wanted
         while (heard := self._exchange(None, early=early)).wants:
             self._serve(heard.wants, None)
+        self._join_replicas(heard.statement)
         self._learn(heard.agree)
         self._cache.discard_all()
-        self._settle(heard.statement)
-        return heard.early and self.may_be_wanted
+        return self._settle(heard.statement, early=heard.early) and self.may_be_wanted
 
     def meet_all(self) -> None:
         """Meets until no rank is early: such a rank may have wanted something since it met. Collective."""
         while self.meet():
             pass
 
-    def _settle(self, statement: Tensor) -> None:
-        """Settles gradients by the statements of all ranks: `statement` is of those that share shards."""
+    def _settle(self, statement: Tensor, *, early: bool) -> bool:
+        """Settles gradients by the statements of all ranks: `statement`, and whether any is `early`, is of those that
+        share shards. Returns whether any rank is early."""
+        said = torch.cat([statement, torch.tensor([early], dtype=torch.uint8)])
         for comm in (self._mesh.replicate, self._mesh.tensor):
             if comm.size > 1:
-                statement = comm.host.all_reduce(statement, "settle", "max")
-        self._reductions.settle(statement)
+                said = comm.host.all_reduce(said, "settle", "max")
+        self._reductions.settle(said[:-1])
+        return bool(said[-1])
+
+    # -- reductions
+
+    def _start(self, number: int) -> None:
+        """Starts the first `number` reductions. Collective among the ranks that share shards."""
+        if number > self._reductions.started and self._waits_for_replicas:
+            self._tell_replicas(reduces=True)
+        self._reductions.start(number)
+
+    @property
+    def _waits_for_replicas(self) -> bool:
+        """Whether a reduction may wait, before the end of backward, for the ranks that hold the same shard."""
+        return self._mesh.replicate.size > 1 and self._reductions.may_wait
+
+    def _tell_replicas(self, *, reduces: bool) -> bool:
+        """Returns whether any replica reduces gradients in this round. Collective.
+
+        Replicas gather on their own, and one whose ranks have no gradients would not come to a reduction that another
+        one waits in. So they tell each other, once in each round: before the first reduction, or at the end.
+        """
+        if self._round.replicas_reduce is None:
+            told = torch.tensor([reduces], dtype=torch.uint8)
+            self._round.replicas_reduce = bool(self._mesh.replicate.host.all_reduce(told, "replicas", "max"))
+        return self._round.replicas_reduce
+
+    def _join_replicas(self, statement: Tensor) -> None:
+        """Does the reductions of this round that another replica may wait in, before anything else waits for it."""
+        if self._waits_for_replicas and self._tell_replicas(reduces=self._reductions.has_gradients_in(statement)):
+            self._reductions.reduce_all()
 
     def start_reductions(self, number: int) -> None:
         """Starts the first `number` reductions; not at stage 3, where gathers tell when all ranks are ready.
@@ -305,7 +338,7 @@ class Rendezvous:
             with no_interception(), torch.no_grad():
                 while (wants := self._exchange(self._to_reduce).wants) != [self._to_reduce]:
                     self._serve(wants, self._to_reduce)
-        self._reductions.start(number)
+        self._start(number)
 
     def settle_gradients(self, *, meets: bool = False) -> None:
         """Makes ranks agree on which parameters have gradients, if they have not since the last backward. With `meets`,

@@ -1,10 +1,10 @@
 """`Schedule`: does what is due before and after the calls of modules, at each gradient, and at the end of backward."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from lightning_zero.run.loans import Loans
 from lightning_zero.run.reductions import Reductions
 from lightning_zero.run.surrounding import surround
 from lightning_zero.shards.assembly import Assembly
+from lightning_zero.shards.casting import Reader
 from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.local import local_of
@@ -54,8 +55,8 @@ class Schedule:
         self._handles: list[Any] = []
         self._late = late
         self._surround_late(reductions.shards)
-        for module in assembly.resting.cast_modules:
-            self._surround_cast_module(module)
+        for reader in assembly.resting.readers:
+            self._surround_reader(reader)
         for unit in assembly.units:  # last, and so outermost: everything else needs the values
             for module in unit.modules:
                 if module in unit.traced:  # dynamo traces `forward` itself, past us, unless the module has a hook
@@ -80,8 +81,7 @@ class Schedule:
     # -- parameters: gathered before use, and again when backward asks for them
 
     def _before_forward(self, unit: Unit) -> None:
-        if any(self._loans.is_lent(group) for group in unit.groups):
-            self._loans.settle()  # the lent copy may have been edited: gather the edited values
+        self._loans.take_edits(unit)
         self._rendezvous.use(unit)
         self._cache.pin(unit)
         if not self._saved.push():
@@ -96,10 +96,13 @@ class Schedule:
         self._rendezvous.use(unit)
         self._cache.show(unit)
 
-    def bring(self, unit: Unit) -> None:
-        """Gathers a unit whose saved values are asked for, by a backward or by someone who inspects a graph."""
+    def bring(self, unit: Unit, is_recomputed: bool) -> None:
+        """Gathers a unit whose saved values are asked for, by a backward or by someone who inspects a graph. What is
+        recomputed sees the latest edits, as the recomputation does."""
         if torch._C._current_graph_task_id() != -1:
             self._enter_backward()
+        if is_recomputed:
+            self._loans.take_edits(unit)
         self._rendezvous.use(unit)
         unit.wait()
 
@@ -132,11 +135,17 @@ class Schedule:
         for group in groups:
             self._loans.catch_up(group)
 
-    def _surround_cast_module(self, module: Module) -> None:
-        """Shows torch's own `forward` of the module its weights as they rest, where autocast would cast them to that
-        dtype. Hooks on the module, which run before and after `forward`, read them in their declared dtype."""
-        own = {name: slot for name, p in module.named_parameters(recurse=False) if (slot := slot_of(p)) is not None}
-        groups = {slot.group for slot in own.values()}
+    def _surround_reader(self, reader: Reader) -> None:
+        """Shows `forward` of a module, torch's own, the weights that it reads as they rest, where autocast would cast
+        them to that dtype. Hooks on the module, which run before and after `forward`, read them in their declared
+        dtype."""
+        module = reader.module
+        weights = [
+            _Shown(vars(holder), holder._parameters, name, slot)
+            for holder, name, parameter in reader.parameters
+            if (slot := slot_of(parameter)) is not None
+        ]
+        groups = {weight.slot.group for weight in weights}
         resting, device = next((group.kind.resting, group.setting.places.gathered.device.type) for group in groups)
 
         @torch.compiler.disable(recursive=False)
@@ -144,18 +153,26 @@ class Schedule:
             self._catch_up(groups)
             if any(self._loans.is_lent(group) for group in groups):
                 self._loans.settle_in_pass()  # the lent copy may have been edited: the resting values would be stale
-            shown = {}
-            if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == resting:
-                for name, slot in own.items():
-                    is_own = module._parameters.get(name) is slot.parameter  # not pruned since
-                    if is_own and slot.group.full_param is not None:
-                        shown[name] = self._view(slot)
-            vars(module).update(shown)
+            casts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == resting
+            there = [weight for weight in weights if weight.is_there]
+            if reader.tries_kernel:
+                tensors = [self._plain(weight.slot, casts=casts) for weight in there]
+            elif reader.casts and casts:
+                cut = reader.cut_weights(args, kwargs)
+                tensors = [self._view(weight.slot, is_cut=weight.name in cut) for weight in there]
+            else:
+                return type(module).forward(module, *args, **kwargs)
+            before = [weight.holder.get(weight.name) for weight in there]  # what a layer around shows there
+            for weight, tensor in zip(there, tensors, strict=True):
+                weight.holder[weight.name] = tensor
             try:
                 return type(module).forward(module, *args, **kwargs)
             finally:
-                for name in shown:
-                    vars(module).pop(name, None)
+                for weight, outer in zip(there, before, strict=True):
+                    if outer is None:
+                        weight.holder.pop(weight.name, None)
+                    else:
+                        weight.holder[weight.name] = outer
 
         def enter() -> None:
             vars(module).setdefault("forward", forward)  # unless users have put one there since
@@ -166,17 +183,26 @@ class Schedule:
 
         self._handles.append(surround(module, enter, leave))
 
-    def _view(self, slot: Slot) -> Tensor:
+    def _plain(self, slot: Slot, *, casts: bool) -> Tensor:
+        """Returns the values of a weight as a plain tensor in its declared dtype. Where autocast `casts` it again,
+        those that rest will do."""
+        with no_interception():
+            if casts:
+                return slot.parameter.detach().to(slot.group.kind.declared)
+        return self._loans.declared_of(slot)
+
+    def _view(self, slot: Slot, *, is_cut: bool) -> Tensor:
         """Returns a view of a two-byte weight, which is a node of the graph.
 
         An autocast with a cache casts a weight once in a pass, so gradients of several uses are summed in two bytes
         before they become fp32: here, these uses share a view, unless the weight was edited between them. Without a
-        cache (as in Lightning) each use has a view of its own, and their gradients are summed in fp32.
+        cache (as in Lightning), or where the module cuts the weight first (`is_cut`), each use has a view of its own,
+        and their gradients are summed in fp32.
         """
         with no_interception():
             parameter, taken_back = slot.parameter, slot.group.taken_back
             shares = torch.is_autocast_cache_enabled() and torch.is_grad_enabled() and parameter.requires_grad
-            if not shares or torch._C._current_graph_task_id() != -1:
+            if not shares or is_cut or torch._C._current_graph_task_id() != -1:
                 return parameter.view_as(parameter)
             before, shared = self._views.get(slot, (-1, parameter))
             if before == -1 or (before != taken_back and not torch.equal(local_of(shared), slot.local.values)):
@@ -244,6 +270,20 @@ class Schedule:
                 hooks: Any = parameter._post_accumulate_grad_hooks
                 if next(reversed(hooks)) != own:
                     hooks[own] = hooks.pop(own)  # not move_to_end: autograd goes by the order of the plain dict
+
+
+class _Shown(NamedTuple):
+    """A weight that is shown to the forward that reads it."""
+
+    holder: dict[str, Any]  # attributes of the module that holds it; one here hides the parameter
+    parameters: Mapping[str, Parameter | None]  # of that module
+    name: str
+    slot: Slot
+
+    @property
+    def is_there(self) -> bool:
+        """Whether its values are gathered, and it has not been replaced (by pruning, say)."""
+        return self.parameters.get(self.name) is self.slot.parameter and self.slot.group.full_param is not None
 
 
 def _collect_if_alive(schedule_ref: weakref.ref[Schedule], slot_ref: weakref.ref[Slot], _: Tensor) -> None:

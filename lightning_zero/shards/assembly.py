@@ -12,6 +12,7 @@ from torch.nn import Module, Parameter
 from lightning_zero.shards import units
 from lightning_zero.shards.arena import Arena
 from lightning_zero.shards.bucket import Bucket, BucketPool
+from lightning_zero.shards.casting import Reader, readers_of, why_not_cast
 from lightning_zero.shards.early import take_over
 from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.group import ShardGroup
@@ -36,7 +37,7 @@ class Uncast(NamedTuple):
 class Resting(NamedTuple):
     """The dtypes in which parameters rest."""
 
-    cast_modules: list[Module]  # whose weights rest in autocast's dtype, and enter forward so
+    readers: list[Reader]  # modules whose forward reads weights that rest in autocast's dtype
     dtypes: dict[int, torch.dtype]  # by id of the parameter, where it is not the declared one
     uncast: list[Uncast]
 
@@ -118,10 +119,10 @@ def _choose_resting(module: Module, managed: Sequence[Parameter], trainable: set
         return Resting([], {id(p): options.param_dtype for p in managed if p.is_floating_point()}, [])
     if options.autocast_dtype is None:
         return Resting([], {}, [])
-    reasons = units.why_not_cast(module, trainable)
-    modules = [candidate for candidate, why in reasons.items() if why is None]
-    resting = {id(p): options.autocast_dtype for m in modules for p in m.parameters(recurse=False)}
-    return Resting(modules, resting, _count_uncast(reasons))
+    reasons = why_not_cast(module, trainable)
+    readers = readers_of(module, reasons)
+    dtypes = {id(parameter): options.autocast_dtype for reader in readers for *_, parameter in reader.parameters}
+    return Resting(readers, dtypes, _count_uncast(reasons))
 
 
 def _count_uncast(reasons: Mapping[Module, str | None]) -> list[Uncast]:

@@ -1,7 +1,7 @@
 """`BucketPool`: buckets, the constant-size memory that gradients travel in (CB, ZeRO section 6.2)."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -66,6 +66,12 @@ class BucketPool:
         self._buckets.rotate(-1)
         self._buckets[-1].settle()
         return self._buckets[-1]
+
+    def settle(self, buckets: Sequence[Bucket]) -> None:
+        """Settles some buckets, and those before them: oldest first, as replicas wait for each other in each."""
+        last = max((at for at, bucket in enumerate(self._buckets) if bucket in buckets), default=-1)
+        for bucket in [*self._buckets][: last + 1]:
+            bucket.settle()
 
     def drain(self) -> None:
         """Settles all buckets, oldest first."""

@@ -259,8 +259,9 @@ class GradientShard:
 
     def wait(self) -> None:
         """Waits until all reductions under way are stored."""
-        while self._buckets:
-            self._buckets.pop().settle()
+        if self._buckets:
+            self.pool.settle(self._buckets)
+            self._buckets.clear()
 
     def let_go(self) -> None:
         """Drops the averaged gradients, which have been stepped."""

@@ -8,7 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_zero.shards.options import Options
-from lightning_zero.shards.probe import BLOCK, BY_ALL, BY_BLOCK, BY_TENSOR, NOTHING, why_not_in_pieces
+from lightning_zero.shards.probe import BLOCK, BY_ALL, BY_BLOCK, BY_CHANCE, BY_TENSOR, NOTHING, why_not_in_pieces
 
 
 class Stepped(NamedTuple):
@@ -37,7 +37,9 @@ def choose_stepped(optimizers: Sequence[Optimizer], options: Options, is_divided
             whole.append(optimizer)
         elif asked == "block" or (asked == "auto" and reason == BY_BLOCK):
             blocked.append(optimizer)
-        if reason is not None and (asked == "element" or (asked == "block" and reason != BY_BLOCK)):
+        if reason == BY_CHANCE:
+            _warn_or_refuse_chance(kind, asked)
+        elif reason is not None and (asked == "element" or (asked == "block" and reason != BY_BLOCK)):
             told = f"{kind} {reason}, and steps pieces: not DDP's numbers. granularity='auto' gives it what it needs"
             warnings.warn(f"{told}; granularity={asked!r} was asked for.", stacklevel=2)
         elif reason == NOTHING and asked == "auto":
@@ -48,8 +50,9 @@ def choose_stepped(optimizers: Sequence[Optimizer], options: Options, is_divided
             )
         elif reason not in (None, BY_TENSOR, BY_BLOCK) and not (asked == "tensor" and reason != BY_ALL):
             raise ValueError(
-                f"{kind} {reason}, and each rank steps only a part of them: the result would be wrong. Use stage=0, or "
-                "another optimizer; or, if you know that it looks at one tensor at a time, granularity='tensor'."
+                f"{kind} {reason}, and each rank steps only a part of its parameters: the result would be wrong. Use "
+                "stage=0, or another optimizer; or, if you know that it looks at one tensor at a time, "
+                "granularity='tensor'."
             )
     if is_divided and (whole or blocked):
         raise ValueError(
@@ -63,3 +66,20 @@ def choose_stepped(optimizers: Sequence[Optimizer], options: Options, is_divided
             "middle of a backward, where ranks wait for each other's gradients. Leave step_in_backward=True out."
         )
     return Stepped(whole, BLOCK if blocked else 1)
+
+
+def _warn_or_refuse_chance(kind: str, granularity: str) -> None:
+    """Says what an optimizer that draws random numbers comes to. Raises ValueError unless the user has asked for it."""
+    if granularity == "auto":
+        raise ValueError(
+            f"{kind} {BY_CHANCE}, for the parameters in turn. Each rank steps only a part of them, and would draw "
+            "other numbers for it than DDP's ranks draw: the result would not be DDP's. Use stage=0, or an optimizer "
+            "that draws none; or, if any numbers of that kind will do, granularity='tensor' (each rank draws its own "
+            "for the tensors that it steps) or 'element' (for its pieces)."
+        )
+    what = {"tensor": "tensors", "block": "blocks", "element": "pieces"}[granularity]
+    warnings.warn(
+        f"{kind} {BY_CHANCE}: each rank draws its own for the {what} that it steps. These are not DDP's numbers; "
+        f"granularity={granularity!r} was asked for.",
+        stacklevel=3,
+    )

@@ -214,17 +214,19 @@ class ShardGroup:
     # -- after a step, or an edit
 
     def _renew(self) -> None:
-        """Moves resting values to new storage before an edit of their declared copy changes them: graphs that saved
-        the old values keep these, as they would keep the copies that autocast makes."""
+        """Moves resting values to new storage before other values take their place: graphs that saved the old values
+        keep these, as they would keep the tensor that `p.data` was, and the copies that autocast makes."""
+        old, is_master = self.owned_param, self.rest.master is self.rest.owned_param
         if self.stays_full:
             assert self.full_param is not None
             full = self._allocate_full().copy_(self.full_param)
             self.rest.owned_param = InMemory(full[self.own_range], self.places.gathered)
             self.set_full(full)
         else:
-            old = self.owned_param
             self.rest.owned_param = self._make_array(Category.PARAMETER, self.kind.resting, self.places.parameter)
             self.rest.owned_param.write(ALL, old.read())
+        if is_master:
+            self.rest.master = self.rest.owned_param
 
     def take_masters(self, slots: Iterable[Slot] | None = None) -> None:
         """Copies the master to owned_param: all of it, or everything from the first to the last of `slots`."""
@@ -277,15 +279,18 @@ class ShardGroup:
     def adopt_assigned(self) -> bool:
         """Copies tensors that the user has assigned to `p.data` into full_param; returns whether there were any."""
         assert self.full_param is not None
-        start, size, found = self.full_param.data_ptr(), self.full_param.itemsize, False
+        start, size, assigned = self.full_param.data_ptr(), self.full_param.itemsize, {}
         for slot in self.slots:
             if slot.local.values.data_ptr() != start + slot.offset * size and slot.numel:
                 self.check_assigned(slot, slot.parameter, self.full_param.dtype)
-                view = slot.view(self.full_param)
-                view.copy_(slot.local.values.detach().view_as(view))
-                slot.local.values = view
-                found = True
-        return found
+                assigned[slot] = slot.local.values.detach()
+        if assigned:
+            self._renew()
+        for slot, values in assigned.items():
+            view = slot.view(self.full_param)
+            view.copy_(values.view_as(view))
+            slot.local.values = view
+        return bool(assigned)
 
     def check_assigned(self, slot: Slot, values: Tensor, dtype: torch.dtype) -> None:
         """Raises RuntimeError if `p.data` has another dtype or device than at set-up, as after `.half()` or `.to()`."""
@@ -297,16 +302,23 @@ class ShardGroup:
                 "Trainer(precision=...)."
             )
 
-    def take_edits(self, full: Tensor) -> None:
-        """Keeps what users have edited in a full array that was lent to them, of the declared or the resting dtype."""
+    def take_edits(self, full: Tensor, as_lent: Tensor | None = None) -> None:
+        """Keeps what users have edited in a full array that was lent to them, of the declared or the resting dtype.
+
+        `as_lent` are the resting values when it was lent, where this rank has them no more. All ranks tell by them
+        alike whether graphs have saved other values: an edit may lie in the part of another rank.
+        """
         declared = full.dtype == self.kind.declared
         if declared and self.kind.is_cast:
             self.taken_back += 1
-            if not self._differs(full):
+            before = self.full_param if as_lent is None else as_lent
+            assert before is not None
+            if not torch.equal(full.to(self.kind.resting), before):
+                self._renew()
+                if self.full_param is not None:
+                    self.full_param.copy_(full)
+            elif not self._differs(full):
                 return
-            self._renew()
-            if self.full_param is not None:
-                self.full_param.copy_(full)
         for slot in self.slots:
             within, own = slot.piece.in_shard, slot.own_part(full)
             if declared:
@@ -318,14 +330,8 @@ class ShardGroup:
             self.owned_param.write(within, own)
 
     def _differs(self, full: Tensor) -> bool:
-        """Whether a full array of the declared dtype has other values than this group. Where ranks own all of it, the
-        array may be the master itself, and only the resting values tell of an edit that they show."""
-        resting = full.to(self.kind.resting)
-        if self.full_param is not None:
-            is_shown = torch.equal(resting, self.full_param)
-        else:
-            is_shown = self.is_cut or torch.equal(resting.to(self.owned_param.place.device), self.owned_param.read())
-        return not is_shown or any(
+        """Whether a full array of the declared dtype has other values than this rank's part of the masters."""
+        return any(
             not torch.equal(slot.own_part(full).to(self.master.place.device), self.master.read(slot.piece.in_shard))
             for slot in self.slots
         )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from lightning_zero.shards.extents import Extent
 from lightning_zero.wire.comm import Comm
@@ -148,6 +148,11 @@ def whole_of(tensor: Any) -> Any:
 def local_of(tensor: Tensor) -> Tensor:
     """Returns this rank's part of a tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def shares_modules(module: Module) -> bool:
+    """Whether tensor-parallel ranks share any parameter of a module."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
 def refuse_other_meshes(name: str, parameter: Tensor, ranks: Sequence[int]) -> None:

@@ -10,8 +10,9 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.layout import fill
 from lightning_zero.shards.moment import CaughtUpState, Moment, wrapped_in
-from lightning_zero.shards.probe import calls_closure_again, unhooked
+from lightning_zero.shards.probe import calls_closure_again, steps_nothing, unhooked
 from lightning_zero.shards.setting import Setting
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.whole import WholeWindow, may_wait, rounds
@@ -51,6 +52,7 @@ class PieceStepper:
         self.is_lazy = is_lazy
         self._ahead: list[Window] = []  # not stepped yet
         self._written: Window | None = None  # stepped, and being written
+        self._absent: list[Slot] = []  # stepped by this step, on other ranks alone
 
     def note_parameters(self) -> None:
         """Takes note of the parameters that the optimizer has now."""
@@ -95,6 +97,7 @@ class PieceStepper:
             self.optimizer.state = CaughtUpState(self.optimizer.state, self._catch_up)
         with no_interception():
             stepped = [slot for slot in slots if slot.parameter.grad is not None]
+        self._note_absent(stepped)
         first, others = self._divide(slots, stepped)
         if others and not any(window.is_staged for window in others) and self._calls_closure_again:
             # Around its closure such a step is left and entered again, so one window has all that it steps.
@@ -112,6 +115,7 @@ class PieceStepper:
         # On every rank, whatever it owns: a graph that saved the old values must raise torch's error on all of them.
         increment_version([slot.parameter for slot in stepped if not is_its_piece(slot)])
         if then is None:
+            self._fill_absent()
             return
         self._ahead = list(others)
         self._begin_next()
@@ -122,6 +126,7 @@ class PieceStepper:
                 self._step_late(window, then)
         if not self._ahead:
             self.finish()
+            self._fill_absent()
 
     @cached_property
     def _calls_closure_again(self) -> bool:
@@ -160,10 +165,12 @@ class PieceStepper:
     def step_now(self, slots: Sequence[Slot]) -> None:
         """Steps some parameters in the middle of a backward. All of them must have averaged gradients."""
         self._refuse_groups_apart()
+        self._note_absent(slots)
         then = Moment.of(self.optimizer, clones=True)
         for window in self._windows(slots, late=True):
             self._step_late(window, then)
         self.finish()
+        self._fill_absent()
 
     def _step_late(self, window: Window, then: Moment) -> None:
         """Steps a window with the optimizer as it was at moment `then`."""
@@ -175,6 +182,8 @@ class PieceStepper:
             unhooked(type(self.optimizer).step)(self.optimizer)
         self.finish()
         self._written = window
+        if window.is_late and not self._ahead:
+            self._fill_absent()
 
     def _begin_next(self) -> None:
         """Starts to read one window ahead: the next one, if values are needed in the order of the model."""
@@ -286,6 +295,34 @@ class PieceStepper:
                     self.cut[name] = self.cut.get(name, True) and fits
                     blocks = range(slot.blocks)[slot.own_blocks] if slot.has_blocks else ()
                     self.by_block[name] = self.by_block.get(name, True) and value.shape == (len(blocks),)
+
+    # -- state of what other ranks step
+
+    def _note_absent(self, stepped: Iterable[Slot]) -> None:
+        self._absent = [] if steps_nothing(self.optimizer) else [slot for slot in stepped if not slot.steps_any]
+
+    def _fill_absent(self) -> None:
+        """Gives each parameter that other ranks alone have stepped the state of one that this rank has stepped, of the
+        same group and if possible as many dimensions: the same keys and counts, with empty tensors. An optimizer that
+        `steps_nothing` has made it by itself."""
+        absent, self._absent = set(self._absent), []
+        optimizers = wrapped_in(self.optimizer)
+        for group in self.optimizer.param_groups if absent else ():
+            slots = [slot for parameter in group["params"] if (slot := self._slots.get(parameter)) is not None]
+            stepped = [s for s in slots if s.steps_any and any(state_of(one, s.parameter) for one in optimizers)]
+            alike = {len(slot.shape): slot for slot in reversed(stepped)}
+            for slot in slots if stepped else ():
+                like = alike.get(len(slot.shape), stepped[0])
+                for one in optimizers if slot in absent else ():
+                    state = {name: self._emptied(name, value) for name, value in state_of(one, like.parameter).items()}
+                    if state:
+                        dict.__setitem__(one.state, slot.parameter, state)
+
+    def _emptied(self, name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        is_piece = value.dim() or self.cut.get(name, False)
+        return torch.empty(0, dtype=value.dtype, device=value.device) if is_piece else value.clone()
 
 
 def groups_of(slots: Iterable[Slot]) -> list[ShardGroup]:

@@ -9,6 +9,8 @@ a dependence on anything else, such as the time of day, cannot be found this way
 
 import copy
 import itertools
+import pickle
+import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,15 +18,27 @@ from functools import partial
 from threading import Lock
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from lightning_zero.shards.moment import wrapped_in
+from lightning_zero.shards.unseen import unseen
 from lightning_zero.tiers.alignment import round_up
 
-ELEMENT_WISE = {SGD, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Adagrad, Adadelta, Rprop, ASGD}  # not their subclasses
+# Torch's element-wise optimizers, without their subclasses; and how many tensors of a parameter's shape each keeps for
+# it, by the options of a parameter group. None of these is ever tried.
+_KEPT: dict[type, Callable[[dict[str, Any]], int]] = {
+    SGD: lambda options: int(options["momentum"] != 0),
+    Adam: lambda options: 2 + options["amsgrad"],
+    AdamW: lambda options: 2 + options["amsgrad"],
+    RMSprop: lambda options: 1 + options["centered"] + (options["momentum"] > 0),
+    **dict.fromkeys((Adamax, NAdam, RAdam, Adadelta, Rprop), lambda _: 2),
+    **dict.fromkeys((Adagrad, ASGD), lambda _: 1),
+}
+ELEMENT_WISE = set(_KEPT)
 SHAPES = ((), (7,), (4, 6), (2, 3, 4), (2, 3, 2, 2))  # by number of dimensions
 # 21 or 67 blocks of 256, cut in the middle of one: 8-bit state is kept in blocks, and often not for fewer than 4096
 # elements, as one of the two pieces has. Google's Adafactor factors no side shorter than 128.
@@ -43,7 +57,7 @@ BY_BLOCK = f"looks at blocks of {BLOCK} elements"
 BY_TENSOR = "looks at whole tensors"
 BY_ALL = "looks at all parameters together"
 NOTHING = "changed nothing when it was tried on small tensors"
-BY_CHANCE = "draws random numbers, other ones in each process"
+BY_CHANCE = "draws random numbers"
 
 Groups = Sequence[Sequence[Tensor]]  # one sequence for each parameter group of an optimizer
 
@@ -53,26 +67,35 @@ def why_not_in_pieces(optimizer: Optimizer) -> str | None:
     if type(optimizer) in ELEMENT_WISE or not any(group["params"] for group in optimizer.param_groups):
         return None
     try:
-        with _trying(), torch.inference_mode(False), torch.no_grad():
+        with _trying(optimizer), torch.inference_mode(False), torch.no_grad():
             whole = list(_updates(optimizer, _tensors_in_turn, ranks=1))
             if not any(update.any() for updates in whole for update in updates):
                 return NOTHING
             for reason, part in ((None, _piece), (BY_BLOCK, _piece_of_blocks), (BY_TENSOR, _tensors_in_turn)):
                 if _agrees(whole, optimizer, part):
                     return reason
-            return BY_ALL if _agrees(whole, optimizer, _tensors_in_turn, ranks=1) else BY_CHANCE
+            is_repeatable = _agrees(whole, optimizer, _tensors_in_turn, ranks=1)
+            return BY_ALL if is_repeatable and not _draws(optimizer) else BY_CHANCE
     except Exception as error:  # an optimizer may ask for anything
         return f"could not be tried on small tensors ({type(error).__name__}: {error})"
 
 
+def steps_nothing(optimizer: Optimizer) -> bool:
+    """Whether an optimizer can be given tensors without elements. It then keeps the same state of them as of others.
+    Torch's kernels are known to leave such a tensor alone; those of other packages may end the process."""
+    return type(optimizer) in ELEMENT_WISE
+
+
 def state_tensors_of(optimizer: Optimizer) -> int:
-    """Returns how many tensors of a parameter's shape an optimizer keeps for it, found by a step on a small one. Where
-    the step fails it is taken to be 2, as for most optimizers."""
+    """Returns how many tensors of a parameter's shape an optimizer keeps for it: known of torch's own, and found by a
+    step on a small one of any other. Where the step fails it is taken to be 2, as for most optimizers."""
+    if (kept := _KEPT.get(type(optimizer))) is not None:
+        return max(map(kept, optimizer.param_groups), default=0)
     tried = Parameter(torch.ones(2))
     tried.grad = torch.ones(2)
     try:
-        trial = _trial_of(optimizer, [[tried] for _ in optimizer.param_groups])
-        with _trying():
+        with _trying(optimizer):
+            trial = _trial_of(optimizer, [[tried] for _ in optimizer.param_groups])
             unhooked(type(optimizer).step)(trial)
     except Exception:  # an optimizer may ask for anything
         return 2
@@ -93,19 +116,36 @@ def calls_closure_again(optimizer: Optimizer) -> bool:
             parameter.grad = torch.full_like(parameter, 0.1)
         return torch.ones(())
 
-    with _trying(), suppress(Exception):  # an optimizer may ask for anything, and hold what cannot be copied
+    with _trying(optimizer), suppress(Exception):  # an optimizer may ask for anything, and hold what cannot be copied
         trial = _trial_of(optimizer, [[parameter] for parameter in tried])
         unhooked(type(optimizer).step)(trial, closure)
     return calls > 1
 
 
 @contextmanager
-def _trying() -> Iterator[None]:
-    """Inside, steps leave training's random numbers alone, and compile nothing: what torchao's optimizers compile for
-    each small shape took a minute and a half. Random state and compiler stance are those of the process, so ranks that
-    are threads take turns: a stance that one of them restored while another one tries would stay."""
-    with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+def _trying(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, steps of copies of an optimizer leave training's random numbers and what its class records alone, and
+    compile nothing: what torchao's optimizers compile for each small shape took a minute and a half. Random state and
+    compiler stance are those of the process, so ranks that are threads take turns: a stance that one of them restored
+    while another one tries would stay."""
+    with (
+        _ONE_AT_A_TIME,
+        unseen(map(type, wrapped_in(optimizer))),
+        _restoring_random_state(),
+        torch.compiler.set_stance("force_eager"),
+    ):
         yield
+
+
+@contextmanager
+def _restoring_random_state() -> Iterator[None]:
+    state, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(of_numpy)
 
 
 def unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -137,6 +177,35 @@ def _agrees(whole: Groups, optimizer: Optimizer, part: Part, *, ranks: int = 2) 
         return all(_are_close(next(found), expected) for expected in whole)
     except Exception:  # it steps matrices only, say, or fewer steps succeed
         return False
+
+
+def _draws(optimizer: Optimizer) -> bool:
+    """Whether a step draws random numbers: from torch, numpy or Python, or from a generator of the optimizer's own,
+    which gives the same ones to each copy of the optimizer."""
+    values = [_values(group["params"], seed=0) for group in optimizer.param_groups]
+    trial = _Trial(optimizer, values, lambda tensor, _: tensor)
+    before = _random_states(trial.optimizer)
+    trial.step(_gradients(optimizer, 0))
+    after = _random_states(trial.optimizer)
+    return any(before.get(source) != state for source, state in after.items())
+
+
+def _random_states(optimizer: Optimizer) -> dict[Any, bytes]:
+    """Returns the states of the sources of random numbers that an optimizer may know."""
+    states: dict[Any, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+    for place, holder in enumerate(_holders(optimizer)):
+        for name, value in holder.items():
+            if isinstance(value, torch.Generator | np.random.RandomState):
+                states[place, name] = value.get_state()
+            elif isinstance(value, np.random.Generator):
+                states[place, name] = value.bit_generator.state
+            elif isinstance(value, random.Random):
+                states[place, name] = value.getstate()
+    return {source: pickle.dumps(state) for source, state in states.items()}
 
 
 def _updates(optimizer: Optimizer, part: Part, ranks: int) -> Iterator[list[Tensor]]:
@@ -172,7 +241,7 @@ class _Trial:
         nothing = torch.empty(0, dtype=torch.float64)
         self._stepped = [Parameter(nothing if value is None else value.clone()) for value in self._values]
         left = iter(self._stepped)
-        self._optimizer = _trial_of(optimizer, [[next(left) for _ in group] for group in values])
+        self.optimizer = _trial_of(optimizer, [[next(left) for _ in group] for group in values])
         self._counts: dict[tuple[int, Any], float] = {}  # before the latest step, by id of the dictionary and key
 
     def _cut(self, groups: Groups) -> list[Tensor | None]:
@@ -182,15 +251,15 @@ class _Trial:
         """Takes one step, and writes the results into this rank's part of the tensors."""
         for parameter, grad in zip(self._stepped, self._cut(gradients), strict=True):
             parameter.grad = None if grad is None else grad.clone()
-        self._counts = {(id(holder), name): float(holder[name]) for holder, name in _numbers(self._optimizer)}
-        _step(self._optimizer)
+        self._counts = {(id(holder), name): float(holder[name]) for holder, name in _numbers(self.optimizer)}
+        _step(self.optimizer)
         for parameter, value in zip(self._stepped, self._values, strict=True):
             if value is not None:
                 value.copy_(parameter)
 
     def move_on(self, steps: int) -> None:
         """Adds `steps` to every number that has counted the latest step."""
-        for holder, name in _numbers(self._optimizer):
+        for holder, name in _numbers(self.optimizer):
             before, now = self._counts.get((id(holder), name)), holder[name]
             if before is not None and now == before + 1:
                 holder[name] = now + steps
@@ -198,9 +267,13 @@ class _Trial:
 
 def _numbers(optimizer: Optimizer) -> list[tuple[dict[Any, Any], Any]]:
     """Returns where an optimizer, and those that it wraps, keep single numbers: dictionary and key of each."""
+    return [(holder, name) for holder in _holders(optimizer) for name, value in holder.items() if _is_single(value)]
+
+
+def _holders(optimizer: Optimizer) -> list[dict[Any, Any]]:
+    """Returns the dictionaries in which an optimizer, and those that it wraps, keep what they know."""
     optimizers = wrapped_in(optimizer)
-    holders = [holder for one in optimizers for holder in (vars(one), *one.param_groups, *one.state.values())]
-    return [(holder, name) for holder in holders for name, value in holder.items() if _is_single(value)]
+    return [holder for one in optimizers for holder in (vars(one), *one.param_groups, *one.state.values())]
 
 
 def _is_single(value: Any) -> bool:

@@ -40,6 +40,12 @@ class Places:
         return self.optimizer != self.gathered or self.state_dtype is not None
 
     @property
+    def steps_on_host(self) -> bool:
+        """Whether the host steps what a device trains. No kernel of the host has the bits of the device's; where both
+        are one, the step of what is offloaded takes the kernel that it would take without offload."""
+        return self.optimizer.device != self.gathered.device
+
+    @property
     def disk(self) -> Disk | None:
         """The offload file, if anything rests on disk."""
         return self.optimizer.disk or self.parameter.disk

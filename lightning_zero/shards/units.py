@@ -3,8 +3,8 @@
 At stage 3 the parameters of a unit are gathered together. At the other stages the whole model is one unit.
 """
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +18,7 @@ from lightning_zero.shards.setting import Kind
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
-# Autocast casts the weights of these modules at each use, so resting in its dtype changes no bit of the result.
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-CAST_BY_AUTOCAST: tuple[type[Module], ...] = (nn.Linear, *CONVOLUTIONS)
-
-# These modules read their children's weights, and leave their fused path where one of them is no plain parameter.
+# These modules read their children's weights, which must be gathered together with their own.
 FUSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 # Bytes of parameters that stay whole on every rank at stage 3: a gather of them would take longer than it is worth.
@@ -201,35 +197,6 @@ def modules_in_compiled_regions(model: Module, *, roots: bool = True) -> set[Mod
         for inner in module.modules()
         if roots or inner not in (module, getattr(module, "_orig_mod", module))
     }
-
-
-def why_not_cast(model: Module, trainable: Container[int] | None = None) -> dict[Module, str | None]:
-    """Returns, for every module, why its weights may not rest in autocast's dtype; None where they may. With
-    `trainable`, ids of parameters, only weights that train may.
-
-    Weights may not in compiled regions: a graph casts by itself, and our cast would break the graph. Nor in torch's
-    transformer layers: their fused path hands the weights to one kernel, and takes only plain parameters.
-    """
-    fused = {inner for module in model.modules() if isinstance(module, FUSED) for inner in module.modules()}
-    compiled = modules_in_compiled_regions(model)
-    holders = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
-
-    def why(module: Module) -> str | None:
-        own = list(module.parameters(recurse=False))
-        reasons = {
-            "autocast does not cast its weights": not isinstance(module, CAST_BY_AUTOCAST),
-            "its forward is not torch's own": type(module) not in CAST_BY_AUTOCAST or "forward" in vars(module),
-            "torch.compile or TorchScript traces it": module in compiled,
-            "torch's fused layers take plain weights": module in fused,
-            "hooks compute its weights": not set(module._parameters.keys()) <= {"weight", "bias"},
-            "modules share its weights": any(holders[id(parameter)] > 1 for parameter in own),
-            "it is made in another dtype": any(parameter.dtype != torch.float32 for parameter in own),
-            "a DTensor shows one dtype": any(local_of(parameter) is not parameter for parameter in own),
-            "it does not train": trainable is not None and any(id(parameter) not in trainable for parameter in own),
-        }
-        return next((reason for reason, holds in reasons.items() if holds), None)
-
-    return {module: why(module) for module in model.modules()}
 
 
 def split_by_kind(

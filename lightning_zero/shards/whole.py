@@ -160,7 +160,8 @@ class WholeWindow(Window):
             value, *grad = self._brought[slot]
             return value, grad[0] if grad else None
         master = slot.group.rest.master
-        return torch.empty(0, dtype=master.dtype, device=master.place.device), None
+        nothing = torch.empty(0, dtype=master.dtype, device=master.place.device)
+        return nothing, torch.empty_like(nothing) if self._with_gradients and self._steps(slot) else None
 
     def put_values(self) -> None:
         """Sends the new values to the ranks that own them. Those of a late window wait until all ranks need them."""

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lightning_zero.shards.group import ShardGroup
+from lightning_zero.shards.probe import steps_nothing
 from lightning_zero.shards.slot import Slot, no_interception, point_at_nothing
 from lightning_zero.tiers.alignment import ALIGNMENT_BYTES, round_up
 from lightning_zero.tiers.array import ALL, Array, OnDisk, empty
@@ -198,7 +199,7 @@ class Window:
 
     def enter(self, *, is_all: bool, fuses: bool) -> None:
         """Makes every parameter its piece, until `exit`. The optimizer has only the parameters of this window, unless
-        `is_all`. With `fuses` it may use torch's fused kernels, where it would step host tensors one by one."""
+        `is_all`. With `fuses` it may use torch's fused kernels, where the host steps for a device."""
         self._prepare()
         for slot, staged in self._staged.items():
             for name, values in staged.state.items():
@@ -211,8 +212,8 @@ class Window:
         self._stand_ins = {s.parameter: s.local.stepped for s in self.slots if s.local.stepped is not s.parameter}
         for parameter, stand_in in self._stand_ins.items():
             _move_state(self._optimizer, parameter, stand_in)
-        wanted, kinds = {slot.parameter for slot in self.slots}, {slot.group.kind for slot in self.slots}
-        fuses &= bool(kinds) and all(kind.is_offloaded and kind.declared in FUSABLE for kind in kinds)
+        wanted, groups = {slot.parameter for slot in self.slots}, by_group(self.slots)
+        fuses &= bool(groups) and all(g.places.steps_on_host and g.kind.declared in FUSABLE for g in groups)
         for group in self._optimizer.param_groups:
             own = {"params": group["params"]}
             if self._stand_ins or not is_all:
@@ -245,12 +246,17 @@ class Window:
         assert gradient is not None
         shape, master, grad = slot.stepped_shape, staged.master, staged.grad
         piece = slot.stepped(slot.group.rest.master) if master is None else master.view(shape)
-        if not ((self.is_late or shown is not None) and slot.steps_any):
+        if not ((self.is_late or shown is not None) and self._steps(slot)):
             return piece, None
         if grad is None:
             grad = gradient.piece(slot) if gradient.travels else shown
         assert grad is not None
         return piece, grad.view(shape).to(piece.device, piece.dtype)
+
+    def _steps(self, slot: Slot) -> bool:
+        """Whether the optimizer is given the gradient of a slot: of an empty piece too, if it can step that. The state
+        of the parameter then has the same keys and the same counts on every rank."""
+        return slot.steps_any or steps_nothing(self._optimizer)
 
     def exit(self) -> None:
         """Gives the parameters back what their users see."""
@@ -334,7 +340,8 @@ def _may_rest(slot: Slot, values: Tensor, is_cut: bool) -> bool:
     parameter and cut as it is, except for scalars. For whole tensors the shape alone decides: a rank may step too few
     of them to tell by the name, and how many it steps must not decide what is rounded."""
     is_as_large = values.numel() == slot.piece.numel if slot.stepper is None else values.shape == slot.shape
-    return bool(slot.shape) and is_as_large and (is_cut or slot.stepper is not None) and not is_composed(values)
+    is_any = bool(slot.shape) and values.numel() > 0
+    return is_any and is_as_large and (is_cut or slot.stepper is not None) and not is_composed(values)
 
 
 def may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:

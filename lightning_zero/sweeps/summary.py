@@ -95,7 +95,7 @@ def collect(sweep_dir: Path) -> list[dict[str, Any]]:
 
 
 def report(jobs: Sequence[Mapping[str, Any]], sweep_dir: Path) -> None:
-    """Writes `sweep.csv` and `sweep.png` and prints the table."""
+    """Writes `sweep.csv` and, where matplotlib is installed, `sweep.png`, and prints the table."""
     if not jobs:
         return
     labels = distinct_labels([job["overrides"] for job in jobs])
@@ -104,9 +104,12 @@ def report(jobs: Sequence[Mapping[str, Any]], sweep_dir: Path) -> None:
     try:
         draw(jobs, labels, picture)
     except ModuleNotFoundError as missing:
-        log.warning("No picture: %s is not installed (pip install 'lightning-zero[hydra]')", missing.name)
+        log.warning("No picture: %s is not installed (pip install 'lightning-zero[plots]')", missing.name)
     print_table(jobs, labels)
-    log.info("Table and picture: %s", ", ".join(str(path) for path in (table, picture) if path.exists()))
+    if picture.exists():
+        log.info("Table and picture: %s, %s", table, picture)
+    else:
+        log.info("Table: %s", table)
 
 
 def distinct_labels(overrides: Sequence[Sequence[str]]) -> list[str]:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -41,6 +42,7 @@ class _Place(NamedTuple):
     stride: tuple[int, ...]
     offset: int  # elements of `dtype`, from the start of full_param
     spec: DTensorSpec | None  # of the DTensor whose local part it is: tensor-parallel ranks share the parameter
+    is_recomputed: bool  # by torch's checkpoint: backward reads the values that the parameter has then
 
 
 class _Itself(NamedTuple):
@@ -50,6 +52,7 @@ class _Itself(NamedTuple):
     unit: Unit
     parameter: Parameter
     version: int
+    is_recomputed: bool
 
 
 class _Ours(partial[Any]):
@@ -60,11 +63,12 @@ class _Ours(partial[Any]):
 class SavedParameters:
     """Sets the saved-tensor hooks, and gathers what they have noted.
 
-    `use` gathers a unit in backward. `gather_old(group, shard)` returns the full array of a group as it was when
-    `shard` was its owned_param; it is a collective.
+    `use(unit, is_recomputed)` gathers a unit in backward, with the user's latest edits for what is recomputed.
+    `gather_old(group, shard)` returns the full array of a group as it was when `shard` was its owned_param; it is a
+    collective.
     """
 
-    def __init__(self, use: Callable[[Unit], None], gather_old: Callable[[ShardGroup, Array], Tensor]) -> None:
+    def __init__(self, use: Callable[[Unit, bool], None], gather_old: Callable[[ShardGroup, Array], Tensor]) -> None:
         self._use = use
         self._gather_old = gather_old
         self._pushed: list[bool] = []  # whether each `push` has set hooks, innermost last
@@ -104,16 +108,17 @@ class SavedParameters:
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def _pack(self, otherwise: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+        is_recomputed = getattr(otherwise, "__module__", None) == torch.utils.checkpoint.__name__
         with no_interception():
-            saved = self._itself(tensor) or self._place_of(tensor)
+            saved = self._itself(tensor, is_recomputed) or self._place_of(tensor, is_recomputed)
         return otherwise(tensor) if saved is None else saved
 
-    def _itself(self, tensor: Tensor) -> _Itself | None:
+    def _itself(self, tensor: Tensor, is_recomputed: bool) -> _Itself | None:
         slot = slot_of(tensor) if isinstance(tensor, Parameter) and not isinstance(tensor, DTensor) else None
         unit = None if slot is None else self._homes.get(slot.group)
-        return None if unit is None else _Itself(unit, tensor, tensor._version)  # type: ignore[arg-type]
+        return None if unit is None else _Itself(unit, tensor, tensor._version, is_recomputed)  # type: ignore[arg-type]
 
-    def _place_of(self, saved: Tensor) -> _Place | None:
+    def _place_of(self, saved: Tensor, is_recomputed: bool) -> _Place | None:
         tensor = local_of(saved)
         if not (type(tensor) is Tensor or isinstance(tensor, Parameter)) or tensor.layout != torch.strided:
             return None
@@ -126,19 +131,21 @@ class SavedParameters:
         offset, stride = (at - start) // tensor.itemsize, tuple(tensor.stride())
         version, shard = parameter._version, group.owned_param
         spec = saved._spec if isinstance(saved, DTensor) else None
-        return _Place(unit, group, parameter, version, shard, tensor.dtype, tensor.shape, stride, offset, spec)
+        dtype, shape = tensor.dtype, tensor.shape
+        return _Place(unit, group, parameter, version, shard, dtype, shape, stride, offset, spec, is_recomputed)
 
     def _unpack(self, otherwise: Callable[[Any], Tensor], saved: Any) -> Tensor:
         if not isinstance(saved, _Place | _Itself):
             return otherwise(saved)
-        with no_interception():
-            _check_version(saved.parameter, saved.version)
+        if not saved.is_recomputed:
+            with no_interception():
+                _check_version(saved.parameter, saved.version)
         if isinstance(saved, _Itself):
-            self._use(saved.unit)
+            self._use(saved.unit, saved.is_recomputed)
             with no_interception():
                 return saved.parameter.detach()
-        if saved.shard is saved.group.owned_param:
-            self._use(saved.unit)
+        if saved.is_recomputed or saved.shard is saved.group.owned_param:
+            self._use(saved.unit, saved.is_recomputed)
             full = saved.group.full_param
             assert full is not None
         else:

@@ -1,13 +1,14 @@
 """`Exchange`: sends tensors to other ranks of this machine, and receives theirs.
 
-    sender     offer: tag, address, bytes  ->                       <-  taken: tag
-    receiver                                   process_vm_readv  ---'
+A small tensor is one datagram. A larger one passes the sender's desk in parts:
 
-One thread per rank receives, while the rank computes.
+    sender     offer: tag, bytes  ->                  part: offset, bytes  ->                        <-  free: offset
+    receiver                          <-  wanted: tag                        reads it from the desk  ---'
+
+One thread per rank sends and receives, while the rank computes.
 """
 
 import ctypes
-import errno
 import os
 import selectors
 import socket
@@ -15,49 +16,38 @@ import struct
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, final
 
+import numpy
+import torch
 from torch import Tensor
 
+from lightning_zero.wire.desk import Desk, Memory
+
 INLINE = 2**15  # bytes, at most, of a tensor in a datagram: up to here a copy takes less time than an answer
-_HEADER = struct.Struct("=cQQQ")  # kind, tag, address, bytes
-_PAYLOAD, _OFFER, _TAKEN = b"p", b"o", b"t"
+_HEADER = struct.Struct("=cQQQ")  # kind, tag, offset, bytes
+_PAYLOAD, _OFFER, _WANTED, _PART, _FREE = b"p", b"o", b"w", b"s", b"f"
 _QUIT = b"q"
 _CLOSED = "connection closed by peer"  # matches `gloo._CLOSED`
+_SERIAL = 2**14  # elements that torch adds without threads of its own; here it would start more of them
+_BY_NUMPY = torch.float32, torch.float64
 
 _Key = tuple[int, int]  # peer and tag; messages with the same key arrive in the order in which they are sent
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-class _IoVec(ctypes.Structure):
-    """C's `struct iovec`: a range of memory."""
-
-    _fields_ = (("start", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
-
-
-def read(pid: int, address: int, into: int, nbytes: int) -> None:
-    """Copies `nbytes` from `address` in another process to `into` in this one. Raises OSError if the kernel refuses."""
-    done = 0
-    while done < nbytes:  # one call copies at most 2 GiB
-        mine, theirs = (_IoVec(start + done, nbytes - done) for start in (into, address))
-        copied = _libc.process_vm_readv(pid, ctypes.byref(mine), 1, ctypes.byref(theirs), 1, 0)
-        if copied <= 0:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        done += copied
 
 
 @final
 class Message:
-    """A contiguous tensor that is being sent or received. `give_up` is called if a wait for it times out."""
+    """A contiguous tensor that is being sent, or received. `give_up` is called if a wait for it times out."""
 
     def __init__(self, tensor: Tensor, give_up: Callable[[], None]) -> None:
         assert tensor.is_contiguous()
         self.address, self.nbytes = tensor.data_ptr(), tensor.nbytes
-        self._tensor = tensor  # kept alive, since the other end reads or this one writes its memory
+        self.passed = 0  # bytes of a sent one that are, or have been, on the desk
+        self._tensor: Tensor | None = tensor  # kept alive, since it is read or written meanwhile
         self._give_up = give_up
         self._is_over = threading.Event()
         self._error: str | None = None
@@ -69,43 +59,105 @@ class Message:
 
     def end(self, error: str | None = None) -> None:
         self._error = error
+        self._tensor = None  # before the waiting thread goes on: it may allocate, and count, the same memory again
         self._is_over.set()
 
     def wait(self, timeout: timedelta) -> None:
         """Waits until a received tensor is filled, or a sent one may change. Raises RuntimeError if that failed."""
         if not self._is_over.wait(min(timeout.total_seconds(), threading.TIMEOUT_MAX)):
-            self.end()
+            self._is_over.set()
             self._give_up()
             raise RuntimeError(f"timed out after {timeout.total_seconds():g} s")
         if self._error is not None:
             raise RuntimeError(self._error)
 
 
-class _Arrival(NamedTuple):
-    """A datagram from a peer: the bytes of a tensor, or their address in the peer's memory."""
+@final
+class Landing:
+    """A tensor that is being received: a peer's, or the sum of `terms`, which are tensors of this rank and, by their
+    numbers, of peers. Terms are added in this order."""
 
-    payload: bytes | None
-    address: int
+    def __init__(self, into: Tensor, terms: Sequence[int | Tensor], give_up: Callable[[int], None]) -> None:
+        self._into, self._terms = into.view(-1), terms
+        self.nbytes = into.nbytes
+        self.messages = {peer: Message(into, partial(give_up, peer)) for peer in terms if isinstance(peer, int)}
+        self.payloads: dict[int, _Payload | None] = {}  # of the peers whose tensors have arrived; None: not inline
+        self.parts: dict[int, deque[_Part]] = {peer: deque() for peer in self.messages}  # that lie on the peers' desks
+        self.left = dict.fromkeys(self.messages, self.nbytes)  # bytes that are not on the peers' desks yet
+        self._filled = 0  # bytes
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the wait for a peer has ended before the tensor was filled: then it is the user's again."""
+        return any(message.is_over for message in self.messages.values())
+
+    def fill(self, found: Mapping[int, int], nbytes: int) -> None:
+        """Fills the next `nbytes`, which lie at these addresses, by peer. Ends all waits when the tensor is filled."""
+        if nbytes:
+            self._fill_part(found, nbytes)
+        self._filled += nbytes
+        if self._filled == self.nbytes:
+            del self._into, self._terms  # as in `Message.end`
+            for message in self.messages.values():
+                message.end()
+
+    def _fill_part(self, found: Mapping[int, int], nbytes: int) -> None:
+        dtype = self._into.dtype
+        part = slice(self._filled // dtype.itemsize, (self._filled + nbytes) // dtype.itemsize)
+        into = self._into[part]
+        if len(self._terms) == 1:
+            (address,) = found.values()
+            ctypes.memmove(into.data_ptr(), address, nbytes)
+        else:
+            _add([t[part] if isinstance(t, Tensor) else _view(found[t], nbytes, dtype) for t in self._terms], into)
+
+
+class _Unusable(Exception):
+    """What a peer sends cannot be used."""
+
+
+_Payload = ctypes.Array[ctypes.c_char]
+
+
+class _Arrival(NamedTuple):
+    """A tensor that a peer sends: with its bytes, unless it is to pass the desk."""
+
+    nbytes: int
+    payload: _Payload | None
+
+
+class _Part(NamedTuple):
+    """Where a part lies on the desk of a peer."""
+
+    offset: int
     nbytes: int
 
 
 @final
 class Exchange:
-    """Matches arriving datagrams with the calls of `receive`. One thread does `run`; other threads call the rest.
+    """Matches arriving datagrams with the calls of `receive` and `sum`. One thread does `run`; other threads call the
+    rest.
 
     No thread ever waits for room in a socket: if the threads of two ranks did, neither would read what the other has
     sent. A datagram that finds no room waits in the outbox of its peer.
+
+    Nor does a tensor lie on the desk before its receiver wants it: it would keep out another, which the receiver wants
+    first. Of a sum all terms are wanted at once: so all desks come to the same sum next.
     """
 
-    def __init__(self, sockets: Mapping[int, socket.socket], pids: Mapping[int, int]) -> None:
+    def __init__(self, sockets: Mapping[int, socket.socket], desk: Desk, desks: Mapping[int, Memory]) -> None:
         self._sockets = sockets  # by peer
-        self._pids = pids  # by peer
+        self._desk = desk
+        self._desks = desks  # of the peers
         self._lock = threading.Lock()
-        self._copying = threading.Lock()  # held while a received tensor is written to
+        self._copying = threading.Lock()  # held while a received tensor is written to, or a sent one read
         self._arrived: defaultdict[_Key, deque[_Arrival]] = defaultdict(deque)  # before `receive` was called
-        self._awaited: defaultdict[_Key, deque[Message]] = defaultdict(deque)  # received, and not arrived yet
-        self._offered: defaultdict[_Key, deque[Message]] = defaultdict(deque)  # sent, and not copied by the peer yet
-        self._matched: deque[tuple[_Key, Message, _Arrival]] = deque()  # to be copied by the thread
+        self._awaited: defaultdict[_Key, deque[Landing]] = defaultdict(deque)  # received, and not arrived yet
+        self._offered: defaultdict[_Key, deque[Message]] = defaultdict(deque)  # sent, and not wanted by the peer yet
+        self._offers: set[Landing] = set()  # sums of which some terms are offered, and not all
+        self._landing: defaultdict[int, deque[Landing]] = defaultdict(deque)  # passing the desk of a peer, in order
+        self._wanted: defaultdict[int, deque[Message]] = defaultdict(deque)  # passing the desk here, by peer, in order
+        self._matched: deque[tuple[_Key, Landing, _Arrival]] = deque()  # to be taken by the thread
         self._outbox: defaultdict[int, deque[bytes]] = defaultdict(deque)  # datagrams to send, by peer; none is empty
         self._closed: set[int] = set()  # peers with whom the link is closed
         self._wake, self._woken = socket.socketpair()  # wakes the thread
@@ -114,21 +166,29 @@ class Exchange:
         _EXCHANGES.add(self)
 
     def receive(self, peer: int, into: Tensor, tag: int) -> Message:
-        message, key = Message(into, partial(self._drop, peer)), (peer, tag)
+        return self._await(Landing(into, [peer], self._drop), tag)[peer]
+
+    def sum(self, into: Tensor, terms: Sequence[int | Tensor], tag: int) -> dict[int, Message]:
+        """Fills `into` with the sum of `terms`; see `Landing`. Returns a message for each peer."""
+        return self._await(Landing(into, terms, self._drop), tag)
+
+    def _await(self, landing: Landing, tag: int) -> dict[int, Message]:
         with self._lock:
-            if key in self._arrived:
-                self._matched.append((key, message, _pop(self._arrived, key)))
-            elif peer in self._closed:
-                message.end(_CLOSED)
-            else:
-                self._awaited[key].append(message)
+            for peer, message in landing.messages.items():
+                key = peer, tag
+                if key in self._arrived:
+                    self._matched.append((key, landing, _pop(self._arrived, key)))
+                elif peer in self._closed:
+                    message.end(_CLOSED)
+                else:
+                    self._awaited[key].append(landing)
         if self._matched:
             self._wake_thread()
-        return message
+        return landing.messages
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Message:
         message, is_small = Message(tensor, partial(self._drop, peer)), tensor.nbytes <= INLINE
-        header = _HEADER.pack(_PAYLOAD if is_small else _OFFER, tag, message.address, message.nbytes)
+        header = _HEADER.pack(_PAYLOAD if is_small else _OFFER, tag, 0, message.nbytes)
         payload = (ctypes.c_char * (message.nbytes if is_small else 0)).from_address(message.address)
         with self._lock:
             if peer in self._closed:
@@ -153,6 +213,10 @@ class Exchange:
                     return
             self._outbox[peer].append(header + bytes(payload))
         self._wake_thread()
+
+    def _tell(self, peer: int, kind: bytes, *, tag: int = 0, offset: int = 0, nbytes: int = 0) -> None:
+        with suppress(OSError):  # the peer is gone, as the thread is about to read
+            self._post(peer, _HEADER.pack(kind, tag, offset, nbytes))
 
     def _wake_thread(self, word: bytes = b".") -> None:
         with suppress(BlockingIOError):  # the thread has not even read that it was woken before
@@ -183,7 +247,7 @@ class Exchange:
                     if events & selectors.EVENT_READ and not self._read_datagram(key.data):
                         selector.unregister(key.fileobj)
                 while self._matched:
-                    self._copy(*self._matched.popleft())
+                    self._take(*self._matched.popleft())  # no name here may hold a tensor while the thread waits
                 for peer in [*self._outbox]:
                     if self._sockets[peer] in selector.get_map():
                         selector.modify(self._sockets[peer], selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
@@ -212,42 +276,103 @@ class Exchange:
         if not datagram:
             self._close(peer)
             return False
-        kind, tag, address, nbytes = _HEADER.unpack_from(datagram)
-        key = peer, tag
+        kind, tag, offset, nbytes = _HEADER.unpack_from(datagram)
+        if kind == _PART:
+            self._take_part(peer, _Part(offset, nbytes))
+        elif kind == _FREE:
+            self._desk.free[peer].append(offset)
+            self._fill_desk(peer)
+        elif kind == _WANTED:
+            self._begin_to_pass((peer, tag))
+        else:
+            is_small = kind == _PAYLOAD
+            payload = (ctypes.c_char * nbytes).from_buffer_copy(datagram, _HEADER.size) if is_small else None
+            self._match((peer, tag), _Arrival(nbytes, payload))
+        return True
+
+    def _match(self, key: _Key, arrival: _Arrival) -> None:
         with self._lock:
-            if kind == _TAKEN:
-                if key in self._offered:  # otherwise the link was closed while this answer was on its way
-                    _pop(self._offered, key).end()
-                return True
-            arrival = _Arrival(datagram[_HEADER.size :] if kind == _PAYLOAD else None, address, nbytes)
             if key in self._awaited:
                 self._matched.append((key, _pop(self._awaited, key), arrival))
             else:
                 self._arrived[key].append(arrival)
-        return True
 
-    def _copy(self, key: _Key, message: Message, arrival: _Arrival) -> None:
-        (peer, tag), error = key, None
-        with self._copying:
-            if message.is_over:  # its wait has timed out, and the tensor is the user's again
-                return
-            try:
-                if arrival.nbytes != message.nbytes:
-                    error = f"rank {peer} sent {arrival.nbytes} bytes where {message.nbytes} were expected"
-                elif arrival.payload is not None:
-                    ctypes.memmove(message.address, arrival.payload, message.nbytes)
-                elif peer in self._closed:  # its memory may have other values by now
-                    error = _CLOSED
-                else:
-                    read(self._pids[peer], arrival.address, message.address, message.nbytes)
-                    self._post(peer, _HEADER.pack(_TAKEN, tag, 0, 0))
-            except OSError as failure:
-                is_gone = failure.errno in (errno.ESRCH, errno.EPIPE, errno.ECONNRESET)
-                what = "connection closed" if is_gone else f"the memory of rank {peer} is out of reach"
-                error = f"{what} ({failure})"
-            message.end(error)
-        if error is not None:
+    # -- the thread: what arrives
+
+    def _land(self, peer: int, landing: Landing, take: Callable[[], None]) -> None:
+        """Calls `take`, unless nobody waits for the tensor any more. Closes the link if that fails."""
+        try:
+            with self._copying:
+                if landing.has_failed:
+                    raise _Unusable(_CLOSED)
+                take()
+        except _Unusable as failure:
+            landing.messages[peer].end(str(failure))
             self._drop(peer)  # tells it
+
+    def _take(self, key: _Key, landing: Landing, arrival: _Arrival) -> None:
+        """Takes a tensor that a peer sends, or says that it is wanted, once all terms of the sum have arrived."""
+        self._land(key[0], landing, partial(self._take_now, key, landing, arrival))
+
+    def _take_now(self, key: _Key, landing: Landing, arrival: _Arrival) -> None:
+        peer, tag = key
+        if arrival.nbytes != landing.nbytes:
+            raise _Unusable(f"rank {peer} sent {arrival.nbytes} bytes where {landing.nbytes} were expected")
+        if arrival.payload is None and peer in self._closed:
+            raise _Unusable(_CLOSED)
+        landing.payloads[peer] = arrival.payload
+        if len(landing.payloads) < len(landing.messages):
+            if arrival.payload is None:
+                self._offers.add(landing)
+            return
+        self._offers.discard(landing)
+        payloads = {one: payload for one, payload in landing.payloads.items() if payload is not None}
+        if payloads:  # of all peers: their tensors have the same size
+            landing.fill({one: ctypes.addressof(payload) for one, payload in payloads.items()}, landing.nbytes)
+            return
+        for one in landing.messages:
+            self._landing[one].append(landing)
+            self._tell(one, _WANTED, tag=tag)
+
+    def _take_part(self, peer: int, part: _Part) -> None:
+        """Takes a part from the desk of a peer, once the same part of all terms of the sum is there."""
+        if self._landing[peer]:  # otherwise the link was closed while the part was on its way
+            landing = self._landing[peer][0]
+            self._land(peer, landing, partial(self._take_part_now, peer, landing, part))
+
+    def _take_part_now(self, peer: int, landing: Landing, part: _Part) -> None:
+        landing.parts[peer].append(part)
+        landing.left[peer] -= part.nbytes
+        if not landing.left[peer]:  # the next part is of another tensor, even if this one waits for other terms
+            self._landing[peer].popleft()
+        if all(landing.parts.values()):
+            parts = {one: waiting.popleft() for one, waiting in landing.parts.items()}
+            landing.fill({one: self._desks[one].at(*there) for one, there in parts.items()}, part.nbytes)
+            for one, there in parts.items():
+                self._tell(one, _FREE, offset=there.offset)
+
+    # -- the thread: what leaves
+
+    def _begin_to_pass(self, key: _Key) -> None:
+        """Begins to put a sent tensor on the desk, for the peer that wants it."""
+        peer, _ = key
+        with self._copying, self._lock:
+            if key in self._offered:  # otherwise the link was closed while this answer was on its way
+                self._wanted[peer].append(_pop(self._offered, key))
+        self._fill_desk(peer)
+
+    def _fill_desk(self, peer: int) -> None:
+        """Puts the next parts of what a peer wants into its free slots."""
+        free, wanted = self._desk.free[peer], self._wanted[peer]
+        with self._copying:
+            while free and wanted:
+                sent, offset = wanted[0], free.popleft()
+                nbytes = min(self._desk.slot, sent.nbytes - sent.passed)
+                self._desk.put(offset, sent.address + sent.passed, nbytes)
+                sent.passed += nbytes
+                if sent.passed == sent.nbytes:
+                    wanted.popleft().end()
+                self._tell(peer, _PART, offset=offset, nbytes=nbytes)
 
     # -- the end of a link
 
@@ -263,13 +388,19 @@ class Exchange:
         with self._lock:
             self._closed.add(peer)
             self._outbox.pop(peer, None)
-            for messages in (self._awaited, self._offered):
-                for key in [key for key in messages if key[0] == peer]:
-                    for message in messages.pop(key):
-                        message.end(_CLOSED)
+            offered = {landing for landing in self._offers if peer in landing.payloads}
+            self._offers -= offered
+            ended = [landing.messages[peer] for landing in (*offered, *self._landing.pop(peer, ()))]
+            ended += self._wanted.pop(peer, ())
+            for key in [key for key in self._offered if key[0] == peer]:
+                ended += self._offered.pop(key)
+            for key in [key for key in self._awaited if key[0] == peer]:
+                ended += [landing.messages[peer] for landing in self._awaited.pop(key)]
+            for message in ended:
+                message.end(_CLOSED)
 
     def leave_to_parent(self) -> None:
-        """Closes the files in a forked process: while it has them, nobody would notice the end of its parent."""
+        """Closes the sockets in a forked process: while it has them, nobody would notice the end of its parent."""
         for link in (*self._sockets.values(), self._wake, self._woken):
             link.close()
 
@@ -291,3 +422,22 @@ def _pop(queues: defaultdict[_Key, deque[Any]], key: _Key) -> Any:
     if not queues[key]:
         del queues[key]
     return first
+
+
+def _view(address: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=dtype)
+
+
+def _add(terms: Sequence[Tensor], into: Tensor) -> None:
+    """Adds in this order, in the calling thread: torch would start more threads here, beside those that compute."""
+    if into.dtype in _BY_NUMPY:
+        array, first, second, *others = (tensor.numpy() for tensor in (into, *terms))
+        numpy.add(first, second, out=array)
+        for other in others:
+            numpy.add(array, other, out=array)
+        return
+    for start in range(0, into.numel(), _SERIAL):
+        some = slice(start, start + _SERIAL)
+        total = torch.add(terms[0][some], terms[1][some], out=into[some])
+        for term in terms[2:]:
+            total.add_(term[some])

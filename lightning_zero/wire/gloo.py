@@ -52,13 +52,15 @@ class GlooComm(Comm):
         self, group: dist.ProcessGroup, wait_timeout: timedelta, links: Links | None = None, *, sanitize: bool = False
     ) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), sanitize=sanitize)
-        self.scratch_rows = self.size - 1
         self._group = group
         self._links = links
         self._in_world = dist.get_process_group_ranks(group)  # rank in `group` -> rank in the world, as in `links`
         self.wait_timeout = wait_timeout
         self._number = next(_NUMBERS)
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        # Ranks of one machine add what they read. Otherwise terms first arrive in scratch.
+        self._sums = links is not None and all(self._in_world[peer] in links for peer in self._peers)
+        self.scratch_rows = 0 if self._sums else self.size - 1
 
     @cached_property
     def board(self) -> Board:
@@ -92,6 +94,8 @@ class GlooComm(Comm):
 
     def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str) -> Work:
         rows = full.cpu()  # `full` itself if it is on the host
+        if self._sums:
+            return self._sum_over_links(shard, rows, key)
         received = dict(zip(self._peers, scratch.cpu(), strict=True))
         pending = self._start(received, {peer: rows[peer] for peer in self._peers}, key)
         terms = received | {self.rank: rows[self.rank]}
@@ -102,6 +106,21 @@ class GlooComm(Comm):
             torch.add(terms[0], terms[1], out=total)  # in rank order: the bits do not depend on which came first
             for rank in range(2, self.size):
                 total.add_(terms[rank])
+            if total is not shard:
+                shard.copy_(total)
+
+        return Work(finish)
+
+    def _sum_over_links(self, shard: Tensor, rows: Tensor, key: str) -> Work:
+        assert self._links is not None
+        total = shard if shard.device == rows.device else torch.empty_like(rows[0])
+        terms = [rows[rank] if rank == self.rank else self._in_world[rank] for rank in range(self.size)]
+        messages = self._links.sum(total, terms, self._tag(key))
+        pending: _Pending = [(peer, messages[self._in_world[peer]]) for peer in self._peers]
+        pending += self._start({}, {peer: rows[peer] for peer in self._peers}, key)
+
+        def finish() -> None:
+            self._wait(pending, key)
             if total is not shard:
                 shard.copy_(total)
 
@@ -183,13 +202,16 @@ class GlooComm(Comm):
     def _start(self, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor], key: str) -> _Pending:
         """Starts a message from each peer of `receives` into its tensor, then one to each peer of `sends`."""
         pending = []
-        # With the number: a run that failed may have left unreceived messages in the group, which all runs share.
-        tag = zlib.crc32(f"{self._number} {key}".encode()) & 0x7FFFFFFF
+        tag = self._tag(key)
         for is_sent, tensors in ((False, receives), (True, sends)):
             for peer, tensor in tensors.items():
                 with self.explaining(key, peer):  # fails if an earlier wait timed out, which closed the connection
                     pending.append((peer, self._start_message(peer, tensor, tag, is_sent=is_sent)))
         return pending
+
+    def _tag(self, key: str) -> int:
+        # With the number: a run that failed may have left unreceived messages in the group, which all runs share.
+        return zlib.crc32(f"{self._number} {key}".encode()) & 0x7FFFFFFF
 
     def _start_message(self, peer: int, tensor: Tensor, tag: int, *, is_sent: bool) -> dist.Work | Message:
         links, rank = self._links, self._in_world[peer]

@@ -1,14 +1,12 @@
 """`Links`: messages between ranks of one machine that bypass the network.
 
-TCP copies each byte twice and cuts it into packets. A link sends a small tensor in one datagram of a Unix socket. For a
-large tensor it sends only the address: the receiver copies the bytes straight out of the sender's memory (Linux,
-`process_vm_readv`), and then answers. See `exchange`.
+TCP copies each byte twice and cuts it into packets. A link sends a small tensor in one datagram of a Unix socket. Of a
+large one it sends where it lies, in memory that this rank shares with that peer (Linux). See `exchange`.
 
-Ranks without a link to each other (on different machines, in containers whose memory may not be read, on macOS) send
-through gloo.
+Ranks without a link to each other (on different machines, in containers that share no network, on macOS) send through
+gloo.
 """
 
-import ctypes
 import os
 import secrets
 import socket
@@ -16,114 +14,134 @@ import struct
 import sys
 import threading
 import weakref
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple, final
 
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.exchange import Exchange, read
+from lightning_zero.wire.desk import Desk, Memory, open_desk, slot_for
+from lightning_zero.wire.exchange import Exchange
 
 ONLY_TCP = "LIGHTNING_ZERO_ONLY_TCP"  # environment variable: "1" turns links off
-_TIMEOUT_S = 60.0  # of connecting at set-up
-_PR_SET_PTRACER, _ANY_PROCESS = 0x59616D61, ctypes.c_ulong(2**64 - 1)  # from prctl.h
+_TIMEOUT_S = 60.0  # of a peer's answer at set-up
 
 
 class _Card(NamedTuple):
-    """The address of a rank for the other ranks of its machine."""
+    """What a rank tells the others of itself."""
 
-    token: bytes  # 16 random bytes: they name its socket, and prove that its memory can be read
-    address: int  # of the token in its memory
+    name: bytes  # of its socket, which every process of the machine can see
+    proof: bytes  # 16 bytes that only ranks know; whoever shows them is this rank
 
 
 @final
 class Links:
-    """This rank's links to the ranks of `comm` on its machine. Two ranks have a link if each can read the other's
-    memory. Collective: construct it on every rank.
+    """This rank's links to the ranks of `comm` on its machine. Two ranks have a link if each can read what the other
+    shares. Collective: construct it on every rank.
 
     `peer in links` says whether there is one; `send` and `receive` use it. Messages with the same tag arrive in order.
     """
 
     def __init__(self, comm: Comm) -> None:
-        token = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
-        listener = _listen(token.raw)
-        card = None if listener is None else _Card(token.raw, ctypes.addressof(token))
-        cards = comm.all_gather_object(card, "links")
-        others = {peer: theirs for peer, theirs in enumerate(cards) if card is not None and theirs is not None}
+        card = _Card(b"\0lightning_zero-" + secrets.token_hex(16).encode(), secrets.token_bytes(16))
+        listener = _listen(card.name)
+        cards = comm.all_gather_object(None if listener is None else card, "links")
+        others = {peer: theirs for peer, theirs in enumerate(cards) if listener is not None and theirs is not None}
         sockets = {}
         for peer, theirs in others.items():
-            if peer < comm.rank and (link := _connect(theirs.token, token.raw)) is not None:  # once for each pair
+            if peer < comm.rank and (link := _connect(theirs.name, card.proof)) is not None:  # once for each pair
                 sockets[peer] = link
         connected = comm.all_gather_object([*sockets], "connected links")
         if listener is not None:
-            awaited = {others[peer].token: peer for peer, reached in enumerate(connected) if comm.rank in reached}
-            sockets |= _accept(listener, awaited)
-        pids = {peer: _pid_of(link) for peer, link in sockets.items()}
-        readable = {peer for peer, pid in pids.items() if _can_read(pid, others[peer])}
-        readers = comm.all_gather_object(readable, "readable links")
-        mutual = {peer: link for peer, link in sockets.items() if peer in readable and comm.rank in readers[peer]}
-        exchange = Exchange(mutual, pids)
-        self._peers = mutual.keys()
-        self.receive, self.send = exchange.receive, exchange.send
-        if mutual:
+            proofs = {others[peer].proof: peer for peer, reached in enumerate(connected) if comm.rank in reached}
+            sockets |= _accept(listener, proofs)
+        of_each = [len(reached) + sum(rank in theirs for theirs in connected) for rank, reached in enumerate(connected)]
+        desk, desks = _share(sockets, max(of_each), card, others)
+        readers = comm.all_gather_object([*desks], "readable links")
+        self._links = {peer: sockets[peer] for peer in desks if comm.rank in readers[peer]}
+        if desk is not None and self._links:
+            exchange = Exchange(self._links, desk, desks)
+            self.receive, self.send, self.sum = exchange.receive, exchange.send, exchange.sum
             threading.Thread(target=exchange.run, name="lightning_zero links", daemon=True).start()
             weakref.finalize(self, exchange.quit)
 
     def __contains__(self, peer: int) -> bool:
-        return peer in self._peers
+        return peer in self._links
 
 
-def _listen(token: bytes) -> socket.socket | None:
+def _listen(name: bytes) -> socket.socket | None:
     """Opens the socket to which other ranks of this machine connect. Returns None where there can be no links."""
     if sys.platform != "linux" or os.environ.get(ONLY_TCP) == "1":
         return None
-    # Where Yama is (on Ubuntu, for example), only parents may read a process, unless it allows that by this call.
-    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANY_PROCESS, 0, 0, 0)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(_name_of(token))
+    listener = _new_socket()
+    listener.bind(name)  # begins with "\0": it is no file, and is gone with the process
     listener.listen(socket.SOMAXCONN)
-    listener.settimeout(_TIMEOUT_S)
     return listener
 
 
-def _name_of(token: bytes) -> bytes:
-    return b"\0lightning_zero-" + token.hex().encode()  # the "\0": a name without a file, gone with the process
+def _new_socket() -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.setblocking(False)  # a process of this machine answers at once, or there is no link
+    return made
 
 
-def _connect(token: bytes, own_token: bytes) -> socket.socket | None:
-    """Connects to the rank of a token. Returns None if it is on another machine."""
-    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    link.settimeout(_TIMEOUT_S)
-    try:
-        link.connect(_name_of(token))
-    except OSError:
-        link.close()
-        return None
-    link.send(own_token)
-    return link
+def _connect(name: bytes, proof: bytes) -> socket.socket | None:
+    """Connects to the rank that listens at `name`. Returns None if it is on another machine."""
+    link = _new_socket()
+    with suppress(OSError):
+        link.connect(name)
+        if _is_own_user(link):
+            link.send(proof)
+            return link
+    link.close()
+    return None
 
 
 def _accept(listener: socket.socket, awaited: dict[bytes, int]) -> dict[int, socket.socket]:
-    """Returns the links of the ranks that connect, given their tokens. Waits for all of them."""
+    """Returns the links of the ranks that have connected, given their proofs, and closes the listener. All of them are
+    there already: it waits for none, and for no other process that has connected."""
     links = {}
-    with listener:
+    with listener, suppress(OSError):  # none is left, or no more files can be opened
         while awaited:
             link, _ = listener.accept()
-            link.settimeout(_TIMEOUT_S)
-            peer = awaited.pop(link.recv(16), None)
-            if peer is not None:  # otherwise some other process has connected
-                links[peer] = link
+            link.setblocking(False)
+            with suppress(OSError):
+                peer = awaited.pop(link.recv(16), None) if _is_own_user(link) else None
+                if peer is not None:
+                    links[peer] = link
+                    continue
+            link.close()
     return links
 
 
-def _pid_of(link: socket.socket) -> int:
-    """Returns the id of the process at the other end, as seen from here: containers have ids of their own."""
+def _is_own_user(link: socket.socket) -> bool:
+    """Whether the process at the other end runs as the same user."""
     credentials = struct.Struct("3i")
-    pid, _, _ = credentials.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
-    return int(pid)
+    _, user, _ = credentials.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
+    return bool(user == os.geteuid())
 
 
-def _can_read(pid: int, card: _Card) -> bool:
-    """Whether this process can read the memory of process `pid`, where the token of `card` must be."""
-    found = ctypes.create_string_buffer(len(card.token))
-    with suppress(OSError):
-        read(pid, card.address, ctypes.addressof(found), len(card.token))
-    return found.raw == card.token
+def _share(
+    sockets: Mapping[int, socket.socket], most: int, card: _Card, others: Mapping[int, _Card]
+) -> tuple[Desk | None, dict[int, Memory]]:
+    """Makes the desk, and swaps the files of desks over the sockets. Returns it, and the peers' that can be read.
+    `most` is the largest number of sockets that any rank has."""
+    try:
+        desk = Desk([*sockets], slot_for(most), card.proof) if sockets else None
+    except OSError:  # such memory does not exist here, or may not be had
+        desk = None
+    if desk is None:
+        for link in sockets.values():
+            link.close()
+        return None, {}
+    for link in sockets.values():
+        with suppress(OSError):
+            socket.send_fds(link, [b"desk"], [desk.file])
+    desk.close_file()
+    found = {}
+    for peer, link in sockets.items():
+        link.settimeout(_TIMEOUT_S)
+        with suppress(OSError):
+            _, files, _, _ = socket.recv_fds(link, 4, 1, socket.MSG_CMSG_CLOEXEC)
+            for file in files:
+                found[peer] = open_desk(file, others[peer].proof)
+    return desk, {peer: theirs for peer, theirs in found.items() if theirs is not None}
