@@ -217,6 +217,7 @@ def strategy_of(case: Case, leg: Leg, folder: Path, *, is_ours: bool) -> Any:
         "stage": case.stage,
         "accumulation": "local" if case.accumulation == "local" else "sharded",
         "offload": offloads.get(case.offload),
+        "checkpoint": "full" if case.resume == "same" else "sharded",
         "activation_checkpointing": recomputes,
         "tensor_parallel_size": leg.tensor,
         "replicate_size": leg.replicas,
