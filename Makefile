@@ -25,7 +25,7 @@ FLOOR_TESTS := $(addprefix tests/test_,$(addsuffix .py,checkpoint_before checkpo
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo sweep test test-gpu test-floors test-newest test-clients lint ruff format-check mypy ladder bench constraints setup clean FORCE
+.PHONY: help demo sweep test test-device test-gpu test-floors test-newest test-clients lint ruff format-check mypy ladder bench constraints setup clean FORCE
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -38,6 +38,9 @@ sweep: setup  ## compare the stages with ddp on two ranks: a table and a picture
 
 test: setup  ## run the tests (those that need a GPU are skipped where there is none)
 	$(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-device: setup  ## run the tests where no device is the default one that the package could mean
+	FOREIGN_DEVICE=meta $(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-gpu: setup  ## run the tests that need a GPU
 	$(PY) -m pytest -m gpu $(ARGS)

@@ -30,6 +30,7 @@ from lightning_zero.run.construction import constructing
 from lightning_zero.run.engine import Engine
 from lightning_zero.shards.early import early_of
 from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.desk import ROOM
 from lightning_zero.wire.native import make_comm
 from models import Assorted, assorted
 from random_models import Model, Spec
@@ -389,6 +390,7 @@ def _status(key: str) -> int:
 class Peak:
     before: int  # resident bytes
     mapped: int  # of them, of files
+    shared: int  # of them, of desks: memory that ranks of one machine share, of a constant size
     nbytes: int = 0  # more than before, at the peak
 
 
@@ -402,10 +404,12 @@ def measuring_peak(since: Peak | None = None) -> Iterator[Peak]:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
-    peak = Peak(_status("VmRSS"), _status("RssFile")) if since is None else replace(since)
+    peak = Peak(_status("VmRSS"), _status("RssFile"), _status("RssShmem")) if since is None else replace(since)
     yield peak
     # Code that ran for the first time, or again after the system had dropped it, stays mapped and is no tensor.
-    peak.nbytes = _status("VmHWM") - peak.before - max(0, _status("RssFile") - peak.mapped)
+    shared = _status("RssShmem") - peak.shared
+    assert shared <= 2**21 + dist.get_world_size() * ROOM
+    peak.nbytes = _status("VmHWM") - peak.before - max(0, _status("RssFile") - peak.mapped) - max(0, shared)
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 32 * 2**20) == 1  # as large as it gets by itself
 
 

@@ -18,11 +18,14 @@ import torch.distributed.distributed_c10d as c10d
 from lightning.fabric.utilities import registry
 from torch.optim import Optimizer
 
+import foreign
 from lightning_zero.device import HOST
 from lightning_zero.shards import granularity
 from lightning_zero.shards.probe import ELEMENT_WISE, HOOKS
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.threads import ThreadWorld
+
+foreign.install()
 
 # For every Trainer, Lightning reads the metadata of all installed packages: a sixth of a small fit.
 registry.entry_points = functools.cache(registry.entry_points)

@@ -113,6 +113,7 @@ def test_what_follows_the_parents_step_is_in_the_same_step(make: Callable[..., N
 @pytest.mark.parametrize("closes", [False, True], ids=["no closure", "closure"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_compiled_step_is_the_same_step(stage: int, closes: bool) -> None:
+    torch.compiler.reset()  # what has been compiled often enough runs as it is, which rounds in another way
     act = partial(train, start=nn.Linear(16, 16), make=Nudges, closes=closes, compiles=True)
     expected = ThreadWorld(2).run(partial(act, stage=0))[0]
     assert_same_bits(ThreadWorld(2).run(partial(act, stage=stage))[0], expected)

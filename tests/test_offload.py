@@ -590,7 +590,7 @@ def test_state_on_disk_can_be_read_copied_and_edited_like_any_other(tmp_path: Pa
     expected = before * 2
     expected[0, 0], expected[1] = 7.0, 0.0
     assert moment.equal(expected)
-    run.optimizer.param_groups[0]["betas"] = (1.0, 0.999)  # the next step keeps the first moment as it is
+    run.optimizer.param_groups[0].update(betas=(1.0, 0.999), fused=True)  # a step that keeps the first moment as it is
     run.step()
     assert run.optimizer.state[run.model[0].weight]["exp_avg"].equal(expected)
     run.engine.close()

@@ -159,6 +159,13 @@ def test_a_trainer_that_needs_gradients_is_refused_with_the_reason(how: dict[str
         run.fit(jobs.Classifier(), jobs.loader())
 
 
+def test_manual_optimization_is_refused_as_it_may_need_gradients() -> None:
+    run, model = jobs.trainer_of(ZeroStrategy(stage=2, step_in_backward=True)), jobs.Classifier()
+    model.automatic_optimization = False
+    with pytest.raises(ValueError, match="step_in_backward=True takes each gradient as it comes, and manual optimiz"):
+        run.fit(model, jobs.loader())
+
+
 BATCHES = [torch.linspace(-1, number, 32).view(2, 16) for number in range(3)]
 
 

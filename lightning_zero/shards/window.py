@@ -96,6 +96,7 @@ class Window:
         self.slots = slots
         self.is_late = late
         self._optimizer = optimizer
+        self._steps_empty = steps_nothing(optimizer)
         self._staging = staging
         self._room: Tensor | None = None
         self._taken = 0  # bytes of the room
@@ -270,7 +271,7 @@ class Window:
     def _steps(self, slot: Slot) -> bool:
         """Whether the optimizer is given the gradient of a slot: of an empty piece too, if it can step that. The state
         of the parameter then has the same keys and the same counts on every rank."""
-        return slot.steps_any or steps_nothing(self._optimizer)
+        return slot.steps_any or self._steps_empty
 
     def exit(self) -> None:
         """Gives the parameters back what their users see."""
