@@ -1,6 +1,6 @@
 """A default device that is not the host, as within `trainer.init_module()`: for what the package makes itself.
 
-With `FOREIGN_DEVICE=meta` in the environment, each tensor that the package makes without naming a device is on that one,
+With `FOREIGN_DEVICE=meta` in the environment, a tensor that the package makes without naming a device is on that one,
 and so has no values. `make test-device` runs all tests like that. What tests and models make is where it always was.
 """
 
