@@ -55,12 +55,12 @@ def calls_of_the_package() -> Iterator[Counter[str]]:
         sys.setprofile(None)
 
 
-def model_of(kind: str) -> nn.Module:
+def model_of(kind: str, layers: int) -> nn.Module:
     if kind == SLICED:
         return nn.Sequential(nn.Linear(8, 1024, bias=False), nn.Linear(1024, 1024, bias=False))
     if kind == BLOCKS:
         return nn.Sequential(nn.Linear(16, 16), *[nn.Sequential(nn.Linear(16, 16), Wide()) for _ in range(3)])
-    return nn.Sequential(*[layer for _ in range(12) for layer in (nn.Linear(16, 16), nn.Tanh())])
+    return nn.Sequential(*[layer for _ in range(layers) for layer in (nn.Linear(16, 16), nn.Tanh())])
 
 
 class Wide(nn.Module):
@@ -74,10 +74,12 @@ class Wide(nn.Module):
         return self.out(torch.tanh(self.into(x)) * self.through(x))
 
 
-def cost_of_a_step(kind: str, stage: int, world: int) -> tuple[Counter[str], Counter[str], Counter[str]]:
+def cost_of_a_step(
+    kind: str, stage: int, world: int, layers: int = 12
+) -> tuple[Counter[str], Counter[str], Counter[str]]:
     """Copies, collectives and calls of Python in one step of the first rank."""
     torch.manual_seed(0)
-    model, comm = model_of(kind), CountingComm(0, world)
+    model, comm = model_of(kind, layers), CountingComm(0, world)
     # Plain SGD keeps no state and, for one tensor after another, costs the same whatever a rank owns.
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
     engine = Engine(model, [optimizer], stage=stage, comm=comm, options=Options(bucket_bytes=BUCKET_BYTES))
@@ -115,3 +117,10 @@ def test_a_step_takes_as_many_copies_collectives_and_calls_on_1024_ranks_as_on_t
             if what == "calls" and kind == SMALL:  # one of many ranks owns fewer of the parameters, and steps fewer
                 differ = {name: counts for name, counts in differ.items() if counts[0] < counts[1]}
             assert not differ, f"{what} differ at {world} ranks"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_calls_in_a_step_grow_with_the_layers_and_not_with_their_square(stage: int) -> None:
+    few, many = (cost_of_a_step(SMALL, stage, 2, layers)[2] for layers in (16, 64))
+    differ = {name: (few[name], many[name]) for name in many if many[name] > 5 * max(few[name], 1)}
+    assert not differ

@@ -50,6 +50,8 @@ class Reductions:
         self._lender = lender
         self._interception = interception
         self.started = 0  # how many of `shards` are being reduced, or have been
+        self._complete = 0  # how many of them were complete when that was last counted in this backward
+        self._may_wait: bool | None = None  # see `may_wait`; None until it is asked
         self._ready_order: list[GradientShard] = []  # the order in which this backward has completed groups
         self._order_learnt = False
         self.stage = Stage.CLEAR
@@ -63,16 +65,20 @@ class Reductions:
         """Appends gradients that have begun to train to the agreed order. Call it between two backwards."""
         self.shards = [*self.shards, *shards]
         self.pools = [*self.pools, *pools]
+        self._may_wait = None
 
     @property
     def may_wait(self) -> bool:
-        """Whether a reduction may wait for another one, and so for another rank, before backward has ended."""
-        chunks = Counter({pool: -pool.size for pool in self.pools})
-        for shard in self.shards:
-            if shard.travels:
-                chunks[shard.pool] += len(shard.group.layout.chunks)
-        in_order = any(shard.group.comm.keeps_order for shard in self.shards)
-        return in_order or self.step is not None or any(more > 0 for more in chunks.values())
+        """Whether a reduction may wait for another one, and so for another rank, before backward has ended. It is asked
+        at every gradient."""
+        if self._may_wait is None:
+            chunks = Counter({pool: -pool.size for pool in self.pools})
+            for shard in self.shards:
+                if shard.travels:
+                    chunks[shard.pool] += len(shard.group.layout.chunks)
+            in_order = any(shard.group.comm.keeps_order for shard in self.shards)
+            self._may_wait = in_order or any(more > 0 for more in chunks.values())
+        return self._may_wait or self.step is not None
 
     def refuse_stepped(self, doing: str) -> None:
         """Raises RuntimeError for an action that needs gradients after backward, if backward steps them."""
@@ -88,7 +94,7 @@ class Reductions:
         """Takes the gradient in `p.grad`. Returns whether it completes its group."""
         shard = gradient_of(slot)
         was_complete = shard.is_complete
-        if was_complete and self.shards.index(shard) < self.started:
+        if was_complete and shard in self.shards[: self.started]:
             raise RuntimeError(
                 f"Parameter {slot.name!r} received a second gradient in one backward, after its first was sent to the "
                 "other ranks: it is used in several reentrant activation checkpoints. Write "
@@ -105,7 +111,9 @@ class Reductions:
         """Returns how many groups, from the first of the agreed order, have all their gradients on this rank."""
         if not (self.is_on and self._overlap):
             return 0
-        return next((at for at, shard in enumerate(self.shards) if not shard.is_complete), len(self.shards))
+        while self._complete < len(self.shards) and self.shards[self._complete].is_complete:
+            self._complete += 1
+        return self._complete
 
     def start(self, number: int) -> None:
         """Starts the first `number` reductions of the agreed order, except those that have started."""
@@ -270,7 +278,7 @@ class Reductions:
         self._clear()
 
     def _clear(self) -> None:
-        self.started, self._ready_order = 0, []
+        self.started, self._complete, self._ready_order = 0, 0, []
         self._unstepped.clear()
         self._stepped.clear()
 
@@ -278,6 +286,7 @@ class Reductions:
         """Releases gradients and buckets permanently."""
         for shard in self.shards:
             shard.free()
+        self._clear()
         self.shards, self.pools = [], []  # so nothing is due, even if an error has ended a backward in the middle
 
     def _learn_order(self) -> None:
@@ -285,8 +294,9 @@ class Reductions:
         if self._order_learnt:  # not a check that may differ between ranks: it decides whether a message is sent
             return
         self._order_learnt = True
-        ready = [self.shards.index(shard) for shard in self._ready_order]
-        rest = [at for at in range(len(self.shards)) if at not in set(ready)]
-        agreed = torch.tensor(ready + rest, device=HOST)
+        numbers = {shard: number for number, shard in enumerate(self.shards)}
+        agreed = torch.tensor(
+            [numbers[shard] for shard in {**dict.fromkeys(self._ready_order), **numbers}], device=HOST
+        )
         self._comm.broadcast(agreed, "reduction order")
         self.shards = [self.shards[at] for at in agreed.tolist()]
