@@ -217,9 +217,11 @@ def seconds_from(value: timedelta | float, argument: str) -> timedelta:
 def bytes_from_mib(value: Any, argument: str) -> int:
     """Converts MiB to bytes. Raises ValueError unless they are a positive number of at most a TiB."""
     if not _is_positive(value):
-        raise ValueError(f"{argument}={value!r} must be a positive number of MiB; the default is 25.")
+        raise ValueError(f"{argument}={value!r} must be a positive number of MiB, or 'auto'; start with 25.")
     if value > 2**20:
-        raise ValueError(f"{argument}={value!r} is more than a TiB: it counts MiB, not bytes or elements. Default: 25.")
+        raise ValueError(
+            f"{argument}={value!r} is more than a TiB: it counts MiB, not bytes or elements. Start with 25."
+        )
     return int(value * 2**20)
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 import jobs
 from lightning_zero.run.engine import Engine, Options
+from lightning_zero.shards.assembly import bucket_bytes_for
 from lightning_zero.tiers.ledger import Category
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.threads import ThreadWorld
@@ -120,6 +121,15 @@ def test_buckets_are_two_of_constant_size_whatever_the_model() -> None:
         runs = ThreadWorld(2, 20).run(lambda comm, size=bucket_bytes: step_on(comm, 2, bucket_bytes=size))
         assert runs[0]["buckets"] <= 2 * 2 * bucket_bytes
         assert runs[0]["rests"]["bucket"] == runs[0]["buckets"]
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "mib"), [(None, 2, 25), (None, 200, 25), (None, 256, 32), (None, 1024, 128), (2**20, 1024, 1)]
+)
+def test_buckets_that_the_user_has_not_chosen_grow_with_many_ranks(given: int | None, ranks: int, mib: int) -> None:
+    with torch.device("meta"):
+        large = nn.Linear(2**16, 2**16)
+    assert bucket_bytes_for([*large.parameters()], Options(bucket_bytes=given), ranks) == mib * 2**20
 
 
 @pytest.mark.alone

@@ -74,7 +74,8 @@ class ZeroStrategy(CheckpointingStrategy):
             by one. ``"auto"``: the same, but small neighbours are gathered together, up to `bucket_size_mb`, and of
             what would be gathered for longest at most 1 MiB (all of a model that is no larger) stays whole on every
             rank.
-        bucket_size_mb: the largest collective, in MiB. Small models use less.
+        bucket_size_mb: the largest collective, in MiB. ``"auto"``: 25, and from 200 ranks on 128 KiB for each of them.
+            Small models use less.
         prefetch: stage 3: how many units are gathered ahead.
         overlap: whether gradients are reduced while backward still runs.
         offload: see `Offload`; ``"cpu"`` is ``Offload(optimizer="cpu")``.
@@ -127,7 +128,7 @@ class ZeroStrategy(CheckpointingStrategy):
         stage: int | Literal["auto"] = 2,
         *,
         units: Any = "auto",
-        bucket_size_mb: float = 25.0,
+        bucket_size_mb: float | Literal["auto"] = "auto",
         prefetch: int = 1,
         overlap: bool = True,
         offload: Offload | Mapping[str, Any] | str | None = None,
@@ -182,7 +183,7 @@ class ZeroStrategy(CheckpointingStrategy):
         options = Options(
             unit_classes=config.classes_from(units, "units"),
             merges_units=units == "auto",
-            bucket_bytes=config.bytes_from_mib(bucket_size_mb, "bucket_size_mb"),
+            bucket_bytes=None if bucket_size_mb == "auto" else config.bytes_from_mib(bucket_size_mb, "bucket_size_mb"),
             prefetch=prefetch,
             overlap=overlap,
             accumulation=accumulation,

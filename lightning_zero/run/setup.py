@@ -62,7 +62,7 @@ def set_up(
         mesh,
         ledger,
         places,
-        assembly.bucket_bytes_for(managed, options),
+        assembly.bucket_bytes_for(managed, options, mesh.shard.size),
         as_declared=options.param_dtype is None,
         aside=SideStream.of(device),
         block=stepped.block,

@@ -61,9 +61,17 @@ class Assembly:
         self.arena.close()
 
 
-def bucket_bytes_for(managed: Sequence[Parameter], options: Options) -> int:
-    """Returns the size of a bucket: less for a small model, which its buckets must not outgrow."""
-    return min(options.bucket_bytes, max(MIB, sum(local_of(parameter).nbytes for parameter in managed) // 16))
+_BUCKET_BYTES = 25 * MIB
+# Of a bucket, for each rank. Ranks send each other their parts in turn, and each message takes some 5 us to start, in
+# which a link of 25 GB/s carries so many bytes. Smaller parts would wait more than they travel.
+_BYTES_PER_RANK = 2**17
+
+
+def bucket_bytes_for(managed: Sequence[Parameter], options: Options, ranks: int) -> int:
+    """Returns the size of a bucket that is divided over `ranks`: less for a small model, which its buckets must not
+    outgrow, and more for many ranks, unless the user has chosen it."""
+    most = max(_BUCKET_BYTES, ranks * _BYTES_PER_RANK) if options.bucket_bytes is None else options.bucket_bytes
+    return min(most, max(MIB, sum(local_of(parameter).nbytes for parameter in managed) // 16))
 
 
 def assemble(

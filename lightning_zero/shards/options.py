@@ -16,7 +16,7 @@ class Options:
     """How an engine works. Only `param_dtype` and `reduce_dtype` change results. Raises ValueError for wrong values."""
 
     unit_classes: tuple[type | str, ...] | None = None  # see `units.find_units`
-    bucket_bytes: int = 25 * MIB  # largest collective
+    bucket_bytes: int | None = None  # largest collective; None: see `assembly.bucket_bytes_for`
     prefetch: int = 1  # units gathered ahead at stage 3
     overlap: bool = True  # reduce while backward is still running
     accumulation: Literal["sharded", "local"] = "sharded"  # reduce in each backward, or keep full gradients to the last
