@@ -12,7 +12,9 @@ every copy between host and device is made here, and says what has to be waited 
     to_host       values are there after `Arrival.wait`
 """
 
+import mmap
 import time
+import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import cache
@@ -26,6 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 HOST = torch.device("cpu")
 _SPIN_S = 0.002  # s that a wait of the host looks at its event without a pause
 _PAUSE_S = 0.0002  # s between its looks after that
+_OWN_REGION = 2**20  # bytes of page-locked memory from which on a tensor has a region of memory to itself
 TESTED = ("cpu", "cuda")
 
 
@@ -218,6 +221,46 @@ class Late:
         """Returns the values, after a wait if they are not here."""
         self._arrival.wait(limit)
         return self._values
+
+
+# -- page-locked memory
+
+
+def empty_pinned(numel: int, dtype: torch.dtype) -> Tensor:
+    """Returns an uninitialised flat tensor ``(numel,)`` in page-locked memory of the host, of its own size, which goes
+    back to the system with the tensor.
+
+    Torch's allocator would round it up to a power of two, and keep it when it is freed; and while a process forks (to
+    load data), the system would make a second copy of all of it. A process that forks has none of it: it could not use
+    the device either. Small tensors are torch's, as each region of memory takes the system time.
+    """
+    accelerator, nbytes = torch.accelerator.current_accelerator(), numel * dtype.itemsize
+    runtime = None if accelerator is None else getattr(module_of(accelerator), "cudart", None)  # CUDA's, and ROCm's
+    if accelerator is None or runtime is None or nbytes < _OWN_REGION or not hasattr(mmap, "MADV_DONTFORK"):
+        return torch.empty(numel, dtype=dtype, device=HOST, pin_memory=True)
+    region = mmap.mmap(-1, nbytes)
+    region.madvise(mmap.MADV_DONTFORK)
+    tensor = torch.frombuffer(region, dtype=dtype)
+    if failed := int(runtime().cudaHostRegister(tensor.data_ptr(), nbytes, 0)):
+        raise MemoryError(
+            f"{nbytes:,} bytes of host memory could not be page-locked (error {failed}). Raise the limit of locked "
+            "memory (ulimit -l unlimited), or write Offload(..., pin_memory=False)."
+        )
+    release = weakref.finalize(tensor.untyped_storage(), _release, accelerator, tensor.data_ptr())
+    release.atexit = False  # the system takes it back then
+    return tensor
+
+
+def _release(accelerator: torch.device, address: int) -> None:
+    """Ends the page-locking of memory, which copies may still read or write."""
+    module_of(accelerator).synchronize()
+    module_of(accelerator).cudart().cudaHostUnregister(address)
+
+
+def nbytes_pinned(storage: torch.UntypedStorage) -> int:
+    """Returns the bytes that page-locked memory takes: small tensors are rounded up by torch's allocator."""
+    nbytes = storage.nbytes()
+    return nbytes if nbytes >= _OWN_REGION or not nbytes else 1 << (nbytes - 1).bit_length()
 
 
 # -- values of a parameter on another device

@@ -5,28 +5,36 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+import lightning_zero.device
 from engine_checkpoints import save
 from lightning_zero.checkpoint import StoredCheckpoint
 from lightning_zero.config import Offload
+from lightning_zero.device import to_device
 from lightning_zero.run.engine import Engine, Options
+from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
 from lightning_zero.wire.native import make_comm
 from lightning_zero.wire.threads import ThreadWorld
 
 SOON = timedelta(seconds=20)
+OWN_REGION = (
+    2**8
+)  # bytes; so that the small arrays of these jobs have regions of their own, as large ones have elsewhere
 
 
 def on_sim(policy: str, job: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls `job(device, ...)` on the simulated device, whose streams run as the policy of that name says."""
     from sim import device, streams  # not above: torch keeps a device for good
 
+    lightning_zero.device._OWN_REGION = OWN_REGION
     os.environ["LIGHTNING_ZERO_ONLY_TCP"] = "1"  # ranks that are threads cannot be told apart by their process
     device.forget()
     streams.State.policy = streams.Policy[policy]
@@ -176,6 +184,26 @@ def mixed_devices(device: torch.device) -> None:
 
 
 # -- collectives
+
+
+def pinned_memory(device: torch.device) -> dict[str, Any]:
+    """What page-locked memory of an odd size takes, whether a fork copies it, and what is left of it."""
+    ledger, place = Ledger(), Place(torch.device("cpu"), Tier.HOST, pinned=True)
+    large = ledger.allocate(Category.MASTER, 1001, torch.float32, place)
+    small = ledger.allocate(Category.MASTER, 3, torch.float32, place)
+    found: dict[str, Any] = {"booked": ledger.tiers[Tier.HOST], "pinned": large.is_pinned() and small.is_pinned()}
+    regions = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    at = f"{large.data_ptr():x}-"
+    found["forks"] = next(
+        "dc" not in after.split("\n")[0].split() for before, after in pairwise(regions) if at in before
+    )
+    large.fill_(1.0)
+    on_device = torch.zeros(1001, device=device)
+    to_device(on_device, large, stays=True)
+    del large  # while the copy may be under way
+    found["copied"] = float(on_device.sum())
+    found["left"] = ledger.tiers[Tier.HOST], Path("/proc/self/maps").read_text().count(at)
+    return found
 
 
 def collectives(device: torch.device, size: int) -> list[Any]:

@@ -136,3 +136,9 @@ def test_in_a_steady_step_the_host_waits_for_nothing_but_the_verdict_of_a_scaler
             asked = each["waits"].pop("look again in wire/native.py:has_divergence")
             assert 0 < asked <= 2 * each["units"]  # in forward and in backward
         assert each["waits"] == expected
+
+
+@pytest.mark.parametrize("policy", ["LATE", "SIDES_AT_ONCE"])
+def test_pinned_memory_has_its_own_size_is_not_copied_by_a_fork_and_goes_back(policy: str, process: RankPool) -> None:
+    (found,) = process.run(sim_jobs.on_sim, policy, sim_jobs.pinned_memory)
+    assert found == {"booked": 4004 + 16, "pinned": True, "forks": False, "copied": 1001.0, "left": (16, 0)}

@@ -118,6 +118,6 @@ def test_r31_every_optimizer_of_the_zoo_trains_as_under_ddp(
 ) -> None:
     known, expected = reasons(), under_ddp(world)
     assert sum(reason == BY_TENSOR for reason in known.values()) == len(WHOLE) + 3
-    monkeypatch.setattr(granularity, "why_not_in_pieces", lambda optimizer: known[type(optimizer)])
+    monkeypatch.setattr(granularity, "why_not_in_pieces", lambda optimizer, _: known[type(optimizer)])
     for found in ThreadWorld(world, 60).run(lambda comm: under_the_engine(comm, stage)):
         assert_same_bits(found, expected)

@@ -258,8 +258,9 @@ class GradientShard:
 
     def wait(self) -> None:
         """Waits until all reductions under way are stored."""
-        self.pool.settle(self._buckets)
-        self._buckets.clear()
+        if self.travels:
+            self.pool.settle(self._buckets)
+            self._buckets.clear()
 
     def let_go(self) -> None:
         """Drops the averaged gradients, which have been stepped."""

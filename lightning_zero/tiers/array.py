@@ -44,9 +44,9 @@ class Array(ABC):
     def write(self, part: slice, values: Tensor) -> None:
         """Replaces the values of a part by `values`, of any dtype and device, which may be changed at once."""
 
+    @abstractmethod
     def open(self, part: slice = ALL) -> Tensor:
-        """Returns the values of a part that is in memory, to be edited in place."""
-        raise NotImplementedError
+        """Returns the values of a part; of one that is in memory, to be edited in place."""
 
     @contextmanager
     def edit(self, part: slice = ALL) -> Iterator[Tensor]:
@@ -132,6 +132,10 @@ class OnDisk(Array):
         values = torch.empty(stop - start, dtype=self.dtype, device=self.place.device)
         self.disk.read(self.at(part), values)
         return values
+
+    def open(self, part: slice = ALL) -> Tensor:
+        """A copy, of which edits are lost: what is to be edited is staged."""
+        return self.read(part)
 
     def send(self, part: slice, target: Tensor) -> Tensor:
         return to_device(target, self.read(part))

@@ -9,7 +9,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from lightning_zero.device import Limit
+from lightning_zero.device import Limit, empty_pinned, nbytes_pinned
 from lightning_zero.tiers.disk import Disk
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc; None elsewhere
@@ -92,17 +92,24 @@ class Ledger:
         # Otherwise a buffer that is first made in the sanity check of validation would stay an inference tensor, and
         # training could not write to it.
         with torch.inference_mode(False):
-            tensor = torch.empty(numel, dtype=dtype, device=place.device, pin_memory=place.pinned)
+            if place.pinned:
+                tensor = empty_pinned(numel, dtype)
+                self._adopt(category, tensor, place.tier, nbytes_pinned(tensor.untyped_storage()))
+                return tensor
+            tensor = torch.empty(numel, dtype=dtype, device=place.device)
         self.adopt(category, tensor, place.tier)
         return tensor
 
     def adopt(self, category: Category, tensor: Tensor, tier: Tier = Tier.DEVICE) -> None:
         """Books a tensor that was made elsewhere. Books each storage once, even if several views of it come."""
+        self._adopt(category, tensor, tier, tensor.untyped_storage().nbytes())
+
+    def _adopt(self, category: Category, tensor: Tensor, tier: Tier, nbytes: int) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._booked:
             self._booked.add(key)
-            self.book(category, tier, storage.nbytes(), storage)
+            self.book(category, tier, nbytes, storage)
             weakref.finalize(storage, self._booked.discard, key)
 
     def has_booked(self, storage: torch.UntypedStorage) -> bool:

@@ -36,6 +36,7 @@ class DeviceModule:
     memory_allocated = staticmethod(lambda device=None: memory.HEAP.allocated)
     max_memory_allocated = staticmethod(lambda device=None: memory.HEAP.peak)
     mem_get_info = staticmethod(lambda device=None: (2**33 - memory.HEAP.allocated, 2**33))
+    cudart = staticmethod(lambda: memory.Runtime)
     get_amp_supported_dtype = staticmethod(lambda: [torch.float16, torch.bfloat16])
 
     @staticmethod

@@ -85,6 +85,7 @@ class Block:
 
 BLOCKS: dict[int, Block] = {}  # of the device, by address of a live storage
 PINNED: dict[int, Block] = {}  # of the host, by address of a live storage
+REGISTERED: dict[int, Block] = {}  # of the host, by the address where the memory begins
 
 
 class Heap:
@@ -136,7 +137,7 @@ class Heap:
         with LOCK:
             self._collect()
             self._leaving.clear()
-            for block in (*BLOCKS.values(), *PINNED.values()):
+            for block in (*BLOCKS.values(), *PINNED.values(), *REGISTERED.values()):
                 block.history.clear()
             self.peak = self.allocated
 
@@ -154,7 +155,27 @@ def pin(tensor: Tensor) -> Tensor:
 
 
 def is_pinned(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.untyped_storage()._cdata in PINNED
+    if tensor.device.type != "cpu":
+        return False
+    storage = tensor.untyped_storage()
+    return storage._cdata in PINNED or storage.data_ptr() in REGISTERED
+
+
+class Runtime:
+    """What `torch.cuda.cudart` gives of CUDA's runtime: memory of the host that is pinned where it lies."""
+
+    @staticmethod
+    def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:
+        REGISTERED[address] = Block()
+        return 0
+
+    @staticmethod
+    def cudaHostUnregister(address: int) -> int:
+        clock = this_host().clock
+        for (_, actor), (_, then, what) in REGISTERED.pop(address).history.items():
+            if actor >= 0 and then > clock[actor]:
+                raise RaceError(f"the host takes back memory that {what} on {_named(actor)} still uses.")
+        return 0
 
 
 def of_device(value: Any) -> bool:
@@ -163,7 +184,9 @@ def of_device(value: Any) -> bool:
 
 def block_of(tensor: Tensor) -> Block:
     key = tensor.untyped_storage()._cdata
-    return BLOCKS[key] if of_device(tensor) else PINNED[key]
+    if of_device(tensor):
+        return BLOCKS[key]
+    return PINNED[key] if key in PINNED else REGISTERED[tensor.untyped_storage().data_ptr()]
 
 
 def host_touches(tensor: Tensor, name: str, *, writes: bool) -> None:

@@ -336,5 +336,8 @@ def forget() -> None:
 
 
 def synchronize(device: Any = None) -> None:
+    """Waits for all streams of this rank."""
+    rank = this_host().name
     for stream in [*Stream.known.values()]:
-        stream.synchronize()
+        if stream.rank == rank:
+            stream.synchronize()
