@@ -226,41 +226,60 @@ class Late:
 # -- page-locked memory
 
 
-def empty_pinned(numel: int, dtype: torch.dtype) -> Tensor:
-    """Returns an uninitialised flat tensor ``(numel,)`` in page-locked memory of the host, of its own size, which goes
-    back to the system with the tensor.
+@final
+class PinnedMemory:
+    """Page-locked memory of the host for what lasts as long as a training: each tensor has a region of its own size.
 
-    Torch's allocator would round it up to a power of two, and keep it when it is freed; and while a process forks (to
-    load data), the system would make a second copy of all of it. A process that forks has none of it: it could not use
-    the device either. Small tensors are torch's, as each region of memory takes the system time.
+    Torch's allocator, which suits what comes and goes, would round it up to a power of two, and keep it when it is
+    freed; and while a process forks (to load data), the system would make a second copy of all of it. A process that
+    forks has none of these regions: it could not use the device either.
     """
-    accelerator, nbytes = torch.accelerator.current_accelerator(), numel * dtype.itemsize
-    runtime = None if accelerator is None else getattr(module_of(accelerator), "cudart", None)  # CUDA's, and ROCm's
-    if accelerator is None or runtime is None or nbytes < _OWN_REGION or not hasattr(mmap, "MADV_DONTFORK"):
-        return torch.empty(numel, dtype=dtype, device=HOST, pin_memory=True)
-    region = mmap.mmap(-1, nbytes)
-    region.madvise(mmap.MADV_DONTFORK)
-    tensor = torch.frombuffer(region, dtype=dtype)
-    if failed := int(runtime().cudaHostRegister(tensor.data_ptr(), nbytes, 0)):
-        raise MemoryError(
-            f"{nbytes:,} bytes of host memory could not be page-locked (error {failed}). Raise the limit of locked "
-            "memory (ulimit -l unlimited), or write Offload(..., pin_memory=False)."
-        )
-    release = weakref.finalize(tensor.untyped_storage(), _release, accelerator, tensor.data_ptr())
-    release.atexit = False  # the system takes it back then
-    return tensor
+
+    def __init__(self) -> None:
+        self._left: list[tuple[int, mmap.mmap]] = []  # regions of tensors that are no more, by address
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Returns an uninitialised flat tensor ``(numel,)``. Small ones are torch's: a region takes the system time.
+        Raises MemoryError where the system gives no page-locked memory."""
+        runtime, nbytes = _runtime(), numel * dtype.itemsize
+        if runtime is None or nbytes < _OWN_REGION:
+            return torch.empty(numel, dtype=dtype, device=HOST, pin_memory=True)
+        region = mmap.mmap(-1, nbytes)
+        region.madvise(mmap.MADV_DONTFORK)
+        tensor = torch.frombuffer(region, dtype=dtype)
+        address = tensor.data_ptr()
+        if failed := int(runtime.cudaHostRegister(address, nbytes, 0)):
+            raise MemoryError(
+                f"{nbytes:,} bytes of host memory could not be page-locked (error {failed}). Raise the limit of locked "
+                "memory (ulimit -l unlimited), or write Offload(..., pin_memory=False)."
+            )
+        # Not given back at once: copies may be under way, and to wait for them anywhere could be to wait for a rank
+        # that waits for this one.
+        weakref.finalize(tensor.untyped_storage(), self._left.append, (address, region)).atexit = False
+        return tensor
+
+    def give_back(self) -> None:
+        """Gives the regions of tensors that are no more back to the system, once the device has done its work."""
+        runtime, accelerator = _runtime(), torch.accelerator.current_accelerator()
+        if self._left and runtime is not None and accelerator is not None:
+            module_of(accelerator).synchronize()
+            while self._left:
+                address, _ = self._left.pop()
+                runtime.cudaHostUnregister(address)
 
 
-def _release(accelerator: torch.device, address: int) -> None:
-    """Ends the page-locking of memory, which copies may still read or write."""
-    module_of(accelerator).synchronize()
-    module_of(accelerator).cudart().cudaHostUnregister(address)
+def _runtime() -> Any:
+    """Returns CUDA's runtime, or ROCm's; None where there is none, or no memory that a fork leaves out."""
+    accelerator = torch.accelerator.current_accelerator()
+    found = None if accelerator is None else getattr(module_of(accelerator), "cudart", None)
+    return None if found is None or not hasattr(mmap, "MADV_DONTFORK") else found()
 
 
-def nbytes_pinned(storage: torch.UntypedStorage) -> int:
-    """Returns the bytes that page-locked memory takes: small tensors are rounded up by torch's allocator."""
-    nbytes = storage.nbytes()
-    return nbytes if nbytes >= _OWN_REGION or not nbytes else 1 << (nbytes - 1).bit_length()
+def nbytes_pinned(nbytes: int, *, lasts: bool) -> int:
+    """Returns the bytes of page-locked memory that a tensor takes: `PinnedMemory`'s own regions, if it `lasts`, what it
+    asks for, and torch's allocator the next power of two."""
+    is_region = lasts and nbytes >= _OWN_REGION and _runtime() is not None
+    return nbytes if is_region or not nbytes else 1 << (nbytes - 1).bit_length()
 
 
 # -- values of a parameter on another device

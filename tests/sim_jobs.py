@@ -202,6 +202,7 @@ def pinned_memory(device: torch.device) -> dict[str, Any]:
     to_device(on_device, large, stays=True)
     del large  # while the copy may be under way
     found["copied"] = float(on_device.sum())
+    ledger.pinned.give_back()
     found["left"] = ledger.tiers[Tier.HOST], Path("/proc/self/maps").read_text().count(at)
     return found
 

@@ -327,6 +327,7 @@ class Engine:
             self._restore(group)
         if disk is not None:
             disk.close()
+        self.parts.setting.ledger.pinned.give_back()
         self.rendezvous.meet()
 
     def _restore(self, group: ShardGroup) -> None:

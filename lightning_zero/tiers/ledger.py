@@ -9,7 +9,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from lightning_zero.device import Limit, empty_pinned, nbytes_pinned
+from lightning_zero.device import HOST, Limit, PinnedMemory, nbytes_pinned
 from lightning_zero.tiers.disk import Disk
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc; None elsewhere
@@ -59,6 +59,9 @@ class Tier(StrEnum):
     DISK = "disk"
 
 
+LASTING = (Category.PARAMETER, Category.MASTER, Category.OPTIMIZER_STATE, Category.AVERAGE)  # as long as a training
+
+
 def category_in(category: Category, tier: Tier) -> str:
     """Returns the name of a category in memory reports."""
     return str(category) if tier is Tier.DEVICE else f"{category} ({tier})"
@@ -86,6 +89,7 @@ class Ledger:
         self.live_in: Counter[tuple[Category, Tier]] = Counter()
         self.peak_in: Counter[tuple[Category, Tier]] = Counter()
         self._booked: set[int] = set()  # addresses of storages
+        self.pinned = PinnedMemory()
 
     def allocate(self, category: Category, numel: int, dtype: torch.dtype, place: Place) -> Tensor:
         """Allocates an uninitialised flat tensor ``(numel,)`` in memory, and books it."""
@@ -93,8 +97,12 @@ class Ledger:
         # training could not write to it.
         with torch.inference_mode(False):
             if place.pinned:
-                tensor = empty_pinned(numel, dtype)
-                self._adopt(category, tensor, place.tier, nbytes_pinned(tensor.untyped_storage()))
+                lasts = category in LASTING
+                if lasts:
+                    tensor = self.pinned.empty(numel, dtype)
+                else:
+                    tensor = torch.empty(numel, dtype=dtype, device=HOST, pin_memory=True)
+                self._adopt(category, tensor, place.tier, nbytes_pinned(tensor.nbytes, lasts=lasts))
                 return tensor
             tensor = torch.empty(numel, dtype=dtype, device=place.device)
         self.adopt(category, tensor, place.tier)
