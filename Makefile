@@ -25,7 +25,7 @@ FLOOR_TESTS := $(addprefix tests/test_,$(addsuffix .py,checkpoint_before checkpo
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo sweep test test-device test-gpu test-floors test-newest test-clients lint ruff format-check mypy ladder bench constraints setup clean FORCE
+.PHONY: help demo sweep test test-device test-gpu test-floors test-newest test-clients lint ruff format-check mypy ladder bench trace constraints setup clean FORCE
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -76,6 +76,9 @@ bench: setup  ## time each stage beside ddp
 .PHONY: docs
 docs: setup  ## build the documentation into build/site, and fail on any warning
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)
+
+trace: setup  ## draw one training step: what is computed, sent and copied, and what is hidden behind what
+	OMP_NUM_THREADS=1 $(PY) benchmarks/trace.py $(ARGS)
 
 constraints: setup  ## write constraints.txt from .venv (after upgrading packages in it)
 	sed -n '/^#/p' constraints.txt > $(VENV)/header.txt

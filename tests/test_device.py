@@ -4,6 +4,9 @@ The device is the simulated one (`sim`), whose streams run as late as a device m
 access that no wait orders is an error, so each of these tests is also one of all waits on its way.
 """
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import sim_jobs
 from compare import differing
 from cover import name_of, pairwise
 from lightning_zero.config import ActivationCheckpointing, Offload
+from lightning_zero.device import untested
 from ranks import RankPool
 
 CPU = torch.device("cpu")
@@ -142,3 +146,19 @@ def test_in_a_steady_step_the_host_waits_for_nothing_but_the_verdict_of_a_scaler
 def test_pinned_memory_has_its_own_size_is_not_copied_by_a_fork_and_goes_back(policy: str, process: RankPool) -> None:
     (found,) = process.run(sim_jobs.on_sim, policy, sim_jobs.pinned_memory)
     assert found == {"booked": 4004 + 16, "pinned": True, "forks": False, "copied": 1001.0, "left": (16, 0)}
+
+
+def test_a_step_is_drawn_with_its_lanes(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/trace.py", "--blocks", "2", "--width", "16", "--folder", str(tmp_path)]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {"host", "compute", "communication", "beside compute"} <= {event["tid"] for event in events}
+    assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
+    assert all(lane in done.stdout for lane in ("host", "compute", "communication"))
+
+
+def test_a_device_that_was_never_tried_is_told_in_one_line() -> None:
+    assert untested(torch.device("cpu")) is untested(torch.device("cuda", 1)) is None
+    assert "never tried on 'xpu' devices" in str(untested(torch.device("xpu")))

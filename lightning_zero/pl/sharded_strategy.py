@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from lightning_zero.checkpoint import CheckpointKeeper, Folder, pickle_on_all_ranks
 from lightning_zero.checkpoint.single import write_at_once
 from lightning_zero.config import Checkpoint, Offload
-from lightning_zero.device import HOST, free_bytes, is_host
+from lightning_zero.device import HOST, free_bytes, is_host, untested
 from lightning_zero.pl import ranks
 from lightning_zero.pl.single_file import choose_format, format_beside, is_plugin, refuse_place
 from lightning_zero.pl.table import MemoryReport, table_of, told_of_whole
@@ -215,6 +215,8 @@ class ShardedStrategy:
         comm, options = self._ensure_comm(), self._settings.options
         if STAGES[self.stage].parameter and comm.size > 1 and (told := told_of_whole(module, builder)):
             rank_zero_info(told)
+        if told := untested(self.root_device):
+            rank_zero_warn(told)
         casts = isinstance(precision, MixedPrecision | FabricMixedPrecision) and options.param_dtype is None
         available, local_ranks = host_memory.available_host_bytes(), self.num_processes
         options = replace(
