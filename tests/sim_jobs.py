@@ -18,6 +18,7 @@ from lightning_zero.checkpoint import StoredCheckpoint
 from lightning_zero.config import Offload
 from lightning_zero.device import to_device
 from lightning_zero.run.engine import Engine, Options
+from lightning_zero.tiers.array import ALL, empty
 from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
@@ -205,6 +206,30 @@ def pinned_memory(device: torch.device) -> dict[str, Any]:
     ledger.pinned.give_back()
     found["left"] = ledger.tiers[Tier.HOST], Path("/proc/self/maps").read_text().count(at)
     return found
+
+
+def array_that_is_used_at_once(device: torch.device, first: str, then: str) -> list[float]:
+    """An array in pinned memory from or to which a copy is under way (`first`) while it is used again (`then`). Returns
+    a value of what has been sent before, of what is sent or read, and of the array."""
+    array = empty(Category.MASTER, 256, torch.float32, Place(torch.device("cpu"), Tier.HOST, pinned=True), Ledger())
+    array.write(ALL, torch.full((256,), 1.0))
+    sent, found = torch.zeros(256, device=device), 0.0
+    if first == "send":
+        array.send(ALL, sent)
+    else:
+        array.write(ALL, torch.full((256,), 2.0, device=device))
+    if then == "send":
+        found = array.send(ALL, torch.zeros(256, device=device))[7].item()
+    elif then == "read":
+        found = array.read()[7].item()
+    elif then == "open":
+        array.open().fill_(3.0)
+    elif then == "edit":
+        with array.edit() as values:
+            values.add_(3.0)
+    else:
+        array.write(ALL, torch.full((256,), 3.0, device=device if then == "write from the device" else "cpu"))
+    return [sent[7].item(), found, array.read()[7].item()]
 
 
 def collectives(device: torch.device, size: int) -> list[Any]:
@@ -427,3 +452,20 @@ def train_on_ranks(device: torch.device, size: int, start: nn.Module, **kwargs: 
             return train(device, make_comm(device, SOON, backend="sim"), start, **kwargs)
 
     return run_ranks(size, on_rank)
+
+
+def seconds_waited(device: torch.device, start: nn.Module, link: float) -> list[float]:
+    """What each rank says that it has waited for others, in simulated seconds, where a link carries so many bytes/s."""
+    from sim import streams
+    from sim.device import HostWatch
+    from sim.group import run_ranks
+
+    def on_rank(_: int) -> float:
+        comm = make_comm(device, SOON, backend="sim")
+        with HostWatch():
+            train(device, comm, start, stage=2, steps=2)
+        streams.synchronize()
+        return comm.clock.seconds
+
+    streams.State.rates = streams.Rates(flops=1e12, memory=1e12, copies=1e12, link=link, host=1e12)
+    return run_ranks(2, on_rank)

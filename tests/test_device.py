@@ -142,10 +142,32 @@ def test_in_a_steady_step_the_host_waits_for_nothing_but_the_verdict_of_a_scaler
         assert each["waits"] == expected
 
 
+@pytest.mark.parametrize("first", ["send", "write"])
+@pytest.mark.parametrize("then", ["send", "read", "open", "edit", "write from the host", "write from the device"])
+def test_an_array_is_not_used_before_copies_from_and_to_it_are_over(first: str, then: str, process: RankPool) -> None:
+    (found,) = process.run(sim_jobs.on_sim, "LATE", sim_jobs.array_that_is_used_at_once, first, then)
+    before = 1.0 if first == "send" else 2.0
+    after = {"send": before, "read": before, "open": 3.0, "edit": before + 3.0}.get(then, 3.0)
+    assert found == [1.0 if first == "send" else 0.0, before if then in ("send", "read") else 0.0, after]
+
+
 @pytest.mark.parametrize("policy", ["LATE", "SIDES_AT_ONCE"])
 def test_pinned_memory_has_its_own_size_is_not_copied_by_a_fork_and_goes_back(policy: str, process: RankPool) -> None:
     (found,) = process.run(sim_jobs.on_sim, policy, sim_jobs.pinned_memory)
     assert found == {"booked": 4004 + 16, "pinned": True, "forks": False, "copied": 1001.0, "left": (16, 0)}
+
+
+def test_seconds_that_ranks_wait_are_those_of_the_device(process: RankPool) -> None:
+    """Not those in which the host launches the waits: links that are a thousand times slower are waited for as long."""
+    start = sim_jobs.tower()
+    slow, fast = (
+        min(process.run(sim_jobs.on_sim, "LATE", sim_jobs.seconds_waited, start, link)[0]) for link in (1e3, 1e6)
+    )
+    sent = 2 * sum(
+        parameter.nbytes for parameter in start.parameters()
+    )  # two steps, of which each rank sends half twice
+    assert sent / 2e3 < slow < 2 * sent / 1e3  # some is sent while nobody waits, and some is sent beside: set-up
+    assert slow == pytest.approx(1000 * fast, rel=0.2)
 
 
 def test_a_step_is_drawn_with_its_lanes(tmp_path: Path) -> None:

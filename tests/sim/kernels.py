@@ -124,7 +124,7 @@ def copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
         not non_blocking or (not is_direct and not of_device(target))
     )
     arrives_late = not of_device(target) and not waits and current_stream().queue
-    if arrives_late:  # what the host reads too early is NaN
+    if arrives_late and not block_of(target).is_in_use:  # what the host reads too early is NaN
         write.view(-1).view(torch.uint8).fill_(memory.POISON)
     launch("copy", lambda: aten.copy_.default.redispatch(CPU, write, read), accesses)
     if waits:

@@ -82,6 +82,15 @@ class Block:
         self.users: set[Stream] = set()  # from `record_stream`
         self.history: dict[tuple[Any, int], _Done] = {}
 
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a stream has not come to an access yet."""
+        pending = {actor: Stream.known[actor].queue for _, actor in self.history if actor >= 0}
+        return any(
+            actor >= 0 and pending[actor] and pending[actor][0].number <= number
+            for (_, actor), (_, number, _) in self.history.items()
+        )
+
 
 BLOCKS: dict[int, Block] = {}  # of the device, by address of a live storage
 PINNED: dict[int, Block] = {}  # of the host, by address of a live storage
