@@ -14,7 +14,8 @@ So a head that only one rank uses, uneven evaluation, `generate` of different le
 draws all work.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
@@ -86,6 +87,7 @@ class Rendezvous:
         self._beginnings: dict[tuple[int, bool], int] = {}  # `begins` of a round -> its kind, the last time
         self._before = (0, 0)  # kind of the last round with uses in which ranks agreed, and how many empty ones since
         self.is_awaited = False  # the others wait for this rank to meet them once more, as it was early
+        self.is_waiting = False  # this rank wants nothing but that the others come to where it is
 
     def enroll(self, label: str, serve: Callable[[bool], Any]) -> int:
         """Returns the number by which `call` asks for `serve`; see `_Call`. Enroll the same calls on every rank."""
@@ -273,12 +275,21 @@ class Rendezvous:
             return False
         self._leave_plan()
         self.is_awaited = early and self.may_be_wanted
-        while (heard := self._exchange(None, early=early)).wants:
-            self._serve(heard.wants, None)
+        with self._waiting():
+            while (heard := self._exchange(None, early=early)).wants:
+                self._serve(heard.wants, None)
         self._join_replicas(heard.statement)
         self._learn(heard.agree)
         self._cache.discard_all()
         return self._settle(heard.statement, early=heard.early) and self.may_be_wanted
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self.is_waiting = True
+        try:
+            yield
+        finally:
+            self.is_waiting = False
 
     def meet_all(self) -> None:
         """Meets until no rank is early: such a rank may have wanted something since it met. Collective."""
@@ -335,7 +346,7 @@ class Rendezvous:
         if self._reductions.may_wait and not self._round.reduces:
             self._round.reduces = True
             self._leave_plan()
-            with no_interception(), torch.no_grad():
+            with self._waiting(), no_interception(), torch.no_grad():
                 while (wants := self._exchange(self._to_reduce).wants) != [self._to_reduce]:
                     self._serve(wants, self._to_reduce)
         self._start(number)
