@@ -33,6 +33,11 @@ from lightning_zero.wire.mesh import Mesh
 _LONGEST = 10_000  # uses; a longer round (an evaluation of many batches) is not planned as a whole
 _MOST_PLANS = 16
 _HASH = 2**61 - 1
+# The others may wait in a reduction for gradients that this rank has not got yet, and cannot serve it.
+_IN_BACKWARD = (
+    "A hook in backward cannot read this on one rank alone once gradients are being reduced: read it there on every "
+    "rank, or on one rank before or after backward, or give ZeroStrategy(overlap=False)"
+)
 
 
 class _Call(NamedTuple):
@@ -257,6 +262,8 @@ class Rendezvous:
             labels += [call.label for call in self._calls]
             labels += ["the reductions of a backward", "the agreement that ends a step or an evaluation"]
             error.place = f"{labels[want]}, on rank {self._comm.rank}"
+            if self._round.reduces and number is not None and number < self._to_reduce:
+                error.details.append(_IN_BACKWARD)
             raise
         wanted, one, other, anybody, statement = heard.split([known, len(same), len(same), 1, len(said) - len(mine)])
         if wanted.any():  # else the remaining reductions start together, when gradients are settled
