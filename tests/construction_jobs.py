@@ -669,6 +669,25 @@ def fit_and_resume(kinds: Sequence[type[Classifier]], strategy: Any, path: Path)
     return found
 
 
+def look_while_loading_on_rank_0(when: str, path: Path) -> str:
+    class Looks(Inside):
+        def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            self.look("before")
+            left = super().load_state_dict(*args, **kwargs)
+            self.look("after")
+            return left
+
+        def look(self, now: str) -> None:
+            if now == when and self.global_rank == 0:
+                self.net[0].weight.norm().item()
+
+    try:
+        fit_and_resume([Looks], {"stage": 3}, path)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def fails_in_configure_model() -> tuple[str, float]:
     class Fails(Inside):
         def configure_model(self) -> None:

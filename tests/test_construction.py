@@ -213,6 +213,16 @@ def test_a_run_goes_on_in_a_model_built_in_shards(two_ranks: RankPool, tmp_path:
     assert_trained_alike(inside, outside)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_one_rank_that_looks_while_a_checkpoint_is_loaded_ends_fit_on_all(when: str, tmp_path: Path) -> None:
+    results, errors = run_alone(2, jobs.look_while_loading_on_rank_0, when, tmp_path / "run.ckpt")
+    assert errors == [None, None]
+    for told in results:
+        assert "rank 0 uses Linear.weight" in told
+        assert f"rank 1 {'loads' if when == 'before' else 'has loaded'} a state dict into the model" in told
+        assert "every rank must run the same code: leave out what depends on the rank" in told
+
+
 def test_an_exception_in_configure_model_on_one_rank_ends_fit_on_all() -> None:
     results, errors = run_alone(2, jobs.fails_in_configure_model)
     assert errors == [None, None]

@@ -191,3 +191,113 @@ def test_graphs_keep_the_weights_that_an_edit_replaced_and_what_is_recomputed_se
     dtype = torch.bfloat16 if autocasts else None
     start = seeded(lambda: Middle(recomputes))
     assert_as_on_one_device(start, act, stage, unit_classes=("Linear",), autocast_dtype=dtype)
+
+
+# -- ranks that have read or used different things come to an edit at different times
+
+
+def _scaled(weight: Tensor) -> None:
+    weight.mul_(1.5)
+
+
+def _scaled_unseen(weight: Tensor) -> None:
+    weight.data.mul_(1.5)
+
+
+def _normalised(weight: Tensor) -> None:
+    weight.div_(weight.norm())
+
+
+def _assigned(weight: Tensor) -> None:
+    weight.data = weight.data * 1.5
+
+
+EDITS = [_scaled, _scaled_unseen, _normalised, _assigned]
+
+
+def _loss_of(engine: Any, forward: Callable[[], Tensor], dtype: torch.dtype | None) -> Tensor:
+    cast = torch.autocast("cpu", dtype=dtype, enabled=dtype is not None, cache_enabled=False)
+    with engine.forward(), cast:
+        return forward().float().square().mean()
+
+
+@pytest.mark.parametrize("look", [Tensor.norm, Tensor.detach])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_one_rank_may_read_a_weight_alone_before_all_edit_it_or_another_one(
+    dtype: torch.dtype | None, look: Callable[[Tensor], Tensor]
+) -> None:
+    """It keeps what it has read, and so comes to what follows before or after the others."""
+
+    def act_with(edit: Callable[[Tensor], None], order: tuple[int, ...], when: str) -> Any:
+        def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+            found: dict[str, Tensor] = {}
+            kept = []
+
+            def looks_at(number: int, now: str) -> None:
+                if comm.rank == 0 and step and when == now:  # the first step is what plans are made of
+                    kept.append(look(model[number][0].weight))
+
+            for step in range(3):
+                loss = _loss_of(engine, lambda scale=1.0 + step: model(x(scale)), dtype)
+                with engine.backward():
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    looks_at(0, "before")
+                    for number in order:
+                        edit(model[number][0].weight)
+                        looks_at((number + 1) % 3, "between")
+                    found |= {f"norm {step} {n}": model[n][0].weight.norm().clone() for n in range(3)}
+            return found | state_of(model, engine)
+
+        return act
+
+    for edit in EDITS:
+        for order in [(0, 1, 2), (2, 1, 0), (1, 0, 0, 2)]:
+            expected = on_engine(tower(), act_with(edit, order, "never"), 3, autocast_dtype=dtype)[0]
+            for when in ("before", "between"):
+                for found in on_engine(tower(), act_with(edit, order, when), 3, autocast_dtype=dtype):
+                    assert differing(found, expected) == []
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_weights_may_be_edited_between_two_forwards_of_a_step_in_which_ranks_use_different_modules(
+    dtype: torch.dtype | None, evaluates: bool
+) -> None:
+    def act_with(edit: Callable[[Tensor], None], numbers: tuple[int, ...], paths: list[tuple[int, ...]]) -> Any:
+        def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+            def forward(path: Any) -> Tensor:
+                h = x(1.0 + comm.rank)
+                for number in path:
+                    h = model[number](h)
+                return h
+
+            for step in range(3):
+                path = paths[comm.rank if step else 0]  # the first step is what plans are made of
+                with torch.set_grad_enabled(not evaluates):
+                    first = _loss_of(engine, lambda path=path: forward(path), dtype)
+                if not evaluates:
+                    with engine.backward():
+                        first.backward()
+                with torch.no_grad():
+                    for number in numbers:
+                        edit(model[number][0].weight)
+                second = _loss_of(engine, lambda: forward(range(6)), dtype)
+                with engine.backward():
+                    second.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return state_of(model, engine)
+
+        return act
+
+    start, options = tower(6), {"autocast_dtype": dtype, "accumulation": "local"}
+    for edit in EDITS:
+        for numbers in [(5,), (5, 4, 0)]:
+            for paths in [[(0, 1, 2, 3, 4, 5), (0,)], [(0,), (0, 1, 2, 3, 4, 5)], [(0, 1, 5), (0, 2, 3, 5)]]:
+                act = act_with(edit, numbers, paths)
+                expected = on_engine(start, act, 2, **options)  # type: ignore[arg-type]
+                found = on_engine(start, act, 3, **options)  # type: ignore[arg-type]
+                assert [differing(mine, theirs) for mine, theirs in zip(found, expected, strict=True)] == [[], []]

@@ -474,3 +474,36 @@ def test_uneven_evaluation_finishes_with_ddps_outputs(precision: str, two_ranks:
             assert all(torch.equal(a, b) for a, b in zip(mine["outputs"], theirs["outputs"], strict=True))
             assert mine["val_loss"] == theirs["val_loss"]
             assert mine["losses"] == theirs["losses"]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_hook_in_backward_reads_a_two_byte_weight_on_all_ranks_or_is_told_where_one_may(stage: int) -> None:
+    """Gradients that do not fit into the buckets are waited for in the middle of backward."""
+
+    def act_with(readers: tuple[int, ...]) -> Any:
+        def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> Any:
+            seen: list[Tensor] = []
+            hook = lambda _: seen.append(model[2][0].weight.norm()) if comm.rank in readers else None  # noqa: E731
+            try:
+                with engine.forward(), torch.autocast("cpu", dtype=torch.bfloat16):
+                    h = model[:3](x())
+                    h.register_hook(hook)
+                    loss = model[3](h).float().square().mean()
+                with engine.backward():
+                    loss.backward()
+            except RankTimeoutError as error:
+                return str(error)
+            optimizer.step()
+            return state_of(model, engine)
+
+        return act
+
+    options: dict[str, Any] = {"autocast_dtype": torch.bfloat16, "bucket_bytes": 64}
+    expected = on_engine(tower(4), act_with(()), stage, **options)
+    for found in on_engine(tower(4), act_with((0, 1)), stage, **options):
+        assert_same_bits(found, expected[0])
+    for found in on_engine(tower(4), act_with((0,)), stage, **options, overlap=False):
+        assert_same_bits(found, expected[0])
+    told = on_engine(tower(4), act_with((0,)), stage, **options, wait_timeout=1)
+    assert "cannot read this on one rank alone once gradients are being reduced: read it there on every rank" in told[0]
+    assert "in the reduction of the gradients of model" in told[1]

@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -246,7 +247,9 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
         engine = self._live_engine
         keeper, module = self._checkpoints, self.lightning_module
         with keeper.reading_together(module) if engine is None else engine.states.loading(keeper.verify_rest):
-            left = resume.load_state_dict(module, checkpoint["state_dict"], strict=strict)
+            construction = self._construction if engine is None else None
+            with nullcontext() if construction is None else construction.loading(module):
+                left = resume.load_state_dict(module, checkpoint["state_dict"], strict=strict)
         if any(left):
             rank_zero_warn(f"strict_loading=False: {left}. These stay as they are.")
 

@@ -40,7 +40,7 @@ class UnitCache:
         """Starts the all-gather of a unit, and evicts the least recently used one if there is no room. Collective."""
         unit = self.units[number]
         evicted = self._residents.admit(number)
-        if evicted is not None and not self.units[evicted].pins:
+        if evicted is not None and not self.units[evicted].must_stay:
             self._release(self.units[evicted])
         if unit.is_gathered:  # it was pinned when it was evicted
             return unit.pass_by(diverges)
@@ -54,19 +54,35 @@ class UnitCache:
         if unit.pins == 1:
             self.show(unit)
 
-    def unpin(self, unit: Unit, *, keeps_edits: bool = True) -> None:
-        """Undoes one `pin`. The last one keeps in-place edits made meanwhile (`clamp_`, `max_norm`), unless
-        `keeps_edits` is False: then the next use gathers the unit again."""
+    def unpin(self, unit: Unit) -> None:
+        """Undoes one `pin`. The last one keeps in-place edits made meanwhile (`clamp_`, `max_norm`)."""
         unit.pins -= 1
+        self._end_use(unit, keeps_edits=True)
+
+    def hold(self, unit: Unit) -> None:
+        """Keeps a gathered unit gathered until `let_go`. Calls that read its values are intercepted as before, so that
+        edits are noticed where ranks that do not hold it notice them."""
+        if not unit.pins:
+            self.show(unit)
+        unit.is_held = True
+
+    def let_go(self, unit: Unit, *, keeps_edits: bool = True) -> None:
+        """Undoes `hold`. If edits made meanwhile are not kept, the next use gathers the unit again."""
+        unit.is_held = False
+        self._end_use(unit, keeps_edits=keeps_edits)
+
+    def _end_use(self, unit: Unit, *, keeps_edits: bool) -> None:
         if unit.pins:
             return
         for group in unit.groups:
             if group.upcasts:
                 continue
-            if keeps_edits:
+            if keeps_edits and not unit.is_held:
                 with torch.no_grad(), no_interception():
                     group.keep_edits()
             self._interception.hide(group)
+        if unit.is_held:
+            return
         if not keeps_edits:
             self.discard(self.numbers[unit])
         elif self.numbers[unit] not in self._residents:
@@ -79,13 +95,14 @@ class UnitCache:
         for group in unit.groups:
             if not group.upcasts:
                 self._interception.show(group)
-                group.note_versions()
+                if not unit.is_held:  # edits made since are kept at the next boundary
+                    group.note_versions()
 
     def discard(self, number: int) -> None:
         """Releases a unit whose gathered values are not valid, unless it is pinned."""
         self._residents.remove(number)
         unit = self.units[number]
-        if unit.is_gathered and not unit.pins:
+        if unit.is_gathered and not unit.must_stay:
             self._release(unit)
 
     def discard_all(self, but: int | None = None) -> None:

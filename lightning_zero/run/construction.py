@@ -226,6 +226,21 @@ class Construction(Keeper):
         return made
 
     @contextmanager
+    def loading(self, module: Module) -> Iterator[None]:
+        """Around a `load_state_dict` of the model. Meets the others when it begins and when it has ended: else a rank
+        that looks at the model meanwhile would wait for those that have gone on. Collective."""
+
+        def begin(*_: Any) -> None:  # in a hook, as users override `load_state_dict`
+            self._meet("loads a state dict into the model")
+
+        handle = module._register_load_state_dict_pre_hook(begin)
+        try:
+            yield
+        finally:
+            handle.remove()
+            self._meet("has loaded a state dict into the model")
+
+    @contextmanager
     def as_made(self, parameter: Parameter) -> Iterator[None]:
         early = self._bring(parameter)
         early.pins += 1

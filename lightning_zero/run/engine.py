@@ -163,7 +163,7 @@ class Engine:
         if newly := self.regrouping.newly_trainable():
             self.catch_up()
             self.rendezvous.meet_all()  # settles the last backward, before there are more gradients to agree on
-            self.loans.settle()
+            self.loans.settle(all_here=True)
             self.regrouping.take_in(newly)
         self.regrouping.deal()
 
@@ -248,7 +248,7 @@ class Engine:
         self._recover()
         self.catch_up()
         self.rendezvous.meet_all()  # before edits are taken over: a rank that diverges may still gather the old values
-        self.loans.settle()
+        self.loans.settle(all_here=True)
 
     def catch_up(self) -> None:
         """Takes all postponed steps of offloaded parameters, which otherwise wait until the values are needed."""

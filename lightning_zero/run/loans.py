@@ -3,17 +3,24 @@
 A parameter or gradient that rests as a shard, in another dtype or in another tier lends its values to each call that
 reads it. A loan ends with the call if the call leaves no view of the values, and otherwise at the next boundary: before
 a forward or a step (`settle`). Each rank takes over edits of what it owns, so all ranks must make the same edits.
+
+A rank may read or use what others do not, and so come to an edit before them. It waits there until all ranks have come
+to it, as they would be served the edited values of this rank beside the older ones of the others. Some keep at the
+boundary, for a loan that lasts, what others keep at once: so a rank that has kept edits waits at the boundary, too.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_zero.device import HOST
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.shards.group import ShardGroup, publish
@@ -28,6 +35,16 @@ from lightning_zero.views.lazy import Stored
 from lightning_zero.views.parameter import AsDeclared, Interception, Lender
 from lightning_zero.views.saved import SavedParameters
 
+Prints = tuple[int, int]
+
+
+class _Place(IntEnum):
+    """Where a rank is, for those that wait at an edit."""
+
+    ELSEWHERE = 0
+    EDIT = 1  # a call has edited values, which are kept at its end
+    BOUNDARY = 2  # keeps what has been edited since the last one
+
 
 @final
 class Loans(Lender, GradientLender):
@@ -37,8 +54,12 @@ class Loans(Lender, GradientLender):
         self.groups = groups
         self._declared: dict[ShardGroup, Tensor] = {}  # lent copies in the declared dtype, (N * S,)
         self._as_lent: dict[ShardGroup, Tensor] = {}  # the resting values of units then, (N * S,): of all ranks
+        self._versions: dict[ShardGroup, int] = {}  # of these copies when they were lent
+        self._prints: dict[ShardGroup, Prints] = {}  # of what users hold views of, when they got the first one
+        self._has_kept = False  # edits, at the ends of calls since the last boundary
+        self._place = _Place.ELSEWHERE
         self._in_blocks: dict[ShardGroup, Tensor] = {}  # those of them that recomputing blocks have read in this pass
-        self._pinned: dict[Unit, None] = {}  # lent units, of whose values user code may hold views
+        self._held: dict[Unit, None] = {}  # lent units, of whose values user code may hold views
         self._gradients: dict[Slot, Tensor] = {}  # lent whole gradients, of which user code may hold views
         self._noted: dict[ShardGroup, dict[Slot, Stored]] = {}  # the files that parameters are to be read from
         self._unread: Exception | None = None  # why one could not be read
@@ -59,6 +80,7 @@ class Loans(Lender, GradientLender):
             for group in self.groups
             if group.is_cut and not group.is_plain
         }
+        self._edit = rendezvous.enroll("an edit of weights", self._compare_places) if self._numbers else None
         self._averages: dict[Slot, int] = {}
         self._enroll_gradients(self.groups)
         self._publishing: dict[ShardGroup, int] = {}
@@ -152,9 +174,10 @@ class Loans(Lender, GradientLender):
         self.catch_up(group)
         if group.upcasts or group.stays_full:
             values = self._lend_declared(slot) if group.upcasts else slot.parameter
-            return Lent(slot.parameter, values, lambda *_: None)  # until `settle`, which looks for edits
+            return Lent(slot.parameter, values, partial(self._end_lasting, group))  # until `settle`
         unit = self._units[group]
-        self.rendezvous.use(unit)
+        if not unit.is_held:
+            self.rendezvous.use(unit)
         self.cache.pin(unit)
         # Activation checkpointing compares what autograd saves in forward and in recomputation. A recomputed layer may
         # come here where its first forward did not, so the checkpoint's hooks must see parameters themselves both
@@ -163,7 +186,7 @@ class Loans(Lender, GradientLender):
         recomputes = not notes and torch._C._current_graph_task_id() != -1
         if notes and not self.saved.push():
             self.hold(unit)
-        return Lent(slot.parameter, slot.parameter, lambda *_: self._end_call(unit, notes, recomputes))
+        return Lent(slot.parameter, slot.parameter, partial(self._end_call, unit, notes, recomputes))
 
     def _lend_declared(self, slot: Slot) -> Tensor:
         view = self.declared_of(slot)
@@ -180,6 +203,7 @@ class Loans(Lender, GradientLender):
         if group not in self._declared:
             again = self._in_blocks.get(group)
             full = self._declared[group] = self.declared(group) if again is None else again
+            self._versions[group] = full._version
             if not group.stays_full:
                 self._as_lent[group] = full.to(group.kind.resting)
         # Where backward gathers nothing, ranks do not meet in the middle of it. A block that recomputes there could not
@@ -188,19 +212,47 @@ class Loans(Lender, GradientLender):
             self._in_blocks[group] = self._declared[group]
         return self._declared[group]
 
-    def _end_call(self, unit: Unit, notes: bool, recomputes: bool) -> None:
+    def _end_lasting(self, group: ShardGroup, loan: Lent, result: Any) -> None:
+        """Notes whether a call has returned a view of lent values, through which they may be edited unseen."""
+        if group.upcasts and loan.is_unwatched and loan.is_visible_in(result):
+            self._note_print(group, self._declared[group])
+
+    def _end_call(self, unit: Unit, notes: bool, recomputes: bool, loan: Lent, result: Any) -> None:
         """Ends the loan of a unit to one call, unless the values are still referred to."""
         if notes:
             self.saved.pop()
         if unit.is_shared and not recomputes:
             self.hold(unit)
+            if loan.is_unwatched and loan.is_visible_in(result):
+                self._note_prints(unit)
+        if unit.pins == 1 and loan.is_edited:  # the edit is kept now
+            self._wait_for_all(_Place.EDIT)
+            self._has_kept = True
+            if unit.is_held:
+                self._keep_edits(unit)
         self.cache.unpin(unit)
 
     def hold(self, unit: Unit) -> None:
         """Keeps a unit gathered until the next boundary, as user code or a graph refers to its values."""
-        if unit not in self._pinned:
-            self._pinned[unit] = None
-            self.cache.pin(unit)
+        if not unit.is_held:
+            self._held[unit] = None
+            self.cache.hold(unit)
+
+    def _keep_edits(self, unit: Unit) -> None:
+        for group in unit.groups:
+            if not group.upcasts:
+                with torch.no_grad(), no_interception():
+                    group.keep_edits()
+                    group.note_versions()
+
+    def _note_prints(self, unit: Unit) -> None:
+        for group in unit.groups:
+            if not group.upcasts and group.full_param is not None:
+                self._note_print(group, group.full_param)
+
+    def _note_print(self, group: ShardGroup, full: Tensor) -> None:
+        if group not in self._prints:
+            self._prints[group] = prints_of(full)
 
     def is_lent(self, group: ShardGroup) -> bool:
         """Whether a copy of the values in the declared dtype is lent, which may have been edited."""
@@ -210,7 +262,7 @@ class Loans(Lender, GradientLender):
         """Keeps the edits made so far in lent values of a unit, which is to be used."""
         if any(group in self._declared for group in unit.groups):
             self.settle()
-        elif unit in self._pinned:
+        elif unit in self._held:
             with torch.no_grad(), no_interception():
                 for group in unit.groups:
                     if not group.upcasts and group.full_param is not None and group.adopt_assigned():
@@ -228,16 +280,22 @@ class Loans(Lender, GradientLender):
             elif not group.stays_full:
                 self.rendezvous.use(self._units[group])
                 self.hold(self._units[group])
+        if write:
+            for group in groups:
+                full = self._declared.get(group, group.full_param)
+                if full is not None:
+                    self._note_print(group, full)
         try:
             yield
         finally:
             for group in () if write else groups:  # before `settle`, which would keep their edits
                 self._declared.pop(group, None)
                 self._as_lent.pop(group, None)
+                self._prints.pop(group, None)
                 unit = self._units.get(group)
-                if unit in self._pinned:
-                    del self._pinned[unit]
-                    self.cache.unpin(unit, keeps_edits=False)
+                if unit in self._held:
+                    del self._held[unit]
+                    self.cache.let_go(unit, keeps_edits=False)
             self.settle()
 
     # -- loading
@@ -316,8 +374,14 @@ class Loans(Lender, GradientLender):
         self.settle()
         self._in_blocks = in_blocks
 
-    def settle(self) -> None:
-        """Ends all loans, and keeps the edits that were made meanwhile."""
+    def settle(self, *, all_here: bool = False) -> None:
+        """Ends all loans, and keeps the edits that were made meanwhile. If there are any, all ranks must come here, or
+        end their round; `all_here` says that they have just met."""
+        with no_interception():
+            is_edited = any(self._is_edited(group, full) for group, full in self._lasting())
+        if (is_edited or self._has_kept) and not all_here:
+            self._wait_for_all(_Place.BOUNDARY)
+        self._has_kept = False
         with torch.no_grad(), no_interception():
             self.take_back_gradients()
             for group in self.groups:
@@ -331,8 +395,36 @@ class Loans(Lender, GradientLender):
             for group in [*self._declared]:
                 self._take_back_declared(group)
             self._in_blocks.clear()
-            for unit in [*self._pinned]:
+            for unit in [*self._held]:
                 self._take_back_unit(unit)
+        self._prints.clear()
+
+    def _lasting(self) -> Iterator[tuple[ShardGroup, Tensor]]:
+        """Yields the groups of which loans last to the next boundary, with the full array that is lent."""
+        yield from self._declared.items()
+        for group in (group for unit in self._held for group in unit.groups):
+            if not group.upcasts and group.full_param is not None:
+                yield group, group.full_param
+
+    def _is_edited(self, group: ShardGroup, full: Tensor) -> bool:
+        """Whether lent values have been edited: the same on every rank that has made the edits."""
+        if full._version != self._versions[group] if group.upcasts else group.is_edited:
+            return True
+        return group in self._prints and self._prints[group] != prints_of(full)
+
+    def _wait_for_all(self, place: _Place) -> None:
+        """Waits until all ranks have come to the edit that this one is about to keep, and serves them meanwhile."""
+        self._place = place
+        while self._edit is not None and self.rendezvous.call(self._edit) < place:
+            pass
+        self._place = _Place.ELSEWHERE
+
+    def _compare_places(self, _: bool) -> int:
+        """Returns the place of the rank that is farthest from a boundary. One that has nothing more to do in this round
+        makes no edit before one. Collective."""
+        place = _Place.BOUNDARY if self.rendezvous.is_waiting else self._place
+        told = torch.tensor([_Place.BOUNDARY - place], dtype=torch.uint8, device=HOST)
+        return _Place.BOUNDARY - int(self.groups[0].comm.host.all_reduce(told, "edit", "max"))
 
     def _end_loans_of(self, group: ShardGroup) -> None:
         """Ends the loans of a group, as `settle` does, and releases its unit."""
@@ -341,7 +433,7 @@ class Loans(Lender, GradientLender):
             if group in self._declared:
                 self._take_back_declared(group)
             self._in_blocks.pop(group, None)
-            if unit in self._pinned:
+            if unit in self._held:
                 self._take_back_unit(unit)
             if unit is not None:
                 self.cache.discard(self.cache.numbers[unit])
@@ -349,6 +441,7 @@ class Loans(Lender, GradientLender):
     def _take_back_declared(self, group: ShardGroup) -> None:
         if group in self._units and self._units[group].is_gathered:
             self._units[group].wait()  # a gather under way would overwrite the edit
+        self._versions.pop(group)
         group.take_edits(self._declared.pop(group), self._as_lent.pop(group, None))
 
     def _take_back_unit(self, unit: Unit) -> None:
@@ -356,8 +449,19 @@ class Loans(Lender, GradientLender):
             if not group.upcasts and group.full_param is not None:
                 group.adopt_assigned()
                 group.take_edits(group.full_param)
-        del self._pinned[unit]
-        self.cache.unpin(unit)
+        del self._held[unit]
+        self.cache.let_go(unit)
+
+
+def prints_of(values: Tensor) -> Prints:
+    """Returns two numbers that tell whether values have been edited in any way, also past torch: sums of their bits."""
+    bits = values.view(torch.int64)
+    matrix = bits.view(-1, math.gcd(bits.numel(), 4096))
+    first, second = (
+        int((sums * torch.arange(1, sums.numel() + 1, device=sums.device)).sum())
+        for sums in (matrix.sum(0), matrix.sum(1))
+    )
+    return first, second
 
 
 def _told_of(group: ShardGroup) -> str:

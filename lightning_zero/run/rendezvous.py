@@ -14,7 +14,8 @@ So a head that only one rank uses, uneven evaluation, `generate` of different le
 draws all work.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
@@ -33,6 +34,11 @@ from lightning_zero.wire.mesh import Mesh
 _LONGEST = 10_000  # uses; a longer round (an evaluation of many batches) is not planned as a whole
 _MOST_PLANS = 16
 _HASH = 2**61 - 1
+# The others may wait in a reduction for gradients that this rank has not got yet, and cannot serve it.
+_IN_BACKWARD = (
+    "A hook in backward cannot read this on one rank alone once gradients are being reduced: read it there on every "
+    "rank, or on one rank before or after backward, or give ZeroStrategy(overlap=False)"
+)
 
 
 class _Call(NamedTuple):
@@ -87,6 +93,7 @@ class Rendezvous:
         self._beginnings: dict[tuple[int, bool], int] = {}  # `begins` of a round -> its kind, the last time
         self._before = (0, 0)  # kind of the last round with uses in which ranks agreed, and how many empty ones since
         self.is_awaited = False  # the others wait for this rank to meet them once more, as it was early
+        self.is_waiting = False  # this rank wants nothing but that the others come to where it is
 
     def enroll(self, label: str, serve: Callable[[bool], Any]) -> int:
         """Returns the number by which `call` asks for `serve`; see `_Call`. Enroll the same calls on every rank."""
@@ -256,6 +263,8 @@ class Rendezvous:
             labels += [call.label for call in self._calls]
             labels += ["the reductions of a backward", "the agreement that ends a step or an evaluation"]
             error.place = f"{labels[want]}, on rank {self._comm.rank}"
+            if self._round.reduces and number is not None and number < self._to_reduce:
+                error.details.append(_IN_BACKWARD)
             raise
         wanted, one, other, anybody, statement = heard.split([known, len(same), len(same), 1, len(said) - len(mine)])
         if wanted.any():  # else the remaining reductions start together, when gradients are settled
@@ -274,12 +283,21 @@ class Rendezvous:
             return False
         self._leave_plan()
         self.is_awaited = early and self.may_be_wanted
-        while (heard := self._exchange(None, early=early)).wants:
-            self._serve(heard.wants, None)
+        with self._waiting():
+            while (heard := self._exchange(None, early=early)).wants:
+                self._serve(heard.wants, None)
         self._join_replicas(heard.statement)
         self._learn(heard.agree)
         self._cache.discard_all()
         return self._settle(heard.statement, early=heard.early) and self.may_be_wanted
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self.is_waiting = True
+        try:
+            yield
+        finally:
+            self.is_waiting = False
 
     def meet_all(self) -> None:
         """Meets until no rank is early: such a rank may have wanted something since it met. Collective."""
@@ -336,7 +354,7 @@ class Rendezvous:
         if self._reductions.may_wait and not self._round.reduces:
             self._round.reduces = True
             self._leave_plan()
-            with no_interception(), torch.no_grad():
+            with self._waiting(), no_interception(), torch.no_grad():
                 while (wants := self._exchange(self._to_reduce).wants) != [self._to_reduce]:
                     self._serve(wants, self._to_reduce)
         self._start(number)

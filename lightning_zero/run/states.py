@@ -124,7 +124,7 @@ class States:
             failed = error
         self._loans.catch_up_all()
         self._rendezvous.meet_before_collective()  # serves ranks that still look at what they load
-        self._loans.settle()  # a rank that looked alone would not ask for those values again, and be ahead
+        self._loans.settle(all_here=True)  # a rank that looked alone would not ask for those values again, and be ahead
         try:
             with failing_together(self._mesh.world, "reading the model"):
                 unread = self._loans.take_unread()

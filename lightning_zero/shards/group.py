@@ -268,20 +268,31 @@ class ShardGroup:
 
     def keep_edits(self) -> None:
         """Keeps edits that users have made in the parameters since `note_versions`, as versions and `p.data` tell."""
-        versions, self._shown_versions = self._shown_versions, None
-        if versions is None or self.full_param is None:
-            return
-        if self.adopt_assigned() or versions != [slot.parameter._version for slot in self.slots]:
+        is_edited, self._shown_versions = self.is_edited, None
+        if is_edited:
+            assert self.full_param is not None
+            self.adopt_assigned()
             self.take_edits(self.full_param)
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether users have edited the parameters since `note_versions`, as versions and `p.data` tell."""
+        if self._shown_versions is None or self.full_param is None:
+            return False
+        return bool(self._assigned()) or self._shown_versions != [slot.parameter._version for slot in self.slots]
+
+    def _assigned(self) -> list[Slot]:
+        """Returns the slots to whose `p.data` the user has assigned another tensor."""
+        assert self.full_param is not None
+        start, size = self.full_param.data_ptr(), self.full_param.itemsize
+        return [s for s in self.slots if s.numel and s.local.values.data_ptr() != start + s.offset * size]
 
     def adopt_assigned(self) -> bool:
         """Copies tensors that the user has assigned to `p.data` into full_param; returns whether there were any."""
         assert self.full_param is not None
-        start, size, assigned = self.full_param.data_ptr(), self.full_param.itemsize, {}
-        for slot in self.slots:
-            if slot.local.values.data_ptr() != start + slot.offset * size and slot.numel:
-                self.check_assigned(slot, slot.parameter, self.full_param.dtype)
-                assigned[slot] = slot.local.values.detach()
+        assigned = {slot: slot.local.values.detach() for slot in self._assigned()}
+        for slot in assigned:
+            self.check_assigned(slot, slot.parameter, self.full_param.dtype)
         if assigned:
             self._renew()
         for slot, values in assigned.items():

@@ -32,7 +32,8 @@ class Unit:
         self.groups = groups
         self.traced = traced  # the modules whose calls lie inside a compiled region
         self.is_leaf = is_leaf  # no other unit's modules run while its own do
-        self.pins = 0  # forwards and loans that need the values to stay
+        self.pins = 0  # forwards and calls that need the values to stay
+        self.is_held = False  # until the next boundary, as user code or a graph refers to the values
         self._offsets = []  # of each group in a buffer, in bytes
         self.nbytes = 0
         for group in groups:
@@ -41,6 +42,11 @@ class Unit:
         self.buffer: Buffer | None = None
         self._under_way: list[Gather] = []
         self._copied: Event | None = None  # on the stream that gathers beside the device's work
+
+    @property
+    def must_stay(self) -> bool:
+        """Whether the values may not be released now."""
+        return self.pins > 0 or self.is_held
 
     @property
     def is_gathered(self) -> bool:

@@ -35,6 +35,8 @@ METADATA = {
 # These edit tensors in place and do not raise their version. Not every torch has all of them.
 _KERNELS = ("amp_foreach_non_finite_check_and_unscale", "fused_sgd", "fused_adagrad", "fused_adam", "fused_adamw")
 UNVERSIONED = {getattr(torch, f"_{name}_") for name in _KERNELS if hasattr(torch, f"_{name}_")}
+# Through what these return, values are edited without raising their version.
+UNWATCHED = {Tensor.data.__get__, Tensor.detach, torch.detach, Tensor.numpy}  # type: ignore[attr-defined]
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 STRIDES = {Tensor.stride, Tensor.is_contiguous}  # values that are elsewhere are in C order
 
@@ -67,6 +69,7 @@ class Lent:
     values: Tensor
     end: Callable[["Lent", Any], None]  # called with this loan and the call's result, which is None if it has raised
     is_unversioned: bool = False  # the call may edit the values without raising their version
+    is_unwatched: bool = False  # so may users, through what the call returns
 
     def __post_init__(self) -> None:
         self._was = _state_of(self.values)
@@ -119,7 +122,7 @@ def call(func: Callable[..., Any], args: Any, kwargs: Any, lend: Callable[[Any],
         if loan is None:
             return value
         lent[id(value)] = loan
-        loan.is_unversioned = func in UNVERSIONED
+        loan.is_unversioned, loan.is_unwatched = func in UNVERSIONED, func in UNWATCHED
         return loan.values
 
     result = None
