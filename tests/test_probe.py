@@ -264,14 +264,3 @@ def test_an_optimizer_that_looks_at_all_parameters_is_refused_unless_the_user_in
             ThreadWorld(2, 10).run(lambda comm, options=options: set_up(comm, **options))
     with pytest.warns(UserWarning, match="not DDP's"):
         ThreadWorld(2, 10).run(lambda comm: set_up(comm, granularity="element"))
-
-
-def test_an_optimizer_of_sparse_gradients_is_refused() -> None:
-    """They are averaged dense."""
-
-    def rank_main(comm: Comm) -> None:
-        model = nn.Embedding(9, 5, sparse=True)
-        with pytest.raises(ValueError, match=r"SparseAdam steps sparse gradients alone.*Use SGD or Adagrad"):
-            Engine(model, [torch.optim.SparseAdam(model.parameters())], stage=2, comm=comm)
-
-    ThreadWorld(2, 10).run(rank_main)

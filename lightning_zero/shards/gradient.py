@@ -24,6 +24,7 @@ from lightning_zero.shards.bucket import Bucket, BucketPool
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.layout import Chunk, Slice, overlap
 from lightning_zero.shards.slot import Slot, no_interception
+from lightning_zero.shards.sparse import NOTHING, dense_of
 from lightning_zero.tiers.array import Array, InMemory, zeros
 from lightning_zero.tiers.ledger import Category, Tier
 from lightning_zero.wire.comm import Work
@@ -115,7 +116,12 @@ class GradientShard:
         if carried:
             grad = self._added.pop(index)
         if grad.is_sparse:
-            grad = grad.to_dense()
+            grad = dense_of(grad) if slot.is_sparse else grad.to_dense()
+        elif slot.is_sparse:
+            raise RuntimeError(
+                f"SparseAdam does not support dense gradients, and parameter {slot.name!r} has one. Give it embeddings "
+                "that are made with sparse=True, or consider Adam."
+            )
         if not self.travels:
             slot.local.grad = grad
         elif local or self.full_grad is not None:  # it exists also after a backward that was not reduced
@@ -192,7 +198,7 @@ class GradientShard:
             elif self.full_grad is not None and carried:
                 self._keep_average(slot, slot.view(self.full_grad))
             elif self.full_grad is not None and grad is None:
-                slot.view(self.full_grad).zero_()
+                slot.view(self.full_grad).fill_(_nothing_of(slot))
 
     def _contribution(self, chunk: Chunk, bucket: Bucket) -> Tensor:
         """Returns what this rank sends of a chunk: ``(N, width)``, contiguous. Copies only what is not so already."""
@@ -204,7 +210,11 @@ class GradientShard:
         if chunk.is_whole:
             self._pack(packed.view(-1), chunk.of)
         else:  # such a slice holds one parameter
-            _pack_columns(packed, self._held.get(chunk.of.parameters.start), chunk)
+            index = chunk.of.parameters.start
+            if index in self._held:
+                _pack_columns(packed, self._held[index], chunk)
+            else:
+                packed.fill_(_nothing_of(self.group.slots[index]))
         return packed
 
     def _pack(self, flat: Tensor, of: Slice) -> None:
@@ -217,7 +227,7 @@ class GradientShard:
                 flat[end:start].zero_()
             end = start + span.numel
             if held is None:
-                flat[start:end].zero_()
+                flat[start:end].fill_(_nothing_of(self.group.slots[index]))
             else:
                 flat[start:end].view(span.shape).copy_(held)
         flat[end:].zero_()
@@ -240,7 +250,8 @@ class GradientShard:
                 for slot in group.slots:
                     if slot.index not in carries:
                         stale = overlap(slot.piece.in_shard, chunk.in_shard)
-                        owned[stale.start - chunk.in_shard.start : stale.stop - chunk.in_shard.start].zero_()
+                        within = slice(stale.start - chunk.in_shard.start, stale.stop - chunk.in_shard.start)
+                        owned[within].fill_(_nothing_of(slot))
                 owned.add_(total.div_(contributions).to(owned.device))
         elif isinstance(self.owned_grad, InMemory) and self.owned_grad.place.device == total.device:
             with self.owned_grad.edit(chunk.in_shard) as owned:
@@ -348,11 +359,13 @@ class GradientShard:
         return rows.view(-1)[start : start + slot.numel].view(slot.shape)
 
 
-def _pack_columns(packed: Tensor, grad: Tensor | None, chunk: Chunk) -> None:
+def _nothing_of(slot: Slot) -> float:
+    """Returns what a rank contributes that has no gradient of a parameter."""
+    return NOTHING if slot.is_sparse else 0.0
+
+
+def _pack_columns(packed: Tensor, grad: Tensor, chunk: Chunk) -> None:
     """Fills `packed` ``(N, width)`` with the columns of a chunk, whose slice holds one gradient padded with zeros."""
-    if grad is None:
-        packed.zero_()
-        return
     flat, width = grad.reshape(-1), chunk.of.width
     rows, rest = divmod(flat.numel(), width)
     packed[:rows] = flat[: rows * width].view(rows, width)[:, chunk.start : chunk.stop]

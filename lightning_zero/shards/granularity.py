@@ -29,11 +29,6 @@ def choose_stepped(
     """
     whole, blocked, asked = [], [], options.granularity
     for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.SparseAdam):
-            raise ValueError(
-                "SparseAdam steps sparse gradients alone, and averaged ones are dense. Use SGD or Adagrad, which leave "
-                "rows without a gradient as they are, or Adam."
-            )
         reason, kind = why_not_in_pieces(optimizer, device), type(optimizer).__name__
         if asked == "tensor" or (asked == "auto" and reason == BY_TENSOR):
             whole.append(optimizer)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.layout import fill
@@ -59,6 +59,8 @@ class PieceStepper:
         self._slots.update({parameter: slot for parameter in self.parameters if (slot := training_slot(parameter))})
         # Integer tables and quantised tensors, which a module's `parameters()` has too. They have no gradient.
         self._left_alone = {parameter for parameter in self.parameters if parameter not in self._slots}
+        for slot in self.slots:
+            slot.is_sparse = isinstance(self.optimizer, SparseAdam)
 
     @property
     def parameters(self) -> list[Parameter]:

@@ -25,7 +25,21 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+    SparseAdam,
+)
 
 from lightning_zero.device import HOST, is_host
 from lightning_zero.shards.moment import wrapped_in
@@ -39,7 +53,7 @@ _KEPT: dict[type, Callable[[dict[str, Any]], int]] = {
     Adam: lambda options: 2 + options["amsgrad"],
     AdamW: lambda options: 2 + options["amsgrad"],
     RMSprop: lambda options: 1 + options["centered"] + (options["momentum"] > 0),
-    **dict.fromkeys((Adamax, NAdam, RAdam, Adadelta, Rprop), lambda _: 2),
+    **dict.fromkeys((Adamax, NAdam, RAdam, Adadelta, Rprop, SparseAdam), lambda _: 2),
     **dict.fromkeys((Adagrad, ASGD), lambda _: 1),
 }
 ELEMENT_WISE = set(_KEPT)

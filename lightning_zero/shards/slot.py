@@ -38,6 +38,7 @@ class Slot:
         self.stepped_shape = (self.piece.numel,) if group.is_cut else span.shape  # a piece is flat
         self.plain_class = class_of(parameter)  # that the user gave it
         self.gradient: GradientShard | None = None  # of the group; None where it does not train
+        self.is_sparse = False  # its optimizer steps the rows that have a gradient, and no others; see `sparse`
         self.stepper: int | None = None  # the rank that steps the whole parameter; None: every rank steps its piece
         self.blocks = -(-span.numel // group.setting.block)  # of the whole parameter
         # Replicas hold copies of the values, and so do tensor-parallel ranks if the parameter is not divided.

@@ -19,6 +19,7 @@ from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.moment import VERDICT
 from lightning_zero.shards.probe import steps_nothing
 from lightning_zero.shards.slot import Slot, no_interception, point_at_nothing
+from lightning_zero.shards.sparse import sparse_of
 from lightning_zero.tiers.alignment import ALIGNMENT_BYTES, round_up
 from lightning_zero.tiers.array import ALL, Array, OnDisk, empty
 from lightning_zero.tiers.composed import is_composed
@@ -211,7 +212,7 @@ class Window:
                     values.copy_(staged.narrow[name])
                 state_of(self._optimizer, slot.parameter)[name] = values.view(slot.state_shape)
         for slot in self.slots:
-            if not is_its_piece(slot):
+            if not is_its_piece(slot) or (slot.is_sparse and _has_dense_gradient(slot)):
                 self._show_piece(slot)
         self._stand_ins = {s.parameter: s.local.stepped for s in self.slots if s.local.stepped is not s.parameter}
         for parameter, stand_in in self._stand_ins.items():
@@ -248,6 +249,8 @@ class Window:
         with no_interception():
             shown = slot.local.grad
             piece, grad = self._stepped(slot, shown)
+            if grad is not None and slot.is_sparse:
+                grad = sparse_of(grad)
             self._shown[slot] = _Shown(shown, type(parameter), grad is not None)
             parameter.grad = None
             parameter.__class__ = Parameter
@@ -359,6 +362,11 @@ def _may_rest(slot: Slot, values: Tensor, is_cut: bool) -> bool:
     is_as_large = values.numel() == slot.piece.numel if slot.stepper is None else values.shape == slot.shape
     is_any = bool(slot.shape) and values.numel() > 0
     return is_any and is_as_large and (is_cut or slot.stepper is not None) and not is_composed(values)
+
+
+def _has_dense_gradient(slot: Slot) -> bool:
+    with no_interception():
+        return slot.local.grad is not None and not slot.local.grad.is_sparse
 
 
 def may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:

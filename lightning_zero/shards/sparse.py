@@ -1,0 +1,25 @@
+"""Sparse gradients, as embeddings have with ``sparse=True``: what travels is dense, and tells the rows that have one.
+
+SparseAdam leaves the rows alone that no rank has used. So a dense gradient has -0.0 where there is none: that is the
+one value which changes no other that it is added to, and that no sum with another value gives. It costs no message.
+"""
+
+import torch
+from torch import Tensor
+
+NOTHING = -0.0
+
+
+def dense_of(grad: Tensor) -> Tensor:
+    """Returns a sparse gradient in a dense tensor, with `NOTHING` elsewhere."""
+    grad = grad.coalesce()
+    dense = torch.full(grad.shape, NOTHING, dtype=grad.dtype, device=grad.device)
+    dense[tuple(grad.indices())] = grad.values() + 0.0  # its zeros are gradients
+    return dense
+
+
+def sparse_of(dense: Tensor) -> Tensor:
+    """Returns a sparse tensor of what a dense gradient has beside `NOTHING`: each element by itself, as a part of a
+    parameter has no rows."""
+    indices = ((dense != 0) | ~dense.signbit()).nonzero().t()
+    return torch.sparse_coo_tensor(indices, dense[tuple(indices)], dense.shape, is_coalesced=True)
