@@ -33,7 +33,8 @@ def formula(name: str) -> Callable[[Any], Optimizer]:
 MAKERS: dict[str, Callable[[Any], Optimizer]] = {
     **{name: formula(name) for name in {**WHOLE, **PIECES}},
     **{
-        kind.__name__: functools.partial(kind, lr=0.01) for kind in sorted(ELEMENT_WISE, key=lambda kind: kind.__name__)
+        kind.__name__: functools.partial(kind, lr=0.01)
+        for kind in sorted(ELEMENT_WISE - {torch.optim.SparseAdam}, key=lambda kind: kind.__name__)
     },
     "Adafactor": functools.partial(torch.optim.Adafactor, lr=0.01),
     "torch's Muon": lambda parameters: torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.01),
