@@ -35,7 +35,7 @@ QUIET: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "en
 def fit(strategy: Any, folder: Path, name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Two epochs, what the best checkpoint forecasts, and a third epoch from the last checkpoint."""
     kind, sizes = KINDS[name]
-    series, given = waves(), {**QUIET, "devices": 2, "strategy": as_user(strategy), **options}
+    series, given = waves(), {**QUIET, "default_root_dir": str(folder), "devices": 2, "strategy": as_user(strategy), **options}
     watch, again = Watch(), Watch()
     (folder / name).mkdir(parents=True, exist_ok=True)  # darts looks first, which two ranks may do at a time
     model = kind(

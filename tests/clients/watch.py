@@ -49,6 +49,6 @@ def kept(model: nn.Module, rank: int) -> dict[str, Tensor]:
     return state_of(model) if rank == 0 else {}
 
 
-def files(folder: Path, rank: int) -> list[str]:
-    """The checkpoints that are single files, on the rank that writes them."""
-    return sorted(path.suffix for path in folder.rglob("*.ckpt") if path.is_file()) if rank == 0 else []
+def files(folder: Path, rank: int) -> int:
+    """How many checkpoints are single files, on the rank that writes them."""
+    return sum(path.is_file() for path in folder.rglob("*.ckpt")) if rank == 0 else 0
