@@ -126,12 +126,16 @@ $(NEWEST)/pyvenv.cfg:
 	$(PYTHON) -m venv --clear $(NEWEST)
 	@$(NEWEST)/bin/python -m pip --disable-pip-version-check -qq uninstall -y setuptools
 
-# Torch first and held, as both packages would take any, with its build for CUDA.
-$(CLIENTS)/installed: pyproject.toml constraints.txt
+# Torch first and held, as these packages would take any, with its build for CUDA. What requirements.txt names is taken
+# from there, everything else from constraints.txt.
+$(CLIENTS)/installed: pyproject.toml constraints.txt tests/clients/requirements.txt
 	$(PYTHON) -m venv --clear $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check -qq uninstall -y setuptools
 	$(CLIENTS)/bin/python -m pip --disable-pip-version-check -qq install $(TORCH) -c constraints.txt
-	$(CLIENTS)/bin/python -m pip --disable-pip-version-check -qq install -c constraints.txt setuptools
-	$(CLIENTS)/bin/python -m pip --disable-pip-version-check -qq install -c constraints.txt --no-build-isolation -e . \
-	    chemprop==2.3.1 pytorch-forecasting==1.8.0 pytest pytest-timeout
+	@awk '{ name = tolower($$0); sub(/[][<>=!~; ].*/, "", name); gsub(/[_.]/, "-", name) } \
+	    FNR == NR { wanted[name]; next } !(name in wanted)' tests/clients/requirements.txt constraints.txt \
+	    > $(CLIENTS)/constraints.txt
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check -qq install -c $(CLIENTS)/constraints.txt setuptools
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check -qq install -c $(CLIENTS)/constraints.txt \
+	    --no-build-isolation -e . -r tests/clients/requirements.txt pytest pytest-timeout
 	@touch $@
