@@ -24,13 +24,30 @@ def fit_transformer(strategy: Any, folder: Path, options: dict[str, Any]) -> dic
     model = TabularModel(
         data_config=DataConfig(target=["z"], continuous_cols=["x", "y"], categorical_cols=["name"], num_workers=0),
         model_config=FTTransformerConfig(
-            task="regression", learning_rate=1e-4, input_embed_dim=256, num_heads=4, num_attn_blocks=2, ff_hidden_multiplier=4
+            task="regression",
+            learning_rate=1e-4,
+            input_embed_dim=256,
+            num_heads=4,
+            num_attn_blocks=2,
+            ff_hidden_multiplier=4,
         ),
         optimizer_config=OptimizerConfig(optimizer="AdamW"),
         trainer_config=TrainerConfig(
-            **{"batch_size": 8, "max_epochs": 2, "accelerator": "cpu", "devices": 2, "seed": 1, "progress_bar": "none"},
-            **{"checkpoints": "valid_loss", "checkpoints_path": str(folder), "load_best": True, "early_stopping": None},
-            trainer_kwargs={"strategy": as_user(strategy), "enable_model_summary": False, "default_root_dir": str(folder)},
+            batch_size=8,
+            max_epochs=2,
+            accelerator="cpu",
+            devices=2,
+            seed=1,
+            progress_bar="none",
+            checkpoints="valid_loss",
+            checkpoints_path=str(folder),
+            load_best=True,
+            early_stopping=None,
+            trainer_kwargs={
+                "strategy": as_user(strategy),
+                "enable_model_summary": False,
+                "default_root_dir": str(folder),
+            },
             **options,
         ),
         verbose=False,
@@ -42,7 +59,9 @@ def fit_transformer(strategy: Any, folder: Path, options: dict[str, Any]) -> dic
     trainer.strategy.barrier()
     again = TabularModel.load_model(str(folder / "saved"))
     return {
-        **{"best": kept(model.model, rank), "losses": watch.losses, "in shards": watch.in_shards},
+        "best": kept(model.model, rank),
+        "losses": watch.losses,
+        "in shards": watch.in_shards,
         "best is a file": Path(best_of(trainer)).is_file(),
         "predicted": model.predict(rows).to_numpy(),
         "predicted by what was saved": again.predict(rows).to_numpy(),
