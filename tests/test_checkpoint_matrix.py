@@ -38,6 +38,7 @@ from engine_checkpoints import (
 from lightning_zero.checkpoint import StoredCheckpoint, verify
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.threads import ThreadWorld
 from models import seeded
 from random_models import Place as Forward
 from random_models import Spec, build, specs
@@ -468,6 +469,45 @@ def test_tensors_in_containers_of_the_state_are_written_by_whoever_has_them(
         assert differences(state["by order"], {0: torch.ones(1) * number}) == []
         assert state[7] == number
         assert state["trace"].dim() == (2 if number in (0, 2) else 1)
+
+
+class Gated(nn.Module):
+    """In its first pass it uses a single number alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.layer, self.passes = nn.Parameter(torch.ones(())), nn.Linear(3, 3), 0
+
+    def forward(self, signal: Tensor) -> Tensor:
+        self.passes += 1
+        return ((signal if self.passes == 1 else self.layer(signal)) * self.gain).square().sum()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_count_of_steps_is_none_of_the_parameter_that_is_a_single_number(
+    stage: int, world: int, tmp_path: Path
+) -> None:
+    def on_rank(comm: Comm) -> None:
+        model = Gated()
+        optimizer = torch.optim.Adam(model.parameters())
+        engine = Engine(model, [optimizer], stage=stage, comm=comm)
+        for _ in range(2):
+            with engine.forward():
+                loss = model(torch.ones(2, 3))
+            with engine.backward():
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        save(comm, engine, [optimizer], tmp_path / "ckpt")
+
+    ThreadWorld(world, 20).run(on_rank)
+    state = StoredCheckpoint(tmp_path / "ckpt").load()["optimizer_states"][0]["state"]
+    assert {index: (float(of["step"]), tuple(of["exp_avg"].shape)) for index, of in state.items()} == {
+        0: (2.0, ()),
+        1: (1.0, (3, 3)),
+        2: (1.0, (3,)),
+    }
 
 
 class Fixed(Plain):

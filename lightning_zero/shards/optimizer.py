@@ -292,7 +292,8 @@ class PieceStepper:
                 tier = Tier.HOST if tier is Tier.DISK else tier
                 for part in plain_parts(value):
                     self._setting.ledger.adopt(Category.OPTIMIZER_STATE, part, tier)
-                if name not in known and slot is not None and slot.steps_any:
+                # Of a parameter that is a single number anything single has the shape: a count of steps, too.
+                if name not in known and slot is not None and slot.steps_any and slot.state_shape:
                     fits = value.shape == slot.state_shape and not is_composed(value)
                     self.cut[name] = self.cut.get(name, True) and fits
                     blocks = range(slot.blocks)[slot.own_blocks] if slot.has_blocks else ()
