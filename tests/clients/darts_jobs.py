@@ -1,4 +1,4 @@
-"""Darts: models that make a Trainer of their own from what they are given for it, for each fit and for each forecast."""
+"""Darts: models that make a Trainer of their own from what they are given, for each fit and for each forecast."""
 
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,18 @@ QUIET: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "en
 def fit(strategy: Any, folder: Path, name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Two epochs, what the best checkpoint forecasts, and a third epoch from the last checkpoint."""
     kind, sizes = KINDS[name]
-    series, given = waves(), {**QUIET, "default_root_dir": str(folder), "devices": 2, "strategy": as_user(strategy), **options}
+    series, given = (
+        waves(),
+        {**QUIET, "default_root_dir": str(folder), "devices": 2, "strategy": as_user(strategy), **options},
+    )
     watch, again = Watch(), Watch()
     (folder / name).mkdir(parents=True, exist_ok=True)  # darts looks first, which two ranks may do at a time
     model = kind(
         **{"input_chunk_length": PAST, "output_chunk_length": AHEAD, "batch_size": 4, "random_state": 1, **sizes},
-        **{"work_dir": str(folder), "model_name": name, "save_checkpoints": True, "optimizer_kwargs": {"lr": 1e-4}},
+        work_dir=str(folder),
+        model_name=name,
+        save_checkpoints=True,
+        optimizer_kwargs={"lr": 1e-4},
         pl_trainer_kwargs=given,
     )
     if torch.distributed.is_initialized():

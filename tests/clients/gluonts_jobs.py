@@ -24,11 +24,23 @@ def fit_deepar(strategy: Any, folder: Path, options: dict[str, Any]) -> dict[str
     watch, kept_by = Watch(), Kept()
     estimator = DeepAREstimator(
         "h",
-        **{"prediction_length": 6, "context_length": 12, "hidden_size": 320, "num_layers": 2, "lags_seq": [1, 2, 3]},
-        **{"batch_size": 8, "num_batches_per_epoch": 4, "num_parallel_samples": 5},
+        prediction_length=6,
+        context_length=12,
+        hidden_size=320,
+        num_layers=2,
+        lags_seq=[1, 2, 3],
+        batch_size=8,
+        num_batches_per_epoch=4,
+        num_parallel_samples=5,
         trainer_kwargs={
-            **{"accelerator": "cpu", "devices": 2, "strategy": as_user(strategy), "max_epochs": 2, **options},
-            **{"enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": str(folder)},
+            "accelerator": "cpu",
+            "devices": 2,
+            "strategy": as_user(strategy),
+            "max_epochs": 2,
+            **options,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": str(folder),
             "callbacks": [watch, kept_by],
         },
     )
@@ -37,8 +49,12 @@ def fit_deepar(strategy: Any, folder: Path, options: dict[str, Any]) -> dict[str
     pl.seed_everything(2, verbose=False)
     predicted = np.stack([forecast.samples for forecast in trained.predictor.to("cpu").predict(hours())])
     return {
-        **{"last": kept_by.weights, "best": kept(trained.trained_net, rank), "predicted": predicted},
-        **{"losses": watch.losses, "in shards": watch.in_shards, "files": files(folder, rank)},
+        "last": kept_by.weights,
+        "best": kept(trained.trained_net, rank),
+        "predicted": predicted,
+        "losses": watch.losses,
+        "in shards": watch.in_shards,
+        "files": files(folder, rank),
         "best is a file": Path(trained.trainer.checkpoint_callback.best_model_path).is_file(),
     }
 

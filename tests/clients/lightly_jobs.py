@@ -94,7 +94,10 @@ def fit(strategy: Any, folder: Path, name: str, options: dict[str, Any], compile
             model.compile()
         watch = Watch()
         run = trainer(
-            **{"strategy": as_user(strategy), "world": 2, "max_epochs": epochs, "enable_checkpointing": True},
+            strategy=as_user(strategy),
+            world=2,
+            max_epochs=epochs,
+            enable_checkpointing=True,
             **{"callbacks": [watch, ModelCheckpoint(folder, save_last=True)], **options},
         )
         run.fit(model, pictures(), ckpt_path=path)

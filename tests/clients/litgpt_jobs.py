@@ -55,18 +55,40 @@ def pretrain(strategy: Any, folder: Path, tied: bool, accumulate: int, max_norm:
     seen = Losses(fabric)
     fabric.log_dict = seen.log  # type: ignore[method-assign]
     config = Config(
-        **{"name": "small", "block_size": LENGTH, "vocab_size": 1000, "padded_vocab_size": 1024, "n_layer": 2},
-        **{"n_head": 4, "n_embd": 288, "intermediate_size": 1152, "bias": not tied, "lm_head_bias": False},
+        name="small",
+        block_size=LENGTH,
+        vocab_size=1000,
+        padded_vocab_size=1024,
+        n_layer=2,
+        n_head=4,
+        n_embd=288,
+        intermediate_size=1152,
+        bias=not tied,
+        lm_head_bias=False,
     )
     tokens = 4 * accumulate * 2 * 4 * LENGTH
     with contextlib.redirect_stdout(None):
         main(
-            **{"fabric": fabric, "devices": 2, "seed": 1, "initial_checkpoint_dir": None, "resume": False},
-            **{"config": config, "data": Tokens(), "out_dir": folder, "tokenizer_dir": None, "tokenizer": None},
+            fabric=fabric,
+            devices=2,
+            seed=1,
+            initial_checkpoint_dir=None,
+            resume=False,
+            config=config,
+            data=Tokens(),
+            out_dir=folder,
+            tokenizer_dir=None,
+            tokenizer=None,
             train=TrainArgs(
-                **{"save_interval": 2, "log_interval": 1, "global_batch_size": 2 * 4 * accumulate},
-                **{"micro_batch_size": 4, "max_tokens": tokens, "max_norm": max_norm, "lr_warmup_steps": 1},
-                **{"tie_embeddings": tied, "min_lr": 1e-4},
+                save_interval=2,
+                log_interval=1,
+                global_batch_size=2 * 4 * accumulate,
+                micro_batch_size=4,
+                max_tokens=tokens,
+                max_norm=max_norm,
+                lr_warmup_steps=1,
+                tie_embeddings=tied,
+                min_lr=1e-4,
             ),
             eval=EvalArgs(interval=2, max_iters=2, final_validation=False),
             optimizer="AdamW",
@@ -74,5 +96,7 @@ def pretrain(strategy: Any, folder: Path, tied: bool, accumulate: int, max_norm:
     saved = folder / "final" / "lit_model.pth"
     return {
         "weights": torch.load(saved, weights_only=False)["model"] if fabric.global_rank == 0 else {},
-        **{"losses": seen.losses, "in shards": seen.in_shards, "saved is a file": saved.is_file()},
+        "losses": seen.losses,
+        "in shards": seen.in_shards,
+        "saved is a file": saved.is_file(),
     }
