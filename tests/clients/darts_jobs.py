@@ -1,4 +1,4 @@
-"""Darts: models that make a Trainer of their own from what they are given for it, for each fit and for each forecast."""
+"""Darts: models that make a Trainer of their own from what they are given, for each fit and for each forecast."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,8 @@
-"""pytorch_tabular: a configuration makes the Trainer, and the best checkpoint is opened by fsspec after training."""
+"""pytorch_tabular: a configuration makes the Trainer, and the best checkpoint is opened by fsspec after training,
+on rank 0 alone."""
 
+import contextlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,15 @@ def table(rows: int = 96) -> pandas.DataFrame:
 
 
 def fit_transformer(strategy: Any, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """In a working folder for each rank: there the package counts its models, to name checkpoints by their number, and
+    two ranks that count in one file may come to two names."""
+    working = folder / os.environ["RANK"]
+    working.mkdir(parents=True, exist_ok=True)
+    with contextlib.chdir(working):
+        return fit_here(as_user(strategy), folder, options)
+
+
+def fit_here(strategy: Any, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Two epochs, the best weights as the package loads them, what they predict, and what its saved model predicts."""
     watch = Watch()
     model = TabularModel(
@@ -40,11 +52,12 @@ def fit_transformer(strategy: Any, folder: Path, options: dict[str, Any]) -> dic
             seed=1,
             progress_bar="none",
             checkpoints="valid_loss",
+            checkpoints_name="best",
             checkpoints_path=str(folder),
             load_best=True,
             early_stopping=None,
             trainer_kwargs={
-                "strategy": as_user(strategy),
+                "strategy": strategy,
                 "enable_model_summary": False,
                 "default_root_dir": str(folder),
             },
@@ -62,11 +75,7 @@ def fit_transformer(strategy: Any, folder: Path, options: dict[str, Any]) -> dic
         "best": kept(model.model, rank),
         "losses": watch.losses,
         "in shards": watch.in_shards,
-        "best is a file": Path(best_of(trainer)).is_file(),
+        "best is a file": Path(trainer.checkpoint_callback.best_model_path).is_file(),
         "predicted": model.predict(rows).to_numpy(),
         "predicted by what was saved": again.predict(rows).to_numpy(),
     }
-
-
-def best_of(trainer: Any) -> str:
-    return str(trainer.checkpoint_callback.best_model_path)

@@ -85,8 +85,8 @@ def assert_bits_of_ddp(*args: Any, **kwargs: Any) -> None:
 
 
 def assert_rounds_beside_ddp(*args: Any, **kwargs: Any) -> None:
-    """Where gradients are clipped by their norm: that of `ddp` to 1e-6, relative, and losses of a few steps to ten times
-    that. The stages among themselves are equal to the bit."""
+    """Where gradients are clipped by their norm: that of `ddp` to 1e-6, relative, and losses of a few steps to ten
+    times that. The stages among themselves are equal to the bit."""
     expected, found = stages_beside_ddp(*args, **kwargs)
     for mine, theirs in zip(found[0], expected, strict=True):
         assert mine["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
@@ -164,7 +164,7 @@ def test_litgpt_clipped_by_norm_rounds_beside_ddp(two_ranks: RankPool, tmp_path:
 def test_pytorch_tabular_which_crashes_under_ddp_has_the_bits_of_ddp_that_finds_what_is_unused(
     two_ranks: RankPool, tmp_path: Path
 ) -> None:
-    """With the best weights, which `load_best` has read from one file on every rank."""
+    """With the best weights, which `load_best` has read from one file, as the package does on rank 0."""
     args = (two_ranks, tmp_path, tabular_jobs.fit_transformer, {})
     assert_bits_of_ddp(*args, strategies=BY_NAME, ddp=DDP)
     assert_refused_by_ddp(two_ranks, "not used in producing the loss", args[2], tmp_path / "plain", {})
