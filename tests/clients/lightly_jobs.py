@@ -89,9 +89,10 @@ def fit(strategy: Any, folder: Path, name: str, options: dict[str, Any], compile
     for epochs, key, path in ((1, "weights", None), (2, "resumed", folder / "last.ckpt")):
         pl.seed_everything(1, verbose=False)
         kinds = {"SimCLR": SimCLR, "DINO": DINO}
-        model: pl.LightningModule = kinds[name]()
-        if compiled:
-            model.compile()
+        model: Any = kinds[name]()
+        if compiled:  # blocks, as it is advised at stage 3
+            for block in (model.backbone[-2], model.projection_head):
+                block.compile()
         watch = Watch()
         run = trainer(
             strategy=as_user(strategy),

@@ -1,5 +1,5 @@
-"""litgpt: its own pretraining on Fabric, which always compiles the model. Its command chooses FSDP itself, so what is
-called is what that calls next, with a Fabric of ours; `ddp` needs the same."""
+"""litgpt: its own pretraining on Fabric. Its command chooses FSDP itself, so what is called is what that calls next,
+with a Fabric of ours; `ddp` needs the same."""
 
 import contextlib
 import sys
@@ -67,7 +67,10 @@ def pretrain(strategy: Any, folder: Path, tied: bool, accumulate: int, max_norm:
         lm_head_bias=False,
     )
     tokens = 4 * accumulate * 2 * 4 * LENGTH
-    with contextlib.redirect_stdout(None):
+    # litgpt compiles the model before Fabric has it. ZeroStrategy runs such a model uncompiled, and says so. Compiled
+    # kernels round otherwise than torch's own, so ddp runs it uncompiled, too.
+    stance = torch.compiler.set_stance("force_eager") if strategy == "ddp" else contextlib.nullcontext()
+    with contextlib.redirect_stdout(None), stance:
         main(
             fabric=fabric,
             devices=2,

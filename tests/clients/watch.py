@@ -22,8 +22,8 @@ def as_user(strategy: Any) -> Any:
 
 def in_shards(strategy: Any) -> int:
     """Bytes of parameters that no rank holds whole between their uses."""
-    engine = getattr(strategy, "engine", None)
-    return 0 if engine is None else sum(unit.nbytes for unit in engine.cache.units)
+    engines = getattr(strategy, "_engines", [])  # DDP has none
+    return sum(unit.nbytes for engine in engines for unit in engine.cache.units)
 
 
 class Watch(pl.Callback):
