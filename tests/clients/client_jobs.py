@@ -108,7 +108,7 @@ def fit_chemprop(strategy: Any, folder: Path) -> dict[str, Any]:
         path = whole
     for load in (models.MPNN.load_from_checkpoint, models.MPNN.load_from_file):
         loaded = load(path, map_location="cpu")
-        predicted = trainer("auto", 1, barebones=True).predict(loaded, molecules(shuffle=False))
+        predicted = trainer("auto", 1, barebones=True, num_sanity_val_steps=0).predict(loaded, molecules(shuffle=False))
         found[f"predicted after {load.__name__}"] = torch.cat(predicted)
     return found
 

@@ -34,6 +34,7 @@ QUIET: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "en
 
 def fit(strategy: Any, folder: Path, name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Two epochs, what the best checkpoint forecasts, and a third epoch from the last checkpoint."""
+    pl.seed_everything(1, verbose=False)
     kind, sizes = KINDS[name]
     series, given = (
         waves(),
@@ -65,5 +66,5 @@ def fit(strategy: Any, folder: Path, name: str, options: dict[str, Any]) -> dict
     found["predicted"] = best.predict(AHEAD, series=series, trainer=ahead, verbose=False).values()
     last = kind.load_from_checkpoint(name, best=False, **kept_here)
     last.trainer_params = {**given, "strategy": as_user(strategy), "callbacks": [again]}
-    last.fit(series, epochs=1, **lent)
+    last.fit(series, epochs=3, **lent)
     return {**found, "resumed": kept(last.model, rank), "losses": watch.losses + again.losses}
