@@ -238,12 +238,14 @@ class PinnedMemory:
     def __init__(self) -> None:
         self._left: list[tuple[int, mmap.mmap]] = []  # regions of tensors that are no more, by address
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns an uninitialised flat tensor ``(numel,)``. Small ones are torch's: a region takes the system time.
-        Raises MemoryError where the system gives no page-locked memory."""
+    def empty(self, numel: int, dtype: torch.dtype, *, lasts: bool) -> tuple[Tensor, int]:
+        """Returns an uninitialised flat tensor ``(numel,)``, and the bytes of memory that it takes. One that is small,
+        or does not last as long as a training, is torch's: a region takes the system time. Raises MemoryError where the
+        system gives no page-locked memory."""
         runtime, nbytes = _runtime(), numel * dtype.itemsize
-        if runtime is None or nbytes < _OWN_REGION:
-            return torch.empty(numel, dtype=dtype, device=HOST, pin_memory=True)
+        if runtime is None or nbytes < _OWN_REGION or not lasts:
+            next_power_of_two = 1 << (nbytes - 1).bit_length() if nbytes else 0
+            return torch.empty(numel, dtype=dtype, device=HOST, pin_memory=True), next_power_of_two
         region = mmap.mmap(-1, nbytes)
         region.madvise(mmap.MADV_DONTFORK)
         tensor = torch.frombuffer(region, dtype=dtype)
@@ -256,7 +258,7 @@ class PinnedMemory:
         # Not given back at once: copies may be under way, and to wait for them anywhere could be to wait for a rank
         # that waits for this one.
         weakref.finalize(tensor.untyped_storage(), self._left.append, (address, region)).atexit = False
-        return tensor
+        return tensor, nbytes
 
     def give_back(self) -> None:
         """Gives the regions of tensors that are no more back to the system, once the device has done its work."""
@@ -273,13 +275,6 @@ def _runtime() -> Any:
     accelerator = torch.accelerator.current_accelerator()
     found = None if accelerator is None else getattr(module_of(accelerator), "cudart", None)
     return None if found is None or not hasattr(mmap, "MADV_DONTFORK") else found()
-
-
-def nbytes_pinned(nbytes: int, *, lasts: bool) -> int:
-    """Returns the bytes of page-locked memory that a tensor takes: `PinnedMemory`'s own regions, if it `lasts`, what it
-    asks for, and torch's allocator the next power of two."""
-    is_region = lasts and nbytes >= _OWN_REGION and _runtime() is not None
-    return nbytes if is_region or not nbytes else 1 << (nbytes - 1).bit_length()
 
 
 # -- values of a parameter on another device

@@ -7,7 +7,6 @@ import functools
 import gc
 import inspect
 import os
-import threading
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -18,14 +17,15 @@ import torch.distributed.distributed_c10d as c10d
 from lightning.fabric.utilities import registry
 from torch.optim import Optimizer
 
-import foreign
+import foreign_device
 from lightning_zero.device import HOST
 from lightning_zero.shards import granularity
 from lightning_zero.shards.probe import ELEMENT_WISE, HOOKS
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.threads import ThreadWorld
+from models import RANDOM_NUMBERS
 
-foreign.install()
+foreign_device.install()
 
 # For every Trainer, Lightning reads the metadata of all installed packages: a sixth of a small fit.
 registry.entry_points = functools.cache(registry.entry_points)
@@ -82,7 +82,6 @@ if hasattr(os, "sched_setaffinity"):  # Linux
 
 _try_in_pieces = granularity.why_not_in_pieces
 _TRIED: weakref.WeakKeyDictionary[type, dict[Any, str | None]] = weakref.WeakKeyDictionary()
-_TRYING = threading.Lock()
 
 
 def _all_that_is_tried(optimizer: Optimizer) -> tuple[Any, ...] | None:
@@ -103,7 +102,7 @@ def _tried_once(optimizer: Optimizer, device: torch.device = HOST) -> str | None
     the same one once."""
     if type(optimizer) in ELEMENT_WISE:
         return _try_in_pieces(optimizer, device)
-    with _TRYING:
+    with RANDOM_NUMBERS:  # a trial puts them back
         known, key = _TRIED.setdefault(type(optimizer), {}), _all_that_is_tried(optimizer)
         if key is None or key not in known:
             known[key] = _try_in_pieces(optimizer, device)

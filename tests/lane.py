@@ -63,6 +63,14 @@ def two_ranks(pool_of: Callable[[int], RankPool]) -> RankPool:
     return pool_of(2)
 
 
+@pytest.fixture(scope="session")
+def sim_process() -> Iterator[RankPool]:
+    """A process of its own, in which torch knows the simulated device."""
+    pool = RankPool(1)
+    yield pool
+    pool.close()
+
+
 @pytest.fixture
 def ranks_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ranks that are threads one runs at a time, until it waits for another.

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 VOCABULARY = 13
-_RANDOM = threading.Lock()
+RANDOM_NUMBERS = threading.RLock()  # held by whoever seeds them: ranks that are threads share them
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -53,7 +53,7 @@ class Assorted(nn.Module):
 
 def seeded(make: Callable[[], M], seed: int = 0) -> M:
     """The same model whoever makes it: one after another, because ranks as threads share the random generator."""
-    with _RANDOM, torch.random.fork_rng(devices=[]):
+    with RANDOM_NUMBERS, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()
 

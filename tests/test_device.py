@@ -7,7 +7,6 @@ access that no wait orders is an error, so each of these tests is also one of al
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,6 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(bool(sim.WHY_NOT), reason=sim.WHY_NOT)
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[RankPool]:
-    """A process of its own, in which torch knows the simulated device."""
-    pool = RankPool(1)
-    yield pool
-    pool.close()
-
-
 def offload_of(tier: str, stage: int, folder: Path) -> Offload | None:
     match tier:
         case "host":
@@ -45,10 +36,10 @@ def offload_of(tier: str, stage: int, folder: Path) -> Offload | None:
     return None
 
 
-def train(process: RankPool, policy: str, ranks: int, **setting: Any) -> tuple[list[Any], list[Any]]:
+def train(sim_process: RankPool, policy: str, ranks: int, **setting: Any) -> tuple[list[Any], list[Any]]:
     """What each rank has found on the simulated device, and on the CPU."""
     start = sim_jobs.tower()
-    (found,) = process.run(sim_jobs.on_sim, policy, sim_jobs.train_on_ranks, ranks, start, **setting)
+    (found,) = sim_process.run(sim_jobs.on_sim, policy, sim_jobs.train_on_ranks, ranks, start, **setting)
     return found, sim_jobs.train_on_ranks(CPU, ranks, start, **setting)
 
 
@@ -71,11 +62,11 @@ CASES = pairwise(
 
 @pytest.mark.parametrize(("stage", "tier", "precision", "clips", "ranks", "micro", "policy"), CASES, ids=name_of)
 def test_a_training_has_the_cpus_bits(
-    stage: int, tier: str, precision: str, clips: bool, ranks: int, micro: int, policy: str, process: RankPool,
+    stage: int, tier: str, precision: str, clips: bool, ranks: int, micro: int, policy: str, sim_process: RankPool,
     tmp_path: Path,
 ) -> None:  # fmt: skip
     setting: dict[str, Any] = {"stage": stage, "precision": precision, "clips": clips, "micro": micro}
-    assert_same(*train(process, policy, ranks, **setting, offload=offload_of(tier, stage, tmp_path)))
+    assert_same(*train(sim_process, policy, ranks, **setting, offload=offload_of(tier, stage, tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -99,10 +90,10 @@ def test_a_training_has_the_cpus_bits(
     ids=str,
 )
 @pytest.mark.parametrize("policy", ["LATE", "SIDES_AT_ONCE"])
-def test_each_option_has_the_cpus_bits(policy: str, options: dict[str, Any], process: RankPool) -> None:
+def test_each_option_has_the_cpus_bits(policy: str, options: dict[str, Any], sim_process: RankPool) -> None:
     options = dict(options)
     ranks = options.pop("ranks", 2)
-    assert_same(*train(process, policy, ranks, **options))
+    assert_same(*train(sim_process, policy, ranks, **options))
 
 
 EVENTS = ["ranks use different modules", "a rank reads alone", "a step fails", "a checkpoint is saved"]
@@ -117,10 +108,10 @@ EVENTS = ["ranks use different modules", "a rank reads alone", "a step fails", "
     ids=name_of,
 )  # fmt: skip
 def test_what_happens_in_the_middle_has_the_cpus_bits(
-    event: str, stage: int, tier: str, precision: str, policy: str, process: RankPool, tmp_path: Path
+    event: str, stage: int, tier: str, precision: str, policy: str, sim_process: RankPool, tmp_path: Path
 ) -> None:
     setting: dict[str, Any] = {"stage": stage, "precision": precision, "event": event, "path": tmp_path / "saved"}
-    found, expected = train(process, policy, 2, **setting, offload=offload_of(tier, stage, tmp_path))
+    found, expected = train(sim_process, policy, 2, **setting, offload=offload_of(tier, stage, tmp_path))
     assert_same(found, expected)
     if event == "a checkpoint is saved":
         assert differing(found[0]["saved"], expected[0]["saved"]) == []
@@ -130,10 +121,10 @@ def test_what_happens_in_the_middle_has_the_cpus_bits(
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_in_a_steady_step_the_host_waits_for_nothing_but_the_verdict_of_a_scaler(
-    stage: int, clips: bool, precision: str, process: RankPool
+    stage: int, clips: bool, precision: str, sim_process: RankPool
 ) -> None:
     setting = {"stage": stage, "clips": clips, "precision": precision, "steps": 5}
-    (found,) = process.run(sim_jobs.on_sim, "LATE", sim_jobs.train_on_ranks, 2, sim_jobs.tower(), **setting)
+    (found,) = sim_process.run(sim_jobs.on_sim, "LATE", sim_jobs.train_on_ranks, 2, sim_jobs.tower(), **setting)
     expected = {"look again in shards/norm.py:overflow": 1} if precision == "16-mixed" else {}
     for each in found:
         if stage == 3:  # whether a rank has left the plan, which comes with gathers that the device has done by then
@@ -144,24 +135,28 @@ def test_in_a_steady_step_the_host_waits_for_nothing_but_the_verdict_of_a_scaler
 
 @pytest.mark.parametrize("first", ["send", "write"])
 @pytest.mark.parametrize("then", ["send", "read", "open", "edit", "write from the host", "write from the device"])
-def test_an_array_is_not_used_before_copies_from_and_to_it_are_over(first: str, then: str, process: RankPool) -> None:
-    (found,) = process.run(sim_jobs.on_sim, "LATE", sim_jobs.array_that_is_used_at_once, first, then)
+def test_an_array_is_not_used_before_copies_from_and_to_it_are_over(
+    first: str, then: str, sim_process: RankPool
+) -> None:
+    (found,) = sim_process.run(sim_jobs.on_sim, "LATE", sim_jobs.array_that_is_used_at_once, first, then)
     before = 1.0 if first == "send" else 2.0
     after = {"send": before, "read": before, "open": 3.0, "edit": before + 3.0}.get(then, 3.0)
     assert found == [1.0 if first == "send" else 0.0, before if then in ("send", "read") else 0.0, after]
 
 
 @pytest.mark.parametrize("policy", ["LATE", "SIDES_AT_ONCE"])
-def test_pinned_memory_has_its_own_size_is_not_copied_by_a_fork_and_goes_back(policy: str, process: RankPool) -> None:
-    (found,) = process.run(sim_jobs.on_sim, policy, sim_jobs.pinned_memory)
+def test_pinned_memory_has_its_own_size_is_not_copied_by_a_fork_and_goes_back(
+    policy: str, sim_process: RankPool
+) -> None:
+    (found,) = sim_process.run(sim_jobs.on_sim, policy, sim_jobs.pinned_memory)
     assert found == {"booked": 4004 + 16, "pinned": True, "forks": False, "copied": 1001.0, "left": (16, 0)}
 
 
-def test_seconds_that_ranks_wait_are_those_of_the_device(process: RankPool) -> None:
+def test_seconds_that_ranks_wait_are_those_of_the_device(sim_process: RankPool) -> None:
     """Not those in which the host launches the waits: links that are a thousand times slower are waited for as long."""
     start = sim_jobs.tower()
     slow, fast = (
-        min(process.run(sim_jobs.on_sim, "LATE", sim_jobs.seconds_waited, start, link)[0]) for link in (1e3, 1e6)
+        min(sim_process.run(sim_jobs.on_sim, "LATE", sim_jobs.seconds_waited, start, link)[0]) for link in (1e3, 1e6)
     )
     sent = 2 * sum(
         parameter.nbytes for parameter in start.parameters()

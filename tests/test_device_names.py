@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from foreign import MAKERS
+from foreign_device import MAKERS
 
 PACKAGE = Path(__file__).parents[1] / "lightning_zero"
 DEVICES = PACKAGE / "device.py"
@@ -61,9 +61,9 @@ def test_every_tensor_that_the_package_makes_says_on_which_device() -> None:
 @pytest.mark.parametrize(("place", "device"), [("lightning_zero/x.py", "meta"), ("tests/x.py", "cpu")])
 def test_under_a_foreign_device_only_what_the_package_makes_is_there(place: str, device: str) -> None:
     code = f"""
-import foreign
+import foreign_device
 import torch
-foreign.install()
+foreign_device.install()
 made = {{}}
 exec(compile("made = torch.ones(2)", {str(PACKAGE.parent / place)!r}, "exec"), {{"torch": torch}}, made)
 print(made["made"].device.type)

@@ -3,7 +3,8 @@
 import pickle
 import random
 from collections.abc import Callable, Iterable
-from threading import Lock
+from itertools import count
+from threading import Lock, Thread
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +16,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 from lightning_zero.run.engine import Engine, Options
-from lightning_zero.shards.probe import ELEMENT_WISE, state_tensors_of, why_not_in_pieces
+from lightning_zero.shards.probe import ELEMENT_WISE, MOMENTS, state_tensors_of, why_not_in_pieces
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.threads import ThreadWorld
 from zoo import OF_ALL, PIECES, WHOLE, ByFormula, Trusting, decays_matrices, made
@@ -71,6 +72,41 @@ def test_what_draws_random_numbers_is_told_from_what_looks_at_all_parameters(sou
     assert why_not_in_pieces(Noisy(parameters(), source)) == "draws random numbers"
     assert torch.get_rng_state().equal(before[0])
     assert (pickle.dumps(np.random.get_state()), random.getstate()) == before[1:], "training's own are left alone"
+
+
+class Interrupted(SGD):
+    """During all of its steps but one another thread draws a number: one that loads data, say."""
+
+    def __init__(self, parameters: Iterable[Any], but_in: int) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.param_groups[0]["steps"], self.but_in = Count(), but_in
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        if next(self.param_groups[0]["steps"]) != self.but_in:
+            other = Thread(target=random.random)
+            other.start()
+            other.join()
+
+
+class Count:
+    """Counts for all copies of what holds it."""
+
+    def __init__(self) -> None:
+        self.numbers = count()
+
+    def __next__(self) -> int:
+        return next(self.numbers)
+
+    def __deepcopy__(self, memo: Any) -> "Count":
+        return self
+
+
+def test_numbers_that_another_thread_draws_meanwhile_are_none_of_the_optimizers() -> None:
+    assert why_not_in_pieces(Interrupted(parameters(), -1)) == "draws random numbers"
+    for number in range(5):  # the steps that ask whether it draws come after those that tell what it changes
+        assert why_not_in_pieces(Interrupted(parameters(), len(MOMENTS) + number)) is None
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -35,7 +35,7 @@ from lightning_zero.views.lazy import Stored
 from lightning_zero.views.parameter import AsDeclared, Interception, Lender
 from lightning_zero.views.saved import SavedParameters
 
-Prints = tuple[int, int]
+Fingerprint = tuple[int, int]
 
 
 class _Place(IntEnum):
@@ -55,7 +55,9 @@ class Loans(Lender, GradientLender):
         self._declared: dict[ShardGroup, Tensor] = {}  # lent copies in the declared dtype, (N * S,)
         self._as_lent: dict[ShardGroup, Tensor] = {}  # the resting values of units then, (N * S,): of all ranks
         self._versions: dict[ShardGroup, int] = {}  # of these copies when they were lent
-        self._prints: dict[ShardGroup, Prints] = {}  # of what users hold views of, when they got the first one
+        self._fingerprints: dict[
+            ShardGroup, Fingerprint
+        ] = {}  # of what users hold views of, when they got the first one
         self._has_kept = False  # edits, at the ends of calls since the last boundary
         self._place = _Place.ELSEWHERE
         self._in_blocks: dict[ShardGroup, Tensor] = {}  # those of them that recomputing blocks have read in this pass
@@ -215,7 +217,7 @@ class Loans(Lender, GradientLender):
     def _end_lasting(self, group: ShardGroup, loan: Lent, result: Any) -> None:
         """Notes whether a call has returned a view of lent values, through which they may be edited unseen."""
         if group.upcasts and loan.is_unwatched and loan.is_visible_in(result):
-            self._note_print(group, self._declared[group])
+            self._note_fingerprint(group, self._declared[group])
 
     def _end_call(self, unit: Unit, notes: bool, recomputes: bool, loan: Lent, result: Any) -> None:
         """Ends the loan of a unit to one call, unless the values are still referred to."""
@@ -224,7 +226,7 @@ class Loans(Lender, GradientLender):
         if unit.is_shared and not recomputes:
             self.hold(unit)
             if loan.is_unwatched and loan.is_visible_in(result):
-                self._note_prints(unit)
+                self._note_fingerprints(unit)
         if unit.pins == 1 and loan.is_edited:  # the edit is kept now
             self._wait_for_all(_Place.EDIT)
             self._has_kept = True
@@ -245,14 +247,14 @@ class Loans(Lender, GradientLender):
                     group.keep_edits()
                     group.note_versions()
 
-    def _note_prints(self, unit: Unit) -> None:
+    def _note_fingerprints(self, unit: Unit) -> None:
         for group in unit.groups:
             if not group.upcasts and group.full_param is not None:
-                self._note_print(group, group.full_param)
+                self._note_fingerprint(group, group.full_param)
 
-    def _note_print(self, group: ShardGroup, full: Tensor) -> None:
-        if group not in self._prints:
-            self._prints[group] = prints_of(full)
+    def _note_fingerprint(self, group: ShardGroup, full: Tensor) -> None:
+        if group not in self._fingerprints:
+            self._fingerprints[group] = fingerprint_of(full)
 
     def is_lent(self, group: ShardGroup) -> bool:
         """Whether a copy of the values in the declared dtype is lent, which may have been edited."""
@@ -284,14 +286,14 @@ class Loans(Lender, GradientLender):
             for group in groups:
                 full = self._declared.get(group, group.full_param)
                 if full is not None:
-                    self._note_print(group, full)
+                    self._note_fingerprint(group, full)
         try:
             yield
         finally:
             for group in () if write else groups:  # before `settle`, which would keep their edits
                 self._declared.pop(group, None)
                 self._as_lent.pop(group, None)
-                self._prints.pop(group, None)
+                self._fingerprints.pop(group, None)
                 unit = self._units.get(group)
                 if unit in self._held:
                     del self._held[unit]
@@ -397,7 +399,7 @@ class Loans(Lender, GradientLender):
             self._in_blocks.clear()
             for unit in [*self._held]:
                 self._take_back_unit(unit)
-        self._prints.clear()
+        self._fingerprints.clear()
 
     def _lasting(self) -> Iterator[tuple[ShardGroup, Tensor]]:
         """Yields the groups of which loans last to the next boundary, with the full array that is lent."""
@@ -410,7 +412,7 @@ class Loans(Lender, GradientLender):
         """Whether lent values have been edited: the same on every rank that has made the edits."""
         if full._version != self._versions[group] if group.upcasts else group.is_edited:
             return True
-        return group in self._prints and self._prints[group] != prints_of(full)
+        return group in self._fingerprints and self._fingerprints[group] != fingerprint_of(full)
 
     def _wait_for_all(self, place: _Place) -> None:
         """Waits until all ranks have come to the edit that this one is about to keep, and serves them meanwhile."""
@@ -423,8 +425,8 @@ class Loans(Lender, GradientLender):
         """Returns the place of the rank that is farthest from a boundary. One that has nothing more to do in this round
         makes no edit before one. Collective."""
         place = _Place.BOUNDARY if self.rendezvous.is_waiting else self._place
-        told = torch.tensor([_Place.BOUNDARY - place], dtype=torch.uint8, device=HOST)
-        return _Place.BOUNDARY - int(self.groups[0].comm.host.all_reduce(told, "edit", "max"))
+        told = torch.tensor([place], dtype=torch.uint8, device=HOST)
+        return int(self.groups[0].comm.host.all_reduce(told, "edit", "min"))
 
     def _end_loans_of(self, group: ShardGroup) -> None:
         """Ends the loans of a group, as `settle` does, and releases its unit."""
@@ -453,7 +455,7 @@ class Loans(Lender, GradientLender):
         self.cache.let_go(unit)
 
 
-def prints_of(values: Tensor) -> Prints:
+def fingerprint_of(values: Tensor) -> Fingerprint:
     """Returns two numbers that tell whether values have been edited in any way, also past torch: sums of their bits."""
     bits = values.view(torch.int64)
     matrix = bits.view(-1, math.gcd(bits.numel(), 4096))

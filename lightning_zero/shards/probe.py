@@ -64,6 +64,7 @@ LARGE = ((), (5376,), (128, 134), (16, 16, 21), (16, 16, 21, 1))
 SCALES = (1e-3, 1e3, 1.0, 1.0)  # of the gradients of the first steps: some optimizers clip large ones
 # Steps that are tried: one for each scale, and later ones past thresholds, multiples of nearly everything up to 100.
 MOMENTS = (1, 2, 3, 4, 10, 100, 5_544_000)
+TRIES = 5  # of a step that draws random numbers
 SHARE = 5  # one piece is a fifth of a tensor, the other one the rest
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -224,12 +225,19 @@ def _agrees(whole: Groups, optimizer: Optimizer, part: Part, ranks: int, bench: 
 
 def _draws(optimizer: Optimizer, bench: _Bench) -> bool:
     """Whether a step draws random numbers: from torch, numpy or Python, or from a generator of the optimizer's own,
-    which gives the same ones to each copy of the optimizer."""
+    which gives the same ones to each copy of the optimizer. Other threads, which load data, draw from the first three
+    too: one that does so during each of several steps would have to draw without a pause."""
+    return all(_has_drawn_meanwhile(optimizer, bench) for _ in range(TRIES))
+
+
+def _has_drawn_meanwhile(optimizer: Optimizer, bench: _Bench) -> bool:
+    """Whether somebody draws random numbers during a step of a copy of the optimizer."""
     values = [_values(group["params"], 0, bench) for group in optimizer.param_groups]
     trial = _Trial(optimizer, values, lambda tensor, _: tensor, bench)
-    before = _random_states(trial.optimizer)
-    trial.step(_gradients(optimizer, 0, bench))
-    after = _random_states(trial.optimizer)
+    with _restoring_random_state():  # one that seeds torch itself would find the state that it left in the last try
+        before = _random_states(trial.optimizer)
+        trial.step(_gradients(optimizer, 0, bench))
+        after = _random_states(trial.optimizer)
     return any(before.get(source) != state for source, state in after.items())
 
 

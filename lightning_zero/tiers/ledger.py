@@ -9,7 +9,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from lightning_zero.device import HOST, Limit, PinnedMemory, nbytes_pinned
+from lightning_zero.device import Limit, PinnedMemory
 from lightning_zero.tiers.disk import Disk
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc; None elsewhere
@@ -97,12 +97,8 @@ class Ledger:
         # training could not write to it.
         with torch.inference_mode(False):
             if place.pinned:
-                lasts = category in LASTING
-                if lasts:
-                    tensor = self.pinned.empty(numel, dtype)
-                else:
-                    tensor = torch.empty(numel, dtype=dtype, device=HOST, pin_memory=True)
-                self._adopt(category, tensor, place.tier, nbytes_pinned(tensor.nbytes, lasts=lasts))
+                tensor, nbytes = self.pinned.empty(numel, dtype, lasts=category in LASTING)
+                self._adopt(category, tensor, place.tier, nbytes)
                 return tensor
             tensor = torch.empty(numel, dtype=dtype, device=place.device)
         self.adopt(category, tensor, place.tier)
