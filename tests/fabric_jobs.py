@@ -45,24 +45,70 @@ def set_up(made: Fabric, how: str = "setup") -> tuple[Any, Any]:
     model: Any = Classifier(tied=made._precision.precision != "bf16-true")
     model.frozen.bias.data.add_(made.global_rank)
     if how == "setup":
-        return made.setup(model, model.configure_optimizers()["optimizer"])
-    if how == "compiled":
-        optimizer = model.configure_optimizers()["optimizer"]
-        return made.setup(torch.compile(model, backend="eager"), optimizer)
-    if how == "compiled in place":
-        model.compile(backend="eager")
-        return made.setup(model, model.configure_optimizers()["optimizer"])
+        return made.setup(model, optimizer_of(model))
+    if how.startswith("compiled"):
+        return set_up_compiled(made, model, how)
     if how == "optimizer first":
-        optimizer = made.setup_optimizers(model.configure_optimizers()["optimizer"])
+        optimizer = made.setup_optimizers(optimizer_of(model))
         return made.setup_module(model), optimizer
     if how == "evaluated before":
         wrapped = made.setup_module(model).eval()
         with torch.inference_mode():
             wrapped(torch.ones(2, FEATURES))
         wrapped.train()
-        return wrapped, made.setup_optimizers(model.configure_optimizers()["optimizer"])
+        return wrapped, made.setup_optimizers(optimizer_of(model))
     wrapped = made.setup_module(model)
-    return wrapped, made.setup_optimizers(model.configure_optimizers()["optimizer"])
+    return wrapped, made.setup_optimizers(optimizer_of(model))
+
+
+def set_up_compiled(made: Fabric, model: Any, how: str) -> tuple[Any, Any]:
+    """A model, compiled in some way, and its optimizer. `model.traced` is the number of graphs that were compiled."""
+
+    def compiler(graph: Any, _: Any) -> Any:
+        model.traced += 1
+        return graph.forward
+
+    model.traced = 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if how.endswith("blocks") else optimizer_of(model)
+    if how == "compiled after":
+        wrapped, optimizer = made.setup(model, optimizer)
+        return torch.compile(wrapped, backend=compiler), optimizer
+    if how == "compiled in place":
+        model.compile(backend=compiler)
+        return made.setup(model, optimizer)
+    compiled: Any = torch.compile(model, backend=compiler, dynamic=False)
+    if how == "compiled, module first":
+        return made.setup_module(compiled), made.setup_optimizers(optimizer)
+    return made.setup(compiled, optimizer)
+
+
+def optimizer_of(model: Any) -> Any:
+    return model.configure_optimizers()["optimizer"]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(FEATURES, 2 * FEATURES), nn.Linear(2 * FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def train_compiled_blocks(strategy: Any, world: int) -> tuple[list[float], int]:
+    """Losses of a few steps of a model that is compiled as a whole; and the number of graphs."""
+    made = fabric(strategy, world, "32-true")
+    torch.manual_seed(0)
+    model, optimizer = set_up_compiled(made, nn.Sequential(Block(), Block(), Block()), "compiled blocks")
+    losses = []
+    for step in range(3):
+        loss = model(torch.full((2, FEATURES), 0.1 * (1 + step + made.global_rank))).square().sum()
+        made.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    made.strategy.teardown()
+    return losses, model.module.traced
 
 
 def steps(
@@ -109,7 +155,7 @@ def train(strategy: Any, world: int, how: str = "setup", precision: str = "32-tr
     with warnings.catch_warnings(record=True) as warned:
         told = steps(made, model, optimizer, **kwargs)
     found = {**told, "weights": whole(made, model), "warned": [str(one.message) for one in warned]}
-    found["state"] = optimizer.state_dict()
+    found["state"], found["graphs"] = optimizer.state_dict(), getattr(model.module, "traced", 0)
     found["sent"] = made.strategy.communication_report() if hasattr(made.strategy, "communication_report") else {}
     made.strategy.teardown()
     return found
@@ -253,7 +299,7 @@ def built_inside(strategy: Any, world: int) -> dict[str, Any]:
     with made.init_module():
         model = Classifier()
     in_shards = early_of(model.net[0].weight) is not None
-    model, optimizer = made.setup(model, model.configure_optimizers()["optimizer"])
+    model, optimizer = made.setup(model, optimizer_of(model))
     told = steps(made, model, optimizer, clip="value")
     found = {**told, "in_shards": in_shards, "weights": whole(made, model), "state": optimizer.state_dict()}
     if isinstance(strategy, dict):

@@ -97,15 +97,33 @@ def test_module_and_optimizer_are_set_up_in_any_order(how: str, two_ranks: RankP
         assert_same_run(mine, theirs)
 
 
-def test_a_model_compiled_in_place_stays_compiled_and_one_compiled_around_says_it_is_not(
+@pytest.mark.parametrize("how", ["compiled in place", "compiled", "compiled, module first"])
+def test_a_compiled_model_is_compiled_inside_of_the_engine_as_under_ddp(
+    how: str, two_ranks: RankPool, ddp: Any
+) -> None:
+    found = two_ranks.run(fabric_jobs.train, {"stage": 2}, 2, how, clip="value")
+    for mine, theirs in zip(found, ddp(how="compiled", clip="value"), strict=True):
+        assert_same_run(mine, theirs)
+        assert mine["graphs"] == theirs["graphs"] > 0
+        assert not any("uncompiled" in told for told in mine["warned"])
+
+
+def test_a_compiled_model_whose_blocks_are_gathered_is_compiled_block_by_block(two_ranks: RankPool) -> None:
+    expected = two_ranks.run(fabric_jobs.train_compiled_blocks, DDP, 2)
+    found = two_ranks.run(fabric_jobs.train_compiled_blocks, {"stage": 3}, 2)
+    for (losses, graphs), (theirs, _) in zip(found, expected, strict=True):
+        assert losses == theirs
+        assert graphs > 0
+
+
+def test_a_model_that_is_compiled_after_it_was_set_up_runs_uncompiled_and_says_so(
     two_ranks: RankPool, ddp: Any
 ) -> None:
-    for how, stage in (("compiled in place", 2), ("compiled", 3)):
-        found = two_ranks.run(fabric_jobs.train, {"stage": stage}, 2, how, clip="value")
-        for rank, theirs in enumerate(ddp(precision="32-true", clip="value")):
-            assert_same_run(found[rank], theirs)
-            says_so = any("runs uncompiled" in told for told in found[rank]["warned"])
-            assert says_so == (how == "compiled" and rank == 0)
+    found = two_ranks.run(fabric_jobs.train, {"stage": 2}, 2, "compiled after", clip="value")
+    for rank, theirs in enumerate(ddp(clip="value")):
+        assert_same_run(found[rank], theirs)
+        told = [one for one in found[rank]["warned"] if "compiled after fabric.setup runs uncompiled" in one]
+        assert (len(told), found[rank]["graphs"]) == ((1, 0) if rank == 0 else (0, 0))
 
 
 @pytest.mark.parametrize("stage", [1, 3])

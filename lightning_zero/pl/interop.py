@@ -1,4 +1,4 @@
-"""Wraps nine functions of Lightning so that they know sharded checkpoints; `import lightning_zero` is enough.
+"""Wraps functions of Lightning so that they know sharded checkpoints and engines; `import lightning_zero` is enough.
 
 Nothing else of Lightning is changed:
 
@@ -8,6 +8,8 @@ Nothing else of Lightning is changed:
 - `ModelCheckpoint.file_exists`, so that a path counts as taken as soon as a save to it is under way in the background.
 - `LightningCLI._parse_ckpt_path`, which reads a model's arguments from the checkpoint in ``--ckpt_path``.
 - `_Connector`, which chooses Fabric's strategy, so that ``Fabric(strategy=ZeroStrategy(...))`` works.
+- `Fabric.setup` and `Fabric.setup_module`, which compile what they have set up: an engine cannot be traced, so what is
+  compiled is the model in it.
 - `_AcceleratorConnector`, which takes a Trainer's strategy, so that one `ZeroStrategy` object serves several Trainers.
 - the call of all callbacks, so that those of `ZeroStrategy` are called too, which are not in `trainer.callbacks`.
 - the broadcast in each training batch of whether a rank was told to stop, which `callbacks.Preemption` replaces.
@@ -27,9 +29,11 @@ from typing import Any
 import fsspec
 import torch
 from fsspec.implementations.local import LocalFileSystem
+from lightning.fabric import Fabric
 from lightning.fabric.connector import _Connector
 from lightning.fabric.plugins.io import torch_io
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.fabric.wrappers import _unwrap_compiled
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core import saving
@@ -178,6 +182,17 @@ def connect(init: Callable[..., None], connector: Any, *args: Any, strategy: Any
     init(connector, *args, strategy=strategy, **kwargs)
 
 
+def set_up(
+    setup: Callable[..., Any], fabric: Fabric, module: Any, *args: Any, _reapply_compile: bool = True, **kwargs: Any
+) -> Any:
+    """Sets up ``torch.compile(model)`` with Fabric as a model that is compiled in place, with the same settings."""
+    if isinstance(fabric.strategy, FabricZeroStrategy) and _reapply_compile:
+        module, settings = _unwrap_compiled(module)
+        if settings is not None:
+            module.compile(**settings)
+    return setup(fabric, module, *args, _reapply_compile=_reapply_compile, **kwargs)
+
+
 def connect_trainer(
     init: Callable[..., None], connector: Any, *args: Any, strategy: Any = "auto", **kwargs: Any
 ) -> None:
@@ -204,6 +219,8 @@ def install() -> None:
         (ModelCheckpoint, "file_exists", exists_or_is_saved),
         (ModelCheckpoint, "_find_last_checkpoints", find_complete),
         (_Connector, "__init__", connect),
+        (Fabric, "setup", set_up),
+        (Fabric, "setup_module", set_up),
         (_AcceleratorConnector, "__init__", connect_trainer),
         (LightningCLI, "_parse_ckpt_path", parse_ckpt_path),
         (calls, "_call_callback_hooks", call_with_own),

@@ -82,8 +82,8 @@ class SyncControl(_BackwardSyncControl):
 
 @torch.compiler.disable
 def _warn_uncompiled() -> None:
-    """Warns that Fabric has compiled the wrapper, and with it the engine, which cannot be traced."""
+    """Warns that the user has compiled the wrapper, and with it the engine, which cannot be traced."""
     rank_zero_warn(
-        "fabric.setup(torch.compile(model), ...) runs uncompiled with ZeroStrategy. Compile the model in place before: "
-        "model.compile(); fabric.setup(model, ...)."
+        "A model compiled after fabric.setup runs uncompiled with ZeroStrategy. Compile it before: "
+        "fabric.setup(torch.compile(model), ...)."
     )
