@@ -2,15 +2,20 @@
 
 import copy
 import os
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed import multi_threaded_pg
 
 import lightning_zero.device
 from engine_checkpoints import save
@@ -362,7 +367,9 @@ def train(
     **options: Any,
 ) -> dict[str, Any]:
     """A small training, of which `event` happens in the second step; the waits of the host are those of its last."""
-    model = copy.deepcopy(start)
+    model: Any = copy.deepcopy(start)
+    if options.get("tensor_parallel_size", 1) > 1:
+        parallelize(model, device, comm.size, options["tensor_parallel_size"])
     if kernel == "of one kind":
         made: torch.optim.Optimizer = OfOneKind(model.parameters(), device.type)
     else:
@@ -413,7 +420,18 @@ def train(
     if event == "a checkpoint is saved":
         assert path is not None
         found["saved"] = StoredCheckpoint(path).load()["state_dict"]
-    return found | {"weights": {name: value.detach().cpu() for name, value in model.named_parameters()}}
+    return found | {"weights": {name: _whole(value).detach().cpu() for name, value in model.named_parameters()}}
+
+
+def parallelize(model: nn.Module, device: torch.device, ranks: int, size: int) -> None:
+    """Divides each block among `size` neighbours: columns of its first matrix, rows of its second one."""
+    mesh = init_device_mesh(device.type, (ranks // size, size), mesh_dim_names=("data", "tensor"))
+    plan = {"blocks.*.0": ColwiseParallel(), "blocks.*.2": RowwiseParallel()}
+    parallelize_module(model, mesh["tensor"], plan, src_data_rank=None)  # all ranks have the same values
+
+
+def _whole(values: torch.Tensor) -> torch.Tensor:
+    return values.full_tensor() if isinstance(values, DTensor) else values
 
 
 def _fail(engine: Engine, model: nn.Module, device: torch.device) -> None:
@@ -443,7 +461,8 @@ def train_on_ranks(device: torch.device, size: int, start: nn.Module, **kwargs: 
     if size == 1:
         return [train(device, LocalComm(), start, **kwargs)]
     if device.type == "cpu":
-        return ThreadWorld(size).run(lambda comm: train(device, comm, start, **kwargs))
+        with threads_of_torch(size) as joining:
+            return ThreadWorld(size).run(lambda comm: joining(comm.rank) or train(device, comm, start, **kwargs))
     from sim.device import HostWatch
     from sim.group import run_ranks
 
@@ -452,6 +471,22 @@ def train_on_ranks(device: torch.device, size: int, start: nn.Module, **kwargs: 
             return train(device, make_comm(device, SOON, backend="sim"), start, **kwargs)
 
     return run_ranks(size, on_rank)
+
+
+@contextmanager
+def threads_of_torch(size: int) -> Iterator[Callable[[int], None]]:
+    """Inside, threads that say their rank are ranks of `torch.distributed` on the host: DTensor has groups of its own."""
+    world, store = dist.distributed_c10d._world, dist.HashStore()
+
+    def join(rank: int) -> None:
+        torch._C._distributed_c10d._set_thread_isolation_mode(True)
+        dist.init_process_group("threaded", rank=rank, world_size=size, store=store)
+
+    dist.distributed_c10d._world = multi_threaded_pg.ThreadLocalWorld()
+    try:
+        yield join
+    finally:
+        dist.distributed_c10d._world = world
 
 
 def seconds_waited(device: torch.device, start: nn.Module, link: float) -> list[float]:

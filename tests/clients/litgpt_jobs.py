@@ -12,6 +12,7 @@ from litgpt.args import EvalArgs, TrainArgs
 from litgpt.config import Config
 from litgpt.data import DataModule
 from litgpt.pretrain import main
+from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader
 
 from watch import as_user, in_shards
@@ -47,8 +48,11 @@ class Losses:
         self.in_shards = in_shards(self.fabric.strategy)
 
 
-def pretrain(strategy: Any, folder: Path, tied: bool, accumulate: int, max_norm: float) -> dict[str, Any]:
-    """Four steps, and the weights of the last checkpoint."""
+def pretrain(
+    strategy: Any, folder: Path, tied: bool, accumulate: int, max_norm: float, compiled: bool = False
+) -> dict[str, Any]:
+    """Four steps, and the weights of the last checkpoint. litgpt compiles the model; what it has compiled runs only if
+    it is to be `compiled`."""
     sys.argv = ["litgpt", "small"]  # of its command, which it keeps beside each checkpoint
     fabric = Fabric(accelerator="cpu", devices=2, strategy=as_user(strategy), precision="32-true")
     fabric.launch()
@@ -67,9 +71,8 @@ def pretrain(strategy: Any, folder: Path, tied: bool, accumulate: int, max_norm:
         lm_head_bias=False,
     )
     tokens = 4 * accumulate * 2 * 4 * LENGTH
-    # litgpt compiles the model before Fabric has it. ZeroStrategy runs such a model uncompiled, and says so. Compiled
-    # kernels round otherwise than torch's own, so ddp runs it uncompiled, too.
-    stance = torch.compiler.set_stance("force_eager") if strategy == "ddp" else contextlib.nullcontext()
+    counters.clear()
+    stance = contextlib.nullcontext() if compiled else torch.compiler.set_stance("force_eager")
     with contextlib.redirect_stdout(None), stance:
         main(
             fabric=fabric,
@@ -100,6 +103,7 @@ def pretrain(strategy: Any, folder: Path, tied: bool, accumulate: int, max_norm:
     return {
         "weights": torch.load(saved, weights_only=False)["model"] if fabric.global_rank == 0 else {},
         "losses": seen.losses,
+        "graphs": counters["stats"]["unique_graphs"],
         "in shards": seen.in_shards,
         "saved is a file": saved.is_file(),
     }

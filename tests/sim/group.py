@@ -140,13 +140,13 @@ def _broadcast(source: int, sent: list[list[Tensor]], received: list[list[Tensor
 class SimGroup(dist.ProcessGroup):
     """One rank of a communicator."""
 
-    def __init__(self, name: str, rank: int, size: int) -> None:
+    def __init__(self, group: str, name: str, rank: int, size: int) -> None:
         super().__init__(rank, size)
         with LOCK:
             self._shared = _COMMUNICATORS.setdefault(name, Communicator(size))
             self._shared.streams[rank] = Stream()
             self._shared.streams[rank].lane = "communication"
-        self._name, self._rank, self._size = name, rank, size
+        self._group, self._name, self._rank, self._size = group, name, rank, size
 
     supports_splitting = False
 
@@ -158,7 +158,7 @@ class SimGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        return self._name
+        return self._group
 
     def _launch(self, name: str, compute: Any, sent: Sequence[Tensor], received: Sequence[Tensor]) -> _Work:
         return _Work(self._shared.launch(self._rank, name, compute, sent, received), [*sent, *received])
@@ -212,7 +212,7 @@ def _deliver(sent: list[list[Tensor]], received: list[list[Tensor]]) -> None:
 
 def _make(options: Any, _: Any) -> SimGroup:
     name = f"{options.group_id} of {options.global_ranks_in_group}"
-    return SimGroup(name, options.group_rank, options.group_size)
+    return SimGroup(options.group_id, name, options.group_rank, options.group_size)
 
 
 dist.Backend.register_backend("sim", _make, extended_api=True, devices=["sim"])
