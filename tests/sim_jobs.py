@@ -475,7 +475,7 @@ def train_on_ranks(device: torch.device, size: int, start: nn.Module, **kwargs: 
 
 @contextmanager
 def threads_of_torch(size: int) -> Iterator[Callable[[int], None]]:
-    """Inside, threads that say their rank are ranks of `torch.distributed` on the host: DTensor has groups of its own."""
+    """Inside, threads that say their rank are ranks of `torch.distributed` on the host: DTensor has its own groups."""
     world, store = dist.distributed_c10d._world, dist.HashStore()
 
     def join(rank: int) -> None:
