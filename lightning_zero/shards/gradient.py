@@ -12,6 +12,7 @@ On one rank, unless gradients rest in another tier, nothing is reduced and there
 autograd has left in `p.grad`.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -261,10 +262,12 @@ class GradientShard:
 
     def _reduce_between_replicas(self, total: Tensor, name: str) -> None:
         """Sums `total` over the ranks that hold the same shard: 1/N of the gradient crosses between shard groups."""
-        replicate = self.group.replicate
+        replicate, place = self.group.replicate, self.group.places.gathered
         rows = total.view(replicate.size, -1)
-        mine, scratch = torch.empty_like(rows[0]), rows.new_empty(replicate.scratch_rows, rows.shape[1])
-        replicate.reduce_scatter(mine, rows, scratch, name).wait()
+        shape = (1 + replicate.scratch_rows, rows.shape[1])
+        beside = self.group.setting.ledger.allocate(Category.BUCKET, math.prod(shape), rows.dtype, place).view(shape)
+        mine = beside[0]
+        replicate.reduce_scatter(mine, rows, beside[1:], name).wait()
         replicate.all_gather(rows, mine, name).wait()
 
     def wait(self) -> None:
@@ -352,7 +355,9 @@ class GradientShard:
         """Returns the whole averaged gradient of one parameter, in its shape. Collective: all-gathers its slice."""
         layout, comm = self.group.layout, self.group.comm
         of = layout.slice_of(slot.index)
-        rows = torch.empty(layout.ranks, of.width, dtype=self.dtype, device=self.group.places.gathered.device)
+        ledger, place = self.group.setting.ledger, self.group.places.gathered
+        rows = ledger.allocate(Category.GATHERED, layout.ranks * of.width, self.dtype, place)
+        rows = rows.view(layout.ranks, of.width)
         own = self.owned_grad.send(of.in_shard, rows[comm.rank])
         comm.all_gather(rows, own, f"read gradient {slot.name}").wait()
         start = slot.offset - of.start

@@ -190,9 +190,12 @@ class WholeWindow(Window):
         """Sends flat `parts` to each rank, and receives parts of `numels` elements from each. Returns them by rank."""
         group = self.slots[0].group
         comm, device, dtype = group.comm, group.places.gathered.device, group.rest.master.dtype
-        nothing = torch.empty(0, dtype=dtype, device=device)
+        nothing, ledger = torch.empty(0, dtype=dtype, device=device), group.setting.ledger
         sent = [torch.cat([nothing, *(part.to(device) for part in parts[rank])]) for rank in range(comm.size)]
-        received = [torch.empty(sum(numels[rank]), dtype=dtype, device=device) for rank in range(comm.size)]
+        for tensor in sent:
+            ledger.adopt(Category.GATHERED, tensor)
+        needed = [sum(numels[rank]) for rank in range(comm.size)]
+        received = [ledger.allocate(Category.GATHERED, numel, dtype, group.places.gathered) for numel in needed]
         comm.all_to_all(received, sent, f"whole tensors from {self.slots[0].name}")
         return [iter(received[rank].split(numels[rank])) for rank in range(comm.size)]
 
