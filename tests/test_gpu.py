@@ -14,8 +14,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 import jobs
+import sim_jobs
 import tensor_training_jobs
+import test_device
 from compare import assert_same_bits
+from cover import name_of
 from lightning_zero import ZeroEMA
 from lightning_zero.checkpoint import load_pretrained, verify
 from lightning_zero.config import ActivationCheckpointing, Offload
@@ -55,6 +58,31 @@ def test_one_gpu_equals_the_plain_strategy_bit_for_bit(stage: int, precision: st
     found, expected = fit_on_gpu({"stage": stage}, precision), fit_on_gpu("auto", precision)
     assert found["losses"] == expected["losses"]
     assert all(torch.equal(found["weights"][name], value) for name, value in expected["weights"].items())
+
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+ON_ONE_RANK = [(case[:4], *case[5:6]) for case in test_device.CASES if case[4] == 1]
+
+
+@pytest.mark.parametrize(("case", "micro"), ON_ONE_RANK, ids=name_of)
+def test_trainings_of_the_simulated_device_run_on_a_gpu(case: Any, micro: int, tmp_path: Path) -> None:
+    """The same jobs as there, on one rank. Kernels of a GPU round otherwise than those of the host."""
+    stage, tier, precision, clips = case
+    setting = {"stage": stage, "precision": precision, "clips": clips, "micro": micro}
+    offload = test_device.offload_of(tier, stage, tmp_path)
+    (found,), (expected,) = (
+        sim_jobs.train_on_ranks(device, 1, sim_jobs.tower(), **setting, offload=offload) for device in (GPU, CPU)
+    )
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-3 if precision == "32-true" else 5e-2)
+
+
+@pytest.mark.parametrize("event", ["a rank reads alone", "a step fails", "a checkpoint is saved"])
+def test_what_happens_in_the_middle_of_a_training_happens_on_a_gpu(event: str, tmp_path: Path) -> None:
+    (found,), (expected,) = (
+        sim_jobs.train_on_ranks(device, 1, sim_jobs.tower(), stage=3, event=event, path=tmp_path / device.type)
+        for device in (GPU, CPU)
+    )
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-3)
 
 
 @pytest.mark.parametrize("device", [None, "cpu"])
