@@ -24,6 +24,7 @@ import lightning_zero.pl.ranks
 import lightning_zero.pl.sharded_strategy
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import Folder, StoredCheckpoint
+from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.gloo import GlooComm
 from lightning_zero.wire.links import ONLY_TCP, Links
@@ -294,6 +295,38 @@ def fit_clipped(strategy: Any, world: int, clip: str) -> dict[str, Any]:
     settings = {} if clip == "override" else {"gradient_clip_val": 0.05, "gradient_clip_algorithm": clip}
     trainer(strategy, world, callbacks=[NormAfterClipping()], **settings).fit(model, loader())
     return {"losses": model.losses, "norms_after": after}
+
+
+class LooksOnceClipped(Classifier):
+    """Rank 0 alone reads a weight between clipping and the step."""
+
+    seen: list[float]
+
+    def configure_gradient_clipping(self, optimizer: Any, *settings: Any, **named: Any) -> None:
+        self.clip_gradients(optimizer, *settings, **named)
+        if self.global_rank == 0:
+            self.seen.append(float(self.net[4].weight.norm()))
+
+
+def exchanges_of_steps(strategy: Any, clip: float | None, looks: bool = False) -> dict[str, Any]:
+    """How often ranks tell each other what they want, in each step of an epoch."""
+    L.seed_everything(1, verbose=False)
+    model = LooksOnceClipped() if looks else Classifier()
+    counts: list[int] = []
+    model.seen = []
+
+    class Counts(L.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            counts.append(0)
+
+    def counted(rendezvous: Rendezvous, *args: Any, **kwargs: Any) -> Any:
+        counts[-1:] = [1 + counts[-1]] if counts else []
+        return exchange(rendezvous, *args, **kwargs)
+
+    exchange = Rendezvous._exchange
+    with patch.object(Rendezvous, "_exchange", counted):
+        trainer(strategy, 2, callbacks=[Counts()], gradient_clip_val=clip).fit(model, loader())
+    return {"losses": model.losses, "seen": model.seen, "exchanges": counts[2:]}
 
 
 class OneBadGradient(Classifier):

@@ -132,6 +132,24 @@ def test_r12_clipping_by_norm_by_value_and_by_override_matches_ddp(stage: int, t
         assert found[0]["norms_after"] == found[1]["norms_after"]
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_that_have_met_to_clip_do_not_meet_again_to_step(stage: int, two_ranks: RankPool) -> None:
+    plain, _ = two_ranks.run(jobs.exchanges_of_steps, {"stage": stage}, None)
+    clipped, _ = two_ranks.run(jobs.exchanges_of_steps, {"stage": stage}, 0.05)
+    assert clipped["exchanges"] == plain["exchanges"]
+    assert min(plain["exchanges"]) == 1
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_rank_that_looks_at_a_weight_between_clipping_and_step_sees_ddps(stage: int, two_ranks: RankPool) -> None:
+    found = two_ranks.run(jobs.exchanges_of_steps, {"stage": stage}, 0.05, True)
+    expected = two_ranks.once(jobs.exchanges_of_steps, "ddp_find_unused_parameters_true", 0.05, True)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
+        assert mine["seen"] == pytest.approx(theirs["seen"], rel=1e-6)
+    assert found[0]["seen"]
+
+
 @pytest.mark.parametrize("saver", ["ddp_find_unused_parameters_true", {"stage": 1}, {"stage": 3}])
 @pytest.mark.parametrize("resumer", ["ddp_find_unused_parameters_true", {"stage": 2}, {"stage": 3}])
 def test_full_checkpoints_resume_under_any_strategy(

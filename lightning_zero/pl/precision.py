@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
@@ -102,14 +103,20 @@ class ShardedGradients(Precision):
     skipped_last = False  # whether the latest step was: its learning rate schedulers do not move either
     _late_norms: list[Late]
     grad_norm: Tensor | None = None  # of the latest step, if it was clipped by norm; 0-d, on the device
+    _has_clipped = False  # since backward
     _warned_of_nan = False
 
     def __reduce__(self) -> Any:
         """Pickles the plugin that was adapted (``start_method="spawn"`` sends the strategy to every rank)."""
-        base = next(base for base in type(self).__mro__[1:] if not issubclass(base, ShardedGradients))
-        plain = base.__new__(base)
+        plain = self._adapted.__new__(self._adapted)
         vars(plain).update(vars(self), engine=None)
         return adapt, (plain,)
+
+    @property
+    def _adapted(self) -> type[Precision]:
+        """The class of the plugin that was adapted."""
+        kinds = (base for base in type(self).__mro__[1:] if issubclass(base, Precision))
+        return next(base for base in kinds if not issubclass(base, ShardedGradients))
 
     def begin(self, engine: Engine, max_skipped_steps: int) -> None:
         """Begins a run."""
@@ -128,12 +135,25 @@ class ShardedGradients(Precision):
         with nullcontext() if engine is None else engine.backward():
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
+    def _wrap_closure(  # type: ignore[override]
+        self, model: "pl.LightningModule", optimizer: Optimizer, closure: Callable[[], Any]
+    ) -> Any:
+        """Runs the closure and clips: the last thing before the step, unless users have written how to do either."""
+        self._has_clipped = False
+        result = super()._wrap_closure(model, optimizer, closure)
+        is_lightnings = self._adapted.__module__.startswith("lightning.")
+        if self._has_clipped and is_lightnings and not is_overridden("configure_gradient_clipping", model):
+            assert self.engine is not None
+            self.engine.expect_step()
+        return result
+
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         engine = self._live_engine
         if engine is None:
             super().clip_grad_by_norm(optimizer, clip_val)
             return
         self.grad_norm = engine.averages.clip_by_norm_(self.main_params(optimizer), float(clip_val)).total
+        self._has_clipped = True
         if not self._warned_of_nan and self.scaler is None:
             self._late_norms.append(Late(self.grad_norm))
             self._warn_of_nan()
@@ -157,6 +177,7 @@ class ShardedGradients(Precision):
             super().clip_grad_by_value(optimizer, clip_val)
         else:
             engine.averages.clip_by_value_(self.main_params(optimizer), float(clip_val))
+            self._has_clipped = True
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any

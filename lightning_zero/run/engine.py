@@ -125,6 +125,7 @@ class Engine:
         self.averages = Averages(module, device, self.mesh, self.loans, self.reductions)
         self.states = States(module, steppers, self.mesh, self.loans)
         self._phases = Phases()
+        self._steps_next = False  # see `expect_step`
         is_on = self.options.broadcast_buffers
         self._buffers = SharedBuffers(module, self.mesh.world, self.rendezvous, is_on=is_on)
         for group in self.groups:
@@ -138,6 +139,7 @@ class Engine:
         """Around a forward. If its gradients will be reduced (`reduces`), the next forward broadcasts rank 0's buffers
         first, as DDP does."""
         self._recover()
+        self._steps_next = False
         if torch.is_grad_enabled():
             self.regroup()
         if not torch.is_grad_enabled() or self.loans.has_noted:  # by user code that has loaded a checkpoint's entries
@@ -196,6 +198,7 @@ class Engine:
 
     def _begin_backward(self) -> None:
         self._recover()
+        self._steps_next = False
         self.catch_up()  # new gradients take the place of those that postponed steps need
         with no_interception(), torch.no_grad():
             self.loans.take_back_gradients()  # keeps edits of the old gradients, before this backward stores new ones
@@ -237,6 +240,11 @@ class Engine:
             yield
         self.averages.forget()
 
+    def expect_step(self) -> None:
+        """Notes that gradients have just been clipped, and that the step comes next, before any code of users, on every
+        rank: ranks have met to clip, and need not meet again. Call it on every rank."""
+        self._steps_next = True
+
     def _change(self, optimizer: Optimizer, call: Callable[[], Any]) -> Any:
         """Returns `call()`, which changes parameters and state of `optimizer` between two steps. Collective."""
         self._prepare_step()
@@ -247,7 +255,10 @@ class Engine:
         """Makes ranks agree on which parameters have gradients, and takes over edits."""
         self._recover()
         self.catch_up()
-        self.rendezvous.meet_all()  # before edits are taken over: a rank that diverges may still gather the old values
+        if not self._steps_next:
+            # Before edits are taken over: a rank that diverges may still gather the old values.
+            self.rendezvous.meet_all()
+        self._steps_next = False
         self.loans.settle(all_here=True)
 
     def catch_up(self) -> None:
