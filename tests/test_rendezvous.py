@@ -212,7 +212,8 @@ def test_ranks_that_go_one_way_gather_ahead_what_is_not_there_and_send_nothing_e
 
 
 def test_ranks_that_change_their_way_learn_what_comes_after_what_and_send_nothing_else() -> None:
-    """One round for some time, and then two by turns, as when a warm-up has ended."""
+    """One round for some time, and then two by turns, as when a warm-up has ended: `other` comes after `way` once in
+    vain."""
     way, other = forward_and_backward(5), [5, *forward_and_backward(4)]
 
     def rank_main(comm: Comm) -> list[int]:
@@ -227,7 +228,47 @@ def test_ranks_that_change_their_way_learn_what_comes_after_what_and_send_nothin
 
     for messages in ThreadWorld(2, 5).run(rank_main):
         assert messages[3] > 1
-        assert messages[-6:] == [1] * 6
+        assert messages[-5:] == [1] * 5
+
+
+@pytest.mark.parametrize("times", [2, 3, 5])
+def test_a_way_that_is_taken_some_times_and_then_another_one_is_learnt_with_its_number(times: int) -> None:
+    """As where several micro-batches make a step."""
+    way, other = forward_and_backward(5), [5, *forward_and_backward(4)]
+
+    def rank_main(comm: Comm) -> list[int]:
+        things, messages = Things(comm, 1), []
+        for uses in [*[way] * times, other] * 4:
+            calls = comm.calls["all_reduce"]
+            for which in uses:
+                things.use(which)
+            things.end_round()
+            messages.append(comm.calls["all_reduce"] - calls)
+        return messages
+
+    for messages in ThreadWorld(2, 5).run(rank_main):
+        assert messages[-2 * (times + 1) :] == [1] * 2 * (times + 1)
+
+
+@pytest.mark.parametrize("micros", [1, 2, 4])
+def test_ranks_that_use_the_same_units_agree_once_in_each_micro_batch(micros: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> list[int]:
+        messages = []
+        for step in range(6):
+            calls = comm.calls["all_reduce"]
+            for micro in range(micros):
+                with engine.accumulating() if micro < micros - 1 else nullcontext():
+                    with engine.forward():
+                        loss = model(x(1.0 + step + comm.rank)).sum()
+                    with engine.backward():
+                        loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            messages.append(comm.calls["all_reduce"] - calls)
+        return messages
+
+    for messages in on_engine(tower(5), act, 3, unit_classes=("Linear",)):
+        assert messages[3:] == [micros] * 3
 
 
 def test_reductions_start_on_all_ranks_at_the_same_place_once_all_are_ready() -> None:

@@ -33,6 +33,7 @@ from lightning_zero.wire.mesh import Mesh
 
 _LONGEST = 10_000  # uses; a longer round (an evaluation of many batches) is not planned as a whole
 _MOST_PLANS = 16
+_MOST_TIMES = 256  # that a kind of round is counted one after another
 _HASH = 2**61 - 1
 # The others may wait in a reduction for gradients that this rank has not got yet, and cannot serve it.
 _IN_BACKWARD = (
@@ -55,6 +56,25 @@ class _Heard(NamedTuple):
     agree: bool  # all want the same, and have used the same before
     early: bool  # a rank will meet the others once more before the step
     statement: Tensor  # see `Reductions.statement`
+
+
+class _Before(NamedTuple):
+    """What comes before a round: the last one with uses in which ranks agreed. Micro-batches are such rounds, one like
+    the other, so it is their number that tells when another one comes."""
+
+    kind: int = 0
+    times: int = 0  # it has come one after another, without any other in between; 0: however often
+    empty: int = 0  # rounds without uses since
+
+    def then(self, kind: int | None) -> "_Before":
+        """Returns what comes before the next round, given the kind of this one; None if it has no uses."""
+        if kind is None:
+            return self._replace(empty=min(self.empty + 1, _MOST_PLANS))
+        return _Before(kind, min(self.times + 1, _MOST_TIMES) if kind == self.kind and not self.empty else 1)
+
+    @property
+    def however_often(self) -> "_Before":
+        return self._replace(times=0)
 
 
 @dataclass
@@ -89,9 +109,9 @@ class Rendezvous:
         self._round = _Round()
         self._makes_plans = True
         self._plans: dict[int, Plan] = {}  # kind of a round (the digest of its uses) -> its plan
-        self._next: dict[tuple[int, int], int] = {}  # `_before` of a round -> its kind, the last time
+        self._next: dict[_Before, int] = {}  # what came before a round -> its kind, the last time
         self._beginnings: dict[tuple[int, bool], int] = {}  # `begins` of a round -> its kind, the last time
-        self._before = (0, 0)  # kind of the last round with uses in which ranks agreed, and how many empty ones since
+        self._before = _Before()
         self.is_awaited = False  # the others wait for this rank to meet them once more, as it was early
         self.is_waiting = False  # this rank wants nothing but that the others come to where it is
 
@@ -385,18 +405,20 @@ class Rendezvous:
 
     def _learn(self, agree: bool) -> None:
         """Remembers the round that is over, and begins the next one with the plan of what came next the last time."""
-        uses, kind, begins, (last, empty) = self._round.uses, self._round.digest, self._round.begins, self._before
+        uses, kind, begins = self._round.uses, self._round.digest, self._round.begins
         agree &= self._makes_plans
         if agree:
-            self._next[self._before] = kind
-            self._before = (kind, 0) if uses else (last, min(empty + 1, _MOST_PLANS))
+            for before in (self._before, self._before.however_often):
+                self._next[before] = kind
+            self._before = self._before.then(kind if uses else None)
         if agree and uses and begins:
             self._beginnings[begins] = kind
             if kind not in self._plans and len(uses) <= _LONGEST:
                 self._plans[kind] = self._plan_of(uses, self._round.complete)
                 for old in list(self._plans)[:-_MOST_PLANS]:
                     del self._plans[old]
-        self._round = _Round(plan=self._plans.get(self._next.get(self._before, 0)))
+        of_any_number = self._next.get(self._before.however_often, 0)
+        self._round = _Round(plan=self._plans.get(self._next.get(self._before, of_any_number)))
 
     def _plan_of(self, uses: list[int], complete: dict[int, int]) -> Plan:
         units, late = range(len(self._units)), self._mesh.shard.learns_late
