@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _device
 
 PACKAGE = str(Path(__file__).parents[1] / "lightning_zero")
 MAKERS = (
@@ -23,6 +24,7 @@ def install() -> None:
     foreign = os.environ.get("FOREIGN_DEVICE")
     if foreign is None:
         return
+    _device._device_constructors()  # torch keeps them from now on: `with torch.device(...)` is about the ones below ours
     for name in MAKERS:
         setattr(torch, name, _away(getattr(torch, name), foreign))
 
