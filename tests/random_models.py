@@ -248,11 +248,6 @@ class Spec:
     trunk: tuple[Part, ...]
 
 
-def goes_apart(parts: tuple[Part, ...]) -> bool:
-    """Whether ranks use different parts."""
-    return any(part.used in ("even ranks", "ranks in turn") or goes_apart(part.children) for part in parts)
-
-
 def build(spec: Spec, seed: int) -> Model:
     return seeded(lambda: Model(spec), seed)
 
