@@ -24,7 +24,7 @@ def install() -> None:
     foreign = os.environ.get("FOREIGN_DEVICE")
     if foreign is None:
         return
-    _device._device_constructors()  # torch keeps them from now on: `with torch.device(...)` is about the ones below ours
+    _device._device_constructors()  # torch keeps what it finds: `with torch.device(...)` is about the ones below ours
     for name in MAKERS:
         setattr(torch, name, _away(getattr(torch, name), foreign))
 

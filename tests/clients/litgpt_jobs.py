@@ -71,6 +71,7 @@ def pretrain(
         lm_head_bias=False,
     )
     tokens = 4 * accumulate * 2 * 4 * LENGTH
+    torch._dynamo.reset()  # or the graphs of the last training serve this one
     counters.clear()
     stance = contextlib.nullcontext() if compiled else torch.compiler.set_stance("force_eager")
     with contextlib.redirect_stdout(None), stance:
