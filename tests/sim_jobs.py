@@ -21,7 +21,7 @@ import lightning_zero.device
 from engine_checkpoints import save
 from lightning_zero.checkpoint import StoredCheckpoint
 from lightning_zero.config import Offload
-from lightning_zero.device import to_device
+from lightning_zero.device import SideStream, to_device
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.tiers.array import ALL, empty
 from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
@@ -218,9 +218,12 @@ def array_that_is_used_at_once(device: torch.device, first: str, then: str) -> l
     a value of what has been sent before, of what is sent or read, and of the array."""
     array = empty(Category.MASTER, 256, torch.float32, Place(torch.device("cpu"), Tier.HOST, pinned=True), Ledger())
     array.write(ALL, torch.full((256,), 1.0))
-    sent, found = torch.zeros(256, device=device), 0.0
+    sent, found, beside = torch.zeros(256, device=device), 0.0, SideStream(device)
     if first == "send":
         array.send(ALL, sent)
+    elif first == "send beside compute":
+        with beside.after_current():
+            array.send(ALL, sent)
     else:
         array.write(ALL, torch.full((256,), 2.0, device=device))
     if then == "send":
@@ -234,6 +237,7 @@ def array_that_is_used_at_once(device: torch.device, first: str, then: str) -> l
             values.add_(3.0)
     else:
         array.write(ALL, torch.full((256,), 3.0, device=device if then == "write from the device" else "cpu"))
+    beside.join()
     return [sent[7].item(), found, array.read()[7].item()]
 
 
