@@ -20,9 +20,10 @@ from torch.testing._internal.distributed import multi_threaded_pg
 import lightning_zero.device
 from engine_checkpoints import save
 from lightning_zero.checkpoint import StoredCheckpoint
-from lightning_zero.config import Offload
+from lightning_zero.config import ActivationCheckpointing, Offload
 from lightning_zero.device import SideStream, to_device
 from lightning_zero.run.engine import Engine, Options
+from lightning_zero.run.recompute import store_for
 from lightning_zero.tiers.array import ALL, empty
 from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
 from lightning_zero.wire.comm import Comm
@@ -239,6 +240,17 @@ def array_that_is_used_at_once(device: torch.device, first: str, then: str) -> l
         array.write(ALL, torch.full((256,), 3.0, device=device if then == "write from the device" else "cpu"))
     beside.join()
     return [sent[7].item(), found, array.read()[7].item()]
+
+
+def checkpoint_that_is_dropped(device: torch.device) -> float:
+    """A kept activation is brought back, and dropped before it has come, as in a backward that fails. Returns a value
+    of what takes its memory then."""
+    host = Place(torch.device("cpu"), Tier.HOST, pinned=True)
+    store = store_for(ActivationCheckpointing("Linear", offload=True), Ledger(), device, host, LocalComm())
+    memory = Ledger().allocate(Category.ACTIVATION_CHECKPOINT, 4096, torch.uint8, host).fill_(1)
+    target, _ = store.fetch(memory)
+    del target
+    return float(torch.full((4096,), 2, dtype=torch.uint8, device=device)[7].item())
 
 
 def collectives(device: torch.device, size: int) -> list[Any]:

@@ -171,6 +171,12 @@ def test_an_array_is_not_used_before_copies_from_and_to_it_are_over(
     assert found == [0.0 if first == "write" else 1.0, before if then in ("send", "read") else 0.0, after]
 
 
+def test_memory_of_a_checkpoint_that_is_dropped_on_its_way_is_not_used_before_it_has_come(
+    sim_process: RankPool,
+) -> None:
+    assert sim_process.run(sim_jobs.on_sim, "LATE", sim_jobs.checkpoint_that_is_dropped) == [2.0]
+
+
 @pytest.mark.parametrize("policy", ["LATE", "SIDES_AT_ONCE"])
 def test_pinned_memory_has_its_own_size_is_not_copied_by_a_fork_and_goes_back(
     policy: str, sim_process: RankPool
