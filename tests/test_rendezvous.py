@@ -211,14 +211,12 @@ def test_ranks_that_go_one_way_gather_ahead_what_is_not_there_and_send_nothing_e
         assert ahead[-1] == (9 if prefetch else 1)
 
 
-def test_ranks_that_change_their_way_learn_what_comes_after_what_and_send_nothing_else() -> None:
-    """One round for some time, and then two by turns, as when a warm-up has ended: `other` comes after `way` once in
-    vain."""
-    way, other = forward_and_backward(5), [5, *forward_and_backward(4)]
+def messages_of(rounds: Sequence[list[int]]) -> list[list[int]]:
+    """How many messages each of two ranks sends in each round, of which both use the same."""
 
     def rank_main(comm: Comm) -> list[int]:
         things, messages = Things(comm, 1), []
-        for uses in [way] * 3 + [other, way] * 4:
+        for uses in rounds:
             calls = comm.calls["all_reduce"]
             for which in uses:
                 things.use(which)
@@ -226,7 +224,16 @@ def test_ranks_that_change_their_way_learn_what_comes_after_what_and_send_nothin
             messages.append(comm.calls["all_reduce"] - calls)
         return messages
 
-    for messages in ThreadWorld(2, 5).run(rank_main):
+    return ThreadWorld(2, 5).run(rank_main)
+
+
+WAY, OTHER = forward_and_backward(5), [5, *forward_and_backward(4)]
+
+
+def test_ranks_that_change_their_way_learn_what_comes_after_what_and_send_nothing_else() -> None:
+    """One round for some time, and then two by turns, as when a warm-up has ended: `OTHER` comes after `WAY` once in
+    vain."""
+    for messages in messages_of([WAY] * 3 + [OTHER, WAY] * 4):
         assert messages[3] > 1
         assert messages[-5:] == [1] * 5
 
@@ -234,19 +241,7 @@ def test_ranks_that_change_their_way_learn_what_comes_after_what_and_send_nothin
 @pytest.mark.parametrize("times", [2, 3, 5])
 def test_a_way_that_is_taken_some_times_and_then_another_one_is_learnt_with_its_number(times: int) -> None:
     """As where several micro-batches make a step."""
-    way, other = forward_and_backward(5), [5, *forward_and_backward(4)]
-
-    def rank_main(comm: Comm) -> list[int]:
-        things, messages = Things(comm, 1), []
-        for uses in [*[way] * times, other] * 4:
-            calls = comm.calls["all_reduce"]
-            for which in uses:
-                things.use(which)
-            things.end_round()
-            messages.append(comm.calls["all_reduce"] - calls)
-        return messages
-
-    for messages in ThreadWorld(2, 5).run(rank_main):
+    for messages in messages_of([*[WAY] * times, OTHER] * 4):
         assert messages[-2 * (times + 1) :] == [1] * 2 * (times + 1)
 
 
