@@ -49,7 +49,6 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
         assert differing(mine["weights"], theirs["weights"]) == []
 
 
-CONTIGUOUS_PARTS = ActivationCheckpointing("Sequential", partition=True, offload=True, contiguous=True)
 CASES = pairwise(
     [0, 1, 2, 3],
     ["device", "host", "host, and parameters", "disk"],
@@ -97,27 +96,25 @@ def test_each_option_has_the_cpus_bits(policy: str, options: dict[str, Any], sim
     assert_same(*train(sim_process, policy, ranks, **options))
 
 
+PARTED = ActivationCheckpointing("Sequential", partition=True)
+PARTED_AWAY = ActivationCheckpointing("Sequential", partition=True, offload=True)
+PARTED_IN_ONE = ActivationCheckpointing("Sequential", partition=True, offload=True, contiguous=True)
+
+
 @pytest.mark.parametrize(
-    ("ranks", "options"),
+    ("ranks", "policy", "options"),
     [
-        (4, {"stage": 3, "precision": "16-mixed", "clips": True}),
-        (4, {"stage": 3, "offload": Offload("cpu", parameters="cpu")}),
-        (4, {"stage": 2, "precision": "bf16-mixed", "micro": 2, "clips": True, "replicate_size": 2}),
-        (2, {"stage": 1, "activation_checkpointing": ActivationCheckpointing("Sequential", partition=True)}),
-        (
-            4,
-            {
-                "stage": 3,
-                "activation_checkpointing": ActivationCheckpointing("Sequential", partition=True, offload=True),
-            },
-        ),
-        (2, {"stage": 2, "activation_checkpointing": CONTIGUOUS_PARTS, "clips": True}),
+        (4, "LATE", {"stage": 3, "precision": "16-mixed", "clips": True}),
+        (4, "SIDES_AT_ONCE", {"stage": 3, "offload": Offload("cpu", parameters="cpu")}),
+        (4, "SIDES_AT_ONCE", {"stage": 2, "precision": "bf16-mixed", "micro": 2, "clips": True, "replicate_size": 2}),
+        (2, "SIDES_AT_ONCE", {"stage": 1, "activation_checkpointing": PARTED}),
+        (4, "LATE", {"stage": 3, "activation_checkpointing": PARTED_AWAY}),
+        (2, "LATE", {"stage": 2, "activation_checkpointing": PARTED_IN_ONE, "clips": True}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("policy", ["LATE", "SIDES_AT_ONCE"])
 def test_blocks_that_are_divided_among_tensor_parallel_ranks_have_the_cpus_bits(
-    policy: str, ranks: int, options: dict[str, Any], sim_process: RankPool
+    ranks: int, policy: str, options: dict[str, Any], sim_process: RankPool
 ) -> None:
     """DTensor's own collectives run on the device, too."""
     assert_same(*train(sim_process, policy, ranks, tensor_parallel_size=2, **options))

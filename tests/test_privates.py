@@ -5,7 +5,7 @@ Another one fails here. Look for a public way first; where there is none, say he
 """
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 import pytest
@@ -126,15 +126,17 @@ OTHERS = {
 REASONS = TORCH | LIGHTNING | OTHERS
 
 
-def parsed() -> Iterator[tuple[Path, ast.Module]]:
-    return ((path, ast.parse(path.read_text())) for path in MODULES)
+@functools.cache
+def parsed() -> list[tuple[Path, list[ast.AST]]]:
+    """The nodes of each module."""
+    return [(path, [*ast.walk(ast.parse(path.read_text()))]) for path in MODULES]
 
 
 def own_names() -> set[str]:
     """Private names that the package gives itself, and may use."""
     found: set[str] = set()
-    for _, tree in parsed():
-        for node in ast.walk(tree):
+    for _, nodes in parsed():
+        for node in nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 found.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -155,8 +157,8 @@ def is_private(name: str) -> bool:
 def names_of_others() -> dict[str, str]:
     """Private names that the package uses of others, each with a place."""
     own, found = own_names() - {"_parameters", "_buffers"}, {}
-    for path, tree in parsed():
-        for node in ast.walk(tree):
+    for path, nodes in parsed():
+        for node in nodes:
             names = []
             if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
                 names = [node.attr]

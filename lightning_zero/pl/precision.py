@@ -142,7 +142,8 @@ class ShardedGradients(Precision):
         self._has_clipped = False
         result = super()._wrap_closure(model, optimizer, closure)
         is_lightnings = self._adapted.__module__.startswith("lightning.")
-        if self._has_clipped and is_lightnings and not is_overridden("configure_gradient_clipping", model):
+        clips_itself = any(is_overridden(name, model) for name in ("configure_gradient_clipping", "clip_gradients"))
+        if self._has_clipped and is_lightnings and not clips_itself:
             assert self.engine is not None
             self.engine.expect_step()
         return result
