@@ -47,7 +47,7 @@ def set_up(made: Fabric, how: str = "setup") -> tuple[Any, Any]:
     if how == "setup":
         return made.setup(model, optimizer_of(model))
     if how.startswith("compiled"):
-        return set_up_compiled(made, model, how)
+        return set_up_compiled(made, model, optimizer_of(model), how)
     if how == "optimizer first":
         optimizer = made.setup_optimizers(optimizer_of(model))
         return made.setup_module(model), optimizer
@@ -61,15 +61,14 @@ def set_up(made: Fabric, how: str = "setup") -> tuple[Any, Any]:
     return wrapped, made.setup_optimizers(optimizer_of(model))
 
 
-def set_up_compiled(made: Fabric, model: Any, how: str) -> tuple[Any, Any]:
-    """A model, compiled in some way, and its optimizer. `model.traced` is the number of graphs that were compiled."""
+def set_up_compiled(made: Fabric, model: Any, optimizer: Any, how: str) -> tuple[Any, Any]:
+    """Sets up a model that is compiled in some way. `model.traced` is the number of graphs that were compiled."""
 
     def compiler(graph: Any, _: Any) -> Any:
         model.traced += 1
         return graph.forward
 
     model.traced = 0
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if how.endswith("blocks") else optimizer_of(model)
     if how == "compiled after":
         wrapped, optimizer = made.setup(model, optimizer)
         return torch.compile(wrapped, backend=compiler), optimizer
@@ -99,7 +98,8 @@ def train_compiled_blocks(strategy: Any, world: int) -> tuple[list[float], int]:
     """Losses of a few steps of a model that is compiled as a whole; and the number of graphs."""
     made = fabric(strategy, world, "32-true")
     torch.manual_seed(0)
-    model, optimizer = set_up_compiled(made, nn.Sequential(Block(), Block(), Block()), "compiled blocks")
+    blocks = nn.Sequential(Block(), Block(), Block())
+    model, optimizer = set_up_compiled(made, blocks, torch.optim.SGD(blocks.parameters(), lr=0.1), "compiled")
     losses = []
     for step in range(3):
         loss = model(torch.full((2, FEATURES), 0.1 * (1 + step + made.global_rank))).square().sum()

@@ -300,7 +300,9 @@ def fit_clipped(strategy: Any, world: int, clip: str) -> dict[str, Any]:
 class LooksOnceClipped(Classifier):
     """Rank 0 alone reads a weight between clipping and the step."""
 
-    seen: list[float]
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
 
     def configure_gradient_clipping(self, optimizer: Any, *settings: Any, **named: Any) -> None:
         self.clip_gradients(optimizer, *settings, **named)
@@ -313,20 +315,20 @@ def exchanges_of_steps(strategy: Any, clip: float | None, looks: bool = False) -
     L.seed_everything(1, verbose=False)
     model = LooksOnceClipped() if looks else Classifier()
     counts: list[int] = []
-    model.seen = []
 
     class Counts(L.Callback):
         def on_train_batch_start(self, *_: Any) -> None:
             counts.append(0)
 
     def counted(rendezvous: Rendezvous, *args: Any, **kwargs: Any) -> Any:
-        counts[-1:] = [1 + counts[-1]] if counts else []
+        if counts:
+            counts[-1] += 1
         return exchange(rendezvous, *args, **kwargs)
 
     exchange = Rendezvous._exchange
     with patch.object(Rendezvous, "_exchange", counted):
         trainer(strategy, 2, callbacks=[Counts()], gradient_clip_val=clip).fit(model, loader())
-    return {"losses": model.losses, "seen": model.seen, "exchanges": counts[2:]}
+    return {"losses": model.losses, "seen": getattr(model, "seen", []), "exchanges": counts[2:]}
 
 
 class OneBadGradient(Classifier):

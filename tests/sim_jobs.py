@@ -190,7 +190,7 @@ def mixed_devices(device: torch.device) -> None:
     torch.ones(2, device=device) + torch.ones(2)
 
 
-# -- collectives
+# -- memory, and copies of it
 
 
 def pinned_memory(device: torch.device) -> dict[str, Any]:
@@ -251,6 +251,9 @@ def checkpoint_that_is_dropped(device: torch.device) -> float:
     target, _ = store.fetch(memory)
     del target
     return float(torch.full((4096,), 2, dtype=torch.uint8, device=device)[7].item())
+
+
+# -- collectives
 
 
 def collectives(device: torch.device, size: int) -> list[Any]:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import user_jobs
 from cover import name_of, pairwise
+from lightning_zero.run import rendezvous
 from lightning_zero.run.plan import Residents
 from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.wire.comm import Comm, Gather, RankTimeoutError
@@ -211,31 +213,31 @@ def test_ranks_that_go_one_way_gather_ahead_what_is_not_there_and_send_nothing_e
         assert ahead[-1] == (9 if prefetch else 1)
 
 
+def messages_in(things: Things, rounds: Sequence[list[int]]) -> list[int]:
+    """How many messages this rank sends in each round."""
+    messages = []
+    for uses in rounds:
+        calls = things.comm.calls["all_reduce"]
+        for which in uses:
+            things.use(which)
+        things.end_round()
+        messages.append(things.comm.calls["all_reduce"] - calls)
+    return messages
+
+
 def messages_of(rounds: Sequence[list[int]]) -> list[list[int]]:
-    """How many messages each of two ranks sends in each round, of which both use the same."""
-
-    def rank_main(comm: Comm) -> list[int]:
-        things, messages = Things(comm, 1), []
-        for uses in rounds:
-            calls = comm.calls["all_reduce"]
-            for which in uses:
-                things.use(which)
-            things.end_round()
-            messages.append(comm.calls["all_reduce"] - calls)
-        return messages
-
-    return ThreadWorld(2, 5).run(rank_main)
+    """The same of two ranks, which go one way."""
+    return ThreadWorld(2, 5).run(lambda comm: messages_in(Things(comm, 1), rounds))
 
 
 WAY, OTHER = forward_and_backward(5), [5, *forward_and_backward(4)]
 
 
 def test_ranks_that_change_their_way_learn_what_comes_after_what_and_send_nothing_else() -> None:
-    """One round for some time, and then two by turns, as when a warm-up has ended: `OTHER` comes after `WAY` once in
-    vain."""
+    """One round for some time, and then two by turns, as when a warm-up has ended."""
     for messages in messages_of([WAY] * 3 + [OTHER, WAY] * 4):
         assert messages[3] > 1
-        assert messages[-5:] == [1] * 5
+        assert messages[-6:] == [1] * 6
 
 
 @pytest.mark.parametrize("times", [2, 3, 5])
@@ -243,6 +245,21 @@ def test_a_way_that_is_taken_some_times_and_then_another_one_is_learnt_with_its_
     """As where several micro-batches make a step."""
     for messages in messages_of([*[WAY] * times, OTHER] * 4):
         assert messages[-2 * (times + 1) :] == [1] * 2 * (times + 1)
+
+
+def test_what_came_next_is_remembered_of_the_newest_ways_alone() -> None:
+    """Ways that never come again, as where a model skips modules at random, take no memory for ever."""
+    ways = [[number % 6, *[number // 6**place % 6 for place in range(1, 4)]] for number in range(60)]
+
+    def rank_main(comm: Comm) -> tuple[int, list[int]]:
+        things = Things(comm, 1)
+        messages = messages_in(things, [*ways, *[WAY] * 3])
+        return len(things.rendezvous._next), messages
+
+    with patch.object(rendezvous, "_MOST_NEXT", 20):
+        for remembered, messages in ThreadWorld(2, 5).run(rank_main):
+            assert remembered == 20
+            assert messages[-1] == 1
 
 
 @pytest.mark.parametrize("micros", [1, 2, 4])

@@ -138,15 +138,20 @@ class ShardedGradients(Precision):
     def _wrap_closure(  # type: ignore[override]
         self, model: "pl.LightningModule", optimizer: Optimizer, closure: Callable[[], Any]
     ) -> Any:
-        """Runs the closure and clips: the last thing before the step, unless users have written how to do either."""
+        """Runs the closure and clips, which is the last thing before the step unless users have written how to clip."""
         self._has_clipped = False
         result = super()._wrap_closure(model, optimizer, closure)
-        is_lightnings = self._adapted.__module__.startswith("lightning.")
-        clips_itself = any(is_overridden(name, model) for name in ("configure_gradient_clipping", "clip_gradients"))
-        if self._has_clipped and is_lightnings and not clips_itself:
+        if self._has_clipped and not self._is_clipped_by_users(model):
             assert self.engine is not None
             self.engine.expect_step()
         return result
+
+    def _is_clipped_by_users(self, model: "pl.LightningModule") -> bool:
+        """Whether users have written how to clip, in the module or in a plugin: then code of theirs may follow it."""
+        is_lightnings = self._adapted.__module__.startswith("lightning.")
+        return not is_lightnings or any(
+            is_overridden(name, model) for name in ("configure_gradient_clipping", "clip_gradients")
+        )
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         engine = self._live_engine

@@ -55,9 +55,7 @@ class Loans(Lender, GradientLender):
         self._declared: dict[ShardGroup, Tensor] = {}  # lent copies in the declared dtype, (N * S,)
         self._as_lent: dict[ShardGroup, Tensor] = {}  # the resting values of units then, (N * S,): of all ranks
         self._versions: dict[ShardGroup, int] = {}  # of these copies when they were lent
-        self._fingerprints: dict[
-            ShardGroup, Fingerprint
-        ] = {}  # of what users hold views of, when they got the first one
+        self._fingerprints: dict[ShardGroup, Fingerprint] = {}  # of what users hold views of, at the first view
         self._has_kept = False  # edits, at the ends of calls since the last boundary
         self._place = _Place.ELSEWHERE
         self._in_blocks: dict[ShardGroup, Tensor] = {}  # those of them that recomputing blocks have read in this pass

@@ -34,6 +34,7 @@ from lightning_zero.wire.mesh import Mesh
 _LONGEST = 10_000  # uses; a longer round (an evaluation of many batches) is not planned as a whole
 _MOST_PLANS = 16
 _MOST_TIMES = 256  # that a kind of round is counted one after another
+_MOST_NEXT = 1024  # rounds of which it is known what came next
 _HASH = 2**61 - 1
 # The others may wait in a reduction for gradients that this rank has not got yet, and cannot serve it.
 _IN_BACKWARD = (
@@ -59,22 +60,26 @@ class _Heard(NamedTuple):
 
 
 class _Before(NamedTuple):
-    """What comes before a round: the last one with uses in which ranks agreed. Micro-batches are such rounds, one like
+    """What comes before a round: the last ones with uses in which ranks agreed. Micro-batches are such rounds, one like
     the other, so it is their number that tells when another one comes."""
 
-    kind: int = 0
-    times: int = 0  # it has come one after another, without any other in between; 0: however often
+    kind: int = 0  # of the last one
+    times: int = 0  # that it has come one after another
+    other: int = 0  # the kind before those
     empty: int = 0  # rounds without uses since
 
     def then(self, kind: int | None) -> "_Before":
         """Returns what comes before the next round, given the kind of this one; None if it has no uses."""
         if kind is None:
             return self._replace(empty=min(self.empty + 1, _MOST_PLANS))
-        return _Before(kind, min(self.times + 1, _MOST_TIMES) if kind == self.kind and not self.empty else 1)
+        if kind == self.kind and not self.empty:
+            return self._replace(times=min(self.times + 1, _MOST_TIMES))
+        return _Before(kind, 1, self.kind)
 
     @property
-    def however_often(self) -> "_Before":
-        return self._replace(times=0)
+    def in_short(self) -> "_Before":
+        """The same, however often the last round has come, and after whatever."""
+        return self._replace(times=0, other=0)
 
 
 @dataclass
@@ -408,8 +413,11 @@ class Rendezvous:
         uses, kind, begins = self._round.uses, self._round.digest, self._round.begins
         agree &= self._makes_plans
         if agree:
-            for before in (self._before, self._before.however_often):
+            for before in (self._before, self._before.in_short):
+                self._next.pop(before, None)  # so that it is the newest one
                 self._next[before] = kind
+            while len(self._next) > _MOST_NEXT:
+                del self._next[next(iter(self._next))]
             self._before = self._before.then(kind if uses else None)
         if agree and uses and begins:
             self._beginnings[begins] = kind
@@ -417,8 +425,8 @@ class Rendezvous:
                 self._plans[kind] = self._plan_of(uses, self._round.complete)
                 for old in list(self._plans)[:-_MOST_PLANS]:
                     del self._plans[old]
-        of_any_number = self._next.get(self._before.however_often, 0)
-        self._round = _Round(plan=self._plans.get(self._next.get(self._before, of_any_number)))
+        expected = self._next.get(self._before, self._next.get(self._before.in_short, 0))
+        self._round = _Round(plan=self._plans.get(expected))
 
     def _plan_of(self, uses: list[int], complete: dict[int, int]) -> Plan:
         units, late = range(len(self._units)), self._mesh.shard.learns_late
