@@ -25,6 +25,7 @@ from lightning_zero.pl.elsewhere import ELSEWHERE
 from lightning_zero.pl.planning import plans_for
 from lightning_zero.pl.table import sized
 from lightning_zero.run.forecast import states_in
+from lightning_zero.run.program import Kind
 from test_benchmarks import load
 
 ROOT = Path(__file__).parent.parent
@@ -251,7 +252,7 @@ def test_users_are_told_in_words_that_the_field_has() -> None:
         r"\b(arena|rendezvous|ledger|publish\w*|postpone\w*|settle\w*|lend|lent|loan\w*|catch(es)? up)\b", re.I
     )
     for page in PAGES:
-        if page.stem not in ("architecture", "where-is", "glossary", "changelog"):
+        if page.stem not in ("architecture", "where-is", "glossary", "changelog", "program"):
             assert private.findall(FENCE.sub("", page.read_text())) == [], page
 
 
@@ -304,6 +305,21 @@ def test_the_picture_is_drawn_by_its_command(tmp_path: Path) -> None:
     assert re.findall(r">([^<>]+)</text>", (tmp_path / "memory.svg").read_text()) == re.findall(
         r">([^<>]+)</text>", (DOCS / "memory.svg").read_text()
     )
+
+
+def test_the_page_of_programs_shows_what_the_engine_does_and_so_does_its_picture(tmp_path: Path) -> None:
+    picture = load("program_picture")
+    page = (DOCS / "program.md").read_text()
+    shown = [code.strip() for language, code in FENCE.findall(page) if language == "text"]
+    assert shown == [str(program) for program in picture.programs(tmp_path).values()]
+    picture.draw(tmp_path / "program.svg", tmp_path)
+    texts = [re.findall(r">([^<>]+)</text>", (at / "program.svg").read_text()) for at in (tmp_path, DOCS)]
+    assert texts[0] == texts[1]
+
+
+def test_the_page_of_programs_explains_each_word() -> None:
+    page = (DOCS / "program.md").read_text()
+    assert all(f"`{kind}`" in page for kind in Kind if kind not in (Kind.CALL, Kind.GATHER, Kind.EXCHANGE))
 
 
 def test_the_bytes_of_the_recipes_are_those_of_the_arithmetic() -> None:

@@ -28,6 +28,7 @@ from lightning_zero.pl.single_file import choose_format, format_beside, is_plugi
 from lightning_zero.pl.table import MemoryReport, table_of, told_of_whole
 from lightning_zero.run.construction import Construction, constructing
 from lightning_zero.run.engine import Engine, Options
+from lightning_zero.run.program import Program
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.offload import Machine
 from lightning_zero.stage import STAGES
@@ -164,6 +165,23 @@ class ShardedStrategy:
             for kind, nbytes in engine.mesh.bytes_sent.items():
                 sent[kind] += nbytes - shared.get(kind, 0)
         return dict(sent)
+
+    def program(self, module: Module | None = None) -> Program:
+        """Returns the last training step as data: what user code did, and what this package does at each such use.
+
+        It prints as a line for each use. `Program.ops` are the same as records, `Program.messages` counts the small
+        messages that ranks wait for, and `Program.bytes_sent` what a rank sends of parameters and gradients: 2 or 3
+        times its parameters (ZeRO section 7.2). After fit it is that of the last step.
+
+        Args:
+            module: with Fabric, the module, if several are trained.
+
+        Raises:
+            RuntimeError: before a step has been taken.
+        """
+        engines = self._engines  # after fit, too
+        engine = engines[0] if module is None and len(engines) == 1 else self._engine_of(module)
+        return engine.program()
 
     # -- ranks
 

@@ -61,8 +61,8 @@ class ZeroStrategy(CheckpointingStrategy):
     """Trains with ZeRO (arXiv 1910.02054): the results of DDP, with the model states partitioned over the ranks.
 
     Users call `full_parameters`, `full_grad`, `grad_norms`, `full_optimizer_state`, `load_pretrained`, `no_sync`,
-    `memory_report`, `communication_report`, `device_mesh` and `finish_saves`. Lightning, or this package, calls every
-    other method.
+    `memory_report`, `communication_report`, `program`, `device_mesh` and `finish_saves`. Lightning, or this package,
+    calls every other method.
 
     For `lightning.Trainer` and `lightning.Fabric`; `fabric.strategy` has the reports below, too.
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.device import HOST
 from lightning_zero.run.loans import Loans
+from lightning_zero.run.program import Cause
 from lightning_zero.run.reductions import Reductions
 from lightning_zero.shards import norm
 from lightning_zero.shards.optimizer import training_slot
@@ -71,12 +72,14 @@ class Averages:
             RuntimeError: on every rank, if `error_if_nonfinite` and the norm is not finite. Nothing is scaled then.
         """
         self.reductions.refuse_stepped("clipping")
+        self.loans.rendezvous.journal.note(Cause.CLIP)
         measured = self._measure(self.of(parameters, meets=True), norm_type)
         return norm.clip_by_norm_(measured, self.mesh, max_norm, error_if_nonfinite=error_if_nonfinite)
 
     def clip_by_value_(self, parameters: Iterable[Parameter] | Optimizer, clip_value: float) -> None:
         """Clamps every element to ``[-clip_value, clip_value]``. Collective."""
         self.reductions.refuse_stepped("clipping")
+        self.loans.rendezvous.journal.note(Cause.LOOK)
         norm.clip_by_value_(self.of(parameters, meets=True), clip_value)  # meets, as a rank may still read old values
 
     def whole_on_host(self) -> dict[Parameter, Tensor]:
@@ -101,6 +104,7 @@ class Averages:
         scaler's state for `optimizer` is the same as after its own method.
         """
         self.reductions.refuse_stepped("a gradient scaler")
+        self.loans.rendezvous.journal.note(Cause.UNSCALE)
         slots = self.of(optimizer, meets=True)
         scale, _ = scaler._check_scale_growth_tracker("unscale_")
         norm.scale_(slots, scale.double().reciprocal().float(), self.mesh.world.limit)

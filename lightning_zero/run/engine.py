@@ -12,8 +12,11 @@ from torch.optim import Optimizer
 from lightning_zero.device import HOST
 from lightning_zero.run.averages import Averages
 from lightning_zero.run.cache import UnitCache
+from lightning_zero.run.facts import facts_of
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.phase import Phase, Phases
+from lightning_zero.run.placing import make_program
+from lightning_zero.run.program import Cause, Facts, Program
 from lightning_zero.run.reductions import Reductions, Stage
 from lightning_zero.run.regrouping import Regrouping
 from lightning_zero.run.rendezvous import Rendezvous
@@ -109,6 +112,7 @@ class Engine:
         self.cache = UnitCache(made.units, made.arena, 1 + self.options.prefetch, self._interception, saved)
         self.reductions = Reductions(made, comm, self.options.overlap, self.loans, self._interception)
         self.rendezvous = Rendezvous(self.mesh, self.cache, self.reductions)
+        self.journal = self.rendezvous.journal
         self.loans.join(self.cache, self.rendezvous, saved, self._interception)
         move_replicated(module, device)
         self.stepping = Stepping(module, optimizers, self.parts, self.options, self.reductions, self._interception)
@@ -140,6 +144,8 @@ class Engine:
         first, as DDP does."""
         self._recover()
         self._steps_next = False
+        self.journal.is_on = torch.is_grad_enabled()
+        self.journal.note(Cause.FORWARD)
         if torch.is_grad_enabled():
             self.regroup()
         if not torch.is_grad_enabled() or self.loans.has_noted:  # by user code that has loaded a checkpoint's entries
@@ -199,6 +205,7 @@ class Engine:
     def _begin_backward(self) -> None:
         self._recover()
         self._steps_next = False
+        self.journal.note(Cause.BACKWARD)
         self.catch_up()  # new gradients take the place of those that postponed steps need
         with no_interception(), torch.no_grad():
             self.loans.take_back_gradients()  # keeps edits of the old gradients, before this backward stores new ones
@@ -210,6 +217,7 @@ class Engine:
 
     def _end_backward(self) -> None:
         self._phases.leave(Phase.BACKWARD)
+        self.journal.note(Cause.END if self.reductions.is_on else Cause.KEPT)
         with no_interception(), torch.no_grad():
             if self.reductions.has_gradients:
                 self.rendezvous.start_reductions(len(self.reductions.shards))
@@ -227,17 +235,20 @@ class Engine:
             with no_interception():
                 self.reductions.forget()
             self.stepping.forget_backward()
+            self.journal.forget()
 
     # -- step
 
     @contextmanager
     def step(self, optimizer: Optimizer) -> Iterator[None]:
         """Inside, each parameter of `optimizer` is the piece that this rank owns. `StepCalls` enters it by hooks."""
+        self.journal.note(Cause.STEP_AFTER_CLIP if self._steps_next else Cause.STEP, optimizer)
         self._prepare_step()
         self.regrouping.refuse_strangers(self.parts.foreign)
         self.regrouping.deal()
         with self._phases.within(Phase.STEP), self.stepping.step(optimizer):
             yield
+            self.journal.end_step(optimizer)
         self.averages.forget()
 
     def expect_step(self) -> None:
@@ -274,6 +285,22 @@ class Engine:
         return self.loans.all_of((module or self.module).parameters(), write=write)
 
     # -- reports
+
+    def program(self) -> Program:
+        """Returns the last training step as data: what user code did, and what the engine does at each such use when
+        another step like it comes. After `close`, the last one before.
+
+        Raises:
+            RuntimeError: before a step has ended.
+        """
+        numbers = {one: number for ones in (self.groups, self.optimizers) for number, one in enumerate(ones)}
+        if not (uses := self.journal.last_step(numbers)):
+            raise RuntimeError("There is no program yet: a step is learnt while it is taken. Train one step first.")
+        return make_program(self._facts_at_close if self.closed else self._facts(), uses)
+
+    def _facts(self) -> Facts:
+        comm = self.mesh.shard
+        return facts_of(self.loans, self.reductions, self.stepping, self.options, self.partition, comm)
 
     def bytes_by_category(self) -> dict[str, int]:
         """Returns the resident bytes of this rank by `Category`; after `close`, those before it. Activation checkpoints
@@ -317,7 +344,7 @@ class Engine:
         if whole:
             self.stepping.interrupt()
             self.catch_up()
-        self._bytes_at_close = self.bytes_by_category()
+        self._bytes_at_close, self._facts_at_close = self.bytes_by_category(), self._facts()
         self.stepping.leave()
         if self.parts.recompute is not None:
             self.parts.recompute.leave()

@@ -22,6 +22,7 @@ from torch.nn import Parameter
 
 from lightning_zero.device import HOST
 from lightning_zero.run.cache import UnitCache
+from lightning_zero.run.program import Cause
 from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.shards.group import ShardGroup, publish
 from lightning_zero.shards.norm import gradient_of
@@ -76,7 +77,7 @@ class Loans(Lender, GradientLender):
         self.saved = saved
         self._units = {group: unit for unit in cache.units for group in unit.groups}
         self._numbers = {
-            group: rendezvous.enroll(f"the all-gather of {_told_of(group)}", partial(self._serve, group))
+            group: rendezvous.enroll(f"the all-gather of {names_of(group)}", partial(self._serve, group))
             for group in self.groups
             if group.is_cut and not group.is_plain
         }
@@ -97,6 +98,11 @@ class Loans(Lender, GradientLender):
             if group.is_cut and (group.places.optimizer != group.places.gathered or not group.is_plain):
                 self._publishing[group] = self.rendezvous.enroll(f"publish {group.name}", partial(self._publish, group))
 
+    @property
+    def published(self) -> dict[int, ShardGroup]:
+        """The groups that ranks catch up with together, by the number of the call."""
+        return {number: group for group, number in self._publishing.items()}
+
     def add(self, groups: Sequence[ShardGroup], trained: Iterable[ShardGroup]) -> None:
         """Adds new groups, whose parameters are shown plain, and the gradients of groups that have begun to train."""
         self.groups.extend(groups)
@@ -114,6 +120,7 @@ class Loans(Lender, GradientLender):
         if group in self._publishing and not group.is_arriving:
             self.rendezvous.call(self._publishing[group])
         else:
+            self.rendezvous.journal.note(Cause.READ, group)
             self._publish(group)
 
     def catch_up_all(self) -> None:
@@ -464,7 +471,7 @@ def fingerprint_of(values: Tensor) -> Fingerprint:
     return first, second
 
 
-def _told_of(group: ShardGroup) -> str:
+def names_of(group: ShardGroup) -> str:
     """Names the parameters of a group, for messages."""
     first, *others = (slot.name for slot in group.slots)
     return f"{first} and {len(others)} more parameters" if others else first

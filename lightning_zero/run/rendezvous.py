@@ -24,7 +24,9 @@ from torch import Tensor
 
 from lightning_zero.device import HOST
 from lightning_zero.run.cache import UnitCache
+from lightning_zero.run.journal import Journal
 from lightning_zero.run.plan import Plan, Residents, Step, make_plan
+from lightning_zero.run.program import Cause
 from lightning_zero.run.reductions import Reductions, Stage
 from lightning_zero.shards.slot import no_interception
 from lightning_zero.shards.unit import Unit
@@ -109,6 +111,7 @@ class Rendezvous:
         self._cache = cache
         self._units = cache.units
         self._reductions = reductions  # started where all ranks are ready for them
+        self.journal = Journal()
         self._calls: list[_Call] = []
         self._result: Any = None  # of the latest call that this rank has wanted
         self._round = _Round()
@@ -125,6 +128,11 @@ class Rendezvous:
         self._calls.append(_Call(label, serve))
         return len(self._units) + len(self._calls) - 1
 
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What ranks may do together beside the units, by number."""
+        return tuple(call.label for call in self._calls)
+
     def use(self, unit: Unit) -> None:
         """Has a unit gathered, or at least its gather under way."""
         number = self._cache.numbers[unit]
@@ -135,6 +143,7 @@ class Rendezvous:
     def call(self, number: int) -> Any:
         """Has all ranks serve a call. Returns its result."""
         if self._is_alone:
+            self.journal.note(Cause.CALL, number - len(self._units))
             self._serve_call(number, True)
         else:
             self._arrive(number)
@@ -142,6 +151,8 @@ class Rendezvous:
         return result
 
     def _arrive(self, number: int) -> None:
+        is_unit = number < len(self._units)
+        self.journal.note(Cause.UNIT if is_unit else Cause.CALL, number if is_unit else number - len(self._units))
         if not self._round.uses:
             self._round.begins = (number, torch.is_grad_enabled())
         if self._round.plan is None or not self._follow(self._round.plan, number):

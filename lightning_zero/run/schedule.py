@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from lightning_zero.run.loans import Loans
+from lightning_zero.run.program import Cause
 from lightning_zero.run.reductions import Reductions
 from lightning_zero.run.surrounding import surround
 from lightning_zero.shards.assembly import Assembly
@@ -233,6 +234,7 @@ class Schedule:
                 return  # a hook of the user's has taken it
         self._enter_backward(slot)
         if self._reductions.collect(slot):
+            self._rendezvous.journal.note(Cause.GRADIENT, slot.group)
             self._rendezvous.start_reductions(self._reductions.count_complete())
 
     # -- the beginning and the end of backward

@@ -51,8 +51,8 @@ class Stepping:
         on_host = setting.places.gathered.device.type == "cpu"
         self._leaves_much = on_host and setting.partition.gradient and nbytes > MUCH
         is_large = setting.mesh.shard.size > 1 and nbytes >= options.late_publish_bytes
-        self._publishes_late = is_large and not made.units and not modules_in_compiled_regions(module)
-        self.may_be_late = is_lazy or self._publishes_late  # forward may begin before all new values are there
+        self.publishes_late = is_large and not made.units and not modules_in_compiled_regions(module)
+        self.may_be_late = is_lazy or self.publishes_late  # forward may begin before all new values are there
         self.steppers = {each: PieceStepper(each, setting, RestingState, is_lazy=is_lazy) for each in optimizers}
         self._in_backward: dict[Slot, None] = {}  # stepped by backward, since the last call of the optimizer's `step`
         if options.step_in_backward:
@@ -117,7 +117,7 @@ class Stepping:
         """Sends stepped values to where forward reads them. Leaves to `Loans.catch_up` what may arrive late."""
         with torch.no_grad():
             for group in groups:
-                if self._publishes_late and not group.is_behind:
+                if self.publishes_late and not group.is_behind:
                     group.begin_publish()
                     if group.is_arriving:
                         group.leave_behind()

@@ -25,6 +25,7 @@ class Bucket:
             for rows in (comm.size if packs else 0, comm.scratch_rows, 1)
         )
         self.finish: Callable[[], None] | None = None  # waits for the reduction under way, and stores its result
+        self.holder: object = None  # whose reduction that is, or was
 
     def settle(self) -> None:
         """Waits for the reduction in this bucket, if there is one, and stores its result."""

@@ -177,6 +177,7 @@ class GradientShard:
             for chunk in self.group.layout.chunks:
                 bucket = self.pool.take()
                 self._buckets.append(bucket)
+                bucket.holder = self
                 full = self._contribution(chunk, bucket)
                 total = bucket.total[: chunk.width]
                 scratch = bucket.scratch[: self.group.comm.scratch_rows * chunk.width].view(-1, chunk.width)
@@ -273,7 +274,8 @@ class GradientShard:
     def wait(self) -> None:
         """Waits until all reductions under way are stored."""
         if self.travels:
-            self.pool.settle(self._buckets)
+            # Not those that have gone to another group since: it is being reduced while this one is stepped.
+            self.pool.settle([bucket for bucket in self._buckets if bucket.holder is self])
             self._buckets.clear()
 
     def let_go(self) -> None:

@@ -1,0 +1,394 @@
+"""`make_program`: places what the engine does at the uses of a step. Integers only."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from lightning_zero.run.plan import Residents, Step, make_plan
+from lightning_zero.run.program import Cause, Facts, Kind, Op, Program, Use
+
+
+def make_program(facts: Facts, uses: Sequence[Use]) -> Program:
+    """Returns the program of a step with these uses, from its first forward to the return of `optimizer.step`. The step
+    before it had the same ones."""
+    placing = _Placing(facts, uses)
+    for at, use in enumerate(uses):
+        placing.place(at, use)
+    return Program(facts, tuple(uses), tuple(placing.ops))
+
+
+def agreements(facts: Facts, uses: Sequence[Use]) -> list[int]:
+    """Returns the uses at which all ranks meet, and agree on which parameters have gradients."""
+    found, is_unsettled = [], False
+    may_be_wanted = bool(facts.units or facts.calls)
+    for at, (cause, _) in enumerate(uses):
+        meets = {
+            Cause.BACKWARD: is_unsettled,
+            Cause.END: facts.gathers_gradients or facts.steps_in_backward,
+            Cause.UNSCALE: is_unsettled or may_be_wanted,
+            Cause.CLIP: is_unsettled or may_be_wanted,
+            Cause.LOOK: is_unsettled or may_be_wanted,
+            Cause.STEP: True,
+        }.get(cause, False)
+        is_unsettled = (is_unsettled or cause is Cause.END) and not meets
+        if meets:
+            found.append(at)
+    return found
+
+
+def planned(facts: Facts, uses: Sequence[Use]) -> dict[int, Step]:
+    """Returns what ranks that go one way do at each use of a unit, or call: the plans of the rounds of a step."""
+    found: dict[int, Step] = {}
+    start = 0
+    for end in [*agreements(facts, uses), len(uses)]:
+        mine = [at for at in range(start, end) if uses[at].cause in (Cause.UNIT, Cause.CALL)]
+        numbers = [uses[at].number + len(facts.units) * (uses[at].cause is Cause.CALL) for at in mine]
+        complete = _complete_at(facts, uses, mine, numbers)
+        plan = make_plan(numbers, range(len(facts.units)), _residents(facts), complete, facts.learns_late)
+        found.update(zip(mine, plan, strict=True))
+        start = end  # what a backward uses after ranks have met at its beginning belongs to the next round
+    return found
+
+
+def _residents(facts: Facts) -> Residents:
+    return Residents(1 + facts.prefetch, {at for at, unit in enumerate(facts.units) if not unit.is_leaf})
+
+
+def _complete_at(facts: Facts, uses: Sequence[Use], mine: Sequence[int], numbers: Sequence[int]) -> dict[int, int]:
+    """Returns how many groups, of those that are reduced first, have all their gradients at uses of a round (by their
+    place in it): at those at which ranks asked for a unit before they had a plan."""
+    here, found, complete = _residents(facts), {}, _Complete(facts, uses)
+    for place, (at, number) in enumerate(zip(mine, numbers, strict=True)):
+        complete.come_to(at)
+        if number in here:
+            here.touch(number)
+            continue
+        if number < len(facts.units):
+            here.admit(number)
+        found[place] = complete.count
+    return found
+
+
+class _Complete:
+    """Counts the groups that have all their gradients, from the first of those that are reduced."""
+
+    def __init__(self, facts: Facts, uses: Sequence[Use]) -> None:
+        self._facts, self._uses = facts, uses
+        self._seen = 0  # uses
+        self._there: set[int] = set()
+        self._reduced, began = set[int](), 0  # beginnings of backwards whose gradients are reduced
+        for at, (cause, _) in enumerate(uses):
+            began = at if cause is Cause.BACKWARD else began
+            if cause is Cause.END:
+                self._reduced.add(began)
+        self._is_reduced = False  # the last of these backwards
+        self.count = 0
+
+    def come_to(self, at: int) -> None:
+        """Takes in the uses before one."""
+        for seen in range(self._seen, at):
+            use = self._uses[seen]
+            if use.cause is Cause.BACKWARD:
+                self._there.clear()
+                self.count, self._is_reduced = 0, seen in self._reduced
+            elif use.cause is Cause.GRADIENT and self._facts.overlaps and self._is_reduced:
+                self._there.add(use.number)
+                order = self._facts.order
+                while self.count < len(order) and order[self.count] in self._there:
+                    self.count += 1
+        self._seen = max(self._seen, at)
+
+
+class _Flight(NamedTuple):
+    """A reduction under way."""
+
+    group: int
+    part: int
+    reduce: int  # number of its op
+
+
+class _Placing:
+    """Follows a step, use by use, and notes what the engine does. `place` it in order; then see `ops`."""
+
+    def __init__(self, facts: Facts, uses: Sequence[Use]) -> None:
+        self._facts, self._uses = facts, uses
+        self.ops: list[Op] = []
+        self._at = 0
+        self._met = set(agreements(facts, uses))
+        self._plan = planned(facts, uses)
+        self._here = _residents(facts)
+        self._complete = _Complete(facts, uses)
+        self._started = 0  # reductions of this backward
+        self._pools = [deque[_Flight | None]([None] * count) for count in facts.buckets]
+        self._stores: dict[int, list[int]] = {}  # group -> the ops that have stored its gradient
+        self._is_ready = False  # all ranks are known to reduce in this round
+        self._is_unsettled = False
+        self._unstepped: list[int] = []  # reduced, and to be stepped in backward
+        self._stepped: dict[int, list[int]] = {}  # group -> the ops that have stepped it
+        self._scale: tuple[int, ...] = ()  # the op by which gradients are scaled
+        self._ahead = self._postponed()  # windows to step when values are needed, in order
+        self._fetched: dict[tuple[int, int], int | None] = {}  # windows that are being read -> the op, if in this step
+        if self._ahead and facts.groups[self._ahead[0][0]].is_staged:
+            self._fetched[self._ahead[0]] = None
+
+    def _postponed(self) -> list[tuple[int, int]]:
+        facts = self._facts
+        late = [one for stepped in facts.optimizers for one in stepped if facts.groups[one].is_postponed]
+        return [(number, window) for number in late for window in range(facts.groups[number].windows)]
+
+    def _add(
+        self,
+        kind: Kind,
+        target: int = -1,
+        part: int = 0,
+        *,
+        by: int | None = None,
+        after: Iterable[int] = (),
+        lag: int = 0,
+        nbytes: int = 0,
+    ) -> int:
+        op = Op(kind, target, self._at, part, by, tuple(sorted(after)), lag, nbytes)
+        self.ops.append(op)
+        return len(self.ops) - 1
+
+    def _sent(self, elements: int, itemsize: int) -> int:
+        """Bytes that this rank sends in a collective in which each rank has so many elements."""
+        return (self._facts.ranks - 1) * elements * itemsize
+
+    def place(self, at: int, use: Use) -> None:
+        self._at = at
+        self._complete.come_to(at + 1)
+        causes: dict[Cause, Callable[[int], None]] = {
+            Cause.UNIT: self._use,
+            Cause.CALL: self._call,
+            Cause.READ: self._catch_up,
+            Cause.BACKWARD: self._begin_backward,
+            Cause.GRADIENT: self._start_complete,
+            Cause.END: self._end_backward,
+            Cause.UNSCALE: self._unscale,
+            Cause.CLIP: self._clip,
+            Cause.LOOK: lambda _: self._meet(),
+            Cause.STEP: self._step,
+            Cause.STEP_AFTER_CLIP: self._step,
+            Cause.STEPPED: self._end_step,
+        }
+        if use.cause in causes:
+            causes[use.cause](use.number)
+
+    # -- units
+
+    def _use(self, number: int) -> None:
+        self._follow(self._plan[self._at])
+
+    def _follow(self, step: Step) -> None:
+        self._start(step.starts)
+        for number in step.window:
+            self._here.touch(number)
+        for number in step.gathers:
+            evicted = self._here.admit(number)
+            if evicted is not None:
+                self._add(Kind.RESHARD, evicted)
+            groups = self._facts.units[number].groups
+            for group in groups:
+                self._catch_up(group)
+            sent = sum(self._sent(self._facts.groups[one].shard, self._facts.groups[one].itemsize) for one in groups)
+            self._add(Kind.UNSHARD, number, by=self._next_use(number), nbytes=sent)
+
+    def _next_use(self, unit: int) -> int:
+        return next(at for at in range(self._at, len(self._uses)) if self._uses[at] == Use(Cause.UNIT, unit))
+
+    def _call(self, number: int) -> None:
+        self._follow(self._plan[self._at])
+        if number in self._facts.publishes:
+            self._catch_up(self._facts.publishes[number])
+        else:
+            self._add(Kind.CALL, number)
+
+    # -- agreement
+
+    def _meet(self) -> None:
+        """Has ranks agree, if they meet here, and reduces what is left."""
+        if self._at not in self._met:
+            return
+        if self._facts.ranks > 1 or self._facts.units:
+            self._add(Kind.AGREE)
+        self._is_ready = False
+        for number in self._here:
+            self._here.remove(number)
+            self._add(Kind.RESHARD, number)
+        if self._is_unsettled:
+            self._is_unsettled = False
+            self._settle()
+
+    # -- backward
+
+    def _begin_backward(self, _: int) -> None:
+        for group in range(len(self._facts.groups)):
+            if not self._facts.groups[group].is_full:
+                self._catch_up(group)
+        self._meet()
+        self._started = 0
+
+    def _start_complete(self, _: int) -> None:
+        """Starts the reductions of complete groups. Where units are gathered, a plan says when."""
+        if not self._facts.units:
+            self._start_now(self._complete.count)
+
+    def _start_now(self, count: int) -> None:
+        if count > self._started and self._facts.may_wait and not self._is_ready and self._facts.ranks > 1:
+            self._is_ready = True
+            self._add(Kind.AGREE)
+        self._start(count)
+
+    def _start(self, count: int) -> None:
+        for group in self._facts.order[self._started : count]:
+            self._reduce(group)
+            if self._facts.steps_in_backward:
+                self._step_reduced()
+                self._unstepped.append(group)
+        self._started = max(self._started, count)
+
+    def _reduce(self, group: int) -> None:
+        facts = self._facts.groups[group]
+        for part, width in enumerate(facts.chunks):
+            pool = self._pools[facts.pool]
+            self._take(pool)
+            sent = self._sent(width, facts.reduced_itemsize)
+            pool[-1] = _Flight(group, part, self._add(Kind.REDUCE, group, part, nbytes=sent))
+
+    def _take(self, pool: deque[_Flight | None]) -> None:
+        """Empties the bucket that was taken longest ago. It is the last one then."""
+        pool.rotate(-1)
+        self._store(pool, len(pool) - 1)
+
+    def _store(self, pool: deque[_Flight | None], bucket: int) -> None:
+        flight, pool[bucket] = pool[bucket], None
+        if flight is None:
+            return
+        facts = self._facts.groups[flight.group]
+        stored = self._add(Kind.STORE, flight.group, flight.part, after=[flight.reduce])
+        if self._facts.gathers_gradients and flight.part == len(facts.chunks) - 1:
+            sent = self._sent(facts.shard, facts.reduced_itemsize)
+            stored = self._add(Kind.GATHER, flight.group, after=[stored], nbytes=sent)
+        self._stores.setdefault(flight.group, []).append(stored)
+
+    def _settle(self) -> None:
+        if self._facts.steps_in_backward:
+            self._settle_in_steps()
+        else:
+            self._start(len(self._facts.order))
+            for pool in self._pools:
+                for _ in range(len(pool)):
+                    self._take(pool)
+
+    def _settle_in_steps(self) -> None:
+        for number, group in enumerate(self._facts.order):
+            self._start(number + 1)
+            if group in self._unstepped:
+                self._step_reduced()
+
+    def _step_reduced(self) -> None:
+        for group in self._unstepped:
+            pool = self._pools[self._facts.groups[group].pool]
+            own = [bucket for bucket, flight in enumerate(pool) if flight is not None and flight.group == group]
+            for bucket in range(own[-1] + 1 if own else 0):
+                self._store(pool, bucket)
+            self._step_group(group)
+        self._unstepped.clear()
+
+    def _end_backward(self, _: int) -> None:
+        if not self._facts.units:
+            self._start_now(len(self._facts.order))
+        self._is_unsettled = True
+        self._meet()
+        if self._facts.steps_in_backward:
+            self._publish(self._facts.order)
+
+    # -- gradients that are averaged
+
+    def _all_stored(self) -> list[int]:
+        return [op for stores in self._stores.values() for op in stores]
+
+    def _unscale(self, _: int) -> None:
+        self._meet()
+        self._sum(Kind.VERDICT)
+
+    def _clip(self, _: int) -> None:
+        self._meet()
+        self._sum(Kind.NORM)
+
+    def _sum(self, kind: Kind) -> None:
+        """Sums a number over ranks, unless each has all gradients."""
+        if self._facts.ranks > 1 and not self._facts.gathers_gradients:
+            self._scale = (self._add(kind, by=self._at, after=[*self._all_stored(), *self._scale]),)
+
+    # -- steps
+
+    def _step(self, optimizer: int) -> None:
+        self._meet()
+        for group in self._facts.optimizers[optimizer]:
+            if not (self._facts.groups[group].is_apart or self._facts.steps_in_backward):
+                self._step_group(group)
+
+    def _step_group(self, group: int, part: int = 0, after: Iterable[int] = (), lag: int = 0) -> int:
+        causes = [*after] if lag else [*self._stores.pop(group, ()), *self._scale, *after]
+        op = self._add(Kind.STEP, group, part, after=causes, lag=lag)
+        self._stepped.setdefault(group, []).append(op)
+        return op
+
+    def _end_step(self, optimizer: int) -> None:
+        facts = self._facts
+        if facts.steps_in_backward:
+            return
+        stepped = facts.optimizers[optimizer]
+        apart = [group for group in stepped if facts.groups[group].is_apart]
+        self._ahead = [(group, window) for group in apart for window in range(facts.groups[group].windows)]
+        self._fetch_next()
+        for group in apart:
+            if not facts.groups[group].is_postponed:
+                self._step_windows(group, lag=0)
+        self._publish([group for group in stepped if not facts.groups[group].is_postponed])
+
+    def _catch_up(self, group: int) -> None:
+        """Takes the postponed steps of a group, and publishes what they have made."""
+        if any(ahead == group for ahead, _ in self._ahead):
+            self._step_windows(group, lag=1)
+            if self._facts.groups[group].is_full:
+                self._publish([group], lag=1)
+
+    def _step_windows(self, group: int, *, lag: int) -> None:
+        is_staged = self._facts.groups[group].is_staged
+        for _, window in [ahead for ahead in self._ahead if ahead[0] == group]:
+            self._ahead.remove((group, window))
+            if is_staged and (group, window) not in self._fetched:
+                self._fetch((group, window), lag)
+            fetched = self._fetched.pop((group, window), None)
+            self._fetch_next(lag)
+            stepped = self._step_group(group, window, () if fetched is None else [fetched], lag)
+            if is_staged:
+                self._add(Kind.PUT, group, window, by=self._ends_put(), after=[stepped], lag=lag)
+
+    def _fetch_next(self, lag: int = 0) -> None:
+        """Begins to read one window ahead."""
+        if self._ahead and not self._fetched and self._facts.groups[self._ahead[0][0]].is_staged:
+            self._fetch(self._ahead[0], lag)
+
+    def _fetch(self, ahead: tuple[int, int], lag: int) -> None:
+        self._fetched[ahead] = self._add(Kind.FETCH, *ahead, lag=lag)
+
+    def _ends_put(self) -> int | None:
+        """Returns the use that waits until all that was stepped is written."""
+        return next((at for at in range(self._at, len(self._uses)) if self._uses[at].cause is Cause.BACKWARD), None)
+
+    def _publish(self, groups: Iterable[int], *, lag: int = 0) -> None:
+        for group in groups:
+            facts = self._facts.groups[group]
+            if facts.is_full and facts.is_published:
+                by = self._first_read(group) if self._facts.publishes_late and not lag else self._at
+                after, sent = self._stepped.get(group, ()), self._sent(facts.shard, facts.itemsize)
+                self._add(Kind.PUBLISH, group, by=by, after=after, lag=lag, nbytes=sent)
+
+    def _first_read(self, group: int) -> int:
+        """Returns the use, of the next step, that waits for values that may arrive late."""
+        reads = (Use(Cause.READ, group), Use(Cause.BACKWARD))
+        return next(at for at, use in enumerate(self._uses) if use in reads)

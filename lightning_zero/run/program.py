@@ -1,0 +1,221 @@
+"""`Program`: a training step as data. What user code does, in order, and what the engine does at each of these *uses*.
+
+`placing.make_program` makes it, a pure function of integers: what rests where (`Facts`), and the uses of a step
+(`Use`). It needs no tensor, no rank and no clock, so the step of rank 5 of 1024 can be made on a laptop. Where several
+things are due at one use, they stand in the order in which the engine does them; ranks that pass the same facts and
+uses get the same order of collectives.
+
+A program is a cycle. What is left for later by a step (an offloaded step, a publish that may arrive late) stands at the
+use that needs it in the next step, with `lag` 1.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import groupby
+from typing import NamedTuple
+
+
+class Cause(StrEnum):
+    """What user code does, as the engine's hooks see it. In brackets: what `Use.number` is the number of."""
+
+    FORWARD = "forward"  # a forward begins
+    UNIT = "unit"  # values of a unit are used (unit): by a module's call, or by autograd in backward
+    CALL = "call"  # ranks do something together that is no use of a unit (call), see `Facts.calls`
+    READ = "read"  # weights that may be behind a step are read (group)
+    BACKWARD = "backward"  # a backward begins
+    GRADIENT = "gradient"  # the last gradient of a group is there (group)
+    END = "end of backward"  # ... whose gradients are reduced
+    KEPT = "end of backward, kept"  # ... whose gradients stay on this rank: a micro-batch that only accumulates
+    UNSCALE = "unscale"  # a gradient scaler asks whether gradients have overflowed
+    CLIP = "clip"
+    LOOK = "look"  # averaged gradients are changed, or measured each by itself
+    STEP = "step"  # the user calls `optimizer.step` (optimizer)
+    STEP_AFTER_CLIP = "step after clip"  # ... with no code of users between clipping and the call
+    STEPPED = "stepped"  # the optimizer's own arithmetic is done (optimizer)
+
+
+class Use(NamedTuple):
+    """Something that user code does, and that may need values."""
+
+    cause: Cause
+    number: int = 0
+
+
+class Kind(StrEnum):
+    """What the engine does. A collective but for `RESHARD`, `STORE`, `FETCH`, `STEP` and `PUT`."""
+
+    CALL = "call"  # what `Facts.calls` names
+    UNSHARD = "unshard"  # all-gathers a unit into a buffer of the arena
+    RESHARD = "reshard"  # gives that buffer back
+    AGREE = "agree"  # ranks tell each other what they want, and which parameters have a gradient: one small message
+    REDUCE = "reduce"  # reduce-scatters a chunk, in a bucket
+    STORE = "store"  # waits for that, and keeps the average
+    GATHER = "all-gather gradients"  # of a group whose gradients rest whole
+    VERDICT = "verdict"  # sums whether gradients have overflowed
+    NORM = "norm"  # sums the squares of all gradients
+    FETCH = "fetch"  # begins to read a window from where it rests
+    STEP = "step"  # the optimizer's arithmetic on what this rank owns
+    PUT = "put"  # begins to write a window to where it rests
+    PUBLISH = "publish"  # all-gathers new values
+    EXCHANGE = "exchange"  # sends parts of whole tensors to the ranks that step them, or back
+
+
+LATE = "'"  # marks, in print, an op of `lag` 1
+LOCAL = frozenset({Kind.RESHARD, Kind.STORE, Kind.FETCH, Kind.STEP, Kind.PUT})
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupFacts:
+    """What a program needs to know of a group on one rank."""
+
+    name: str
+    holds: str = ""  # its parameters, in words
+    shard: int = 0  # elements of the rank's shard
+    chunks: tuple[int, ...] = ()  # elements of one rank in each reduction; none where nothing travels
+    itemsize: int = 4  # bytes of an element at rest
+    reduced_itemsize: int = 4  # bytes of an element of its gradient
+    pool: int = 0  # the buckets that its gradients travel in
+    steps: bool = True  # an optimizer steps it
+    is_full: bool = True  # rests whole on every rank between steps
+    is_published: bool = True  # ... of which each has stepped a part
+    is_postponed: bool = False  # offloaded, and stepped when its values are needed
+    is_apart: bool = False  # offloaded, and stepped in windows of its own, at the latest when its values are needed
+    is_staged: bool = False  # those windows are read before they are stepped, and written after
+    windows: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitFacts:
+    """What a program needs to know of a unit, which is gathered for each use."""
+
+    name: str
+    groups: tuple[int, ...]
+    is_leaf: bool = True  # otherwise it has a buffer of its own, and stays
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What rests where on a rank, and the options that say when things are done."""
+
+    groups: tuple[GroupFacts, ...]  # in the order of their numbers
+    units: tuple[UnitFacts, ...] = ()
+    order: tuple[int, ...] = ()  # groups, in the order in which they are reduced
+    optimizers: tuple[tuple[int, ...], ...] = ()  # the groups that each steps, in the order of its parameters
+    buckets: tuple[int, ...] = ()  # in each pool
+    calls: tuple[str, ...] = ()  # what ranks may do together, beside the units, by number
+    publishes: dict[int, int] = field(default_factory=dict)  # call -> the group that it catches up with and publishes
+    ranks: int = 1  # that share the shards
+    prefetch: int = 1
+    overlaps: bool = True  # reduces while backward goes on
+    in_order: bool = False  # a collective waits for those before it (NCCL)
+    learns_late: bool = False  # a mark is read one use after its gather (NCCL)
+    gathers_gradients: bool = False  # stage 0
+    steps_in_backward: bool = False
+    publishes_late: bool = False
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether a reduction may wait for another rank before backward has ended."""
+        wanted = Counter[int]()
+        for number in self.order:
+            wanted[self.groups[number].pool] += len(self.groups[number].chunks)
+        short = any(count > self.buckets[pool] for pool, count in wanted.items() if count)
+        return self.steps_in_backward or self.in_order or short
+
+
+@dataclass(frozen=True)
+class Op:
+    """One thing that the engine does."""
+
+    kind: Kind
+    target: int  # unit of `UNSHARD` and `RESHARD`, number of a `CALL`, group of all others; -1: all
+    at: int  # the use at which it begins
+    part: int = 0  # chunk, or window
+    by: int | None = None  # the use that waits for it; before `at`: in the next step. None: whatever is `after` it
+    after: tuple[int, ...] = ()  # numbers of the ops that must be done before it begins
+    lag: int = 0  # 1: acts on what the step before has left
+    nbytes: int = 0  # that this rank sends
+
+
+@dataclass(frozen=True)
+class Program:
+    """The uses of a step, and its ops in the order in which they begin."""
+
+    facts: Facts
+    uses: tuple[Use, ...]
+    ops: tuple[Op, ...]
+
+    def at(self, use: int) -> list[Op]:
+        """Returns the ops that begin at a use."""
+        return [op for op in self.ops if op.at == use]
+
+    @property
+    def collectives(self) -> list[Op]:
+        return [op for op in self.ops if op.kind not in LOCAL]
+
+    @property
+    def messages(self) -> int:
+        """How many small messages of the host ranks wait for, in one step."""
+        return sum(op.kind is Kind.AGREE for op in self.ops)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of parameters and gradients that this rank sends in one step."""
+        return sum(op.nbytes for op in self.ops)
+
+    def __str__(self) -> str:
+        """Returns which parameters the `#` numbers are, and a line for each use at which anything happens. A prime
+        marks what the step before has left."""
+        waits: dict[int, list[Op]] = {}
+        for op in self.ops:
+            if op.by is not None and op.by != op.at:
+                waits.setdefault(op.by, []).append(op)
+        rows, micro = [], -1
+        for number, use in enumerate(self.uses):
+            micro += use.cause is Cause.FORWARD
+            does, awaits = self._told(self.at(number)), self._told(waits.get(number, ()))
+            if does or awaits or use.cause in (Cause.FORWARD, Cause.BACKWARD):
+                told = [does, f"waits: {awaits}" if awaits else ""]
+                rows.append((self._name(use, micro), "; ".join(filter(None, told))))
+        width = max((len(name) for name, _ in rows), default=0)
+        lines = [f"{name:{width}} | {told}".rstrip(" |") for name, told in rows]
+        named = {op.target for op in self.ops if self._label_of(op).startswith("#")}
+        legend = [f"#{number} is {self.facts.groups[number].holds}" for number in sorted(named)]
+        return "\n".join([*legend, *lines])
+
+    def _name(self, use: Use, micro: int) -> str:
+        if use.cause is Cause.UNIT:
+            return f"  {self.facts.units[use.number].name or 'model'}"
+        if use.cause in (Cause.GRADIENT, Cause.READ):
+            return f"  {use.cause} {self._label(use.number)}"
+        if use.cause is Cause.CALL:
+            return f"  {self.facts.calls[use.number]}"
+        is_pass = use.cause in (Cause.FORWARD, Cause.BACKWARD)
+        return f"{use.cause} {micro}" if is_pass and self.micro_batches > 1 else str(use.cause)
+
+    def _told(self, ops: Iterable[Op]) -> str:
+        told = []
+        for (kind, lag), alike in groupby(ops, lambda op: (op.kind, op.lag)):
+            labels = ", ".join(filter(None, map(self._label_of, alike)))
+            told.append(f"{kind}{LATE * lag} {labels}".rstrip())
+        return "; ".join(told)
+
+    def _label_of(self, op: Op) -> str:
+        if op.kind in (Kind.UNSHARD, Kind.RESHARD):
+            return self.facts.units[op.target].name or "model"
+        if op.target < 0 or op.kind is Kind.CALL:
+            return ""
+        group = self.facts.groups[op.target]
+        parts = len(group.chunks) if op.kind in (Kind.REDUCE, Kind.STORE) else group.windows
+        is_part = parts > 1 and op.kind in (Kind.REDUCE, Kind.STORE, Kind.FETCH, Kind.STEP, Kind.PUT)
+        return f"{self._label(op.target)}{f'[{op.part}]' if is_part else ''}"
+
+    def _label(self, group: int) -> str:
+        """Returns the name of a unit for its only group, and the number of any other group."""
+        return next((unit.name for unit in self.facts.units if unit.groups == (group,) and unit.name), f"#{group}")
+
+    @property
+    def micro_batches(self) -> int:
+        return sum(use.cause is Cause.FORWARD for use in self.uses)

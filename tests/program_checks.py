@@ -1,0 +1,165 @@
+"""What must hold of any program, and random models to make programs of: integers alone."""
+
+from collections import Counter
+from typing import Any
+
+from hypothesis import strategies as st
+
+from lightning_zero.run.program import Cause, Facts, GroupFacts, Kind, Program, UnitFacts, Use
+
+
+def check(program: Program) -> None:
+    """Raises AssertionError if a program would read values that are not there, hold more than it has room for, lose or
+    repeat a gradient or a step, or wait for what comes after."""
+    _check_order(program)
+    _check_units(program)
+    _check_reductions(program)
+    _check_steps(program)
+
+
+def _check_order(program: Program) -> None:
+    for number, op in enumerate(program.ops):
+        assert all(earlier < number for earlier in op.after), f"{op} begins before what it comes after"
+        assert op.by is None or 0 <= op.by < len(program.uses), f"nobody waits for {op}"
+    assert [op.at for op in program.ops] == sorted(op.at for op in program.ops)
+
+
+def _check_units(program: Program) -> None:
+    facts, here = program.facts, dict[int, int | None]()  # unit -> the use that waits for it
+    room = 1 + facts.prefetch
+    for at, use in enumerate(program.uses):
+        for op in program.at(at):
+            if op.kind is Kind.UNSHARD:
+                assert op.target not in here, f"{op}: it is there"
+                here[op.target] = op.by
+            elif op.kind is Kind.RESHARD:
+                del here[op.target]
+            elif op.kind is Kind.STEP and op.lag == 0 and not facts.steps_in_backward:
+                assert not here, f"{op}: its values are gathered"
+            assert sum(facts.units[unit].is_leaf for unit in here) <= room, f"{op}: there is no room"
+        if use.cause is Cause.UNIT:
+            by = here.get(use.number, -1)
+            assert by in range(at + 1), f"use {at}: unit {use.number} is not there"
+
+
+def _check_reductions(program: Program) -> None:
+    facts, flying = program.facts, dict[tuple[int, int], int]()
+    reduced, stored = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    backwards = sum(use.cause is Cause.END for use in program.uses)
+    for op in program.ops:
+        what = op.target, op.part
+        if op.kind is Kind.REDUCE:
+            assert what not in flying, f"{op}: it is under way"
+            flying[what] = facts.groups[op.target].pool
+            most = Counter(flying.values())
+            assert all(count <= facts.buckets[pool] for pool, count in most.items()), f"{op}: no bucket is free"
+            reduced[what] += 1
+        elif op.kind is Kind.STORE:
+            del flying[what]
+            stored[what] += 1
+    assert not flying, "a reduction that nobody waits for"
+    wanted = {(group, part): backwards for group in facts.order for part in range(len(facts.groups[group].chunks))}
+    assert reduced == Counter(wanted)
+    assert stored == Counter(wanted)
+
+
+def _check_steps(program: Program) -> None:
+    facts, ops = program.facts, program.ops
+    steps = Counter((op.target, op.part) for op in ops if op.kind is Kind.STEP)
+    stepped = {group for use in program.uses if use.cause is Cause.STEPPED for group in facts.optimizers[use.number]}
+    assert steps == Counter({(group, part): 1 for group in stepped for part in range(facts.groups[group].windows)})
+    for kind, of in ((Kind.FETCH, True), (Kind.PUT, True)):
+        moved = Counter((op.target, op.part) for op in ops if op.kind is kind)
+        assert moved == Counter({what: of for what in steps if facts.groups[what[0]].is_staged}), kind
+    last_store: dict[int, int] = {}
+    for number, op in enumerate(ops):
+        if op.kind is Kind.STORE:
+            last_store[op.target] = number
+        elif op.kind is Kind.STEP and not op.lag:
+            assert op.part or op.target not in last_store or last_store[op.target] in op.after, f"{op}: not averaged"
+        elif op.kind in (Kind.NORM, Kind.VERDICT):
+            assert set(last_store.values()) <= set(op.after), f"{op}: not all gradients are averaged"
+    published = Counter(op.target for op in ops if op.kind is Kind.PUBLISH)
+    assert published == Counter(g for g in stepped if facts.groups[g].is_full and facts.groups[g].is_published)
+
+
+# -- random models
+
+
+@st.composite
+def models(draw: Any) -> tuple[Facts, list[Use]]:
+    """Facts of a random model, and the uses of a step: units in any order, used again, around other units, frozen,
+    groups that never have all gradients, any tier, micro-batches, clipping."""
+    layers = draw(st.integers(1, 6))
+    shards_parameters = draw(st.booleans())
+    steps_in_backward = draw(st.booleans())
+    postpones = draw(st.booleans()) and not steps_in_backward
+    groups = []
+    for layer in range(layers):
+        is_apart = postpones and draw(st.booleans())
+        is_staged = is_apart and draw(st.booleans())
+        groups.append(
+            GroupFacts(
+                name=f"g{layer}",
+                shard=draw(st.integers(1, 100)),
+                chunks=tuple(draw(st.lists(st.integers(1, 50), min_size=1, max_size=4))),
+                pool=draw(st.integers(0, 1)),
+                is_full=not shards_parameters,
+                is_apart=is_apart,
+                is_postponed=is_apart,
+                is_staged=is_staged,
+                windows=draw(st.integers(1, 3)) if is_staged else 1,
+            )
+        )
+    trained = [number for number in range(layers) if number == 0 or draw(st.integers(0, 3))]
+    inner = shards_parameters and draw(st.booleans())
+    units = [UnitFacts(name=f"u{n}", groups=(n,), is_leaf=n > 0 or not inner) for n in range(layers)]
+    called = [n for n in trained if groups[n].is_full and groups[n].is_apart]
+    facts = Facts(
+        groups=tuple(groups),
+        units=tuple(units) if shards_parameters else (),
+        order=tuple(draw(st.permutations(trained))),
+        optimizers=(tuple(draw(st.permutations(trained))),),
+        buckets=(draw(st.integers(1, 3)), draw(st.integers(1, 3))),
+        calls=("buffers", *(f"publish g{n}" for n in called)),
+        publishes={1 + place: n for place, n in enumerate(called)},
+        ranks=draw(st.sampled_from([2, 8, 1024])),
+        prefetch=draw(st.integers(0, 3)),
+        overlaps=draw(st.booleans()),
+        in_order=draw(st.booleans()),
+        learns_late=draw(st.booleans()),
+        steps_in_backward=steps_in_backward,
+        publishes_late=not shards_parameters and not postpones and draw(st.booleans()),
+    )
+    return facts, _uses_of(draw, facts, trained)
+
+
+def _uses_of(draw: Any, facts: Facts, trained: list[int]) -> list[Use]:
+    layers, uses = range(len(facts.groups)), list[Use]()
+    micros = 1 if facts.steps_in_backward else draw(st.integers(1, 3))
+    for micro in range(micros):
+        uses.append(Use(Cause.FORWARD))
+        if draw(st.booleans()):
+            uses.append(Use(Cause.CALL, 0))
+        order = [*draw(st.permutations(layers)), *draw(st.lists(st.sampled_from(layers), max_size=4))]
+        read = dict.fromkeys(order) if micro == 0 else {}
+        if facts.units:
+            uses += [Use(Cause.UNIT, unit) for unit in order]
+        elif facts.publishes_late:
+            uses += [Use(Cause.READ, group) for group in read if group in trained]
+        by_group = {group: call for call, group in facts.publishes.items()}
+        uses += [Use(Cause.CALL, by_group[group]) for group in read if group in by_group]
+        uses.append(Use(Cause.BACKWARD))
+        for layer in reversed(order):
+            if facts.units:
+                uses.append(Use(Cause.UNIT, layer))
+            complete = Use(Cause.GRADIENT, layer)
+            if layer in trained and complete not in uses[uses.index(Use(Cause.BACKWARD)) :] and draw(st.integers(0, 4)):
+                uses.append(complete)
+        is_last = micro == micros - 1
+        uses.append(Use(Cause.END if is_last or draw(st.booleans()) else Cause.KEPT))
+    clips = not facts.steps_in_backward and draw(st.booleans())
+    at_once = clips and draw(st.booleans())
+    uses += [Use(Cause.UNSCALE)] if clips and draw(st.booleans()) else []
+    uses += [Use(Cause.CLIP)] if clips else []
+    return [*uses, Use(Cause.STEP_AFTER_CLIP if at_once else Cause.STEP), Use(Cause.STEPPED)]

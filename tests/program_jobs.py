@@ -1,0 +1,214 @@
+"""What the engine really does in a step, noted at the functions that do it, in the words of its `Program`."""
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fabric_jobs
+import jobs
+from lightning_zero.run.engine import Engine, Options
+from lightning_zero.run.journal import Journal
+from lightning_zero.run.program import LOCAL, Kind, Program
+from lightning_zero.shards.gradient import GradientShard
+from lightning_zero.shards.group import ShardGroup
+from lightning_zero.shards.unit import Unit
+from lightning_zero.shards.window import Window
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.local import CountingComm
+
+BUCKET_BYTES = 2**12
+STEPS_UNTIL_PLANNED = 6
+
+Done = tuple[Kind, str, int]  # kind, name of the unit or group, chunk or window
+
+# The kind of a collective, by the beginning of its name.
+_COLLECTIVES = {
+    "all_reduce rendezvous": Kind.AGREE,
+    "all_reduce norm": Kind.NORM,
+    "all_reduce overflow": Kind.VERDICT,
+    "broadcast buffers": Kind.CALL,
+    "reduce_scatter reduce ": Kind.REDUCE,
+    "all_gather gather ": Kind.UNSHARD,
+    "all_gather publish ": Kind.PUBLISH,
+    "all_gather gradient ": Kind.GATHER,
+    "all_to_all whole tensors": Kind.EXCHANGE,
+}
+
+
+@dataclass
+class Recorder:
+    """Notes what an engine does, at each use that its journal notes."""
+
+    engine: Engine
+    done: list[list[Done]] = field(default_factory=list)  # at each use
+    bytes_sent: int = 0
+
+    def note(self, kind: Kind, name: str = "", part: int = 0) -> None:
+        if self.done:
+            self.done[-1].append((kind, name, part))
+
+    def note_collective(self, comm: Comm, kind: str, name: str, tensor: Tensor | None, sent: int) -> None:
+        found = next((known for begins, known in _COLLECTIVES.items() if f"{kind} {name}".startswith(begins)), None)
+        assert found is not None, f"a collective that no program has: {kind} {name}"
+        self.bytes_sent += sent if found in (Kind.UNSHARD, Kind.REDUCE, Kind.GATHER, Kind.PUBLISH) else 0
+        group = name.partition(" ")[2].rpartition("[")[0]
+        if found is Kind.REDUCE:
+            start, column = map(int, re.findall(r"\d+", name.rpartition("[")[2]))
+            chunks = next(one for one in self.engine.groups if one.name == group).layout.chunks
+            self.note(found, group, next(n for n, c in enumerate(chunks) if (c.of.start, c.start) == (start, column)))
+            return
+        if found is Kind.UNSHARD:
+            group = next(unit.name for unit in self.engine.cache.units if group in [one.name for one in unit.groups])
+        is_begun = bool(self.done) and (found, group, 0) in self.done[-1]
+        if not (is_begun and group):  # slice after slice, and group after group of a unit
+            self.note(found, group)
+
+    def note_store(self, gradient: GradientShard, _: Any, __: Any, chunk: Any, *___: Any) -> None:
+        self.note(Kind.STORE, gradient.group.name, gradient.group.layout.chunks.index(chunk))
+
+    def note_window(self, kind: Kind, window: Window) -> None:
+        for group, slots in itertools.groupby(window.slots, lambda slot: slot.group):
+            self.note(kind, group.name, self._number_of(group, list(slots)))
+
+    def _number_of(self, group: ShardGroup, slots: list[Any]) -> int:
+        if not group.places.steps_apart:
+            return 0
+        stepper = next(iter(self.engine.stepping.steppers.values()))
+        return [window.slots for window in stepper.windows_of(group)].index(slots)
+
+
+def _before(function: Any, note: Callable[..., None]) -> Any:
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        note(self, *args, **kwargs)
+        return function(self, *args, **kwargs)
+
+    return noting
+
+
+@contextmanager
+def recording(engine: Engine) -> Iterator[Recorder]:
+    recorder = Recorder(engine)
+
+    def begin_fetch(window: Window) -> None:
+        if window.is_staged and not window.is_begun:
+            recorder.note_window(Kind.FETCH, window)
+
+    def put(window: Window, *_: Any) -> None:
+        if window.is_staged:
+            recorder.note_window(Kind.PUT, window)
+
+    noted: dict[tuple[Any, str], Callable[..., None]] = {
+        (Journal, "note"): lambda *_: recorder.done.append([]),
+        (Comm, "_begin"): recorder.note_collective,
+        (Unit, "release"): lambda unit, _: recorder.note(Kind.RESHARD, unit.name),
+        (GradientShard, "_store"): recorder.note_store,
+        (Window, "begin"): begin_fetch,
+        (Window, "enter"): lambda window, **_: recorder.note_window(Kind.STEP, window),
+        (Window, "put"): put,
+    }
+    with ExitStack() as stack:
+        for (kind, name), note in noted.items():
+            stack.enter_context(patch.object(kind, name, _before(getattr(kind, name), note)))
+        yield recorder
+
+
+def in_names(program: Program) -> list[list[Done]]:
+    """Returns what a program says is done at each use."""
+
+    def done(kind: Kind, target: int, part: int) -> Done:
+        if kind in (Kind.UNSHARD, Kind.RESHARD):
+            return kind, program.facts.units[target].name, 0
+        named = target >= 0 and kind is not Kind.CALL
+        return kind, program.facts.groups[target].name if named else "", part
+
+    return [[done(op.kind, op.target, op.part) for op in program.at(at)] for at in range(len(program.uses))]
+
+
+def split(done: list[Done]) -> tuple[list[Done], list[Done]]:
+    """Returns collectives, and what this rank does alone."""
+    return [one for one in done if one[0] not in LOCAL], [one for one in done if one[0] in LOCAL]
+
+
+def tower(depth: int, width: int = 64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)])
+
+
+def train(
+    model: nn.Module,
+    *,
+    stage: int,
+    micros: int = 1,
+    clips: bool = False,
+    at_once: bool = False,
+    world: int = 2,
+    make: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
+    **options: Any,
+) -> tuple[Program, Recorder]:
+    """Trains until every step is like the last one. Returns the program, and what the engine did in one more step."""
+    optimizer = make(model.parameters())
+    setting = Options(**{"bucket_bytes": BUCKET_BYTES, "unit_classes": ("Linear",) if stage == 3 else None} | options)
+    engine = Engine(model, [optimizer], stage=stage, comm=CountingComm(0, world), options=setting)
+    batch = torch.randn(4, next(model.parameters()).shape[1])
+
+    def step() -> None:
+        for micro in range(micros):
+            with engine.accumulating() if micro < micros - 1 else nullcontext():
+                with engine.forward():
+                    loss = model(batch).square().mean()
+                with engine.backward():
+                    loss.backward()
+        if clips:
+            engine.averages.clip_by_norm_(optimizer, 1.0)
+            if at_once:
+                engine.expect_step()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(STEPS_UNTIL_PLANNED):
+        step()
+    program = engine.program()
+    with recording(engine) as recorder:
+        step()
+    engine.close(whole=False)
+    return program, recorder
+
+
+def fit_and_ask(strategy: Any) -> dict[str, Any]:
+    """What a Trainer's strategy says of its steps: before, in and after fit."""
+    told: dict[str, Any] = {}
+
+    class Ask(L.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            with pytest.raises(RuntimeError) as raised:
+                trainer.strategy.program()
+            told["before"] = str(raised.value)
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, number: int) -> None:
+            if number == 3:
+                told["in"] = trainer.strategy.program()
+
+    L.seed_everything(1, verbose=False)
+    run = jobs.trainer(strategy, 2, callbacks=[Ask()], gradient_clip_val=1.0, max_steps=6, limit_val_batches=0)
+    run.fit(jobs.Classifier(), jobs.loader())
+    return told | {"after": run.strategy.program()}
+
+
+def train_with_fabric(strategy: Any) -> Program:
+    made = fabric_jobs.fabric(strategy, 2)
+    model, optimizer = fabric_jobs.set_up(made)
+    for batch in itertools.islice(jobs.loader(), 5):
+        made.backward(fabric_jobs.loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    found: Program = made.strategy.program(model)
+    return found

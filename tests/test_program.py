@@ -1,0 +1,105 @@
+"""The program of a step says what the engine does in it, at each use, in order."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+import program_checks
+import program_jobs
+from lightning_zero.config import Offload
+from lightning_zero.run.placing import make_program
+from lightning_zero.run.program import Cause, Kind
+from ranks import RankPool
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "many buckets": {"bucket_bytes": 2**20},
+    "clipped": {"clips": True},
+    "clipped, and stepped at once": {"clips": True, "at_once": True},
+    "three micro-batches": {"micros": 3},
+    "three micro-batches on the rank": {"micros": 3, "accumulation": "local"},
+    "no overlap": {"overlap": False},
+    "no prefetch": {"prefetch": 0},
+    "two ahead": {"prefetch": 2},
+    "published late": {"late_publish_bytes": 0},
+    "published late, clipped, two micro-batches": {"late_publish_bytes": 0, "clips": True, "micros": 2},
+    "64 ranks": {"world": 64},
+    "one rank": {"world": 1},
+}
+OFFLOADED: dict[str, dict[str, Any]] = {
+    "host": {"optimizer": "cpu"},
+    "disk": {"optimizer": "nvme"},
+    "half of it on disk": {"optimizer": "nvme", "fraction": 0.5},
+    "host, in two bytes": {"optimizer": "cpu", "state_dtype": torch.bfloat16},
+}
+
+
+def assert_does_what_it_says(program: Any, recorder: program_jobs.Recorder) -> None:
+    program_checks.check(program)
+    said = program_jobs.in_names(program)
+    assert len(said) == len(recorder.done)
+    for use, says, does in zip(program.uses, said, recorder.done, strict=True):
+        assert program_jobs.split(says) == program_jobs.split(does), f"at {use}, of\n{program}"
+    assert program.bytes_sent == recorder.bytes_sent
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_the_engine_does_what_the_program_says(case: str, stage: int) -> None:
+    if stage == 3 and case == "three micro-batches":
+        pytest.skip("where its reductions start depends on the step that was learnt from")
+    assert_does_what_it_says(*program_jobs.train(program_jobs.tower(6), stage=stage, **CASES[case]))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("tier", OFFLOADED)
+def test_the_engine_takes_offloaded_steps_where_the_program_says(
+    tier: str, clips: bool, stage: int, tmp_path: Path
+) -> None:
+    settings = OFFLOADED[tier] | ({"path": tmp_path} if "nvme" in OFFLOADED[tier].values() else {})
+    found = program_jobs.train(program_jobs.tower(5), stage=stage, clips=clips, offload=Offload(**settings))
+    assert_does_what_it_says(*found)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_engine_steps_in_backward_where_the_program_says(stage: int) -> None:
+    assert_does_what_it_says(*program_jobs.train(program_jobs.tower(6), stage=stage, step_in_backward=True))
+
+
+@given(model=program_checks.models())
+@settings(max_examples=600, deadline=None, derandomize=True)
+def test_no_program_reads_what_is_not_there_or_loses_what_is(model: Any) -> None:
+    program_checks.check(make_program(*model))
+
+
+@given(model=program_checks.models())
+@settings(max_examples=50, deadline=None, derandomize=True)
+def test_a_program_prints_each_of_its_ops(model: Any) -> None:
+    program = make_program(*model)
+    told = str(program)
+    assert all(str(op.kind) in told for op in program.ops if op.kind is not Kind.CALL)
+
+
+@pytest.mark.parametrize("strategy", [{"stage": 1}, {"stage": 3, "units": "modules"}])
+def test_a_strategy_tells_the_program_of_its_last_step_in_fit_and_after_it(
+    strategy: dict[str, Any], two_ranks: RankPool
+) -> None:
+    first, second = two_ranks.run(program_jobs.fit_and_ask, strategy)
+    assert "Train one step first" in first["before"]
+    assert first["in"] == first["after"]
+    assert first["after"].collectives == second["after"].collectives
+    causes = [use.cause for use in first["after"].uses]
+    assert causes[0] is Cause.FORWARD
+    assert causes[-3:] == [Cause.CLIP, Cause.STEP_AFTER_CLIP, Cause.STEPPED]
+    program_checks.check(first["after"])
+
+
+def test_a_strategy_of_fabric_tells_the_program_of_a_module(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(program_jobs.train_with_fabric, {"stage": 2})
+    program_checks.check(first)
+    assert first.collectives == second.collectives
+    assert first.messages == 1
