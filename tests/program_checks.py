@@ -68,17 +68,17 @@ def _check_steps(program: Program) -> None:
     steps = Counter((op.target, op.part) for op in ops if op.kind is Kind.STEP)
     stepped = {group for use in program.uses if use.cause is Cause.STEPPED for group in facts.optimizers[use.number]}
     assert steps == Counter({(group, part): 1 for group in stepped for part in range(facts.groups[group].windows)})
-    for kind, of in ((Kind.FETCH, True), (Kind.PUT, True)):
+    for kind in (Kind.FETCH, Kind.PUT):
         moved = Counter((op.target, op.part) for op in ops if op.kind is kind)
-        assert moved == Counter({what: of for what in steps if facts.groups[what[0]].is_staged}), kind
-    last_store: dict[int, int] = {}
+        assert moved == Counter(what for what in steps if facts.groups[what[0]].is_staged), kind
+    last_store: dict[int, int] = {}  # what averages a group last
     for number, op in enumerate(ops):
-        if op.kind is Kind.STORE:
+        if op.kind in (Kind.STORE, Kind.GATHER):
             last_store[op.target] = number
         elif op.kind is Kind.STEP and not op.lag:
             assert op.part or op.target not in last_store or last_store[op.target] in op.after, f"{op}: not averaged"
         elif op.kind in (Kind.NORM, Kind.VERDICT):
-            assert set(last_store.values()) <= set(op.after), f"{op}: not all gradients are averaged"
+            assert set(last_store.values()) <= set(op.after), f"{op}: not all are averaged"
     published = Counter(op.target for op in ops if op.kind is Kind.PUBLISH)
     assert published == Counter(g for g in stepped if facts.groups[g].is_full and facts.groups[g].is_published)
 
