@@ -5,7 +5,17 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from lightning_zero.run.program import Cause, Facts, GroupFacts, Kind, Program, UnitFacts, Use
+from lightning_zero.run.program import (
+    Cause,
+    Facts,
+    GroupFacts,
+    Kind,
+    OptimizerFacts,
+    Program,
+    UnitFacts,
+    Use,
+    WindowFacts,
+)
 
 
 def check(program: Program) -> None:
@@ -65,12 +75,21 @@ def _check_reductions(program: Program) -> None:
 
 def _check_steps(program: Program) -> None:
     facts, ops = program.facts, program.ops
-    steps = Counter((op.target, op.part) for op in ops if op.kind is Kind.STEP)
-    stepped = {group for use in program.uses if use.cause is Cause.STEPPED for group in facts.optimizers[use.number]}
-    assert steps == Counter({(group, part): 1 for group in stepped for part in range(facts.groups[group].windows)})
+    optimizers = [facts.optimizers[use.number] for use in program.uses if use.cause is Cause.STEPPED]
+    stepped = [group for one in optimizers for group in one.groups]
+    steps, seen, moved, exchanged = Counter[tuple[int, int]](), Counter[int](), Counter[tuple[int, int]](), 0
+    for window in (window for one in optimizers for window in one.windows):
+        parts = [(group, seen[group]) for group in window.groups]
+        steps.update(parts)
+        moved.update(parts if window.is_staged else ())
+        exchanged += window.is_whole
+        seen.update(window.groups)
+    steps.update((group, 0) for group in stepped if not seen[group])
+    assert Counter((op.target, op.part) for op in ops if op.kind is Kind.STEP) == steps
     for kind in (Kind.FETCH, Kind.PUT):
-        moved = Counter((op.target, op.part) for op in ops if op.kind is kind)
-        assert moved == Counter(what for what in steps if facts.groups[what[0]].is_staged), kind
+        assert Counter((op.target, op.part) for op in ops if op.kind is kind) == moved, kind
+    for kind in (Kind.COLLECT, Kind.RETURN):
+        assert sum(op.kind is kind for op in ops) == exchanged, kind
     last_store: dict[int, int] = {}  # what averages a group last
     for number, op in enumerate(ops):
         if op.kind in (Kind.STORE, Kind.GATHER):
@@ -96,8 +115,6 @@ def models(draw: Any) -> tuple[Facts, list[Use]]:
     postpones = draw(st.booleans()) and not steps_in_backward
     groups = []
     for layer in range(layers):
-        is_apart = postpones and draw(st.booleans())
-        is_staged = is_apart and draw(st.booleans())
         groups.append(
             GroupFacts(
                 name=f"g{layer}",
@@ -105,21 +122,24 @@ def models(draw: Any) -> tuple[Facts, list[Use]]:
                 chunks=tuple(draw(st.lists(st.integers(1, 50), min_size=1, max_size=4))),
                 pool=draw(st.integers(0, 1)),
                 is_full=not shards_parameters,
-                is_apart=is_apart,
-                is_postponed=is_apart,
-                is_staged=is_staged,
-                windows=draw(st.integers(1, 3)) if is_staged else 1,
             )
         )
     trained = [number for number in range(layers) if number == 0 or draw(st.integers(0, 3))]
     inner = shards_parameters and draw(st.booleans())
     units = [UnitFacts(name=f"u{n}", groups=(n,), is_leaf=n > 0 or not inner) for n in range(layers)]
-    called = [n for n in trained if groups[n].is_full and groups[n].is_apart]
+    windows = [
+        window
+        for number in trained
+        for window in draw(st.lists(windows_of(number, postpones), max_size=3))
+        if not steps_in_backward
+    ]
+    postponed = [group for window in windows if window.is_postponed for group in window.groups]
+    called = [n for n in trained if groups[n].is_full and n in postponed]
     facts = Facts(
         groups=tuple(groups),
         units=tuple(units) if shards_parameters else (),
         order=tuple(draw(st.permutations(trained))),
-        optimizers=(tuple(draw(st.permutations(trained))),),
+        optimizers=(OptimizerFacts(groups=tuple(draw(st.permutations(trained))), windows=tuple(windows)),),
         buckets=(draw(st.integers(1, 3)), draw(st.integers(1, 3))),
         calls=("buffers", *(f"publish g{n}" for n in called)),
         publishes={1 + place: n for place, n in enumerate(called)},
@@ -132,6 +152,16 @@ def models(draw: Any) -> tuple[Facts, list[Use]]:
         publishes_late=not shards_parameters and not postpones and draw(st.booleans()),
     )
     return facts, _uses_of(draw, facts, trained)
+
+
+def windows_of(group: int, postpones: bool) -> st.SearchStrategy[WindowFacts]:
+    return st.builds(
+        WindowFacts,
+        groups=st.just((group,)),
+        is_postponed=st.just(postpones),
+        is_staged=st.booleans(),
+        is_whole=st.booleans(),
+    )
 
 
 def _uses_of(draw: Any, facts: Facts, trained: list[int]) -> list[Use]:

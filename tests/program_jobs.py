@@ -21,7 +21,8 @@ from lightning_zero.run.program import LOCAL, Kind, Program
 from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.unit import Unit
-from lightning_zero.shards.window import Window
+from lightning_zero.shards.whole import WholeWindow
+from lightning_zero.shards.window import Window, by_group
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import CountingComm
 
@@ -40,7 +41,6 @@ _COLLECTIVES = {
     "all_gather gather ": Kind.UNSHARD,
     "all_gather publish ": Kind.PUBLISH,
     "all_gather gradient ": Kind.GATHER,
-    "all_to_all whole tensors": Kind.EXCHANGE,
 }
 
 
@@ -57,6 +57,8 @@ class Recorder:
             self.done[-1].append((kind, name, part))
 
     def note_collective(self, comm: Comm, kind: str, name: str, tensor: Tensor | None, sent: int) -> None:
+        if kind == "all_to_all":
+            return  # see `note_exchange`
         found = next((known for begins, known in _COLLECTIVES.items() if f"{kind} {name}".startswith(begins)), None)
         assert found is not None, f"a collective that no program has: {kind} {name}"
         self.bytes_sent += sent if found in (Kind.UNSHARD, Kind.REDUCE, Kind.GATHER, Kind.PUBLISH) else 0
@@ -76,14 +78,18 @@ class Recorder:
         self.note(Kind.STORE, gradient.group.name, gradient.group.layout.chunks.index(chunk))
 
     def note_window(self, kind: Kind, window: Window) -> None:
-        for group, slots in itertools.groupby(window.slots, lambda slot: slot.group):
-            self.note(kind, group.name, self._number_of(group, list(slots)))
+        for group in by_group(window.slots):
+            self.note(kind, group.name, self._part_of(group, window))
 
-    def _number_of(self, group: ShardGroup, slots: list[Any]) -> int:
-        if not group.places.steps_apart:
-            return 0
-        stepper = next(iter(self.engine.stepping.steppers.values()))
-        return [window.slots for window in stepper.windows_of(group)].index(slots)
+    def note_exchange(self, kind: Kind, window: WholeWindow) -> None:
+        group = window.slots[0].group
+        self.note(kind, group.name, self._part_of(group, window))
+
+    def _part_of(self, group: ShardGroup, window: Window) -> int:
+        """Returns how many windows of the group are stepped before this one."""
+        (stepper,) = self.engine.stepping.steppers.values()
+        alike = [[*one.slots] for one in stepper.windows_apart() if group in by_group(one.slots)]
+        return alike.index([*window.slots]) if alike else 0
 
 
 def _before(function: Any, note: Callable[..., None]) -> Any:
@@ -114,6 +120,8 @@ def recording(engine: Engine) -> Iterator[Recorder]:
         (Window, "begin"): begin_fetch,
         (Window, "enter"): lambda window, **_: recorder.note_window(Kind.STEP, window),
         (Window, "put"): put,
+        (WholeWindow, "_bring_whole"): lambda window: recorder.note_exchange(Kind.COLLECT, window),
+        (WholeWindow, "_send_back"): lambda window: recorder.note_exchange(Kind.RETURN, window),
     }
     with ExitStack() as stack:
         for (kind, name), note in noted.items():

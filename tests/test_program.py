@@ -65,6 +65,14 @@ def test_the_engine_takes_offloaded_steps_where_the_program_says(
     assert_does_what_it_says(*found)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("tier", [None, "cpu", "nvme"])
+def test_the_engine_steps_whole_tensors_where_the_program_says(tier: str | None, stage: int, tmp_path: Path) -> None:
+    offload = None if tier is None else Offload(tier, path=tmp_path if tier == "nvme" else None)
+    found = program_jobs.train(program_jobs.tower(4), stage=stage, granularity="tensor", offload=offload, clips=True)
+    assert_does_what_it_says(*found)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_engine_steps_in_backward_where_the_program_says(stage: int) -> None:
     assert_does_what_it_says(*program_jobs.train(program_jobs.tower(6), stage=stage, step_in_backward=True))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from lightning_zero.run.loans import Loans, names_of
-from lightning_zero.run.program import Facts, GroupFacts, UnitFacts
+from lightning_zero.run.program import Facts, GroupFacts, OptimizerFacts, UnitFacts, WindowFacts
 from lightning_zero.run.reductions import Reductions
 from lightning_zero.run.stepping import Stepping
 from lightning_zero.shards.bucket import BucketPool
@@ -11,6 +11,7 @@ from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.optimizer import PieceStepper
 from lightning_zero.shards.options import Options
+from lightning_zero.shards.whole import WholeWindow
 from lightning_zero.stage import Partition
 from lightning_zero.wire.comm import Comm
 
@@ -22,17 +23,16 @@ def facts_of(
     numbers = {group: number for number, group in enumerate(loans.groups)}
     steppers = list(stepping.steppers.values())
     gradients = {shard.group: shard for shard in reductions.shards}
-    stepper_of = {slot.group: one for one in steppers for slot in one.slots}
     pools = {pool: number for number, pool in enumerate(reductions.pools)}
     units, rendezvous = loans.cache.units, loans.rendezvous
     return Facts(
-        groups=tuple(_group_facts(one, gradients.get(one), stepper_of.get(one), pools) for one in loans.groups),
+        groups=tuple(_group_facts(one, gradients.get(one), pools) for one in loans.groups),
         units=tuple(
             UnitFacts(name=unit.name, groups=tuple(numbers[group] for group in unit.groups), is_leaf=unit.is_leaf)
             for unit in units
         ),
         order=tuple(numbers[shard.group] for shard in reductions.shards if shard.travels),
-        optimizers=tuple(tuple(dict.fromkeys(numbers[slot.group] for slot in one.slots)) for one in steppers),
+        optimizers=tuple(_optimizer_facts(one, numbers) for one in steppers),
         buckets=tuple(pool.size for pool in reductions.pools),
         calls=rendezvous.labels,
         publishes={number - len(units): numbers[group] for number, group in loans.published.items()},
@@ -47,12 +47,23 @@ def facts_of(
     )
 
 
-def _group_facts(
-    group: ShardGroup, gradient: GradientShard | None, stepper: PieceStepper | None, pools: Mapping[BucketPool, int]
-) -> GroupFacts:
+def _optimizer_facts(stepper: PieceStepper, numbers: Mapping[ShardGroup, int]) -> OptimizerFacts:
+    return OptimizerFacts(
+        groups=tuple(dict.fromkeys(numbers[slot.group] for slot in stepper.slots)),
+        windows=tuple(
+            WindowFacts(
+                groups=tuple(dict.fromkeys(numbers[slot.group] for slot in window.slots)),
+                is_postponed=window.is_late,
+                is_staged=window.is_staged,
+                is_whole=isinstance(window, WholeWindow),
+            )
+            for window in stepper.windows_apart()
+        ),
+    )
+
+
+def _group_facts(group: ShardGroup, gradient: GradientShard | None, pools: Mapping[BucketPool, int]) -> GroupFacts:
     travels = gradient is not None and gradient.travels
-    is_apart = stepper is not None and group.places.steps_apart
-    windows = stepper.windows_of(group) if stepper is not None and is_apart else []
     return GroupFacts(
         name=group.name,
         holds=names_of(group),
@@ -61,11 +72,6 @@ def _group_facts(
         itemsize=group.kind.resting.itemsize,
         reduced_itemsize=group.kind.declared.itemsize if gradient is None else gradient.dtype.itemsize,
         pool=pools[gradient.pool] if gradient is not None and travels else 0,
-        steps=stepper is not None,
         is_full=group.stays_full,
         is_published=group.is_cut,
-        is_postponed=stepper is not None and is_apart and stepper.is_lazy,
-        is_apart=is_apart,
-        is_staged=any(window.is_staged for window in windows),
-        windows=max(1, len(windows)),
     )

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from lightning_zero.run.plan import Residents, Step, make_plan
-from lightning_zero.run.program import Cause, Facts, Kind, Op, Program, Use
+from lightning_zero.run.program import Cause, Facts, Kind, Op, OptimizerFacts, Program, Use, WindowFacts
 
 
 def make_program(facts: Facts, uses: Sequence[Use]) -> Program:
@@ -107,6 +107,22 @@ class _Flight(NamedTuple):
     reduce: int  # number of its op
 
 
+class _Window(NamedTuple):
+    """A window that is stepped apart from the user's call, and the part of each of its groups that it is."""
+
+    facts: WindowFacts
+    parts: tuple[tuple[int, int], ...]  # group, and how many windows of it come before
+
+
+def _windows_of(optimizer: OptimizerFacts) -> list[_Window]:
+    seen: dict[int, int] = {}
+    found = []
+    for facts in optimizer.windows:
+        found.append(_Window(facts, tuple((group, seen.get(group, 0)) for group in facts.groups)))
+        seen.update({group: part + 1 for group, part in found[-1].parts})
+    return found
+
+
 class _Placing:
     """Follows a step, use by use, and notes what the engine does. `place` it in order; then see `ops`."""
 
@@ -126,15 +142,10 @@ class _Placing:
         self._unstepped: list[int] = []  # reduced, and to be stepped in backward
         self._stepped: dict[int, list[int]] = {}  # group -> the ops that have stepped it
         self._scale: tuple[int, ...] = ()  # the op by which gradients are scaled
-        self._ahead = self._postponed()  # windows to step when values are needed, in order
-        self._fetched: dict[tuple[int, int], int | None] = {}  # windows that are being read -> the op, if in this step
-        if self._ahead and facts.groups[self._ahead[0][0]].is_staged:
-            self._fetched[self._ahead[0]] = None
-
-    def _postponed(self) -> list[tuple[int, int]]:
-        facts = self._facts
-        late = [one for stepped in facts.optimizers for one in stepped if facts.groups[one].is_postponed]
-        return [(number, window) for number in late for window in range(facts.groups[number].windows)]
+        self._ahead = [window for one in facts.optimizers for window in _windows_of(one) if window.facts.is_postponed]
+        self._fetched: dict[_Window, list[int]] = {}  # windows that are being read -> the ops, those of this step
+        if self._ahead and self._ahead[0].facts.is_staged:
+            self._fetched[self._ahead[0]] = []
 
     def _add(
         self,
@@ -326,12 +337,14 @@ class _Placing:
 
     def _step(self, optimizer: int) -> None:
         self._meet()
-        for group in self._facts.optimizers[optimizer]:
-            if not (self._facts.groups[group].is_apart or self._facts.steps_in_backward):
+        stepped = self._facts.optimizers[optimizer]
+        apart = {group for window in stepped.windows for group in window.groups}
+        for group in stepped.groups:
+            if not (group in apart or self._facts.steps_in_backward):
                 self._step_group(group)
 
     def _step_group(self, group: int, part: int = 0, after: Iterable[int] = (), lag: int = 0) -> int:
-        causes = [*after] if lag else [*self._stores.pop(group, ()), *self._scale, *after]
+        causes = [*after] if lag else [*self._stores.get(group, ()), *self._scale, *after]
         op = self._add(Kind.STEP, group, part, after=causes, lag=lag)
         self._stepped.setdefault(group, []).append(op)
         return op
@@ -341,40 +354,52 @@ class _Placing:
         if facts.steps_in_backward:
             return
         stepped = facts.optimizers[optimizer]
-        apart = [group for group in stepped if facts.groups[group].is_apart]
-        self._ahead = [(group, window) for group in apart for window in range(facts.groups[group].windows)]
+        self._ahead = _windows_of(stepped)
         self._fetch_next()
-        for group in apart:
-            if not facts.groups[group].is_postponed:
-                self._step_windows(group, lag=0)
-        self._publish([group for group in stepped if not facts.groups[group].is_postponed])
+        late = set[int]()
+        for window in self._ahead.copy():
+            if not window.facts.is_postponed:
+                self._step_window(window, lag=0)
+                continue
+            late.update(window.facts.groups)
+            if window.facts.is_whole:
+                self._collect(window, lag=0)
+        self._publish([group for group in stepped.groups if group not in late])
 
     def _catch_up(self, group: int) -> None:
         """Takes the postponed steps of a group, and publishes what they have made."""
-        if any(ahead == group for ahead, _ in self._ahead):
-            self._step_windows(group, lag=1)
-            if self._facts.groups[group].is_full:
-                self._publish([group], lag=1)
+        due = [window for window in self._ahead if group in window.facts.groups]
+        for window in due:
+            self._step_window(window, lag=1)
+        if due and self._facts.groups[group].is_full:
+            self._publish([group], lag=1)
 
-    def _step_windows(self, group: int, *, lag: int) -> None:
-        is_staged = self._facts.groups[group].is_staged
-        for _, window in [ahead for ahead in self._ahead if ahead[0] == group]:
-            self._ahead.remove((group, window))
-            if is_staged and (group, window) not in self._fetched:
-                self._fetch((group, window), lag)
-            fetched = self._fetched.pop((group, window), None)
-            self._fetch_next(lag)
-            stepped = self._step_group(group, window, () if fetched is None else [fetched], lag)
-            if is_staged:
-                self._add(Kind.PUT, group, window, by=self._ends_put(), after=[stepped], lag=lag)
+    def _step_window(self, window: "_Window", *, lag: int) -> None:
+        is_staged, is_whole = window.facts.is_staged, window.facts.is_whole
+        self._ahead.remove(window)
+        if is_staged and window not in self._fetched:
+            self._fetch(window, lag)
+        causes = self._fetched.pop(window, [])
+        self._fetch_next(lag)
+        if is_whole and not window.facts.is_postponed:
+            causes = [self._collect(window, lag, causes)]
+        stepped = [self._step_group(group, part, causes, lag) for group, part in window.parts]
+        if is_whole:
+            stepped = [self._add(Kind.RETURN, window.facts.groups[0], window.parts[0][1], after=stepped, lag=lag)]
+        for group, part in window.parts if is_staged else ():
+            self._add(Kind.PUT, group, part, by=self._ends_put(), after=stepped, lag=lag)
+
+    def _collect(self, window: "_Window", lag: int, after: Iterable[int] = ()) -> int:
+        causes = [op for group in window.facts.groups for op in (*self._stores.get(group, ()), *self._scale)]
+        return self._add(Kind.COLLECT, window.facts.groups[0], window.parts[0][1], after={*causes, *after}, lag=lag)
 
     def _fetch_next(self, lag: int = 0) -> None:
         """Begins to read one window ahead."""
-        if self._ahead and not self._fetched and self._facts.groups[self._ahead[0][0]].is_staged:
+        if self._ahead and not self._fetched and self._ahead[0].facts.is_staged:
             self._fetch(self._ahead[0], lag)
 
-    def _fetch(self, ahead: tuple[int, int], lag: int) -> None:
-        self._fetched[ahead] = self._add(Kind.FETCH, *ahead, lag=lag)
+    def _fetch(self, window: "_Window", lag: int) -> None:
+        self._fetched[window] = [self._add(Kind.FETCH, group, part, lag=lag) for group, part in window.parts]
 
     def _ends_put(self) -> int | None:
         """Returns the use that waits until all that was stepped is written."""

@@ -58,8 +58,9 @@ class Kind(StrEnum):
     FETCH = "fetch"  # begins to read a window from where it rests
     STEP = "step"  # the optimizer's arithmetic on what this rank owns
     PUT = "put"  # begins to write a window to where it rests
+    COLLECT = "collect"  # sends parts of whole tensors to the ranks that step them
+    RETURN = "return"  # sends the parts back
     PUBLISH = "publish"  # all-gathers new values
-    EXCHANGE = "exchange"  # sends parts of whole tensors to the ranks that step them, or back
 
 
 LATE = "'"  # marks, in print, an op of `lag` 1
@@ -77,13 +78,26 @@ class GroupFacts:
     itemsize: int = 4  # bytes of an element at rest
     reduced_itemsize: int = 4  # bytes of an element of its gradient
     pool: int = 0  # the buckets that its gradients travel in
-    steps: bool = True  # an optimizer steps it
     is_full: bool = True  # rests whole on every rank between steps
     is_published: bool = True  # ... of which each has stepped a part
-    is_postponed: bool = False  # offloaded, and stepped when its values are needed
-    is_apart: bool = False  # offloaded, and stepped in windows of its own, at the latest when its values are needed
-    is_staged: bool = False  # those windows are read before they are stepped, and written after
-    windows: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowFacts:
+    """What is stepped at once, apart from the user's call: what is offloaded, or stepped as whole tensors."""
+
+    groups: tuple[int, ...]
+    is_postponed: bool = False  # stepped when its values are needed
+    is_staged: bool = False  # read before it is stepped, and written after
+    is_whole: bool = False  # each tensor is stepped by one rank, to which the others send their parts before
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerFacts:
+    """What an optimizer steps."""
+
+    groups: tuple[int, ...]  # in the order of its parameters
+    windows: tuple[WindowFacts, ...] = ()  # in the order in which they are stepped; the user's call steps all else
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +116,7 @@ class Facts:
     groups: tuple[GroupFacts, ...]  # in the order of their numbers
     units: tuple[UnitFacts, ...] = ()
     order: tuple[int, ...] = ()  # groups, in the order in which they are reduced
-    optimizers: tuple[tuple[int, ...], ...] = ()  # the groups that each steps, in the order of its parameters
+    optimizers: tuple[OptimizerFacts, ...] = ()
     buckets: tuple[int, ...] = ()  # in each pool
     calls: tuple[str, ...] = ()  # what ranks may do together, beside the units, by number
     publishes: dict[int, int] = field(default_factory=dict)  # call -> the group that it catches up with and publishes
@@ -114,6 +128,10 @@ class Facts:
     gathers_gradients: bool = False  # stage 0
     steps_in_backward: bool = False
     publishes_late: bool = False
+
+    def windows_of(self, group: int) -> int:
+        """Returns in how many windows a group is stepped apart from the user's call."""
+        return sum(window.groups.count(group) for one in self.optimizers for window in one.windows)
 
     @property
     def may_wait(self) -> bool:
@@ -132,7 +150,7 @@ class Op:
     kind: Kind
     target: int  # unit of `UNSHARD` and `RESHARD`, number of a `CALL`, group of all others; -1: all
     at: int  # the use at which it begins
-    part: int = 0  # chunk, or window
+    part: int = 0  # chunk, or how many windows of the group come before this one
     by: int | None = None  # the use that waits for it; before `at`: in the next step. None: whatever is `after` it
     after: tuple[int, ...] = ()  # numbers of the ops that must be done before it begins
     lag: int = 0  # 1: acts on what the step before has left
@@ -208,7 +226,7 @@ class Program:
         if op.target < 0 or op.kind is Kind.CALL:
             return ""
         group = self.facts.groups[op.target]
-        parts = len(group.chunks) if op.kind in (Kind.REDUCE, Kind.STORE) else group.windows
+        parts = len(group.chunks) if op.kind in (Kind.REDUCE, Kind.STORE) else self.facts.windows_of(op.target)
         is_part = parts > 1 and op.kind in (Kind.REDUCE, Kind.STORE, Kind.FETCH, Kind.STEP, Kind.PUT)
         return f"{self._label(op.target)}{f'[{op.part}]' if is_part else ''}"
 

@@ -237,10 +237,9 @@ class PieceStepper:
         groups = by_group(slot for slot in slots if slot.group.places.steps_apart)
         return [window for group in groups.values() for window in self._windows(group, late=late)]
 
-    def windows_of(self, group: ShardGroup) -> list[Window]:
-        """Returns the windows in which an offloaded group is stepped, if all of its parameters have gradients."""
-        own = [slot for slot in self.slots if slot.group is group and slot.stepper is None]
-        return self._windows(own, late=self.is_lazy) if own else []
+    def windows_apart(self) -> list[Window]:
+        """Returns the windows that are stepped after the user's call, if all parameters have gradients."""
+        return self._divide(self.slots, self.slots)[1]
 
     def _windows(self, slots: Sequence[Slot], *, late: bool) -> list[Window]:
         """Returns a window of slots of one group; where it has to be staged, a window for each bucket of them."""
