@@ -13,6 +13,7 @@ import torch.distributed as dist
 pytest.register_assert_rewrite("compare", "engine_checkpoints", "unit_jobs")
 
 import frugal  # noqa: E402, F401
+import watched  # noqa: E402, F401
 from lightning_zero.wire.comm import Comm  # noqa: E402
 from lightning_zero.wire.threads import ThreadComm, ThreadWorld  # noqa: E402
 from ranks import RankPool  # noqa: E402

@@ -62,6 +62,7 @@ def _unpacked(packed: bytes) -> Any:
 
 def _rank_main(rank: int, world: int, port: int, inbox: Any, outbox: Any) -> None:
     import frugal  # noqa: F401  # here: the server, which this is forked from, does not find modules of the tests
+    import watched  # noqa: F401
 
     die_with_parent()
     os.environ.update(

@@ -27,6 +27,11 @@ class Journal:
         self.note(Cause.STEPPED, optimizer)
         self._last, self._now = (self._now if len(self._now) < LONGEST else []), []
 
+    @property
+    def has_step(self) -> bool:
+        """Whether a step has ended."""
+        return bool(self._last)
+
     def forget(self) -> None:
         """Drops the step under way, which has failed."""
         self._now.clear()
