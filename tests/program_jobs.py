@@ -146,9 +146,9 @@ def split(done: list[Done]) -> tuple[list[Done], list[Done]]:
     return [one for one in done if one[0] not in LOCAL], [one for one in done if one[0] in LOCAL]
 
 
-def tower(depth: int, width: int = 64) -> nn.Module:
+def tower(depth: int, width: int = 64, *, bias: bool = True) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)])
+    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width, bias), nn.Tanh()) for _ in range(depth)])
 
 
 def train(

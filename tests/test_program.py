@@ -78,6 +78,26 @@ def test_the_engine_steps_in_backward_where_the_program_says(stage: int) -> None
     assert_does_what_it_says(*program_jobs.train(program_jobs.tower(6), stage=stage, step_in_backward=True))
 
 
+RANKS = [2, 8, 64, 1024]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_travels_in_a_step_is_what_the_paper_says_and_nothing_else_grows_with_ranks(stage: int) -> None:
+    """2, 2 and 3 times the parameters, times (N-1)/N (ZeRO, section 7.2). At stage 3 three units are gathered once: the
+    two that forward has used last, and the first one, whose weight no gradient needs."""
+    layers, width = 5, 256
+    layer = 4 * width**2  # bytes
+    train, tower = program_jobs.train, program_jobs.tower
+    made = {
+        ranks: train(tower(layers, width, bias=False), stage=stage, world=ranks, bucket_bytes=layer)[0]
+        for ranks in RANKS
+    }
+    volume = 3 * layers - 3 if stage == 3 else 2 * layers
+    for ranks, program in made.items():
+        assert program.bytes_sent * ranks == volume * layer * (ranks - 1)
+        assert [op.kind for op in program.ops] == [op.kind for op in made[2].ops]
+
+
 @given(model=program_checks.models())
 @settings(max_examples=600, deadline=None, derandomize=True)
 def test_no_program_reads_what_is_not_there_or_loses_what_is(model: Any) -> None:
