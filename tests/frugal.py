@@ -23,8 +23,8 @@ from lightning_zero.shards import granularity
 from lightning_zero.shards.probe import ELEMENT_WISE
 from lightning_zero.torch_private import STEP_HOOKS
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.threads import ThreadWorld
 from models import RANDOM_NUMBERS
+from thread_world import ThreadWorld
 
 foreign_device.install()
 
