@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_zero.torch_private import exchange
+
 HOST = torch.device("cpu")
 _SPIN_S = 0.002  # s that a wait of the host looks at its event without a pause
 _PAUSE_S = 0.0002  # s between its looks after that
@@ -288,13 +290,17 @@ def point_at(tensor: Tensor, values: Tensor) -> None:
     Torch does that between the host and devices that it knows itself. Elsewhere the tensor becomes another one below
     Python, and later, with its hooks, the one that it was.
     """
-    if not torch._has_compatible_shallow_copy_type(tensor, values):
+    try:
+        tensor.data = values
+    except RuntimeError:
+        if tensor.device.type == values.device.type:
+            raise
         other = _elsewhere.pop(tensor, None)
         if other is None:
             other = Parameter(torch.empty(0, dtype=tensor.dtype, device=values.device), tensor.requires_grad)
-        torch._C._swap_tensor_impl(tensor, other)
+        exchange(tensor, other)
         _elsewhere[tensor] = other
-    tensor.data = values
+        tensor.data = values
 
 
 # -- memory

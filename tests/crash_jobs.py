@@ -30,8 +30,8 @@ from lightning_zero.shards.extents import Extent
 from lightning_zero.views.lazy import LazyTensor, Partial, Spread
 from lightning_zero.wire.board import Board
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.threads import ThreadWorld
 from ranks import CONTEXT, HANGS, die_with_parent
+from thread_world import ThreadWorld
 
 NUMEL = 30_001
 

@@ -17,8 +17,8 @@ from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.slot import slot_of
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
-from lightning_zero.wire.threads import ThreadWorld
 from models import seeded
+from thread_world import ThreadWorld
 
 T = TypeVar("T")
 Maker = Callable[[nn.Module], list[Optimizer]]

@@ -20,10 +20,11 @@ from torch.optim import Optimizer
 import foreign_device
 from lightning_zero.device import HOST
 from lightning_zero.shards import granularity
-from lightning_zero.shards.probe import ELEMENT_WISE, HOOKS
+from lightning_zero.shards.probe import ELEMENT_WISE
+from lightning_zero.torch_private import STEP_HOOKS
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.threads import ThreadWorld
 from models import RANDOM_NUMBERS
+from thread_world import ThreadWorld
 
 foreign_device.install()
 
@@ -86,7 +87,7 @@ _TRIED: weakref.WeakKeyDictionary[type, dict[Any, str | None]] = weakref.WeakKey
 
 def _all_that_is_tried(optimizer: Optimizer) -> tuple[Any, ...] | None:
     """Of an optimizer of some class, what a trial of it on small tensors copies; None where that does not show."""
-    left_out = ("state", "param_groups", "step", *HOOKS)
+    left_out = ("state", "param_groups", "step", *STEP_HOOKS)
     own = {name: value for name, value in vars(optimizer).items() if name not in left_out}
     dims = [{min(p.dim(), 4) for p in group["params"]} for group in optimizer.param_groups]
     options = [{**group, "params": None} for group in optimizer.param_groups]

@@ -15,8 +15,8 @@ pytest.register_assert_rewrite("compare", "engine_checkpoints", "unit_jobs")
 import frugal  # noqa: E402, F401
 import watched  # noqa: E402, F401
 from lightning_zero.wire.comm import Comm  # noqa: E402
-from lightning_zero.wire.threads import ThreadComm, ThreadWorld  # noqa: E402
 from ranks import RankPool  # noqa: E402
+from thread_world import ThreadComm, ThreadWorld  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -29,7 +29,7 @@ from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
 from lightning_zero.wire.native import make_comm
-from lightning_zero.wire.threads import ThreadWorld
+from thread_world import ThreadWorld
 
 SOON = timedelta(seconds=20)
 OWN_REGION = (

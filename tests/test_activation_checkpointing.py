@@ -24,9 +24,9 @@ from lightning_zero.tiers.activations import ActivationStore
 from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
-from lightning_zero.wire.threads import ThreadWorld
 from models import seeded
 from ranks import RankPool
+from thread_world import ThreadWorld
 from unit_jobs import on_engine, on_one_device, state_of
 
 STAGES = [0, 1, 2, 3]

@@ -20,9 +20,9 @@ from lightning_zero.shards.layout import Layout
 from lightning_zero.shards.probe import BLOCK, BY_BLOCK, BY_TENSOR, why_not_in_pieces
 from lightning_zero.tiers.ledger import Category
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.threads import ThreadWorld
 from models import seeded
 from test_offload import assert_differs, assert_same_run, on_ranks
+from thread_world import ThreadWorld
 
 
 def dynamic_map(*, signed: bool) -> Tensor:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_zero.wire.board import AgreementError, Board
 from lightning_zero.wire.local import LocalComm
-from lightning_zero.wire.threads import ThreadWorld
+from thread_world import ThreadWorld
 
 
 def total(records: list[dict[str, Any]]) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.assembly import bucket_bytes_for
 from lightning_zero.tiers.ledger import Category
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.threads import ThreadWorld
 from models import clone
 from ranks import RankPool, run_alone
+from thread_world import ThreadWorld
 
 STAGES = [0, 1, 2, 3]
 # The units that forward has used last are still there when backward begins, which looks at no weights of the first.

@@ -16,7 +16,7 @@ from torch.optim import AdamW
 from compare import assert_same_bits
 from lightning_zero.run.engine import Engine
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.threads import ThreadWorld
+from thread_world import ThreadWorld
 
 BATCHES = [torch.linspace(-1, number, 32).view(2, 16) for number in range(4)]
 

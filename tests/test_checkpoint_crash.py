@@ -36,8 +36,8 @@ from lightning_zero.views.lazy import LazyTensor
 from lightning_zero.wire.board import AgreementError, Board
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
-from lightning_zero.wire.threads import ThreadWorld
 from ranks import HANGS
+from thread_world import ThreadWorld
 
 UNTOUCHED = "What was there before is untouched."
 SCENARIOS = ["first", "again", "link"]  # what is at the path: nothing, a checkpoint, a link to one

@@ -24,7 +24,7 @@ from lightning_zero.checkpoint.shard import ShardReader
 from lightning_zero.views.lazy import LazyTensor
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
-from lightning_zero.wire.threads import ThreadWorld
+from thread_world import ThreadWorld
 
 IN_BACKGROUND = pytest.mark.parametrize("in_background", [False, True])
 

@@ -38,10 +38,10 @@ from engine_checkpoints import (
 from lightning_zero.checkpoint import StoredCheckpoint, verify
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.threads import ThreadWorld
 from models import seeded
 from random_models import Place as Forward
 from random_models import Spec, build, specs
+from thread_world import ThreadWorld
 
 STAGES, WORLDS = [0, 1, 2, 3], [1, 2, 3, 4, 8]
 CAMPAIGN = int(os.environ.get("RANDOM_MODELS", 0))

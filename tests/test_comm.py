@@ -12,9 +12,9 @@ from lightning_zero.wire.comm import CollectiveMismatchError, Comm, RankTimeoutE
 from lightning_zero.wire.gloo import GlooComm
 from lightning_zero.wire.local import CountingComm, LocalComm
 from lightning_zero.wire.native import NativeComm, make_comm
-from lightning_zero.wire.threads import ThreadWorld
 from lightning_zero.wire.worlds import own_group
 from ranks import RankPool
+from thread_world import ThreadWorld
 
 CPU = torch.device("cpu")
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from inspect import signature
@@ -14,7 +15,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_zero import ActivationCheckpointing, Checkpoint, Offload, ZeroStrategy
-from lightning_zero.pl import ranks
 from lightning_zero.pl.elsewhere import ELSEWHERE
 
 OURS = signature(ZeroStrategy).parameters
@@ -94,7 +94,7 @@ def test_natural_spellings_mean_what_they_say() -> None:
 
 def test_in_a_notebook_ranks_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ZeroStrategy()._start_method == "popen"
-    monkeypatch.setattr(ranks, "_IS_INTERACTIVE", True)
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     assert ZeroStrategy()._start_method == "fork"
     assert ZeroStrategy(start_method="spawn")._start_method == "spawn"
 

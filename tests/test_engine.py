@@ -15,9 +15,9 @@ from lightning_zero import ActivationCheckpointing, ZeroStrategy
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
-from lightning_zero.wire.threads import ThreadWorld
 from models import Maker, adamw, assorted, clone, loss_of, sgd, weights
 from reference import Run, ddp
+from thread_world import ThreadWorld
 
 MAKERS: dict[str, Maker] = {"adamw": adamw, "sgd": sgd}
 STEPS = 3

@@ -32,9 +32,9 @@ from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.gloo import GlooComm
 from lightning_zero.wire.local import LocalComm
 from lightning_zero.wire.native import NativeComm
-from lightning_zero.wire.threads import ThreadWorld
 from models import Assorted, adamw, assorted, clone
 from ranks import free_port
+from thread_world import ThreadWorld
 
 pytestmark = pytest.mark.gpu
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.views.gradient import ShardedGradient
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.threads import ThreadWorld
 from models import assorted, clone, loss_of, seeded, sgd
+from thread_world import ThreadWorld
 from unit_jobs import assert_as_on_one_device, on_engine, on_one_device, state_of, tower, x
 
 STAGES = [0, 1, 2, 3]

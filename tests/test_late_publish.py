@@ -12,9 +12,9 @@ from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.extents import Extent
 from lightning_zero.views.lazy import LazyTensor, Stored
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.threads import ThreadWorld
 from models import seeded, weights
 from test_offload import WAYS, assert_same_run, on_ranks
+from thread_world import ThreadWorld
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -28,9 +28,9 @@ from lightning_zero.run.engine import Engine, Options
 from lightning_zero.run.forecast import Forecast, bytes_to_save, bytes_under_ddp, forecast
 from lightning_zero.tiers.ledger import Category
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.threads import ThreadWorld
 from models import seeded
 from ranks import RankPool
+from thread_world import ThreadWorld
 
 BF16 = torch.bfloat16
 DDP = "ddp_find_unused_parameters_true"

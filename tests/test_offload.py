@@ -27,9 +27,9 @@ from lightning_zero.tiers.disk import DiskError
 from lightning_zero.tiers.ledger import Category, Ledger, Tier
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
-from lightning_zero.wire.threads import ThreadWorld
 from models import assorted, clone, loss_of, weights
 from reference import Run
+from thread_world import ThreadWorld
 from unit_jobs import WIDTH, assert_as_on_one_device, state_of, tower, x
 
 # The host's memory stands in for another tier than the "device", which is memory of the host here, too.

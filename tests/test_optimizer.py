@@ -14,9 +14,9 @@ from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.offload import Machine
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
-from lightning_zero.wire.threads import ThreadWorld
 from models import adamw, assorted, clone, loss_of
 from reference import ddp
+from thread_world import ThreadWorld
 from zoo import PIECES, WHOLE, count, made
 
 STAGES = [0, 1, 2, 3]

@@ -11,8 +11,8 @@ from lightning_zero.run.engine import Engine
 from lightning_zero.tiers.ledger import Category
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
-from lightning_zero.wire.threads import ThreadWorld
 from models import seeded
+from thread_world import ThreadWorld
 from unit_jobs import assert_as_on_one_device, assert_same_bits, on_engine, on_one_device, state_of, tower, x
 
 STAGES = [0, 1, 2, 3]

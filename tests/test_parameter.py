@@ -11,8 +11,8 @@ from torch import nn
 
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.threads import ThreadWorld
 from models import assorted, clone, loss_of, sgd
+from thread_world import ThreadWorld
 
 SETTINGS: list[tuple[int, torch.dtype | None]] = [(1, None), (2, torch.bfloat16), (3, None), (3, torch.bfloat16)]
 

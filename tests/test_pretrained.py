@@ -25,9 +25,9 @@ from lightning_zero.run.construction import constructing
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
-from lightning_zero.wire.threads import ThreadWorld
 from models import Assorted, assorted, seeded
 from ranks import RankPool, run_alone
+from thread_world import ThreadWorld
 
 
 class Kinds(nn.Module):

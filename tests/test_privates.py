@@ -1,117 +1,61 @@
-"""What the package uses of others that they have not promised: each name, what for, and what would be lost without it.
+"""What the package uses of others that they have not promised: each name stands here, and in one module per package.
 
-Another one fails here. Look for a public way first; where there is none, say here why. `make test-floors` and
-`make test-newest` tell in which versions each is there.
+There it has a text: why, since when, what breaks without it. Another name fails here. Look for a public way first;
+where there is none, add it to that module. `make test-floors` and `make test-newest` tell in which versions each is.
 """
 
 import ast
 import functools
+import inspect
+import re
+import tomllib
 from pathlib import Path
+from typing import Any
+
+import lightning
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import WandbLogger
+from torch import Tensor, nn
+
+import lightning_zero.pl
+from lightning_zero import torch_private
+from lightning_zero.pl import lightning_private, precision, sharded_module
+from lightning_zero.pl.fabric import FabricZeroStrategy
+from lightning_zero.pl.strategy import ZeroStrategy
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "lightning_zero").rglob("*.py"))
-AS_ABOVE = "as above"
 NAMED_TUPLES = {"_asdict", "_replace", "_fields"}  # public, in spite of their names
 
-TORCH = {
-    # -- tensors
-    "_C": "the door to those below that torch keeps in C++",
-    "_cdata": "tells storages apart, as views of one memory are booked once",
-    "_storage_Use_Count": "whether a user holds a view of a buffer; without it buffers could not be used again",
-    "_use_count": "whether a graph has saved a parameter that is being built; without it none could be cut early",
-    "_swap_tensor_impl": "points a parameter at another device's memory, where torch refuses `p.data =`",
-    "_has_compatible_shallow_copy_type": "tells where torch refuses that",
-    "_make_subclass": "a parameter of a class of its own, with the values that a module registers",
-    "_make_wrapper_subclass": "a tensor with a shape, and without values",
-    "_foreach_mul_": "scales all gradients in one launch",
-    "_ops": "names an operation for what is shown of a gradient",
-    "_schema": "which arguments an operation writes to",
-    "_metadata": "versions of modules in a state dict, as torch's own has them",
-    "DisableTorchFunctionSubclass": "reads a parameter that is watched without being watched",
-    "is_traceable_wrapper_subclass": "finds the plain tensors in one that is composed of some",
-    # -- autograd
-    "_current_graph_task_id": "whether a backward is under way, in this thread",
-    "_autograd": "the stack of hooks for saved tensors, where the context manager cannot span two calls",
-    "_push_saved_tensors_default_hooks": AS_ABOVE,
-    "_pop_saved_tensors_default_hooks": AS_ABOVE,
-    "_top_saved_tensors_default_hooks": "whether hooks of an activation checkpoint are around",
-    "_saved_tensors_hooks_is_enabled": "whether hooks are allowed, as they are not in some transforms",
-    "_execution_engine": "calls back at the end of a backward that nobody has announced",
-    "_post_accumulate_grad_hooks": "keeps our hook behind the users'",
-    "_is_tracing": "leaves a trace of the user's alone",
-    "_get_tracing_state": AS_ABOVE,
-    "_set_tracing_state": AS_ABOVE,
-    # -- modules
-    "_parameters": "a parameter by the name that its module has for it, also while something else is shown",
-    "_buffers": "moves a buffer in place",
-    "_apply": "whether a class moves its tensors in a way of its own",
-    "_call_impl": "the call of a module with all its hooks",
-    "_compiled_call_impl": "runs code around a call, without a hook, and inside of what is compiled",
-    "_orig_mod": "the module in a compiled one",
-    "_forward_hooks": "whether torch may hand a layer's weights to one kernel",
-    "_forward_pre_hooks": AS_ABOVE,
-    "_non_persistent_buffers_set": "which buffers a checkpoint has none of",
-    "_register_load_state_dict_pre_hook": "notes what is loaded into a model that is being built",
-    "_IncompatibleKeys": "what `load_state_dict` returns",
-    # -- distributed
-    "_coalescing_manager": "all messages of an exchange in one launch",
-    "_get_default_store": "the store in which lost ranks are told",
-    "_local_tensor": "this rank's part of a DTensor, without a graph",
-    "_spec": "how a DTensor is divided",
-    "DTensorSpec": AS_ABOVE,
-    "TensorMeta": AS_ABOVE,
-    "FsspecReader": "reads and writes torch's own sharded checkpoints, wherever they are",
-    "FsspecWriter": AS_ABOVE,
-    "_EmptyStateDictLoadPlanner": "reads one without its model",
-    "_load_state_dict": "as above, in one process",
-    "_check_scale_growth_tracker": "the scale of a GradScaler that may not have been used yet",
-    "_per_optimizer_states": "tells a GradScaler that gradients are unscaled, and what was found",
-    "tree_flatten": "torch's containers of tensors, as torch itself walks through them",
-    "tree_iter": AS_ABOVE,
-    "tree_map": AS_ABOVE,
-    "tree_map_only": AS_ABOVE,
-    "tree_unflatten": AS_ABOVE,
-}
-LIGHTNING = {
-    # -- what is wrapped: `pl/interop.py` says what for
-    "_Connector": "Fabric's choice of a strategy",
-    "_AcceleratorConnector": "the Trainer's choice of a strategy",
-    "_EvaluationLoop": "the end of an evaluation's batches",
-    "_TrainingEpochLoop": "the broadcast of whether a rank was told to stop",
-    "_unwrap_compiled": "the module in a compiled one, with the settings",
-    "_unwrap_objects": "the module in what Fabric has set up",
-    "_ModelCheckpoint__resolve_ckpt_dir": "the folder that `ckpt_path='last'` looks into",
-    "_fs": "the file system of a ModelCheckpoint",
-    "_last_checkpoint_saved": "links the last checkpoint, and does not write it again",
-    # -- what a strategy has to do as Lightning's own do it
-    "_BackwardSyncControl": "serves `Fabric.no_backward_sync`",
-    "_validate_keys_for_strict_loading": "the same error for a missing entry",
-    "_convert_stateful_objects_in_state": "saves what has a state of its own",
-    "_update_properties": "the device that a LightningModule says it is on",
-    "_optimizers_to_device": "moves the state of optimizers that Lightning moves",
-    "_auto_add_worker_init_fn": "seeds the workers of loaders as under `ddp`",
-    "_CallbackConnector": "the order in which callbacks are called",
-    "_IS_INTERACTIVE": "starts ranks in a notebook",
-    "_layer_sync": "`sync_batchnorm=True`",
-    "_lightning_optimizers": "wrappers of optimizers, which keep methods of their own",
-    "_device_mesh": "`self.device_mesh` in `configure_model`",
-    "_trainer": "whether a module has a trainer, without the error where it has none",
-    "_accelerator_connector": "whether a plugin or a strategy was chosen by the user",
-    "_signal_connector": "SIGTERM and SIGUSR1, which save the same step on all ranks",
-    "_original_handlers": AS_ABOVE,
-    "_slurm_sigusr_handler_fn": AS_ABOVE,
-    "_results": "whether a metric waits to be synchronised",
-    "_should_accumulate": "whether this batch ends in a step",
-    "_logger_connector": "whether this step is logged",
-    "_batches_that_stepped": "the step under which Lightning logs",
-    "_max_depth": "`enable_model_summary=False`",
-    "_log_model": "whether a logger uploads checkpoints, which it skips where they are folders",
+TORCH = set(
+    """
+    _C _amp_foreach_non_finite_check_and_unscale_ _apply _autograd _backward_hooks _base _buffers _call_impl _cdata
+    _check_scale_growth_tracker _coalescing_manager _compiled_call_impl _compiler_ctx _current_graph_task_id
+    _EmptyStateDictLoadPlanner _execution_engine _foreach_mul_ _forward_hooks _forward_pre_hooks _fsspec_filesystem
+    _functional_collectives _fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_ _get_default_store _get_tracing_state
+    _internal _is_view _is_zerotensor _load_state_dict _local_tensor _make_wrapper_subclass _metadata
+    _non_persistent_buffers_set _optimizer_step_post_hooks _optimizer_step_pre_hooks _orig_mod _parameters
+    _per_optimizer_states _pop_saved_tensors_default_hooks _post_accumulate_grad_hooks
+    _push_saved_tensors_default_hooks _pytree _save _saved_tensors_hooks_is_enabled _schema _set_tracing_state _spec
+    _storage_Use_Count _swap_tensor_impl _top_saved_tensors_default_hooks _use_count _version
+    """.split()
+)
+LIGHTNING = set(
+    """
+    _accelerator_connector _batches_that_stepped _broadcast_sigterm_tensor _call_callback_hooks
+    _convert_stateful_objects_in_state _device_mesh _EvaluationLoop _find_last_checkpoints _fs _last_checkpoint_saved
+    _layer_sync _log_model _logger_connector _max_depth _ModelCheckpoint__resolve_ckpt_dir _optimizers_to_device
+    _original_handlers _parse_ckpt_path _results _should_accumulate _signal_connector _slurm_sigusr_handler_fn
+    _store_dataloader_outputs _TrainingEpochLoop _unwrap_compiled _update_properties
+    """.split()
+)
+# Methods and attributes of Lightning's classes that those over them define: where Lightning looks for them.
+OVERRIDDEN = {
     "_after_closure": "clips where Lightning clips",
-    "_wrap_closure": AS_ABOVE,
-    "_clip_gradients": AS_ABOVE,
-    "_start_method": "how ranks are started",
-    "_accelerator": "what the user has given a strategy that becomes Fabric's",
-    "_timeout": AS_ABOVE,
+    "_wrap_closure": "the same",
+    "_backward_sync_control": "serves `Fabric.no_backward_sync`",
 }
 OTHERS = {
     "_strip_protocol": "fsspec: a path without the name of its file system",
@@ -122,7 +66,10 @@ OTHERS = {
     "BasicSweeperConf": "Hydra: whether a sweeper is the default one",
     "get_args_parser": "Hydra: the command line, to look at it before Hydra does",
 }
-REASONS = TORCH | LIGHTNING | OTHERS
+PRIVATE = {
+    Path(str(torch_private.__file__)): TORCH,
+    Path(str(lightning_private.__file__)): LIGHTNING,
+}
 
 
 @functools.cache
@@ -140,47 +87,112 @@ def own_names() -> set[str]:
                 found.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 found.add(node.id)
-            elif (
-                isinstance(node, ast.Attribute)
-                and isinstance(node.ctx, ast.Store)
-                and ast.unparse(node.value) == "self"
-            ):
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_of_itself(node):
                 found.add(node.attr)
-    return found
+    return found - TORCH - LIGHTNING
+
+
+def is_of_itself(node: ast.Attribute) -> bool:
+    return ast.unparse(node.value) in ("self", "cls", "super()")
 
 
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__") and name not in NAMED_TUPLES
 
 
-def names_of_others() -> dict[str, str]:
-    """Private names that the package uses of others, each with a place."""
-    own, found = own_names() - {"_parameters", "_buffers"}, {}  # which stand-ins for modules have, too
-    for path, nodes in parsed():
-        for node in nodes:
-            names = []
-            if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
-                names = [node.attr]
-            elif isinstance(node, ast.ImportFrom) and not str(node.module).startswith("lightning_zero"):
-                is_inside = any(is_private(part) for part in str(node.module).split("."))
-                names = [name.name for name in node.names if is_inside or is_private(name.name)]
-            found.update(dict.fromkeys(names, f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"))
+def names_in(nodes: list[ast.AST]) -> dict[str, int]:
+    """Private names that a module uses of others, each with a line."""
+    own, found = own_names(), {}
+    for node in nodes:
+        names: list[str] = []
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
+            names = [] if is_of_itself(node) else [node.attr]
+        elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("hydra._internal"):
+            names = [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom) and not str(node.module).startswith("lightning_zero"):
+            names = [*str(node.module).split("."), *(name.name for name in node.names)]
+            names = [name for name in names if is_private(name)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [part for part in node.value.split(".") if part in TORCH | LIGHTNING]
+        elif isinstance(node, ast.keyword) and node.arg in TORCH | LIGHTNING:
+            names = [str(node.arg)]
+        found.update(dict.fromkeys(names, getattr(node, "lineno", 0)))
     return found
 
 
-def test_nothing_private_of_others_is_used_without_a_reason() -> None:
-    unheard = {name: place for name, place in names_of_others().items() if name not in REASONS}
-    assert unheard == {}, "look for a public way; where there is none, say why in this file"
+def test_one_module_names_what_is_private_to_torch_and_one_what_is_to_lightning() -> None:
+    elsewhere = {
+        name: f"{path.relative_to(ROOT)}:{line}"
+        for path, nodes in parsed()
+        if path not in PRIVATE
+        for name, line in names_in(nodes).items()
+        if name not in OTHERS
+    }
+    assert elsewhere == {}, "look for a public way; where there is none, add it to the module for it, and say why"
 
 
-def test_what_is_no_longer_used_has_no_reason_any_more() -> None:
-    # What the package defines itself cannot be told from what it calls: methods that it overrides, and arguments.
-    own = {"_after_closure", "_wrap_closure", "_clip_gradients", "_timeout", "_accelerator", "_start_method"}
-    assert REASONS.keys() - names_of_others().keys() <= own
+@pytest.mark.parametrize("path", PRIVATE, ids=lambda path: path.stem)
+def test_each_private_name_is_listed_here_and_has_a_text_that_says_what_breaks_without_it(path: Path) -> None:
+    nodes = next(nodes for found, nodes in parsed() if found == path)
+    used = names_in(nodes).keys()
+    assert used == PRIVATE[path], "look for a public way first"
+    bodies = [node.value.value for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    texts = [text for text in bodies if isinstance(text, str) and "Private:" in text]
+    told = {name for text in texts for name in re.findall(r"\w+", text.partition("Private:")[2])}
+    assert used - told <= {"_C", "_autograd"}  # the doors to others
+    for text in texts:
+        assert re.search(r"Without\s+(it|them)\s", text), text
 
 
-def test_each_reason_is_one_or_follows_one() -> None:
-    for table in (TORCH, LIGHTNING, OTHERS):
-        reasons = list(table.values())
-        assert reasons[0] != AS_ABOVE
-        assert all(len(reason) > 10 for reason in reasons if reason != AS_ABOVE)
+def test_names_of_others_are_used() -> None:
+    assert {name for _, nodes in parsed() for name in names_in(nodes)} >= OTHERS.keys()
+
+
+@pytest.mark.parametrize(
+    "kind", [ZeroStrategy, FabricZeroStrategy, precision.ShardedGradients, sharded_module.ShardedModule]
+)
+def test_classes_over_lightnings_use_none_of_their_private_attributes(kind: type) -> None:
+    theirs = [base for base in kind.__mro__ if base.__module__.startswith(("lightning.", "torch."))]
+    defined = {
+        name for base in theirs for name in re.findall(r"self\.(_\w+)(?:: [^=\n]+)? = ", inspect.getsource(base))
+    }
+    defined |= {name for base in theirs for name in vars(base)}
+    ours = [base for base in kind.__mro__ if base.__module__.startswith(lightning_zero.pl.__name__)]
+    used = {
+        name
+        for base in ours
+        for name in re.findall(r"self\.(_\w+)|def (_\w+)", inspect.getsource(base))
+        for name in name
+    }
+    assert {name for name in used & defined if is_private(name)} <= OVERRIDDEN.keys()
+
+
+def test_the_versions_that_errors_tell_are_those_that_pyproject_allows() -> None:
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    low, high = torch_private.TESTED.split(" to ")
+    major, minor = high.split(".")
+    assert f"torch>={low},<{major}.{int(minor) + 1}" in dependencies
+    low, high = lightning_private.TESTED.split(" to ")
+    assert any(wanted.startswith(f"lightning>={low.removesuffix('.0')},") for wanted in dependencies)
+    assert tuple(map(int, lightning.__version__.split(".")[:3])) <= tuple(map(int, high.split(".")))
+
+
+def test_what_is_missing_fails_at_import_with_its_name_and_the_versions_that_were_tested() -> None:
+    with pytest.raises(
+        ImportError, match=rf"torch {re.escape(torch.__version__)} has no torch\.gone or went.*2\.11 to"
+    ):
+        torch_private.find(torch, "gone", "went")
+    with pytest.raises(ImportError, match=r"has no Trainer\._gone\. lightning_zero replaces it.*2\.6\.0 to"):
+        lightning_private.Place(pl.Trainer, "_gone").wrap(lambda theirs: theirs)
+
+
+def test_names_that_are_asked_for_where_they_may_be_missing_are_there() -> None:
+    module = nn.Linear(1, 1)
+    assert "_compiler_ctx" in vars(pl.LightningModule())
+    assert torch_private.VERSIONS in vars(module.state_dict())
+    assert torch_private.compiled_in(torch.compile(module)) is module  # type: ignore[arg-type]
+    assert any(torch_private.IN_COMPILED in name for name in torch.compile(module).state_dict())  # type: ignore[attr-defined]
+    assert set(torch_private.STEP_HOOKS) <= vars(torch.optim.SGD(module.parameters())).keys()
+    assert "self._log_model = log_model" in inspect.getsource(WandbLogger.__init__)
+    values: Any = Tensor([1.0])
+    assert torch_private.edits_of(values.add_(1)) == 1

@@ -18,7 +18,7 @@ from torch.optim import SGD, Optimizer
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.probe import ELEMENT_WISE, MOMENTS, state_tensors_of, why_not_in_pieces
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.threads import ThreadWorld
+from thread_world import ThreadWorld
 from zoo import OF_ALL, PIECES, WHOLE, ByFormula, Trusting, decays_matrices, made
 
 BY_TENSOR, BY_ALL = "looks at whole tensors", "looks at all parameters together"

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
-from lightning_zero.wire.threads import ThreadWorld
 from random_changes import OF_DATA, OF_GRADIENTS, OF_WHAT_TRAINS, trained_by
 from random_models import Model, Part, Place, Spec, build, goes_apart, recomputes_twice, specs
+from thread_world import ThreadWorld
 
 STEPS = 3
 CAMPAIGN = int(os.environ.get("RANDOM_MODELS", 0))

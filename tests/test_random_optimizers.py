@@ -18,9 +18,9 @@ from torch.optim import SGD, AdamW, Optimizer
 from compare import differing
 from lightning_zero.run.engine import Engine
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.threads import ThreadWorld
 from models import seeded
 from reference import average_gradients
+from thread_world import ThreadWorld
 
 CAMPAIGN = int(os.environ.get("RANDOM_OPTIMIZERS", 0))
 STEPS = 9

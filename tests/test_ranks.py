@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.threads import ThreadWorld
 from ranks import run_alone
+from thread_world import ThreadWorld
 
 SESSION = """
 import time

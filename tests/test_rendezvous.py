@@ -20,9 +20,9 @@ from lightning_zero.run.plan import Residents
 from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.wire.comm import Comm, Gather, RankTimeoutError
 from lightning_zero.wire.mesh import Mesh
-from lightning_zero.wire.threads import ThreadWorld
 from models import seeded
 from ranks import RankPool
+from thread_world import ThreadWorld
 from unit_jobs import WIDTH, assert_same_bits, on_engine, on_one_device, state_of, tower, x
 
 DDP = "ddp_find_unused_parameters_true"

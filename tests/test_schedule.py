@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.tiers.ledger import Category
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.threads import ThreadComm, ThreadWorld
 from models import clone
+from thread_world import ThreadComm, ThreadWorld
 
 LAYERS, WIDTH = 6, 64
 

@@ -12,7 +12,7 @@ from lightning_zero.config import Offload
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.sparse import NOTHING, dense_of, sparse_of
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.threads import ThreadWorld
+from thread_world import ThreadWorld
 
 ROWS, STEPS = 23, 4
 

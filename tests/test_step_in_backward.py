@@ -19,10 +19,10 @@ from lightning_zero.run.engine import Engine, Options
 from lightning_zero.tiers.ledger import Category
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
-from lightning_zero.wire.threads import ThreadWorld
 from ranks import RankPool
 from reference import Run
 from test_offload import WAYS, assert_same_run, at, on_ranks
+from thread_world import ThreadWorld
 
 HOW: dict[str, dict[str, Any]] = {
     "plain": WAYS["plain"],

@@ -18,7 +18,7 @@ from lightning_zero.run.engine import Engine
 from lightning_zero.shards.probe import calls_closure_again, state_tensors_of, why_not_in_pieces
 from lightning_zero.shards.unseen import unseen
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.threads import ThreadWorld
+from thread_world import ThreadWorld
 
 CALLS: list[str] = ["one of before"]
 NUMBER = 3

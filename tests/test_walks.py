@@ -27,8 +27,8 @@ from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.offload import Machine
 from lightning_zero.shards.window import Window
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.threads import ThreadWorld
 from models import seeded
+from thread_world import ThreadWorld
 from walks import Walk, walking
 
 APART = Machine(host_is_apart=True)

@@ -32,10 +32,10 @@ from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.whole import Imbalance
 from lightning_zero.tiers.ledger import Category, Tier
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.threads import ThreadWorld
 from models import seeded
 from reference import Run
 from test_offload import APART, WAYS, Maker, assert_differs, assert_same_run, flat, on_ranks
+from thread_world import ThreadWorld
 from unit_jobs import assert_as_on_one_device, state_of, tower, x
 from zoo import WHOLE, made
 

@@ -12,9 +12,9 @@ from compare import assert_same_bits
 from lightning_zero.config import Offload
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.threads import ThreadWorld
 from models import seeded
 from test_offload import APART
+from thread_world import ThreadWorld
 from unit_jobs import WIDTH, on_engine, on_one_device, state_of, tower, x
 from wrappers import WRAPPERS, Bare, Hoarder, SAMByNorm, momentum
 

@@ -17,9 +17,9 @@ from lightning_zero.run.engine import Engine
 from lightning_zero.shards import granularity
 from lightning_zero.shards.probe import BY_TENSOR, ELEMENT_WISE, why_not_in_pieces
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.threads import ThreadWorld
 from models import seeded
 from reference import average_gradients
+from thread_world import ThreadWorld
 from zoo import PIECES, WHOLE, Trusting, made
 
 STEPS = 5  # one of them begins to look at whole tensors with the fifth

@@ -16,8 +16,8 @@ from compare import assert_same_bits
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
-from lightning_zero.wire.threads import ThreadWorld
 from models import seeded
+from thread_world import ThreadWorld
 
 Act = Callable[[Any, Engine | None, Optimizer, Comm | None], Any]  # model, engine, optimizer, comm
 WIDTH = 8

@@ -14,14 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.load import StoredCheckpoint
 from lightning_zero.checkpoint.resume import KEY, PARAMETERS
 from lightning_zero.checkpoint.save import Saver
+from lightning_zero.torch_private import load_all, remote_reader, remote_writer
 from lightning_zero.wire.local import LocalComm
 
 META = "meta.pt"  # here Lightning's FSDP and ModelParallel strategies put what is neither model nor optimizer
@@ -43,16 +41,10 @@ def import_dcp(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> N
     folder = Folder(source)
     if not folder.fs.isfile(folder.file(".metadata")):
         raise CheckpointError(f"{source} is not a folder of torch.distributed.checkpoint: it has no .metadata.")
-    found: dict[str, Any] = {}
     # Lightning resumes from no checkpoint that lacks the version that wrote it.
     tree: dict[str, Any] = {"epoch": 0, "global_step": 0, "pytorch-lightning_version": metadata.version("lightning")}
     with _failing_as(f"{source} cannot be read"):
-        _load_state_dict(
-            found,
-            storage_reader=dcp.FileSystemReader(folder.path) if folder.is_local else FsspecReader(str(folder)),
-            planner=_EmptyStateDictLoadPlanner(),
-            no_dist=True,
-        )
+        found = load_all(dcp.FileSystemReader(folder.path) if folder.is_local else remote_reader(str(folder)))
         if folder.fs.isfile(folder.file(META)):
             with folder.open(META) as stream:
                 tree |= torch.load(stream, map_location="cpu", weights_only=False)
@@ -102,7 +94,7 @@ def export_dcp(url: str | os.PathLike[str], out: str | os.PathLike[str]) -> list
         state[f"optimizer_{number}"] = _renamed(optimizer, dict(enumerate(known)))
     with warnings.catch_warnings(), _failing_as(f"{out} cannot be written"):
         warnings.simplefilter("ignore")  # DCP warns that there is one process
-        writer = dcp.FileSystemWriter(folder.path) if folder.is_local else FsspecWriter(str(folder))
+        writer = dcp.FileSystemWriter(folder.path) if folder.is_local else remote_writer(str(folder))
         dcp.save(state, storage_writer=writer, no_dist=True)
         with folder.fs.open(folder.file(META), "wb") as stream:
             torch.save(tree, stream)

@@ -8,7 +8,7 @@ rank 1                 ====              =======
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple, final
@@ -26,6 +26,7 @@ from lightning_zero.run.engine import Engine
 from lightning_zero.run.states import failing_together
 from lightning_zero.shards.extents import Extent
 from lightning_zero.shards.units import as_written
+from lightning_zero.torch_private import saved_tensors_in
 from lightning_zero.views.lazy import LazyTensor, Stored
 from lightning_zero.wire.comm import Comm
 
@@ -217,7 +218,7 @@ class _Target:
 
     tensor: Tensor
     names: list[str] = field(default_factory=list)
-    places: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # the dictionaries and keys where it stands
+    places: list[tuple[MutableMapping[str, Any], str]] = field(default_factory=list)  # the dictionaries and the keys
 
     def materialize(self, construction: Construction | None, device: torch.device) -> Tensor:
         """Replaces a tensor on the meta device by one with memory, which it returns."""
@@ -238,12 +239,10 @@ def _targets(module: Module) -> list[_Target]:
     """Returns the tensors in `module.state_dict()`, without calling it: that would read their values."""
     found: dict[int, _Target] = {}
     for prefix, inner in module.named_modules(remove_duplicate=False):
-        for tensors in (inner._parameters, inner._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and name not in inner._non_persistent_buffers_set:
-                    target = found.setdefault(id(tensor), _Target(tensor))
-                    target.names.append(as_written(f"{prefix}.{name}" if prefix else name))
-                    target.places.append((tensors, name))
+        for tensors, name, tensor in saved_tensors_in(inner):
+            target = found.setdefault(id(tensor), _Target(tensor))
+            target.names.append(as_written(f"{prefix}.{name}" if prefix else name))
+            target.places.append((tensors, name))
     return list(found.values())
 
 

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
-from torch.nn.modules.module import _IncompatibleKeys
 
 from lightning_zero.checkpoint import randomness
 from lightning_zero.shards.local import Box, as_dtensor
 from lightning_zero.shards.units import as_written, renamed
+from lightning_zero.torch_private import buffers_in, parameters_in, versions_of
 from lightning_zero.views.lazy import LazyTensor, OfOneRank, Partial, Source, Stored, materialize
 from lightning_zero.wire.comm import Comm
 
 KEY = "lightning_zero"  # of `ResumeEntry` in a checkpoint
+_Left: Any = type(Module().load_state_dict({}))  # a class that torch does not export
 PARAMETERS = "optimizer_parameters"  # in it: for each optimizer, the names of the parameters that its state numbers
 
 
@@ -99,7 +100,7 @@ def load_state_dict(module: Module, state: Mapping[str, Any], *, strict: bool) -
     torch's own if `strict`; otherwise the module's stay as they are.
     """
     own = Module.state_dict(module, keep_vars=True)  # without the user's override, and without reading values
-    names = {as_written(name): name for name in [*vars(own).get("_metadata", ()), *own]}
+    names = {as_written(name): name for name in [*(versions_of(own) or ()), *own]}
     state = renamed(state, lambda name: names.get(as_written(name), name))
     state.update({name: _placed(value, own.get(name)) for name, value in state.items()})
     reshaped = [] if strict else [name for name in state if _shape(own.get(name)) not in (None, _shape(state[name]))]
@@ -110,7 +111,7 @@ def load_state_dict(module: Module, state: Mapping[str, Any], *, strict: bool) -
         left = module.load_state_dict(state, strict=strict)
     finally:
         filling.remove()
-    if not isinstance(left, _IncompatibleKeys):  # overridden, or mocked: Lightning asks for no return value
+    if not isinstance(left, _Left):  # overridden, or mocked: Lightning asks for no return value
         return Incompatible([], [], reshaped)
     missing = [name for name in left.missing_keys if name not in reshaped]
     return Incompatible(missing, list(left.unexpected_keys), reshaped)
@@ -131,11 +132,12 @@ def _fill_assigned(module: Module) -> None:
     """Replaces lazy tensors in a module, whose own `load_state_dict` said ``assign=True``, by their values."""
     made: dict[Source, Tensor] = {}  # so that tied parameters stay tied
     for inner in module.modules():
-        for name, lazy in [*inner._parameters.items(), *inner._buffers.items()]:
+        parameters = parameters_in(inner)
+        for name, lazy in [*parameters.items(), *buffers_in(inner).items()]:
             if isinstance(lazy, LazyTensor):
                 if lazy.source not in made:
                     values = lazy.source.whole()
-                    made[lazy.source] = Parameter(values, lazy.requires_grad) if name in inner._parameters else values
+                    made[lazy.source] = Parameter(values, lazy.requires_grad) if name in parameters else values
                 setattr(inner, name, made[lazy.source])
 
 

@@ -27,10 +27,10 @@ from torch.serialization import get_safe_globals
 
 from lightning_zero.run.spread import WHOLE
 from lightning_zero.tiers.composed import is_composed, taken_apart
+from lightning_zero.torch_private import VERSIONS, storage_key, versions_of
 from lightning_zero.views.lazy import LazyTensor, OfOneRank, Partial, Source, Spread, materialize
 
 TAG = "$"
-VERSIONS = "_metadata"  # where torch keeps the versions of modules, as an attribute of a `state_dict`
 OBJECTS = "objects"  # the kind of a pickled object, which is read only on opt-in
 
 # numpy's names of the dtypes that every machine and torch have. (Long doubles have no JSON; others are not plain.)
@@ -208,8 +208,9 @@ class Encoder:
             return {TAG: "partial", "name": value.name}
         for kind, mapping in _MAPPINGS.items():
             if type(value) is mapping:
-                versions = {VERSIONS: dict(vars(value)[VERSIONS])} if VERSIONS in getattr(value, "__dict__", ()) else {}
-                return {TAG: kind, "items": self._items(value, place), **versions}
+                versions = versions_of(value)
+                told = {} if versions is None else {VERSIONS: dict(versions)}
+                return {TAG: kind, "items": self._items(value, place), **told}
         for kind, row in _KINDS.items():
             if row.holds(value):
                 parts = zip(row.fields, row.split(value), strict=True)
@@ -260,7 +261,7 @@ def _identity(tensor: Tensor) -> Any:
     """Returns the same for tied tensors, of which `Module.state_dict` gives a view for each place."""
     if isinstance(tensor, LazyTensor):
         return id(tensor.source)
-    memory = tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
+    memory = storage_key(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.stride()
     return *memory, tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import SLURMEnvironment
@@ -29,6 +29,14 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_zero.checkpoint import Folder
 from lightning_zero.pl.checkpointing import CheckpointingStrategy
+from lightning_zero.pl.lightning_private import (
+    accumulates,
+    depth_of,
+    handlers_before,
+    note_sigterm,
+    results_of,
+    save_and_requeue,
+)
 from lightning_zero.pl.monitor import MemoryAdvice, ZeroMonitor
 from lightning_zero.run.notices import Notice
 
@@ -48,7 +56,7 @@ class OwnCallbacks(pl.Callback):
         # Whether the console gets a table at the start of fit and a summary at its end. Trainer(enable_model_summary=)
         # leaves a callback, or none, and a depth of 0 turns that one off.
         summaries = [callback for callback in self._of_user if isinstance(callback, ModelSummary)]
-        self.summarises = is_monitored or any(callback._max_depth for callback in summaries)
+        self.summarises = is_monitored or any(depth_of(callback) for callback in summaries)
         self._told: list[pl.Callback] = [self]  # those called before the user's
         if not is_monitored:  # logging is opt-in
             self._told.append(ZeroMonitor(log=False) if self.summarises else MemoryAdvice())
@@ -95,7 +103,7 @@ class OwnCallbacks(pl.Callback):
             RuntimeError: on every rank, when one has logged nothing, and would not take part.
         """
         self.preemption.meet(trainer)
-        results = trainer._results
+        results = results_of(trainer)
         logged = [] if results is None else results.result_metrics
         # Lightning does not say whether a metric of torchmetrics is synchronised: mostly it is.
         waits = any(metric.meta.on_epoch and (metric.meta.sync.should or not metric.is_tensor) for metric in logged)
@@ -121,12 +129,12 @@ class Preemption(pl.Callback):
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Replaces Lightning's signal handlers. When the run ends, Lightning restores those from before its own."""
-        theirs_of = trainer._signal_connector._original_handlers
+        theirs_of = handlers_before(trainer)
         # The tuner tries batches before Lightning has put its handlers in: nobody would take these out again.
         if threading.current_thread() is not threading.main_thread() or not theirs_of:
             return
         noted = {number: {Notice.STOP} for number in SIGNALS}
-        slurm = trainer._accelerator_connector.cluster_environment
+        slurm = cast(Any, trainer.strategy).cluster_environment
         if isinstance(slurm, SLURMEnvironment) and slurm.auto_requeue and slurm.requeue_signal is not None:
             noted[slurm.requeue_signal] = {Notice.STOP, Notice.REQUEUE}
         for number, notices in noted.items():
@@ -142,11 +150,11 @@ class Preemption(pl.Callback):
             theirs(number, frame)
 
     def on_train_batch_end(self, trainer: "pl.Trainer", *_: Any) -> None:
-        notices, accumulates = self._strategy._notices, trainer.fit_loop._should_accumulate()
-        if not (accumulates or notices.are_current):  # a batch without a step, in manual optimization
+        notices, is_open = self._strategy._notices, accumulates(trainer)
+        if not (is_open or notices.are_current):  # a batch without a step, in manual optimization
             self._strategy._meet()
         notices.leave()
-        if not accumulates:
+        if not is_open:
             self._stop_if_told(trainer)
 
     def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -169,7 +177,7 @@ class Preemption(pl.Callback):
     def tell(self, trainer: "pl.Trainer") -> None:
         """Ends a run: sets `received_sigterm`, which users may read, also if the signal came too late to stop."""
         if self._strategy.engine is not None and Notice.STOP in self._strategy._notices.here:
-            trainer._signal_connector.received_sigterm = True
+            note_sigterm(trainer)
 
     def meet(self, trainer: "pl.Trainer") -> None:
         """Meets all other ranks. Then they all stop, if one of them was told to. Collective.
@@ -205,7 +213,7 @@ class Preemption(pl.Callback):
         self._stops = True  # saving meets again, and must not stop again
         if trainer.is_global_zero:
             self._strategy.board.lower_flag(self._flag)  # all ranks are here: none looks at it any more
-        trainer._signal_connector.received_sigterm = True
+        note_sigterm(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._save(trainer, requeues=Notice.REQUEUE in noticed)
         raise SIGTERMException
@@ -213,7 +221,7 @@ class Preemption(pl.Callback):
     @staticmethod
     def _save(trainer: "pl.Trainer", *, requeues: bool) -> None:
         if requeues:
-            trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)  # type: ignore[arg-type]
+            save_and_requeue(trainer)
             return
         is_trial: bool = trainer.fast_dev_run  # type: ignore[attr-defined]
         if is_trial or not trainer.checkpoint_callbacks:

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_zero.checkpoint import CheckpointError, Folder, load_pretrained, resume
 from lightning_zero.checkpoint.resume import ResumeEntry
+from lightning_zero.pl.lightning_private import saved_last, uploads_checkpoints
 from lightning_zero.pl.sharded_strategy import ShardedStrategy
 from lightning_zero.pl.single_file import is_plugin, is_read_by_plugin, read_single_file
 from lightning_zero.run.construction import Construction
@@ -97,9 +98,9 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
         """Warns of loggers that Lightning has upload checkpoints, where these are folders: it skips those silently."""
         is_sharded = self.checkpoint is not None and self.checkpoint.format == "sharded"
         for logger in loggers if is_sharded else ():
-            if getattr(logger, "_log_model", False) in (True, "all"):  # not a mock's
+            if (asked := uploads_checkpoints(logger)) in (True, "all"):  # not a mock's
                 rank_zero_warn(
-                    f"{type(logger).__name__}(log_model={logger._log_model!r}) uploads single files, and checkpoints "
+                    f"{type(logger).__name__}(log_model={asked!r}) uploads single files, and checkpoints "
                     "are folders of shards: nothing will be uploaded. Write ZeroStrategy(checkpoint='full'), or upload "
                     "the folder yourself."
                 )
@@ -108,8 +109,9 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
     def saves_single_file(self) -> bool:
         """See `ShardedStrategy.saves_single_file`; also warns of loggers that will upload nothing."""
         is_open, is_single = self.checkpoint is None, super().saves_single_file()
-        if is_open and self.lightning_module is not None and self.lightning_module._trainer is not None:
-            self._warn_of_loggers(self.lightning_module._trainer.loggers)
+        trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
+        if is_open and trainer is not None:
+            self._warn_of_loggers(trainer.loggers)
         return is_single
 
     @override
@@ -149,7 +151,7 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
         if self.engine is not None and self.engine.mesh.tensor.size > 1:
             checkpoint = self.engine.states.spread_others(checkpoint, full=is_single)
         assert self.lightning_module is not None
-        trainer, path = self.lightning_module._trainer, os.fspath(filepath)
+        trainer, path = trainer_of(self.lightning_module), os.fspath(filepath)
         has_chosen = is_single and not self._settings.may_choose_format  # the file is to be Lightning's, and no more
         if trainer is not None and "optimizer_states" in checkpoint and not has_chosen:
             checkpoint[resume.KEY] = self._state_of_run(trainer, is_single=is_single)
@@ -169,7 +171,7 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
         # A ModelCheckpoint that saves `path` as its last checkpoint has just saved the same state elsewhere: link to
         # that. With save_last="link" Lightning makes links by itself, so a call for `path` means to save it.
         savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
-        saved = [s._last_checkpoint_saved for s in savers if s.save_last is True and s.last_model_path == path]
+        saved = [saved_last(s) for s in savers if s.save_last is True and s.last_model_path == path]
         if saved and self._checkpoints.link_latest(path, saved[0], trainer.global_step):
             return
         self._checkpoints.save(
@@ -352,6 +354,14 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
             if not self._failed:
                 raise
             log.error("%s", error)  # the error that ended the run is being raised already
+
+
+def trainer_of(module: "pl.LightningModule") -> "pl.Trainer | None":
+    """Returns the trainer of a module; None where it has none, as in the process that starts the ranks."""
+    try:
+        return module.trainer
+    except RuntimeError:
+        return None
 
 
 def _call_it_the_last(checkpoint: Mapping[str, Any], name: str) -> None:

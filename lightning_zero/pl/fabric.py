@@ -16,9 +16,8 @@ from typing import Any, cast
 from lightning.fabric.plugins import BitsandbytesPrecision, Precision
 from lightning.fabric.plugins import TransformerEnginePrecision as TransformerEngine
 from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
-from lightning.fabric.strategies.strategy import _validate_keys_for_strict_loading
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from lightning.fabric.wrappers import _unwrap_objects
+from lightning.fabric.wrappers import is_wrapped
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.nn import Module, Parameter
@@ -26,10 +25,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.checkpoint import resume
-from lightning_zero.pl.precision import SkippedSteps
+from lightning_zero.pl.lightning_private import states_in
+from lightning_zero.pl.precision import ShardedGradients, SkippedSteps
 from lightning_zero.pl.sharded_module import ShardedModule, SyncControl
 from lightning_zero.pl.sharded_strategy import ShardedStrategy, after_meeting
-from lightning_zero.pl.single_file import is_read_by_plugin, read_single_file
+from lightning_zero.pl.single_file import is_plugin, is_read_by_plugin, read_single_file
 from lightning_zero.pl.strategy import ZeroStrategy
 from lightning_zero.run.engine import Engine
 from lightning_zero.run.forecast import bytes_to_save
@@ -39,6 +39,7 @@ from lightning_zero.run.states import failing_together
 from lightning_zero.shards.managed import foreign_parameters
 from lightning_zero.shards.norm import Overflow
 from lightning_zero.stage import STAGES
+from lightning_zero.torch_private import scaling_of
 from lightning_zero.wire.mesh import Mesh
 
 
@@ -60,7 +61,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
 
     def __init__(self, of: ZeroStrategy | None = None, **arguments: Any) -> None:
         of = of or ZeroStrategy(**arguments)
-        if of._precision_plugin is not None:
+        if isinstance(of.precision_plugin, ShardedGradients):
             raise ValueError("Fabric has its own plugins: write Fabric(plugins=...) in place of precision_plugin=.")
         if of.checkpoint is not None and of.checkpoint.async_save:
             raise NotImplementedError(
@@ -70,17 +71,17 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         if of._settings.options.tensor_parallel_size > 1:
             raise NotImplementedError("tensor_parallel_size is there under a Trainer alone. Leave it out.")
         super().__init__(
-            accelerator=of._accelerator,
+            accelerator=of.accelerator,
             parallel_devices=of.parallel_devices,
             cluster_environment=of.cluster_environment,
-            process_group_backend=of._process_group_backend,
-            timeout=of._timeout,
-            start_method=of._start_method,
+            process_group_backend=of.process_group_backend,
+            timeout=of._settings.timeout,
+            start_method=cast(Any, of._settings.start_method),
         )
         self.stage, self.checkpoint, self._settings = of.stage, of.checkpoint, of._settings
-        if of._checkpoint_io is not None:
-            self.checkpoint_io = of._checkpoint_io
-        self._backward_sync_control = SyncControl()
+        if is_plugin(of.checkpoint_io):
+            self.checkpoint_io = of.checkpoint_io
+        self._backward_sync_control = cast(Any, SyncControl())  # where Fabric looks for it
         self._modules: list[ShardedModule] = []
         self._optimizers: list[Optimizer] = []
         self._steps = 0  # of all optimizers
@@ -109,7 +110,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
                 f"ZeroStrategy does not work with {type(precision).__name__}. Use Fabric(precision=...) with "
                 "'32-true', '64-true', 'bf16-mixed', 'bf16-true', '16-mixed' or '16-true'."
             )
-        self._precision = precision
+        DDPStrategy.precision.fset(self, precision)  # type: ignore[attr-defined]
 
     @property
     def _scaler(self) -> Any:
@@ -230,7 +231,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         """Unscales the gradients, if there is a scaler, once between two steps. See `Averages.unscale_`, which leaves
         nothing to unscale to the plugin's own scaler."""
         scaler = self._scaler
-        if scaler is not None and scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+        if scaler is not None and scaling_of(scaler, optimizer)["stage"] is OptState.READY:
             averages = self._stepped_in[optimizer].averages
             self._overflows[optimizer] = averages.unscale_(scaler, optimizer)
 
@@ -265,7 +266,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
 
     @override
     def _engine_of(self, what: Module | Parameter | None) -> Engine:
-        wanted = _unwrap_objects(what)
+        wanted: Any = what.module if isinstance(what, Module) and is_wrapped(what) else what
         found = [sharded for sharded in self._modules if what is None or sharded.has(wanted)]
         if len(found) != 1:
             told = f"{len(found)} of the modules that were set up have it" if what is not None else "say which"
@@ -304,7 +305,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         if storage_options is not None and not is_single:
             raise TypeError("storage_options go to a CheckpointIO plugin; checkpoints are folders of shards here.")
         states = {key: self._state_to_save(key, value) for key, value in state.items()}
-        tree = self._convert_stateful_objects_in_state(states, filter or {})
+        tree = states_in(self, states, filter or {})
         if is_single:
             whole = [key for key, value in states.items() if value is not state[key]]
             self._save_single_file(tree, path, storage_options, whole)
@@ -350,7 +351,11 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
             self._load(state, checkpoint, strict)
             checkpoint = {}
         elif state:
-            _validate_keys_for_strict_loading(state.keys(), checkpoint.keys(), strict=strict)
+            if strict and (absent := [name for name in state if name not in checkpoint]):
+                raise KeyError(
+                    f"The requested state contains a key '{absent[0]}' that does not exist in the loaded checkpoint. "
+                    "To disable strict loading, set `strict=False`."
+                )
             for name in [name for name in state if name in checkpoint]:
                 found = checkpoint.pop(name)
                 if hasattr(state[name], "load_state_dict"):

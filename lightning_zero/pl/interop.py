@@ -7,10 +7,10 @@ Nothing else of Lightning is changed:
 - `ModelCheckpoint._find_last_checkpoints`, so that ``ckpt_path="last"`` takes the newest complete checkpoint.
 - `ModelCheckpoint.file_exists`, so that a path counts as taken as soon as a save to it is under way in the background.
 - `LightningCLI._parse_ckpt_path`, which reads a model's arguments from the checkpoint in ``--ckpt_path``.
-- `_Connector`, which chooses Fabric's strategy, so that ``Fabric(strategy=ZeroStrategy(...))`` works.
+- `Fabric`, made with a strategy, so that ``Fabric(strategy=ZeroStrategy(...))`` works.
 - `Fabric.setup` and `Fabric.setup_module`, which compile what they have set up: an engine cannot be traced, so what is
   compiled is the model in it.
-- `_AcceleratorConnector`, which takes a Trainer's strategy, so that one `ZeroStrategy` object serves several Trainers.
+- `Trainer`, made with a strategy, so that one `ZeroStrategy` object serves several Trainers.
 - the call of all callbacks, so that those of `ZeroStrategy` are called too, which are not in `trainer.callbacks`.
 - the broadcast in each training batch of whether a rank was told to stop, which `callbacks.Preemption` replaces.
 - the end of an evaluation's batches, where logged metrics are synchronised: ranks with more batches finish them first.
@@ -23,6 +23,7 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,29 +31,24 @@ import fsspec
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric import Fabric
-from lightning.fabric.connector import _Connector
-from lightning.fabric.plugins.io import torch_io
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from lightning.fabric.wrappers import _unwrap_compiled
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.core import saving
-from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.trainer import call as calls
-from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from lightning_zero.checkpoint import CheckpointError, Folder, StoredCheckpoint, find_newest
 from lightning_zero.checkpoint.export import ZeroFileSystem
 from lightning_zero.checkpoint.folder import MANIFEST
 from lightning_zero.checkpoint.manifest import what_was_meant
 from lightning_zero.checkpoint.single import names_entry
+from lightning_zero.pl import lightning_private as private
 from lightning_zero.pl.callbacks import PREEMPTED, OwnCallbacks
 from lightning_zero.pl.fabric import FabricZeroStrategy
+from lightning_zero.pl.lightning_private import Place
 from lightning_zero.pl.strategy import ZeroStrategy
+from lightning_zero.torch_private import tree_map_only
 from lightning_zero.views.lazy import materialize
 
 
@@ -95,21 +91,22 @@ def _folder_of_checkpoint(path: Any) -> Folder | None:
 
 def find_complete(find: Callable[..., set[str]], callback: ModelCheckpoint, trainer: Any) -> set[str]:
     """Finds what ``ckpt_path="last"`` means, as Lightning does, but takes only complete checkpoints."""
-    if trainer.state.fn != TrainerFn.FITTING and isinstance(callback._fs, LocalFileSystem):
+    file_system = private.file_system_of(callback)
+    if trainer.state.fn != TrainerFn.FITTING and isinstance(file_system, LocalFileSystem):
         # In an evaluation "last" is the checkpoint of that name; in a fit it is the newest of any name.
         return {path for path in find(callback, trainer) if Path(path).is_file() or Folder(path).is_checkpoint}
-    parent = str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+    parent = private.folder_of(callback, trainer)
     newest, saved_at, skipped = find_newest(parent)  # comes first: it drops outdated listings of the file system
     folder = Folder(parent)
     candidates = find(callback, trainer)
     for problem in skipped:
         rank_zero_warn(f"ckpt_path='last' passes over {problem}")
-    files = [path for path in candidates if callback._fs.isfile(path)]
+    files = [path for path in candidates if file_system.isfile(path)]
     if not folder.is_local:  # Lightning's paths do not name the file system
-        files = [callback._fs.unstrip_protocol(path) for path in files]
+        files = [file_system.unstrip_protocol(path) for path in files]
     others = [file for file in folder.files() if file.path.endswith(callback.FILE_EXTENSION) and not file.is_link]
     files += [str(file) for file in others if names_entry(file) or file == folder.inside(PREEMPTED)]
-    newer = {path for path in files if callback._fs.modified(path).timestamp() > saved_at}
+    newer = {path for path in files if file_system.modified(path).timestamp() > saved_at}
     if newest is None or newer:
         return newer
     # Lightning asks for, tells and keeps the path that it resumes from: its own "last.ckpt" where that is a link to it.
@@ -174,12 +171,11 @@ def broadcast_sigterm(broadcast: Callable[..., None], loop: Any) -> None:
         broadcast(loop)
 
 
-def connect(init: Callable[..., None], connector: Any, *args: Any, strategy: Any = "auto", **kwargs: Any) -> None:
-    """Replaces the constructor of Fabric's connector, which chooses the strategy: it gets a `FabricZeroStrategy` in
-    place of a `ZeroStrategy`."""
-    if isinstance(strategy, ZeroStrategy):
-        strategy = FabricZeroStrategy(strategy)
-    init(connector, *args, strategy=strategy, **kwargs)
+def make_fabric(init: Callable[..., None], fabric: Fabric, *args: Any, **kwargs: Any) -> None:
+    """Replaces the constructor of `Fabric`: it gets a `FabricZeroStrategy` in place of a `ZeroStrategy`."""
+    if isinstance(strategy := kwargs.get("strategy"), ZeroStrategy):
+        kwargs["strategy"] = FabricZeroStrategy(strategy)
+    init(fabric, *args, **kwargs)
 
 
 def set_up(
@@ -187,19 +183,17 @@ def set_up(
 ) -> Any:
     """Sets up ``torch.compile(model)`` with Fabric as a model that is compiled in place, with the same settings."""
     if isinstance(fabric.strategy, FabricZeroStrategy) and _reapply_compile:
-        module, settings = _unwrap_compiled(module)
+        module, settings = private.unwrap_compiled(module)
         if settings is not None:
             module.compile(**settings)
     return setup(fabric, module, *args, _reapply_compile=_reapply_compile, **kwargs)
 
 
-def connect_trainer(
-    init: Callable[..., None], connector: Any, *args: Any, strategy: Any = "auto", **kwargs: Any
-) -> None:
-    """Replaces the constructor of the Trainer's connector; see `ZeroStrategy.for_trainer`."""
-    if isinstance(strategy, ZeroStrategy):
-        strategy = strategy.for_trainer()
-    init(connector, *args, strategy=strategy, **kwargs)
+def make_trainer(init: Callable[..., None], trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+    """Replaces the constructor of `Trainer`; see `ZeroStrategy.for_trainer`."""
+    if isinstance(strategy := kwargs.get("strategy"), ZeroStrategy):
+        kwargs["strategy"] = strategy.for_trainer()
+    init(trainer, *args, **kwargs)
 
 
 def store_when_all_have_come(store: Callable[..., None], loop: Any) -> None:
@@ -213,22 +207,21 @@ def store_when_all_have_come(store: Callable[..., None], loop: Any) -> None:
 def install() -> None:
     """Wraps the functions, once. Registers ``zero://``, which has no entry point if the package is not installed."""
     fsspec.register_implementation("zero", ZeroFileSystem, clobber=True)
-    for place, name, ours in (
-        (saving, "pl_load", read_file_or_folder),
-        (torch_io, "pl_load", read_file_or_folder),
-        (ModelCheckpoint, "file_exists", exists_or_is_saved),
-        (ModelCheckpoint, "_find_last_checkpoints", find_complete),
-        (_Connector, "__init__", connect),
-        (Fabric, "setup", set_up),
-        (Fabric, "setup_module", set_up),
-        (_AcceleratorConnector, "__init__", connect_trainer),
-        (LightningCLI, "_parse_ckpt_path", parse_ckpt_path),
-        (calls, "_call_callback_hooks", call_with_own),
-        (_TrainingEpochLoop, "_broadcast_sigterm_tensor", broadcast_sigterm),
-        (_EvaluationLoop, "_store_dataloader_outputs", store_when_all_have_come),
+    for place, ours in (
+        (private.READ_FOR_MODULE, read_file_or_folder),
+        (private.READ_FOR_STRATEGY, read_file_or_folder),
+        (Place(ModelCheckpoint, "file_exists"), exists_or_is_saved),
+        (private.FIND_LAST, find_complete),
+        (private.PARSE_CKPT_PATH, parse_ckpt_path),
+        (Place(Fabric, "__init__"), make_fabric),
+        (Place(Fabric, "setup"), set_up),
+        (Place(Fabric, "setup_module"), set_up),
+        (Place(Trainer, "__init__"), make_trainer),
+        (private.CALL_CALLBACKS, call_with_own),
+        (private.BROADCAST_SIGTERM, broadcast_sigterm),
+        (private.STORE_METRICS, store_when_all_have_come),
     ):
-        if hasattr(place, name):  # older versions of Lightning lack some
-            setattr(place, name, wrapped_once(getattr(place, name), ours))
+        place.wrap(partial(wrapped_once, ours=ours))
 
 
 def wrapped_once(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,12 +15,12 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_zero.device import allocated_bytes, is_host
 from lightning_zero.pl.advice import Held, advice_for, is_out_of_memory, options_beside_ddp, options_of
 from lightning_zero.pl.checkpointing import CheckpointingStrategy
+from lightning_zero.pl.lightning_private import accumulates, logged_step, should_log
 from lightning_zero.pl.precision import ShardedGradients
 from lightning_zero.pl.table import bytes_table, ranks_told, sized
 from lightning_zero.run.forecast import bytes_under_ddp, forecast
@@ -109,11 +109,11 @@ class ZeroMonitor(pl.Callback):
         (sent, waited), (sent_before, waited_before) = _communicated(trainer), self._at_start
         sent, waited = sent - sent_before, waited - waited_before
         self._batches, self._sent, self._waited = self._batches + 1, self._sent + sent, self._waited + waited
-        if not self._logs or trainer.fit_loop._should_accumulate():
+        if not self._logs or accumulates(trainer):
             return
         if isinstance(trainer.precision_plugin, ShardedGradients):
             trainer.callback_metrics.update(trainer.precision_plugin.scaling())
-        if trainer._logger_connector.should_update_logs:
+        if should_log(trainer):
             metrics = self._metrics(trainer, pl_module)
             if isinstance(trainer.strategy, CheckpointingStrategy):
                 metrics |= {"zero/wire_bytes": sent, "zero/wait_seconds": waited}
@@ -137,7 +137,7 @@ class ZeroMonitor(pl.Callback):
             if id(logger) in self._deaf:
                 continue
             try:
-                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+                logger.log_metrics(metrics, step=logged_step(trainer))
             except NotImplementedError:
                 self._deaf.add(id(logger))
                 rank_zero_warn(f"{type(logger).__name__} takes no metrics: ZeroMonitor writes none to it.")
@@ -185,19 +185,19 @@ class ZeroMonitor(pl.Callback):
 def watch_trainers(listener: Callable[..., None]) -> Callable[[], None]:
     """Has the `costs` of every Trainer that is made in this process from here on go to `listener`. Returns a function
     that ends this."""
-    connectors: Any = _CallbackConnector
-    theirs = connectors.on_trainer_init
+    trainers: Any = pl.Trainer
+    theirs = trainers.__init__
 
     @wraps(theirs)
-    def ours(connector: Any, *args: Any, **kwargs: Any) -> None:
-        theirs(connector, *args, **kwargs)
-        callbacks = connector.trainer.callbacks
+    def ours(trainer: Any, *args: Any, **kwargs: Any) -> None:
+        theirs(trainer, *args, **kwargs)
+        callbacks = trainer.callbacks
         if not any(isinstance(callback, ZeroMonitor) for callback in callbacks):
             callbacks.insert(0, ZeroMonitor())
         next(callback for callback in callbacks if isinstance(callback, ZeroMonitor)).listeners.append(listener)
 
-    connectors.on_trainer_init = ours
-    return lambda: setattr(connectors, "on_trainer_init", theirs)
+    trainers.__init__ = ours
+    return lambda: setattr(trainers, "__init__", theirs)
 
 
 def bytes_at_rest(trainer: "pl.Trainer", module: "pl.LightningModule") -> dict[str, int]:

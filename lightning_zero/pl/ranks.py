@@ -2,11 +2,11 @@
 
 import itertools
 import os
+import sys
 from datetime import timedelta
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed import is_initialized
@@ -32,7 +32,8 @@ def warn_of_shared_store() -> None:
 def start_method_here(asked: str) -> str:
     """Returns how ranks start. In a notebook "popen" becomes "fork", as under Lightning's own ``strategy="auto"``:
     "popen" runs the program again, and a notebook is none."""
-    return "fork" if asked == "popen" and _IS_INTERACTIVE else asked
+    is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)  # as Lightning decides
+    return "fork" if asked == "popen" and is_interactive else asked
 
 
 @torch.no_grad()

@@ -5,11 +5,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast, final
 
 import torch
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_zero.run.engine import Engine
 
@@ -72,10 +70,9 @@ class ShardedModule(Module):
 
 
 @final
-class SyncControl(_BackwardSyncControl):
+class SyncControl:
     """Serves `Fabric.no_backward_sync`."""
 
-    @override
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
         return cast(ShardedModule, module).accumulating() if enabled else nullcontext()
 

@@ -12,7 +12,6 @@ from typing import Any, final
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
@@ -24,6 +23,7 @@ from lightning_zero.checkpoint.single import write_at_once
 from lightning_zero.config import Checkpoint, Offload
 from lightning_zero.device import HOST, free_bytes, is_host, untested
 from lightning_zero.pl import ranks
+from lightning_zero.pl.lightning_private import move_states
 from lightning_zero.pl.single_file import choose_format, format_beside, is_plugin, refuse_place
 from lightning_zero.pl.table import MemoryReport, table_of, told_of_whole
 from lightning_zero.run.construction import Construction, constructing
@@ -64,6 +64,7 @@ class Settings:
     wait_timeout: timedelta
     timeout: timedelta  # of process groups
     sanitize: bool
+    start_method: str
     may_choose_format: bool  # the user has not written `checkpoint`
 
 
@@ -71,12 +72,12 @@ class ShardedStrategy:
     """Base of both strategies, placed before Lightning's `DDPStrategy`. A Trainer's strategy has one engine, Fabric's
     has one for each module."""
 
-    root_device: torch.device  # this one and the next two are of `DDPStrategy`
+    root_device: torch.device  # this one and the next three are of `DDPStrategy`
     num_processes: int  # ranks on this machine
+    process_group_backend: str | None
     is_global_zero: bool
     stage: int
     checkpoint: Checkpoint | None  # how to save; None until `saves_single_file` has chosen
-    _process_group_backend: str | None  # of `DDPStrategy`
     _settings: Settings
     _comm: Comm | None = None
     _keeper: CheckpointKeeper | None = None
@@ -196,7 +197,7 @@ class ShardedStrategy:
             self._comm = make_comm(
                 self.root_device,
                 self._settings.wait_timeout,
-                backend=self._process_group_backend,
+                backend=self.process_group_backend,
                 timeout=self._settings.timeout,
                 sanitize=self._settings.sanitize,
             )
@@ -248,7 +249,7 @@ class ShardedStrategy:
     def _begin_training(self, engine: Engine) -> None:
         """Moves optimizer state to the device, unless it is offloaded."""
         if engine.options.offload is None:
-            _optimizers_to_device(engine.optimizers, self.root_device)
+            move_states(engine.optimizers, self.root_device)
 
     def _tell(self, engine: Engine, **about: Any) -> None:
         """Prints `table_of` the engine."""
@@ -282,7 +283,7 @@ class ShardedStrategy:
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
         self.checkpoint = format_beside(io, self.checkpoint)
-        self._checkpoint_io = io
+        super(ShardedStrategy, type(self)).checkpoint_io.fset(self, io)  # type: ignore[misc]
 
     @property
     def _checkpoints(self) -> CheckpointKeeper:

@@ -1,17 +1,17 @@
 """`ZeroStrategy`: the strategy of `lightning.Trainer`."""
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -28,10 +28,11 @@ from lightning_zero.config import ActivationCheckpointing, Checkpoint, Offload
 from lightning_zero.device import HOST
 from lightning_zero.pl import other_name
 from lightning_zero.pl.callbacks import OwnCallbacks
-from lightning_zero.pl.checkpointing import CheckpointingStrategy
+from lightning_zero.pl.checkpointing import CheckpointingStrategy, trainer_of
 from lightning_zero.pl.elsewhere import answers
 from lightning_zero.pl.ema import ZeroEMA
 from lightning_zero.pl.fitting import refuse_to_fit, tell_of_foreign, warn_of_undivided, what_needs_gradients
+from lightning_zero.pl.lightning_private import show_device, show_mesh, sync_layers, use_sampler
 from lightning_zero.pl.precision import adapt, guard_schedulers
 from lightning_zero.pl.ranks import failed_alike, mesh_of, start_method_here, unshare
 from lightning_zero.pl.refusals import tell_refusal
@@ -203,6 +204,7 @@ class ZeroStrategy(CheckpointingStrategy):
             wait_timeout=config.seconds_from(wait_timeout, "wait_timeout"),
             timeout=config.seconds_from(timeout, "timeout"),
             sanitize=sanitize,
+            start_method=start_method_here(start_method),
             may_choose_format=checkpoint is None,
         )
         self.checkpoint_io = checkpoint_io
@@ -215,7 +217,8 @@ class ZeroStrategy(CheckpointingStrategy):
 
     @DDPStrategy.precision_plugin.setter  # type: ignore[attr-defined]
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = None if precision_plugin is None else adapt(precision_plugin)
+        adapted = None if precision_plugin is None else adapt(precision_plugin)
+        DDPStrategy.precision_plugin.fset(self, adapted)  # type: ignore[attr-defined]
 
     @override
     def setup_distributed(self) -> None:
@@ -240,11 +243,11 @@ class ZeroStrategy(CheckpointingStrategy):
             self._goes_on_from_shards = False
             if self._settings.may_choose_format and not is_plugin(self.checkpoint_io):
                 self.checkpoint = None  # each fit chooses anew
-        unshare(module, self._start_method)
+        unshare(module, self._settings.start_method)
         super().setup_environment()
         shape_of(self.world_size, options.replicate_size, options.tensor_parallel_size)  # raises where it must
         if options.tensor_parallel_size > 1 or is_overridden("configure_model", module):
-            module._device_mesh = self.device_mesh
+            show_mesh(module, self.device_mesh)
 
     @property
     @override
@@ -256,7 +259,9 @@ class ZeroStrategy(CheckpointingStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Seeds workers alike on ranks that share tensor-parallel modules. Lightning would seed them by rank."""
-        _auto_add_worker_init_fn(dataloader, self.distributed_sampler_kwargs["rank"])
+        loader: Any = dataloader
+        if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(loader, "worker_init_fn", self) is None:
+            loader.worker_init_fn = partial(pl_worker_init_function, rank=self.distributed_sampler_kwargs["rank"])
         return super().process_dataloader(dataloader)
 
     @override
@@ -266,7 +271,7 @@ class ZeroStrategy(CheckpointingStrategy):
         assert module is not None
         self.accelerator.setup(trainer)
         if self.world_size == 1:  # one rank draws its data as one device does, or it could not equal strategy="auto"
-            trainer._accelerator_connector.use_distributed_sampler = False
+            use_sampler(trainer, False)
         self._own_callbacks = OwnCallbacks(self, trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self._close_engine() or self.engine is None or self.engine.module is not module:
@@ -282,8 +287,8 @@ class ZeroStrategy(CheckpointingStrategy):
     def _make_engine(self, trainer: "pl.Trainer", module: "pl.LightningModule", fitting: bool) -> None:
         """Does what Lightning's own `setup` does, but makes an engine where that wraps the module in DDP."""
         assert self.model is not None
-        if fitting and self._layer_sync:
-            self.model = self._layer_sync.apply(self.model)
+        if fitting:
+            self.model = sync_layers(self, self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         comm = self._ensure_comm()  # before user code runs: with it, other ranks hear of an error on this one
         if self._failed:
@@ -293,7 +298,7 @@ class ZeroStrategy(CheckpointingStrategy):
             refuse_to_fit(trainer, self._settings.options, self.precision_plugin.scaler)
         optimizers = self.optimizers if fitting else []
         self.engine = engine = self._new_engine(module, optimizers, self.precision_plugin, "configure_model()")
-        _update_properties(module, device=self.root_device)  # sets `module.device`, as `module.to` would
+        show_device(module, device=self.root_device)  # sets `module.device`, as `module.to` would
         randomness.share(engine.mesh.tensor, self.root_device)
         warn_of_undivided(engine, module)
         self._failed, self._runs, self._left_gradients = False, self._runs + 1, {}
@@ -306,7 +311,9 @@ class ZeroStrategy(CheckpointingStrategy):
         """Prepares Lightning's schedulers, optimizers and loggers for a fit, and prints the table if that is wanted."""
         module, scaler = trainer.lightning_module, self.precision_plugin.scaler
         self._undo.callback(guard_schedulers(self.precision_plugin, module, lambda: self.lr_scheduler_configs))
-        for wrapper in self._lightning_optimizers:  # they have the class's methods, not those of this one object
+        found: Any = module.optimizers()
+        wrappers: list[Any] = found if isinstance(found, list) else [found]
+        for wrapper in wrappers:  # they have the class's methods, not those of this one object
             methods = vars(wrapper.optimizer)
             vars(wrapper).update({name: methods[name] for name in MODES if name in methods})
         self._warn_of_loggers(trainer.loggers)
@@ -350,7 +357,7 @@ class ZeroStrategy(CheckpointingStrategy):
         """Meets, then has the ranks wait for each other in a collective of this package, which says after
         `wait_timeout` who is missing. Lightning's own waits as long as `timeout`, without a message."""
         module, own = self.lightning_module, self._own_callbacks
-        trainer = None if module is None or self._live_engine is None else module._trainer
+        trainer = None if module is None or self._live_engine is None else trainer_of(module)
         if own is not None and trainer is not None and (trainer.evaluating or trainer.predicting):
             own.preemption.meet(trainer)
         else:
@@ -481,7 +488,8 @@ ZeroStrategy.register_strategies(StrategyRegistry)
 
 def _moment_of(module: "pl.LightningModule | None") -> str:
     """Returns what the trainer does now, for messages, such as "step 12"."""
-    if module is None or module._trainer is None:
+    trainer = None if module is None else trainer_of(module)
+    if trainer is None:
         return ""
-    trainer, stage = module.trainer, module.trainer.state.stage
+    stage = trainer.state.stage
     return f"{'' if trainer.training or stage is None else f'{stage.value} after '}step {trainer.global_step}"

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from lightning_zero.run.reductions import Reductions
 from lightning_zero.shards import norm
 from lightning_zero.shards.optimizer import training_slot
 from lightning_zero.shards.slot import Slot, no_interception
+from lightning_zero.torch_private import scale_of, scaling_of
 from lightning_zero.wire.mesh import Mesh
 
 
@@ -106,11 +107,10 @@ class Averages:
         self.reductions.refuse_stepped("a gradient scaler")
         self.loans.rendezvous.journal.note(Cause.UNSCALE)
         slots = self.of(optimizer, meets=True)
-        scale, _ = scaler._check_scale_growth_tracker("unscale_")
-        norm.scale_(slots, scale.double().reciprocal().float(), self.mesh.world.limit)
+        norm.scale_(slots, scale_of(scaler).double().reciprocal().float(), self.mesh.world.limit)
         self._measured = norm.Measured.of(slots)
         overflow = self._measured.overflow(self.mesh.world)
-        state: dict[str, Any] = scaler._per_optimizer_states[id(optimizer)]
+        state = scaling_of(scaler, optimizer)
         # On the host, where the verdict is, so that the scaler reads it without synchronising with the device.
         state["found_inf_per_device"] = {self.device: torch.tensor(float(bool(overflow.ranks)), device=HOST)}
         state["stage"] = OptState.UNSCALED

@@ -37,6 +37,7 @@ from lightning_zero.shards.options import Options
 from lightning_zero.shards.slot import no_interception, slot_of
 from lightning_zero.stage import STAGES
 from lightning_zero.tiers.ledger import Ledger, return_freed_memory
+from lightning_zero.torch_private import parameters_in
 from lightning_zero.views.constructed import ConstructedClasses, ConstructedParameter, Keeper
 from lightning_zero.views.intercept import Lent
 from lightning_zero.views.lazy import Stored
@@ -131,7 +132,7 @@ class Construction(Keeper):
         if module is None or threading.get_ident() != self._thread:
             return
         for inner in module.modules():
-            for name, parameter in inner._parameters.items():
+            for name, parameter in parameters_in(inner).items():
                 if parameter is not None and early_of(parameter) is None and not parameter.is_meta:
                     self._register(inner, name, parameter)
 
@@ -141,7 +142,7 @@ class Construction(Keeper):
         if parameter.is_meta:
             self._replaced.expect(module, name, parameter)
             return
-        own = {**module._parameters, name: parameter}.values()
+        own = {**parameters_in(module), name: parameter}.values()
         self._most = max(self._most, sum(each.nbytes for each in own if each is not None and _is_built(each)))
         self.watch(parameter, f"{type(module).__name__}.{name}")
 
@@ -221,7 +222,8 @@ class Construction(Keeper):
     def alias(self, parameter: Parameter) -> Parameter:
         early = self._bring(parameter)
         with no_interception():
-            made = Tensor._make_subclass(early.plain_class, parameter.data)
+            made = Parameter(parameter.data, requires_grad=False)
+        made.__class__ = early.plain_class
         self.watch(made, "alias")
         return made
 
@@ -233,7 +235,7 @@ class Construction(Keeper):
         def begin(*_: Any) -> None:  # in a hook, as users override `load_state_dict`
             self._meet("loads a state dict into the model")
 
-        handle = module._register_load_state_dict_pre_hook(begin)
+        handle = module.register_load_state_dict_pre_hook(begin)
         try:
             yield
         finally:
@@ -341,7 +343,7 @@ class _Replaced(TorchFunctionMode):
         """Registers the parameters that have been put into their places."""
         due, self._due = self._due, []
         for place, name in due:
-            if (module := place()) is None or (parameter := module._parameters.get(name)) is None:
+            if (module := place()) is None or (parameter := parameters_in(module).get(name)) is None:
                 continue
             if parameter.is_meta:
                 self._due.append((place, name))

@@ -30,6 +30,7 @@ from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
 from lightning_zero.tiers.array import Array
 from lightning_zero.tiers.ledger import Category
+from lightning_zero.torch_private import backward_number, edits_of
 from lightning_zero.views.gradient import GradientLender
 from lightning_zero.views.intercept import Lent
 from lightning_zero.views.lazy import Stored
@@ -190,7 +191,7 @@ class Loans(Lender, GradientLender):
         # come here where its first forward did not, so the checkpoint's hooks must see parameters themselves both
         # times. What the checkpoint keeps of them it drops in the same backward.
         notes = not self.saved.is_inside_others
-        recomputes = not notes and torch._C._current_graph_task_id() != -1
+        recomputes = not notes and backward_number() != -1
         if notes and not self.saved.push():
             self.hold(unit)
         return Lent(slot.parameter, slot.parameter, partial(self._end_call, unit, notes, recomputes))
@@ -210,7 +211,7 @@ class Loans(Lender, GradientLender):
         if group not in self._declared:
             again = self._in_blocks.get(group)
             full = self._declared[group] = self.declared(group) if again is None else again
-            self._versions[group] = full._version
+            self._versions[group] = edits_of(full)
             if not group.stays_full:
                 self._as_lent[group] = full.to(group.kind.resting)
         # Where backward gathers nothing, ranks do not meet in the middle of it. A block that recomputes there could not
@@ -415,7 +416,7 @@ class Loans(Lender, GradientLender):
 
     def _is_edited(self, group: ShardGroup, full: Tensor) -> bool:
         """Whether lent values have been edited: the same on every rank that has made the edits."""
-        if full._version != self._versions[group] if group.upcasts else group.is_edited:
+        if edits_of(full) != self._versions[group] if group.upcasts else group.is_edited:
             return True
         return group in self._fingerprints and self._fingerprints[group] != fingerprint_of(full)
 

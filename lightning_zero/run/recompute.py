@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.config import ActivationCheckpointing, classes_from
@@ -32,12 +31,11 @@ from lightning_zero.shards.slot import no_interception
 from lightning_zero.shards.units import as_written, find_blocks, modules_in_compiled_regions
 from lightning_zero.tiers.activations import ActivationStore, version_of
 from lightning_zero.tiers.ledger import Ledger, Place
+from lightning_zero.torch_private import buffers_in, compiled_in, saved_hooks_are_allowed, show_buffers, tree_iter
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
 
 ARGUMENT = "activation_checkpointing: modules"
-
-_hooks_are_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
 
 def recompute_for(
@@ -171,7 +169,7 @@ class Buffers:
         self._values: dict[int, Tensor] = {}  # copies, by the buffer's id: a buffer may be in several modules
         with torch.no_grad():
             for holder in module.modules():
-                if buffers := dict(holder._buffers):
+                if buffers := dict(buffers_in(holder)):
                     for buffer in buffers.values():
                         if buffer is not None and id(buffer) not in self._values:
                             self._values[id(buffer)] = buffer.clone()
@@ -187,17 +185,17 @@ class Buffers:
     @contextmanager
     def as_before(self) -> Iterator[None]:
         """Inside, the module has copies in place of its buffers, with the values from before the call."""
-        now = [before.holder._buffers for before in self._before]
+        now = [buffers_in(before.holder) for before in self._before]
         with torch.no_grad():
             copies = {key: value.clone() for key, value in self._values.items()}
         for before in self._before:
             shown = {name: copies.get(id(buffer), buffer) for name, buffer in before.buffers.items()}
-            vars(before.holder)["_buffers"] = shown
+            show_buffers(before.holder, shown)
         try:
             yield
         finally:
             for before, buffers in zip(self._before, now, strict=True):
-                vars(before.holder)["_buffers"] = buffers
+                show_buffers(before.holder, buffers)
 
 
 class _Before(NamedTuple):
@@ -209,7 +207,7 @@ class _Before(NamedTuple):
 
     @property
     def is_changed(self) -> bool:
-        now = self.holder._buffers
+        now = buffers_in(self.holder)
         if now.keys() != self.buffers.keys() or any(now[name] is not self.buffers[name] for name in now):
             return True
         return any(version_of(self.buffers[name]) != version for name, version in self.versions.items())  # type: ignore[arg-type]
@@ -246,7 +244,7 @@ class Chosen(NamedTuple):
 
 def _choose(model: Module, modules: Any) -> Chosen:
     blocks = find_blocks(model, classes_from(modules, ARGUMENT), ARGUMENT)
-    shells = {shell._orig_mod: shell for shell in model.modules() if type(shell).__name__ == "OptimizedModule"}
+    shells = {inside: shell for shell in model.modules() if (inside := compiled_in(shell)) is not None}
     called = {shells.get(module, module): name for name, module in blocks.items()}
     compiled, traced = modules_in_compiled_regions(model), modules_in_compiled_regions(model, roots=False)
     own = {module: as_written(name) for name, module in model.named_modules() if _checkpoints_by_itself(module)}
@@ -281,7 +279,7 @@ def _checkpoints_by_itself(module: Module) -> bool:
 
 def _records_gradients(module: Module, args: Any, kwargs: Any) -> bool:
     """Whether a call builds a graph, whose saved values could be computed again."""
-    if not torch.is_grad_enabled() or not _hooks_are_allowed():
+    if not torch.is_grad_enabled() or not saved_hooks_are_allowed():
         return False
     with no_interception():
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_iter((args, kwargs))):

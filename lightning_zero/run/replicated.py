@@ -15,6 +15,7 @@ from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.shards.early import early_of
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.slot import no_interception, slot_of
+from lightning_zero.torch_private import buffers_in, moves_by_itself, parameters_in
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.mesh import Mesh
 
@@ -93,17 +94,17 @@ def broadcast_buffers(module: Module, comm: Comm, keep: bool) -> None:
 def move_replicated(module: Module, device: torch.device) -> None:
     """Moves everything that is in no group to `device`.
 
-    It does not call `_apply` on modules with grouped parameters: some (RNNs) look at their weights when they move, and
+    It does not call `to` on modules with grouped parameters: some (RNNs) look at their weights when they move, and
     would find no values.
     """
     with no_interception():
         for inner in module.modules():
-            moves_by_itself = type(inner)._apply is not Module._apply
-            if moves_by_itself and not any(slot_of(parameter) for parameter in inner.parameters()):
-                inner._apply(lambda tensor: tensor.to(device))
+            if moves_by_itself(inner) and not any(slot_of(parameter) for parameter in inner.parameters()):
+                Module.to(inner, device)  # not `inner.to`, which some classes refuse
                 continue
-            for name, buffer in inner._buffers.items():
-                inner._buffers[name] = None if buffer is None else buffer.to(device)
-            for parameter in inner._parameters.values():
+            buffers = buffers_in(inner)
+            for name, buffer in buffers.items():
+                buffers[name] = None if buffer is None else buffer.to(device)
+            for parameter in parameters_in(inner).values():
                 if parameter is not None and slot_of(parameter) is None:
                     point_at(parameter, parameter.data.to(device))

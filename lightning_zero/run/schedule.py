@@ -21,6 +21,7 @@ from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
+from lightning_zero.torch_private import backward_number, call_after_backward, parameters_in, put_last
 
 
 @final
@@ -100,7 +101,7 @@ class Schedule:
     def bring(self, unit: Unit, is_recomputed: bool) -> None:
         """Gathers a unit whose saved values are asked for, by a backward or by someone who inspects a graph. What is
         recomputed sees the latest edits, as the recomputation does."""
-        if torch._C._current_graph_task_id() != -1:
+        if backward_number() != -1:
             self._enter_backward()
         if is_recomputed:
             self._loans.take_edits(unit)
@@ -142,7 +143,7 @@ class Schedule:
         dtype."""
         module = reader.module
         weights = [
-            _Shown(vars(holder), holder._parameters, name, slot)
+            _Shown(vars(holder), parameters_in(holder), name, slot)
             for holder, name, parameter in reader.parameters
             if (slot := slot_of(parameter)) is not None
         ]
@@ -203,7 +204,7 @@ class Schedule:
         with no_interception():
             parameter, taken_back = slot.parameter, slot.group.taken_back
             shares = torch.is_autocast_cache_enabled() and torch.is_grad_enabled() and parameter.requires_grad
-            if not shares or is_cut or torch._C._current_graph_task_id() != -1:
+            if not shares or is_cut or backward_number() != -1:
                 return parameter.view_as(parameter)
             before, shared = self._views.get(slot, (-1, parameter))
             if before == -1 or (before != taken_back and not torch.equal(local_of(shared), slot.local.values)):
@@ -255,7 +256,7 @@ class Schedule:
                 self._begin_backward()
             end = partial(self._end_backward)  # autograd drops it without a call if the backward fails
             self._end = weakref.ref(end)
-            torch.autograd.Variable._execution_engine.queue_callback(end)
+            call_after_backward(end)
 
     @property
     def backward_is_known(self) -> bool:
@@ -268,10 +269,7 @@ class Schedule:
             self._end = None
         self._views.clear()
         with no_interception():
-            for parameter, own in self._collectors:  # our hook goes last, so that users' newer hooks see the gradient
-                hooks: Any = parameter._post_accumulate_grad_hooks
-                if next(reversed(hooks)) != own:
-                    hooks[own] = hooks.pop(own)  # not move_to_end: autograd goes by the order of the plain dict
+            put_last(self._collectors)  # so that users' newer hooks see the gradient
 
 
 class _Shown(NamedTuple):

@@ -14,6 +14,7 @@ from lightning_zero.shards.slot import Slot
 from lightning_zero.shards.units import as_written
 from lightning_zero.shards.window import StateElsewhere
 from lightning_zero.tiers.array import Array, Part, read_late
+from lightning_zero.torch_private import local_tensor
 from lightning_zero.views.lazy import LazyTensor, Spread, Stored
 from lightning_zero.wire.mesh import Mesh
 
@@ -77,7 +78,7 @@ class SpreadPart(Spread):
     def pieces(self) -> list[tuple[Extent, Tensor | Part]]:
         box, mesh = Box.of(self._tensor), self._mesh
         is_first = mesh.shard.rank == mesh.replicate.rank == 0 and (box.shape != box.whole or mesh.tensor.rank == 0)
-        return [(box.extent(self.name), self._tensor._local_tensor.reshape(-1))] if is_first else []
+        return [(box.extent(self.name), local_tensor(self._tensor).reshape(-1))] if is_first else []
 
 
 @final

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from lightning_zero.device import HOST
 from lightning_zero.run.loans import Loans
@@ -21,6 +20,7 @@ from lightning_zero.run.spread import ModelValues, SpreadParameter, SpreadPart
 from lightning_zero.shards.local import whole_of
 from lightning_zero.shards.optimizer import PieceStepper
 from lightning_zero.shards.units import renamed
+from lightning_zero.torch_private import tree_map_only
 from lightning_zero.views.lazy import LazyTensor
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.mesh import Mesh

@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 from torch.nn import Module
 
+from lightning_zero.torch_private import call_of, replace_call
 from lightning_zero.views.intercept import untraced
 
 
@@ -17,17 +18,16 @@ from lightning_zero.views.intercept import untraced
 class Around:
     """Calls `around(call, args, kwargs)` in place of each call of `module`, until `remove`.
 
-    `call` is what torch would have called: the module with all its hooks. Torch calls `_compiled_call_impl` in place of
-    a module where it is set, and leaves it behind when the module is copied or pickled. A module with a `__getstate__`
-    of its own, as Lightning's, would take it along, so a copy or a pickle of this object is None.
+    `call` is what torch would have called: the module with all its hooks. Torch leaves this behind when the module is
+    copied or pickled. A module with a `__getstate__` of its own, as Lightning's, would take it along, so a copy or a
+    pickle of this object is None.
     """
 
     def __init__(self, module: Module, around: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
         self._module = module
         self._around = around
-        self._previous = module._compiled_call_impl
-        self._call = self._previous or module._call_impl
-        module._compiled_call_impl = self
+        self._call = call_of(module)
+        self._previous = replace_call(module, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._around(self._call, args, kwargs)
@@ -39,7 +39,7 @@ class Around:
         return type(None), ()
 
     def remove(self) -> None:
-        self._module._compiled_call_impl = self._previous
+        replace_call(self._module, self._previous)
 
 
 def surround(module: Module, before: Callable[[], None], after: Callable[[], None] = lambda: None) -> Around:

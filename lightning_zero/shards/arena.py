@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.tiers.ledger import Category, Ledger, Place
+from lightning_zero.torch_private import count_users, storage_key
 
 
 @final
@@ -19,7 +20,7 @@ class Buffer:
     @property
     def storage(self) -> int:
         """Address of the storage, which tells whether another tensor is a view of it."""
-        return int(self.memory.untyped_storage()._cdata)
+        return storage_key(self.memory.untyped_storage())
 
     def is_held_beside(self, own: int) -> bool:
         """Whether anything but the buffer and `own` tensors refers to the memory: a view that a user has kept, or a
@@ -27,7 +28,7 @@ class Buffer:
         return self._count_holders() > self._holders + own
 
     def _count_holders(self) -> int:
-        return int(torch._C._storage_Use_Count(self.storage))
+        return count_users(self.storage)
 
 
 @final

@@ -16,6 +16,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.units import FUSED, modules_in_compiled_regions
+from lightning_zero.torch_private import has_call_hooks, parameters_in
 
 _OWN = ("weight", "bias")
 _OF_CELL = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
@@ -62,7 +63,7 @@ class Reader:
         module = self.module
         if module.training or (self.casts and type(module) is not nn.MultiheadAttention) or torch.is_autocast_enabled():
             return False
-        if not self.casts and any(inner._forward_hooks or inner._forward_pre_hooks for inner in module.modules()):
+        if not self.casts and any(map(has_call_hooks, module.modules())):
             return False
         return not (torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()))
 
@@ -114,7 +115,7 @@ def why_not_cast(model: Module, trainable: Container[int] | None = None) -> dict
             "its forward is not torch's own": not names or "forward" in vars(reader),
             "torch.compile or TorchScript traces it": reader in compiled or module in compiled,
             "the forward of a layer around it is not torch's own": module in in_others,
-            "hooks compute its weights": not set(module._parameters.keys()) <= {*names, *also},
+            "hooks compute its weights": not set(parameters_in(module)) <= {*names, *also},
             "modules share its weights": any(holders[id(parameter)] > 1 for parameter in own),
             "it is made in another dtype": any(parameter.dtype != torch.float32 for parameter in own),
             "a DTensor shows one dtype": any(local_of(parameter) is not parameter for parameter in own),
@@ -132,7 +133,8 @@ def readers_of(model: Module, reasons: Mapping[Module, str | None]) -> list[Read
     read: dict[Module, list[tuple[Module, str]]] = {}  # by the one that reads them
     for module, why in reasons.items():
         names = _OWN if module in projections else _names_cast(type(module))
-        weights = [(module, name) for name in names if why is None and module._parameters.get(name) is not None]
+        own = parameters_in(module)
+        weights = [(module, name) for name in names if why is None and own.get(name) is not None]
         if weights:
             held[module] = weights
             read.setdefault(projections.get(module, module), []).extend(weights)

@@ -13,14 +13,15 @@ import math
 from typing import final
 
 import torch
+from torch import DisableTorchFunctionSubclass as no_interception
 from torch import Tensor
-from torch._C import DisableTorchFunctionSubclass as no_interception
 from torch.nn import Parameter
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from lightning_zero.device import HOST, point_at
 from lightning_zero.shards.extents import Extent
 from lightning_zero.tiers.ledger import Category, Ledger, Place
+from lightning_zero.torch_private import count_users, is_saved, storage_key
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.mesh import Mesh
 
@@ -76,9 +77,8 @@ class EarlyParameter:
         if parameter is None or self.pins or parameter.layout != torch.strided:
             return False
         with no_interception():
-            is_saved = parameter._use_count() > 1  # type: ignore[attr-defined]
             is_movable = parameter.is_contiguous() and parameter.grad is None
-            return _count_holders(parameter) == _HOLDERS and is_movable and not is_saved
+            return _count_holders(parameter) == _HOLDERS and is_movable and not is_saved(parameter)
 
     def release(self) -> None:
         """Cuts the values into rows; rank 0's values, where ranks may differ. Collective: call it on every rank."""
@@ -197,7 +197,7 @@ def _comm_for(comm: Comm, device: torch.device) -> Comm:
 
 
 def _count_holders(tensor: Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    return count_users(storage_key(tensor.untyped_storage()))
 
 
 with torch.inference_mode(False):

@@ -28,6 +28,7 @@ from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.shards.sparse import NOTHING, dense_of
 from lightning_zero.tiers.array import Array, InMemory, zeros
 from lightning_zero.tiers.ledger import Category, Tier
+from lightning_zero.torch_private import edits_of
 from lightning_zero.wire.comm import Work
 
 
@@ -338,7 +339,7 @@ class GradientShard:
 
     def version(self, slot: Slot) -> int:
         """Returns a number that differs after each change of the parameter's averaged gradient."""
-        return self.owned_grad.version if self.travels else self.piece(slot)._version
+        return self.owned_grad.version if self.travels else edits_of(self.piece(slot))
 
     def is_shown(self, slot: Slot, grad: Tensor) -> bool:
         """Whether `grad` shows the averaged gradient, and is no tensor that a user has put into `p.grad`."""

@@ -29,6 +29,7 @@ from lightning_zero.shards.slot import Slot, forget_slot, no_interception, point
 from lightning_zero.tiers.alignment import ALIGNMENT_BYTES
 from lightning_zero.tiers.array import ALL, Array, InMemory, move, zeros
 from lightning_zero.tiers.ledger import Category, Place, return_freed_memory
+from lightning_zero.torch_private import edits_of
 from lightning_zero.wire.comm import Gather
 
 MUCH = 4 * 2**20  # bytes; a freed parameter that is larger is given back to the system at once
@@ -264,7 +265,7 @@ class ShardGroup:
 
     def note_versions(self) -> None:
         """Notes that the parameters show full_param from now on, so that `keep_edits` can tell what users edit."""
-        self._shown_versions = [slot.parameter._version for slot in self.slots]
+        self._shown_versions = [edits_of(slot.parameter) for slot in self.slots]
 
     def keep_edits(self) -> None:
         """Keeps edits that users have made in the parameters since `note_versions`, as versions and `p.data` tell."""
@@ -279,7 +280,7 @@ class ShardGroup:
         """Whether users have edited the parameters since `note_versions`, as versions and `p.data` tell."""
         if self._shown_versions is None or self.full_param is None:
             return False
-        return bool(self._assigned()) or self._shown_versions != [slot.parameter._version for slot in self.slots]
+        return bool(self._assigned()) or self._shown_versions != [edits_of(slot.parameter) for slot in self.slots]
 
     def _assigned(self) -> list[Slot]:
         """Returns the slots to whose `p.data` the user has assigned another tensor."""

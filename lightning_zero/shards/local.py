@@ -1,7 +1,7 @@
 """`Local`: this rank's part of a parameter, which is all of it unless tensor-parallel ranks share it.
 
-torch's tensor parallelism makes a parameter a `DTensor`: an object of the whole shape that holds this rank's values in
-`_local_tensor`. Groups, gradients and pieces see it through `Local`, as a plain tensor. Only this module knows how a
+torch's tensor parallelism makes a parameter a `DTensor`: an object of the whole shape that holds this rank's values, a
+plain tensor. Groups, gradients and pieces see that, through `Local`. Only this module knows how a
 `DTensor` shows them to the user.
 
     whole    (8, 6)           what the user sees as `p.shape`, and what checkpoints hold
@@ -11,16 +11,17 @@ torch's tensor parallelism makes a parameter a `DTensor`: an object of the whole
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn import Module, Parameter
 
 from lightning_zero.device import point_at
 from lightning_zero.shards.extents import Extent
+from lightning_zero.torch_private import layout_of, local_tensor, set_local_tensor
 from lightning_zero.wire.comm import Comm
 
 
@@ -37,7 +38,7 @@ class Box(NamedTuple):
         whole = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
             return cls(whole, (0,) * len(whole), whole)
-        shape, dim = tuple(tensor._local_tensor.shape), _dim_of(tensor)
+        shape, dim = tuple(local_tensor(tensor).shape), _dim_of(tensor)
         at = tensor.device_mesh.get_local_rank()
         return cls(whole, tuple(at * size if own == dim else 0 for own, size in enumerate(shape)), shape)
 
@@ -49,7 +50,7 @@ class Box(NamedTuple):
     def part(self, whole: Tensor) -> Tensor:
         """Returns this rank's part, a view, of a tensor that has the whole shape."""
         if isinstance(whole, DTensor):
-            return whole._local_tensor
+            return local_tensor(whole)
         for dim, (start, length) in enumerate(zip(self.offset, self.shape, strict=True)):
             whole = whole.narrow(dim, start, length)
         return whole
@@ -82,7 +83,7 @@ class Local:
         if not isinstance(parameter, DTensor):
             point_at(parameter, values)
             return
-        parameter._local_tensor = values
+        set_local_tensor(parameter, values)
         is_alike = values.numel() and values.dtype == parameter.dtype
         if is_alike and values.storage_offset() != parameter.storage_offset():
             point_at(parameter, as_dtensor(values, parameter))  # torch.compile fails where the offsets differ
@@ -97,7 +98,7 @@ class Local:
         if grad.placements != self.parameter.placements:
             # Sequence parallelism leaves each rank its share of the gradient of a norm's weight.
             grad = grad.redistribute(placements=self.parameter.placements)
-        return grad._local_tensor
+        return local_tensor(grad)
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
@@ -134,11 +135,10 @@ def _dim_of(tensor: DTensor) -> int | None:
 
 def as_dtensor(local: Tensor, like: DTensor) -> DTensor:
     """Returns a `DTensor` that is divided as `like` is, and of which this rank holds `local`."""
-    meta = like._spec.tensor_meta
-    assert meta is not None
-    spec = DTensorSpec(like._spec.mesh, like._spec.placements, TensorMeta(meta.shape, meta.stride, local.dtype))
+    layout = layout_of(like)
+    layout = replace(layout, tensor_meta=layout.tensor_meta._replace(dtype=local.dtype))
     with torch.inference_mode(False):  # not `from_local`: it reads the values, and would gather a sharded gradient
-        return DTensor(local, spec, requires_grad=False)
+        return DTensor(local, layout, requires_grad=False)
 
 
 def whole_of(tensor: Any) -> Any:
@@ -148,7 +148,7 @@ def whole_of(tensor: Any) -> Any:
 
 def local_of(tensor: Tensor) -> Tensor:
     """Returns this rank's part of a tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def shares_modules(module: Module) -> bool:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_zero.shards.early import class_of, early_of
 from lightning_zero.shards.local import local_of, refuse_other_meshes
 from lightning_zero.shards.slot import slot_of
+from lightning_zero.torch_private import STEP_HOOKS
 
 
 def trainable_of(managed: Sequence[Parameter], optimizers: Sequence[Optimizer]) -> set[int]:
@@ -38,7 +39,7 @@ def managed_parameters(module: Module, optimizers: Sequence[Optimizer], tensor_r
     named = dict(module.named_parameters())
     known = {id(parameter) for parameter in named.values()}
     for number, optimizer in enumerate(optimizers):
-        if "_optimizer_step_pre_hooks" not in vars(optimizer):
+        if vars(optimizer).keys().isdisjoint(STEP_HOOKS):
             raise ValueError(
                 f"Optimizer {number} ({type(optimizer).__name__}) has none of torch's hooks, in which its parameters "
                 "become what this rank owns. Have its __init__ call super().__init__(params, defaults) first."

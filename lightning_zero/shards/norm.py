@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_zero.device import HOST, Limit, is_host, on_host
 from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.slot import Slot
+from lightning_zero.torch_private import multiply_
 from lightning_zero.wire.comm import Comm, Reduction
 from lightning_zero.wire.mesh import Mesh
 
@@ -133,7 +134,7 @@ def scale_(slots: Sequence[Slot], factor: Tensor, limit: Limit | None = None) ->
             else:
                 by_device.setdefault((piece.device, piece.dtype), []).append(piece)
     for (device, _), pieces in by_device.items():
-        torch._foreach_mul_(pieces, on_host(factor, limit) if is_host(device) else factor.to(device))
+        multiply_(pieces, on_host(factor, limit) if is_host(device) else factor.to(device))
 
 
 def clip_by_norm_(measured: Measured, mesh: Mesh, max_norm: float, *, error_if_nonfinite: bool = False) -> GradNorm:

@@ -45,6 +45,7 @@ from lightning_zero.device import HOST, is_host
 from lightning_zero.shards.moment import wrapped_in
 from lightning_zero.shards.unseen import unseen
 from lightning_zero.tiers.alignment import round_up
+from lightning_zero.torch_private import STEP_HOOKS
 
 # Torch's element-wise optimizers, without their subclasses; and how many tensors of a parameter's shape each keeps for
 # it, by the options of a parameter group. None of these is ever tried.
@@ -66,7 +67,6 @@ SCALES = (1e-3, 1e3, 1.0, 1.0)  # of the gradients of the first steps: some opti
 MOMENTS = (1, 2, 3, 4, 10, 100, 5_544_000)
 TRIES = 5  # of a step that draws random numbers
 SHARE = 5  # one piece is a fifth of a tensor, the other one the rest
-HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 _ONE_AT_A_TIME = Lock()
 
@@ -396,7 +396,7 @@ def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     trial = object.__new__(type(optimizer))
     memo[id(optimizer)] = trial
     own = vars(trial)
-    own.update({name: OrderedDict() for name in HOOKS})
+    own.update({name: OrderedDict() for name in STEP_HOOKS})
     state: dict[Any, Any] = optimizer.state
     counts = {key: copy.deepcopy(value) for key, value in state.items() if isinstance(key, str)}
     own["state"] = memo.setdefault(id(optimizer.state), defaultdict(dict, counts))

@@ -15,6 +15,7 @@ from torch.nn import Module, Parameter
 from lightning_zero.shards.layout import fill
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.setting import Kind
+from lightning_zero.torch_private import IN_COMPILED, VERSIONS, compiled_in, is_traced, versions_of
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -172,15 +173,14 @@ def _is_one_of(module: Module, classes: tuple[type | str, ...]) -> bool:
 
 def as_written(name: str) -> str:
     """Removes from a parameter's name what `torch.compile` adds: compiled or not, a model has the same checkpoint."""
-    return name.replace("_orig_mod.", "").removesuffix("._orig_mod")
+    return name.replace(f"{IN_COMPILED}.", "").removesuffix(f".{IN_COMPILED}")
 
 
 def renamed(state: Mapping[str, Any], name_of: Callable[[str], str] = as_written) -> OrderedDict[str, Any]:
     """Renames the entries of a `Module.state_dict`, and of the module versions that torch keeps beside them."""
     made: Any = OrderedDict((name_of(name), value) for name, value in state.items())
-    versions = getattr(state, "_metadata", None)
-    if versions is not None:
-        made._metadata = OrderedDict((name_of(name), version) for name, version in versions.items())
+    if (versions := versions_of(state)) is not None:
+        setattr(made, VERSIONS, OrderedDict((name_of(name), version) for name, version in versions.items()))
     return made
 
 
@@ -190,12 +190,9 @@ def modules_in_compiled_regions(model: Module, *, roots: bool = True) -> set[Mod
     return {
         inner
         for module in model.modules()
-        if type(module).__name__ == "OptimizedModule"
-        or isinstance(module, torch.jit.ScriptModule)
-        or module._compiled_call_impl is not None
-        or getattr(module, "_compiler_ctx", None) is not None  # Lightning's mark on a compiled LightningModule
+        if is_traced(module)
         for inner in module.modules()
-        if roots or inner not in (module, getattr(module, "_orig_mod", module))
+        if roots or inner not in (module, compiled_in(module))
     }
 
 

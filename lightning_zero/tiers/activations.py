@@ -26,14 +26,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_zero.device import Event, SideStream, to_device, to_host, wait_for
-from lightning_zero.tiers.composed import taken_apart
+from lightning_zero.tiers.composed import is_made_of_others, taken_apart
 from lightning_zero.tiers.ledger import Category, Ledger, Place
 from lightning_zero.tiers.stack import Stack
+from lightning_zero.torch_private import awaited, edits_of, storage_key, tree_flatten, tree_unflatten
 from lightning_zero.wire.comm import Comm
 
 TINY = 256  # bytes; to move or to gather less costs more than it saves
@@ -68,7 +67,7 @@ class KeptArguments:
 
     def bring(self) -> Any:
         """Returns the arguments for a recomputation, and starts to bring those of the next one."""
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with torch.no_grad(), torch.DisableTorchFunctionSubclass():
             self.begin()
             before = None if self.before is None else self.before()
             if before is not None:
@@ -108,7 +107,7 @@ class ActivationStore:
     def keep(self, name: str, arguments: Any) -> KeptArguments:
         """Keeps the arguments of a call of the block `name`. Call `settle` after it."""
         leaves, spec = tree_flatten(arguments)
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with torch.no_grad(), torch.DisableTorchFunctionSubclass():
             kept = [self._keep(f"{name} (argument {at})", leaf) for at, leaf in enumerate(leaves)]
         result = KeptArguments(kept, spec, self._last)
         self._last = weakref.ref(result)
@@ -116,10 +115,9 @@ class ActivationStore:
 
     def _keep(self, name: str, leaf: Any) -> Any:
         """Returns a `Kept` for a tensor, and any other leaf itself."""
-        is_made_of_others: bool = is_traceable_wrapper_subclass(leaf)
         if not isinstance(leaf, Tensor):
             return leaf
-        if is_made_of_others and not isinstance(leaf, Parameter):
+        if is_made_of_others(leaf) and not isinstance(leaf, Parameter):
             return self._keep_wrapper(name, leaf)
         if not _is_plain(leaf):
             return _Reference(name, leaf, leaf)
@@ -134,7 +132,7 @@ class ActivationStore:
         return made
 
     def _keep_wrapper(self, name: str, tensor: Any) -> Kept:
-        _awaited(tensor)
+        awaited(tensor)
         parts, context = taken_apart(tensor)
         return _Wrapper(tensor, {key: self._keep(f"{name}.{key}", part) for key, part in parts.items()}, context)
 
@@ -159,9 +157,9 @@ class ActivationStore:
         storage = tensor.untyped_storage()
         if self.ledger.has_booked(storage):
             return None
-        hold = self._holds.get(storage._cdata)
+        hold = self._holds.get(storage_key(storage))
         if hold is None:
-            hold = self._holds[storage._cdata] = _Hold()
+            hold = self._holds[storage_key(storage)] = _Hold()
             self.ledger.book(Category.ACTIVATION_CHECKPOINT, self.here.tier, storage.nbytes(), hold)
         return hold
 
@@ -276,12 +274,7 @@ class _Wrapper(Kept):
     def values(self) -> Tensor:
         parts = {key: part.values() if isinstance(part, Kept) else part for key, part in self._inner.items()}
         made = self._kind.__tensor_unflatten__(parts, self._context, self._shape, self._stride)
-        return _awaited(made).detach().requires_grad_(self._requires_grad)
-
-
-def _awaited(tensor: Tensor) -> Tensor:
-    """Waits for the collective of torch that makes `tensor`, if there is one, and returns the plain tensor."""
-    return tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor
+        return awaited(made).detach().requires_grad_(self._requires_grad)
 
 
 @final
@@ -333,8 +326,8 @@ class _Copy(Kept):
 
 def version_of(tensor: Tensor) -> int:
     """Returns torch's count of in-place edits of `tensor`; 0 for an inference tensor, which has none."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return 0 if tensor.is_inference() else tensor._version
+    with torch.DisableTorchFunctionSubclass():
+        return 0 if tensor.is_inference() else edits_of(tensor)
 
 
 def _is_plain(tensor: Tensor) -> bool:

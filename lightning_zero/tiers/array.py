@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_zero.device import HOST, Arrival, Event, is_host, record, to_device, to_host, wait_for, wait_on_host
 from lightning_zero.tiers.disk import Disk
 from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
+from lightning_zero.torch_private import edits_of
 
 T = TypeVar("T")
 
@@ -69,7 +70,7 @@ class InMemory(Array):
 
     @property
     def version(self) -> int:
-        return self._values._version
+        return edits_of(self._values)
 
     def read(self, part: slice = ALL) -> Tensor:
         for _, arrival in _take_of(self._arriving, part, self.numel):

@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 class Composed(NamedTuple):
@@ -14,9 +13,15 @@ class Composed(NamedTuple):
     context: Any
 
 
+def is_made_of_others(value: Any) -> bool:
+    """Whether `value` is a tensor that tells, by torch's protocol, which other tensors it is made of."""
+    kind = type(value)
+    return issubclass(kind, Tensor) and hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
+
+
 def is_composed(value: Any) -> bool:
     """Whether `value` is a tensor made of others. A DTensor is not: each tensor-parallel rank has a part of it."""
-    return bool(is_traceable_wrapper_subclass(value)) and not isinstance(value, DTensor)
+    return is_made_of_others(value) and not isinstance(value, DTensor)
 
 
 def taken_apart(tensor: Any) -> Composed:

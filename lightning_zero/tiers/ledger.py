@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_zero.device import Limit, PinnedMemory
 from lightning_zero.tiers.disk import Disk
+from lightning_zero.torch_private import storage_key
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc; None elsewhere
 _mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -110,7 +111,7 @@ class Ledger:
 
     def _adopt(self, category: Category, tensor: Tensor, tier: Tier, nbytes: int) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         if key not in self._booked:
             self._booked.add(key)
             self.book(category, tier, nbytes, storage)
@@ -118,7 +119,7 @@ class Ledger:
 
     def has_booked(self, storage: torch.UntypedStorage) -> bool:
         """Whether `adopt` or `allocate` has booked this storage."""
-        return storage._cdata in self._booked
+        return storage_key(storage) in self._booked
 
     def book(self, category: Category, tier: Tier, nbytes: int, owner: object) -> None:
         """Books bytes for as long as `owner` is alive."""

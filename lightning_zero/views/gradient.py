@@ -12,9 +12,11 @@ from torch import Tensor
 
 from lightning_zero.shards.gradient import AveragedGradient
 from lightning_zero.shards.slot import Slot
+from lightning_zero.torch_private import backward_number, is_mutable, make_wrapper
 from lightning_zero.views.intercept import Lent, call
 
 T = TypeVar("T")
+OPERATOR = type(torch.ops.aten.detach.default)
 
 
 class GradientLender(ABC):
@@ -46,7 +48,7 @@ class ShardedGradient(AveragedGradient):
         assert slot.gradient is not None
         place = slot.group.setting.places.gathered
         with torch.inference_mode(False):
-            self = torch.Tensor._make_wrapper_subclass(cls, slot.shape, dtype=slot.gradient.dtype, device=place.device)
+            self = make_wrapper(cls, slot.shape, dtype=slot.gradient.dtype, device=place.device)
         self._slot, self._lender, self._parameter = weakref.ref(slot), weakref.ref(lender), slot.name
         return self
 
@@ -88,8 +90,8 @@ class ShardedGradient(AveragedGradient):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # `torch.compile` looks at the storage of all tensors that it finds, gradients among them. A DTensor whose local
         # part this is calls operators, below autograd.
-        if func is Tensor.untyped_storage or isinstance(func, torch._ops.OpOverload):
-            with torch._C.DisableTorchFunctionSubclass():
+        if func is Tensor.untyped_storage or isinstance(func, OPERATOR):
+            with torch.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return call(func, args, kwargs)
 
@@ -98,10 +100,10 @@ class ShardedGradient(AveragedGradient):
         """Handles what autograd does with it, past `__torch_function__`."""
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0]._again()
-        if func is torch.ops.aten.add_.Tensor and torch._C._current_graph_task_id() != -1:
+        if func is torch.ops.aten.add_.Tensor and backward_number() != -1:
             args[0].slot.gradient.add(args[0].slot, args[1])  # autograd accumulates
             return args[0]
-        is_edited = func._schema.is_mutable  # the version does not tell: it stays as it is below autograd
+        is_edited = is_mutable(func)  # the version does not tell: it stays as it is below autograd
         return call(func, args, kwargs, lambda value: value.borrow(is_edited) if isinstance(value, cls) else None)
 
     def borrow(self, is_edited: bool = False) -> Lent:

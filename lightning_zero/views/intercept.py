@@ -13,28 +13,26 @@ import numpy
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._pytree import tree_iter, tree_map
+
+from lightning_zero import torch_private
+from lightning_zero.torch_private import UNVERSIONED, edits_of, set_tracing_state, tracing_state, tree_iter, tree_map
 
 # A tensor answers these without its values.
 _ATTRIBUTES = """
-    shape device requires_grad grad grad_fn grad_dtype is_leaf ndim layout names is_cuda is_meta is_sparse is_quantized
-    is_mkldnn is_cpu is_nested retains_grad output_nr itemsize nbytes _backward_hooks _post_accumulate_grad_hooks
-    _version _base
+    shape device requires_grad grad grad_fn grad_dtype is_leaf ndim layout is_cuda is_meta is_sparse is_quantized
+    is_mkldnn is_cpu is_nested retains_grad output_nr itemsize nbytes
 """.split()
 _METHODS = """
     size dim numel nelement ndimension requires_grad_ register_hook register_post_accumulate_grad_hook is_floating_point
-    is_complex element_size __len__ retain_grad storage_offset get_device is_inference is_conj is_neg _is_view
-    _is_zerotensor
+    is_complex element_size __len__ retain_grad storage_offset get_device is_inference is_conj is_neg
 """.split()
 METADATA = {
-    *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES if hasattr(Tensor, name)),
-    *(getattr(Tensor, name).__set__ for name in ("requires_grad", "grad", "_backward_hooks")),
+    *torch_private.METADATA,
+    *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
+    *(getattr(Tensor, name).__set__ for name in ("requires_grad", "grad")),
     *(getattr(Tensor, name) for name in _METHODS),
     *(torch.is_floating_point, torch.is_complex, torch.numel),
 }
-# These edit tensors in place and do not raise their version. Not every torch has all of them.
-_KERNELS = ("amp_foreach_non_finite_check_and_unscale", "fused_sgd", "fused_adagrad", "fused_adam", "fused_adamw")
-UNVERSIONED = {getattr(torch, f"_{name}_") for name in _KERNELS if hasattr(torch, f"_{name}_")}
 # Through what these return, values are edited without raising their version.
 UNWATCHED = {Tensor.data.__get__, Tensor.detach, torch.detach, Tensor.numpy}  # type: ignore[attr-defined]
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -48,16 +46,15 @@ def asks_for_dtype(func: Any) -> bool:
 @contextmanager
 def untraced() -> Iterator[None]:
     """Hides what is done inside from `torch.jit.trace`: bringing values is no part of a model's graph."""
-    if not torch._C._is_tracing():
+    state = tracing_state()
+    if state is None:
         yield
         return
-    torch_c: Any = torch._C  # its stubs lack these functions
-    state = torch_c._get_tracing_state()
-    torch_c._set_tracing_state(None)
+    set_tracing_state(None)
     try:
         yield
     finally:
-        torch_c._set_tracing_state(state)
+        set_tracing_state(state)
 
 
 @final
@@ -88,7 +85,7 @@ class Lent:
     def _shares_memory_with(self, item: Tensor) -> bool:
         if item is self.tensor or type(item).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             return False
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             if item.layout != torch.strided or not item.numel():
                 return False
             return item.untyped_storage().data_ptr() == self.values.untyped_storage().data_ptr()
@@ -96,8 +93,8 @@ class Lent:
 
 def _state_of(values: Tensor) -> tuple[int, int]:
     """Returns version and address, both of which edits in place may change."""
-    with torch._C.DisableTorchFunctionSubclass():
-        version = 0 if values.is_inference() else values._version
+    with torch.DisableTorchFunctionSubclass():
+        version = 0 if values.is_inference() else edits_of(values)
         return version, values.data_ptr() if values.layout == torch.strided else 0
 
 
@@ -112,7 +109,7 @@ def call(func: Callable[..., Any], args: Any, kwargs: Any, lend: Callable[[Any],
     metadata needs none. Where the result is lent values, edited in place, returns the intercepted tensor itself."""
     kwargs = kwargs or {}
     if func in METADATA or func in STRIDES or asks_for_dtype(func):
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     lent: dict[int, Lent] = {}
 
@@ -128,7 +125,7 @@ def call(func: Callable[..., Any], args: Any, kwargs: Any, lend: Callable[[Any],
     result = None
     try:
         args, kwargs = tree_map(give, (args, kwargs))
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         for loan in lent.values():
             if result is loan.values and loan.is_edited:

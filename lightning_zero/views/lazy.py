@@ -13,12 +13,12 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from lightning_zero.device import HOST
 from lightning_zero.shards.extents import Extent
 from lightning_zero.shards.local import Box, as_dtensor
 from lightning_zero.tiers.array import Part
+from lightning_zero.torch_private import make_wrapper, tree_map_only
 from lightning_zero.views.intercept import Lent, call
 
 
@@ -113,7 +113,7 @@ class LazyTensor(Tensor):
     def __new__(cls, source: Source) -> "LazyTensor":
         with torch.inference_mode(False):
             host = torch.device("cpu")
-            self = torch.Tensor._make_wrapper_subclass(cls, source.shape, dtype=source.dtype, device=host)
+            self = make_wrapper(cls, source.shape, dtype=source.dtype, device=host)
         self._held = [source]
         return self
 

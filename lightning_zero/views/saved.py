@@ -17,7 +17,6 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.nn import Parameter
 
 from lightning_zero.shards.group import ShardGroup
@@ -25,8 +24,15 @@ from lightning_zero.shards.local import local_of
 from lightning_zero.shards.slot import no_interception, slot_of
 from lightning_zero.shards.unit import Unit
 from lightning_zero.tiers.array import Array
-
-_hooks_are_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+from lightning_zero.torch_private import (
+    edits_of,
+    innermost_saved_hooks,
+    layout_of,
+    pop_saved_hooks,
+    push_saved_hooks,
+    saved_hooks_are_allowed,
+    storage_key,
+)
 
 
 class _Place(NamedTuple):
@@ -41,7 +47,7 @@ class _Place(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int  # elements of `dtype`, from the start of full_param
-    spec: DTensorSpec | None  # of the DTensor whose local part it is: tensor-parallel ranks share the parameter
+    layout: Any  # of the DTensor, or None whose local part it is: tensor-parallel ranks share the parameter
     is_recomputed: bool  # by torch's checkpoint: backward reads the values that the parameter has then
 
 
@@ -94,18 +100,18 @@ class SavedParameters:
 
     def push(self) -> bool:
         """Sets our hooks, until `pop`. Returns False where torch allows none, inside `torch.func` transforms."""
-        allowed, outer = _hooks_are_allowed(), _innermost_hooks()
+        allowed, outer = saved_hooks_are_allowed(), _innermost_hooks()
         needed = allowed and (outer is None or self.is_inside_others)
         if needed:
             pack, unpack = outer or (_keep, _give_back)
             ours = _Ours(self._pack, pack), _Ours(self._unpack, unpack)
-            torch._C._autograd._push_saved_tensors_default_hooks(*ours)
+            push_saved_hooks(*ours)
         self._pushed.append(needed)
         return allowed
 
     def pop(self) -> None:
         if self._pushed.pop():
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+            pop_saved_hooks()
 
     def _pack(self, otherwise: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         is_recomputed = getattr(otherwise, "__module__", None) == torch.utils.checkpoint.__name__
@@ -116,23 +122,23 @@ class SavedParameters:
     def _itself(self, tensor: Tensor, is_recomputed: bool) -> _Itself | None:
         slot = slot_of(tensor) if isinstance(tensor, Parameter) and not isinstance(tensor, DTensor) else None
         unit = None if slot is None else self._homes.get(slot.group)
-        return None if unit is None else _Itself(unit, tensor, tensor._version, is_recomputed)  # type: ignore[arg-type]
+        return None if unit is None else _Itself(unit, tensor, edits_of(tensor), is_recomputed)  # type: ignore[arg-type]
 
     def _place_of(self, saved: Tensor, is_recomputed: bool) -> _Place | None:
         tensor = local_of(saved)
         if not (type(tensor) is Tensor or isinstance(tensor, Parameter)) or tensor.layout != torch.strided:
             return None
-        unit = self._units.get(tensor.untyped_storage()._cdata)
+        unit = self._units.get(storage_key(tensor.untyped_storage()))
         if unit is None or not tensor.numel() or tensor.is_conj() or tensor.is_neg():
             return None
         at = int(tensor.storage_offset()) * tensor.itemsize  # bytes
         group, start = unit.group_at(at)
         parameter = group.slots[group.layout.index_at((at - start) // group.kind.resting.itemsize)].parameter
         offset, stride = (at - start) // tensor.itemsize, tuple(tensor.stride())
-        version, shard = parameter._version, group.owned_param
-        spec = saved._spec if isinstance(saved, DTensor) else None
+        version, shard = edits_of(parameter), group.owned_param
+        layout = layout_of(saved) if isinstance(saved, DTensor) else None
         dtype, shape = tensor.dtype, tensor.shape
-        return _Place(unit, group, parameter, version, shard, dtype, shape, stride, offset, spec, is_recomputed)
+        return _Place(unit, group, parameter, version, shard, dtype, shape, stride, offset, layout, is_recomputed)
 
     def _unpack(self, otherwise: Callable[[Any], Tensor], saved: Any) -> Tensor:
         if not isinstance(saved, _Place | _Itself):
@@ -152,18 +158,18 @@ class SavedParameters:
             full = self._gather_old(saved.group, saved.shard)
         values = full.view(saved.dtype)
         values = values.as_strided(saved.shape, saved.stride, int(values.storage_offset()) + saved.offset)
-        return values if saved.spec is None else DTensor(values, saved.spec, requires_grad=False)
+        return values if saved.layout is None else DTensor(values, saved.layout, requires_grad=False)
 
 
 def _innermost_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) if _hooks_are_allowed() else None
+    return innermost_saved_hooks(False) if saved_hooks_are_allowed() else None
 
 
 def _keep(tensor: Tensor) -> tuple[Tensor, int | None]:
     # Detached, because a graph that holds its own output would never be freed. A leaf stays itself, as without hooks:
     # backward reads what is put into its `.data` before.
     kept = tensor if tensor.is_leaf else tensor.detach()
-    return kept, None if tensor.is_inference() else tensor._version
+    return kept, None if tensor.is_inference() else edits_of(tensor)
 
 
 def _give_back(saved: tuple[Tensor, int | None]) -> Tensor:
@@ -176,8 +182,8 @@ def _give_back(saved: tuple[Tensor, int | None]) -> Tensor:
 
 def _check_version(tensor: Tensor, version: int) -> None:
     """Makes the check that torch leaves to hooks, where there are any."""
-    if tensor._version != version:
+    if edits_of(tensor) != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version {version} instead."
+            f"of shape {tuple(tensor.shape)} is at version {edits_of(tensor)}; expected version {version} instead."
         )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_zero.shards.window import StateElsewhere
 from lightning_zero.tiers.array import ALL, Array
+from lightning_zero.torch_private import make_wrapper
 from lightning_zero.views.intercept import Lent, call
 
 
@@ -22,7 +23,7 @@ class RestingState(StateElsewhere):
     @staticmethod
     def __new__(cls, array: Array, shape: tuple[int, ...], dtype: torch.dtype) -> "RestingState":
         with torch.inference_mode(False):
-            self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
+            self = make_wrapper(cls, shape, dtype=dtype, device=torch.device("cpu"))
         self.array, self._lent = array, None
         return self
 

@@ -1,8 +1,8 @@
 """`Comm`: the collectives between ranks. Only this room names a collective of torch.
 
 Implementations: one rank (`local.LocalComm`), gloo message by message (`gloo.GlooComm`), torch's own collectives
-(`native.NativeComm`: NCCL), ranks as threads of one process (`threads.ThreadComm`), and a rank that only counts the
-bytes it would send (`local.CountingComm`).
+(`native.NativeComm`: NCCL), a rank that only counts the bytes it would send (`local.CountingComm`), and for tests ranks
+as threads of one process (`tests/thread_world.py`).
 
 Shapes: N ranks; a *full* array is ``(N, columns)``, contiguous, with one row per rank; a *shard* is ``(columns,)``.
 Every operation has a name, the same on all ranks. `GlooComm` puts it into the tags of messages: two ranks that issue

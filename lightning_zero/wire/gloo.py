@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.device import HOST, can_pin, is_host
+from lightning_zero.torch_private import default_store
 from lightning_zero.wire.board import Board
 from lightning_zero.wire.comm import Combine, Comm, Gather, RankTimeoutError, Work, copy_unless_same, place_of
 from lightning_zero.wire.exchange import Message
@@ -229,7 +230,7 @@ class GlooComm(Comm):
     def _store(self) -> dist.Store:
         # With the number: keys of an earlier communicator (the verdict on its first save) must not be taken for ours.
         prefix = f"lightning_zero/{self._group.group_name}/{self._number}"
-        return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+        return dist.PrefixStore(prefix, default_store())
 
     @contextmanager
     def explaining(self, key: str, awaited: int | None) -> Iterator[None]:

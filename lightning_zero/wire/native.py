@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.device import HOST, Arrival, Limit, can_pin, is_host, on_host, to_host
+from lightning_zero.torch_private import find, in_one_launch
 from lightning_zero.wire.board import Board
 from lightning_zero.wire.clock import Clock
 from lightning_zero.wire.comm import Combine, Comm, Gather, RankTimeoutError, Work
@@ -18,8 +19,8 @@ from lightning_zero.wire.local import LocalComm
 from lightning_zero.wire.worlds import forget, once_per_world, own_group, own_subgroup
 
 # torch 2.13 renamed the two single-tensor collectives; torch 2.11 has only the old names.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather_single = find(dist, "all_gather_single", "all_gather_into_tensor")  # the latter is there before torch 2.13
+_reduce_scatter_single = find(dist, "reduce_scatter_single", "reduce_scatter_tensor")
 
 _OPERATIONS = {torch.add: dist.ReduceOp.SUM, torch.maximum: dist.ReduceOp.MAX, torch.minimum: dist.ReduceOp.MIN}
 SMALL = 2**16  # bytes, up to which host tensors are not worth the way by the device
@@ -115,7 +116,7 @@ class NativeComm(Comm):
         pairs = ((full.view(-1), shard.view(-1)), (flags, mine))
         if not self.is_asynchronous:
             return [_all_gather_single(into, own, group=self._group, async_op=True) for into, own in pairs]
-        with dist._coalescing_manager(self._group, async_ops=True) as launch:
+        with in_one_launch(self._group) as launch:
             for into, own in pairs:
                 _all_gather_single(into, own, group=self._group)
         return [launch]

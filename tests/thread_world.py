@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: for large test matrices, and to try things out on one machine."""
+"""Ranks as threads of one process: for large test matrices."""
 
 import functools
 import threading

@@ -1,0 +1,360 @@
+"""torch's private interfaces: all that the package uses of torch, and torch has not promised. No other module names
+any.
+
+Each has a text: what it is for, why no public way does the same, and what breaks without it. All of them are in torch
+2.11.0, the lowest version that `pyproject.toml` allows, and in 2.13 and 2.14, except where the text says otherwise.
+What is missing in another version fails loudly: at import, or in its first use, by its name.
+
+Where a call of the package itself would cost time (in each call of a module, for each parameter of a step), the name
+here is torch's own function in C++, or an `attrgetter`, and not a function around it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import AbstractContextManager
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, UntypedStorage
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+from torch.utils import _pytree
+
+TESTED = "2.11 to 2.15"
+
+
+def find(place: Any, *names: str) -> Any:
+    """Returns what `place` has by the first of these names that is there; several are those of several versions of
+    torch.
+
+    Raises:
+        ImportError: where it has none of them.
+    """
+    for name in names:
+        if hasattr(place, name):
+            return getattr(place, name)
+    told = f"{getattr(place, '__name__', type(place).__name__)}.{' or '.join(names)}"
+    raise ImportError(
+        f"torch {torch.__version__} has no {told}, which lightning_zero needs. It was tested with torch {TESTED}."
+    )
+
+
+# -- memory
+
+storage_key: Callable[[UntypedStorage], int] = attrgetter("_cdata")
+"""Tells storages apart, for as long as they are there. (`data_ptr` is 0 for all that have no memory now.) Without it
+views of one memory would be booked, and looked for in a buffer, once each. Private: `_cdata`."""
+
+count_users: Callable[[int], int] = find(torch._C, "_storage_Use_Count")
+"""Returns how many tensors have the storage of a `storage_key`. Nothing public counts them. Without it buffers of units
+could not be used again, as a user may hold a view of one. Private: `_storage_Use_Count`; torch's CUDA graphs use it."""
+
+
+def is_saved(parameter: Parameter) -> bool:
+    """Whether a graph has saved a parameter itself. Nothing public says so. Without it no parameter could be cut while
+    a model is built, as a backward may need it. Private: `_use_count`; `torch.utils.swap_tensors` uses it."""
+    return int(parameter._use_count()) > 1  # type: ignore[attr-defined]
+
+
+exchange: Callable[[Tensor, Tensor], None] = find(torch._C, "_swap_tensor_impl")
+"""Exchanges what two tensors are below Python. `torch.utils.swap_tensors` also exchanges their attributes and classes,
+and refuses tensors that anything refers to weakly. Without it a parameter could not be pointed at the memory of a
+device that torch does not know. Private: `_swap_tensor_impl`."""
+
+edits_of: Callable[[Tensor], int] = attrgetter("_version")
+"""Returns torch's count of edits of a tensor in place. Nothing public has it. Without it edits by users would be lost,
+and those of saved tensors would go unnoticed in backward. Private: `_version`."""
+
+make_wrapper: Callable[..., Any] = find(Tensor, "_make_wrapper_subclass")
+"""Makes a tensor of a class that has a shape, a dtype and a device, and no memory. The meta device has no device.
+Without it neither gradients in shards nor lazy entries of checkpoints could be tensors. Private:
+`_make_wrapper_subclass`."""
+
+multiply_: Callable[[list[Tensor], Tensor], None] = find(torch, "_foreach_mul_")
+"""Multiplies tensors by a 0-d tensor in one launch. `torch.nn.utils.clip_grads_with_norm_` chooses the factor by
+itself. Without it clipping and unscaling would launch once for each parameter. Private: `_foreach_mul_`."""
+
+is_mutable: Callable[[Any], bool] = attrgetter("_schema.is_mutable")
+"""Whether an operator writes to any of its arguments. No public tag of operators says so. Without it edits of gradients
+in shards by autograd's own functions would be lost. Private: `_schema`."""
+
+UNVERSIONED = {
+    find(torch, name)
+    for name in (
+        *("_fused_sgd_", "_fused_adagrad_", "_fused_adam_", "_fused_adamw_"),
+        "_amp_foreach_non_finite_check_and_unscale_",
+    )
+}
+"""Functions that edit tensors in place and do not raise their version. They have no public name. Without them steps of
+users' own optimizers on lent values would be lost. Private: `_amp_foreach_non_finite_check_and_unscale_`,
+`_fused_sgd_`, `_fused_adagrad_`, `_fused_adam_`, `_fused_adamw_`."""
+
+METADATA = {
+    *(find(Tensor, name).__get__ for name in ("_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks")),
+    *(find(Tensor, name) for name in ("_is_view", "_is_zerotensor")),
+    find(Tensor, "_backward_hooks").__set__,
+    *([find(Tensor, "names").__get__] if hasattr(Tensor, "names") else []),  # public; torch 2.13 has it no more
+}
+"""What torch asks tensors that needs no values. Intercepted calls go by the function, whatever its name. Without them
+each such question would gather a parameter. Private: `_base`, `_backward_hooks`, `_is_view`, `_is_zerotensor`, and some
+of above and below."""
+
+
+def awaited(tensor: Tensor) -> Tensor:
+    """Waits for the collective of torch that makes `tensor`, if there is one, and returns the plain tensor. The public
+    `wait` of DTensors is for those alone. Without it a checkpoint of activations would hold a tensor that is not there
+    yet. Private: `torch.distributed._functional_collectives.AsyncCollectiveTensor`."""
+    return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
+tree_iter, tree_map, tree_map_only = _pytree.tree_iter, _pytree.tree_map, _pytree.tree_map_only
+"""Walk through containers of tensors as torch itself does, through those that packages have registered with it, too. Up
+to torch 2.14 they have no public name. Without them tensors in outputs of transformers would be overlooked. Private:
+`_pytree`."""
+
+
+# -- autograd
+
+backward_number: Callable[[], int] = find(torch._C, "_current_graph_task_id")
+"""Returns the number of the backward that runs in this thread, -1 for none. Hooks are not told. Without it a look at a
+graph could not be told from a backward. Private: `_current_graph_task_id`; `torch.autograd.graph` uses it."""
+
+push_saved_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Tensor]], None] = find(
+    torch._C._autograd, "_push_saved_tensors_default_hooks"
+)
+"""Does what `torch.autograd.graph.saved_tensors_hooks` does on entering. That would be an object and three calls in
+each call of a unit, and cannot say what is there already. Without it backward would find released memory. Private:
+`_push_saved_tensors_default_hooks`."""
+
+pop_saved_hooks: Callable[[], None] = find(torch._C._autograd, "_pop_saved_tensors_default_hooks")
+"""Undoes one `push_saved_hooks`, which has no public name either. Without it hooks would stay. Private:
+`_pop_saved_tensors_default_hooks`."""
+
+innermost_saved_hooks: Callable[[bool], tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None] = find(
+    torch._C._autograd, "_top_saved_tensors_default_hooks"
+)
+"""Returns the pair of hooks that would be called now; pass False. torch calls only one pair, and nothing public has it.
+Without it activation checkpointing and offloading by others would end inside of our hooks. Private:
+`_top_saved_tensors_default_hooks`."""
+
+saved_hooks_are_allowed: Callable[[], bool] = find(torch._C._autograd, "_saved_tensors_hooks_is_enabled")
+"""Whether hooks may be set, as they may not inside some transforms of `torch.func`. Nothing public asks. Without it
+models that use these would fail. Private: `_saved_tensors_hooks_is_enabled`."""
+
+call_after_backward: Callable[[Callable[[], None]], None] = find(
+    torch.autograd.Variable._execution_engine,
+    "queue_callback",
+)
+"""Has the backward that runs in this thread call a function when it ends. Hooks know no end. Without it the last
+gradients of a backward that users call themselves would not be reduced. Private: `_execution_engine`; torch's FSDP uses
+it."""
+
+
+def put_last(hooks: Iterable[tuple[Parameter, int]]) -> None:
+    """Has each of these hooks, a parameter and the number that its `register_post_accumulate_grad_hook` has returned,
+    be called after all others of its parameter. torch calls hooks in the order that they came in. Without it hooks that
+    users add later would edit a gradient that has been taken. Private: `_post_accumulate_grad_hooks`."""
+    for parameter, number in hooks:
+        known: Any = parameter._post_accumulate_grad_hooks
+        if next(reversed(known)) != number:
+            known[number] = known.pop(number)  # not move_to_end: autograd goes by the order of the plain dict
+
+
+tracing_state: Callable[[], Any] = find(torch._C, "_get_tracing_state")
+"""Returns what `torch.jit.trace` has traced so far, None if it does not trace. `torch.jit.is_tracing` only says
+whether. Without it gathers would be part of the traced model. Private: `_get_tracing_state`."""
+
+set_tracing_state: Callable[[Any], None] = find(torch._C, "_set_tracing_state")
+"""Ends a trace, or continues it. `torch.jit` has no public pause. Without it gathers would be part of the traced model.
+Private: `_set_tracing_state`."""
+
+
+# -- modules
+
+parameters_in: Callable[[Module], MutableMapping[str, Parameter | None]] = attrgetter("_parameters")
+"""Returns the parameters of a module alone, by name, as it keeps them: an attribute in front of one changes nothing
+here. `named_parameters` is slower, and its result cannot be written to. Without it a weight that is shown in another
+dtype could not be told from one that has been replaced. Private: `_parameters`."""
+
+buffers_in: Callable[[Module], MutableMapping[str, Tensor | None]] = attrgetter("_buffers")
+"""Returns the buffers of a module alone, as `parameters_in` does. Without it what `show_buffers` has replaced could not
+be put back. Private: `_buffers`."""
+
+
+def show_buffers(module: Module, buffers: MutableMapping[str, Tensor | None]) -> None:
+    """Gives a module other buffers. `torch.func.functional_call` does it for one call alone. Without it a block that
+    recomputes would count a batch twice in its running statistics. Private: `_buffers`."""
+    vars(module)["_buffers"] = buffers
+
+
+def saved_tensors_in(module: Module) -> Iterator[tuple[MutableMapping[str, Any], str, Tensor]]:
+    """Yields the tensors that a checkpoint has of a module alone: where each is kept, its name there, and the tensor. A
+    `state_dict` would read their values, and call users' hooks. Without it pretrained weights could not be read into a
+    model that is built in shards. Private: `_non_persistent_buffers_set`."""
+    for tensors in (parameters_in(module), buffers_in(module)):
+        for name, tensor in tensors.items():
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                yield tensors, name, tensor
+
+
+def moves_by_itself(module: Module) -> bool:
+    """Whether a class moves its tensors in a way of its own. Classes override no public method to do so. Without it
+    recurrent layers would keep pointers to memory that is gone. Private: `_apply`."""
+    return type(module)._apply is not Module._apply
+
+
+def call_of(module: Module) -> Callable[..., Any]:
+    """Returns what a call of a module does, with all its hooks. `module.__call__` would be what `replace_call` has put
+    in. Without it hooks of users would not be called. Private: `_call_impl`, `_compiled_call_impl`."""
+    return module._compiled_call_impl or module._call_impl
+
+
+def replace_call(module: Module, call: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """Has calls of a module go to `call`, as `module.compile` does, and returns what they went to; None is the module's
+    own code. torch's layers leave their fast path for hooks, compilers trace them, and copies have them. Without it
+    units could not be gathered before they are called. Private: `_compiled_call_impl`."""
+    before = module._compiled_call_impl
+    module._compiled_call_impl = call
+    return before
+
+
+def compiled_in(module: Module) -> Module | None:
+    """Returns the module that ``torch.compile(model)`` has put into `module`; None if that is no such shell. torch
+    exports no class for them. Without it blocks of compiled models would not be found. Private: `_orig_mod`."""
+    is_shell = type(module).__name__ == "OptimizedModule"
+    return module._orig_mod if is_shell else None  # type: ignore[return-value]
+
+
+IN_COMPILED = "_orig_mod"
+"""What `torch.compile` adds to the names of parameters. `state_dict` has it. Without it compiled models would have
+other checkpoints than plain ones. Private: `_orig_mod`."""
+
+
+def is_traced(module: Module) -> bool:
+    """Whether `torch.compile` or TorchScript traces calls of a module: all of it, in place, or Lightning's mark on a
+    compiled LightningModule (which is here because no room below `pl` knows Lightning). No public function says so.
+    Without it graphs would break in hooks. Private: `_compiled_call_impl`, `_compiler_ctx`."""
+    return (
+        compiled_in(module) is not None
+        or isinstance(module, torch.jit.ScriptModule)
+        or module._compiled_call_impl is not None
+        or vars(module).get("_compiler_ctx") is not None
+    )
+
+
+def has_call_hooks(module: Module) -> bool:
+    """Whether users have put hooks on the calls of a module. Nothing public lists them. Without it weights would be
+    made ready for a kernel that torch does not use. Private: `_forward_hooks`, `_forward_pre_hooks`."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+VERSIONS = "_metadata"
+"""Attribute of a `state_dict` with the versions of modules. torch documents it, and has no function for it. Without it
+modules would load old entries wrongly, or not those of other versions. Private: `_metadata`."""
+
+
+def versions_of(state: Any) -> MutableMapping[str, Any] | None:
+    """Returns what `VERSIONS` of a `state_dict` has. A plain dictionary has none. Without it checkpoints would lose
+    them. Private: `_metadata`."""
+    found: MutableMapping[str, Any] | None = getattr(state, "__dict__", {}).get(VERSIONS)
+    return found
+
+
+# -- optimizers
+
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Attributes of an optimizer with the hooks around its steps. They can be added, and not listed. Without it an
+optimizer that lacks them would fail in its first step, and a trial step would call users' hooks. Private:
+`_optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`."""
+
+
+def scale_of(scaler: torch.amp.GradScaler) -> Tensor:
+    """Returns the scale of a scaler on its device, also of one that has not been used. `get_scale` makes the host wait
+    for the device. Without it unscaling would. Private: `_check_scale_growth_tracker`."""
+    scale, _ = scaler._check_scale_growth_tracker("unscale_")
+    return scale
+
+
+def scaling_of(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Returns what a scaler knows of an optimizer in this step. Only its own methods write it, from the gradients of
+    this rank alone. Without it ranks would disagree on whether to step. Private: `_per_optimizer_states`."""
+    found: dict[str, Any] = scaler._per_optimizer_states[id(optimizer)]
+    return found
+
+
+# -- ranks
+
+
+def in_one_launch(group: dist.ProcessGroup) -> AbstractContextManager[Any]:
+    """Inside, asynchronous collectives of a group go to the device together. `batch_isend_irecv` does so for messages.
+    Without it ranks would tell each other what they gather in a launch of its own. Private: `_coalescing_manager`."""
+    return dist._coalescing_manager(group, async_ops=True)
+
+
+default_store: Callable[[], dist.Store] = find(dist.distributed_c10d, "_get_default_store")
+"""Returns the store through which the processes have met. Nothing public returns it; another one would need an address.
+Without it ranks could not tell who is lost, nor agree without a collective. Private: `_get_default_store`."""
+
+local_tensor: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
+"""Returns this rank's part of a DTensor: the tensor that it holds. `to_local` makes a node of a graph or, of a
+parameter, another tensor. Without it optimizers would step a copy. Private: `_local_tensor`."""
+
+
+def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
+    """Has a DTensor hold another tensor. Only `from_local` makes them, and anew. Without it a tensor-parallel parameter
+    could not be released. Private: `_local_tensor`."""
+    tensor._local_tensor = local
+
+
+layout_of: Callable[[DTensor], Any] = attrgetter("_spec")
+"""Returns how a DTensor is divided, from which another one can be made: ``DTensor(local, layout, requires_grad=...)``.
+The public `from_local` reads the values, and would gather a gradient in shards. Without it neither gradients nor saved
+values of tensor-parallel parameters could be DTensors. Private: `_spec`."""
+
+
+# -- files
+
+
+def save_to(archive: Any, tree: Any, pickling: Any) -> None:
+    """Does what `torch.save` does, with a writer and a pickler of our own: `archive` has a method `write_record`,
+    `pickling` a class `Pickler`. `torch.save` takes values from memory alone. Without it a checkpoint would have to fit
+    into memory to become one file. Private: `torch.serialization._save`."""
+    torch.serialization._save(tree, archive, pickling, 2, False)
+
+
+def typed_storage(storage: UntypedStorage, dtype: torch.dtype) -> Any:
+    """Returns the storage with a dtype as torch pickles it, without the warning that this kind is old. Every file of
+    `torch.save` has it. Without it users would be warned of it in each export. Private: the argument `_internal`."""
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def load_all(reader: Any) -> dict[str, Any]:
+    """Reads a whole checkpoint of `torch.distributed.checkpoint`, in one process, without its model. The public `load`
+    fills tensors that are there, and `dcp_to_torch_save` reads local folders alone. Without it such checkpoints could
+    not be imported. Private: `_EmptyStateDictLoadPlanner`, `_load_state_dict`."""
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    found: dict[str, Any] = {}
+    _load_state_dict(found, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return found
+
+
+def remote_reader(url: str) -> Any:
+    """Returns what reads a checkpoint of `torch.distributed.checkpoint` in any file system of fsspec. The public one
+    reads local folders. Without it those in an object store could not be imported. Private:
+    `torch.distributed.checkpoint._fsspec_filesystem.FsspecReader`."""
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+    return FsspecReader(url)
+
+
+def remote_writer(url: str) -> Any:
+    """Returns what writes one there; see `remote_reader`. Without it none could be exported there. Private:
+    `torch.distributed.checkpoint._fsspec_filesystem.FsspecWriter`."""
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+    return FsspecWriter(url)
