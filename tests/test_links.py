@@ -7,6 +7,7 @@ import fcntl
 import gc
 import mmap
 import os
+import pickle
 import platform
 import signal
 import socket
@@ -20,16 +21,18 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 import jobs
 from compare import differing
-from lightning_zero.wire import links
-from lightning_zero.wire.desk import Desk, open_desk
-from lightning_zero.wire.exchange import _FREE, _HEADER, _OFFER, _PART, _WANTED, INLINE, Exchange
+from lightning_zero.wire import desk, exchange, links
+from lightning_zero.wire.desk import Desk, Room, open_desk
+from lightning_zero.wire.exchange import _FREE, _HEADER, _OFFER, _PART, _ROOM, _WANTED, INLINE, Exchange, Landing
 from lightning_zero.wire.gloo import GlooComm
 from lightning_zero.wire.links import ONLY_TCP, Links
 from lightning_zero.wire.worlds import own_group
@@ -89,10 +92,11 @@ def test_messages_with_one_tag_keep_their_order(nbytes: int, two_ranks: RankPool
     assert two_ranks.run(send_in_order, nbytes) == [[0, 1, 2, 3, 4]] * 2
 
 
-def change_after_wait() -> float:
+def change_after_wait(in_room: bool) -> float:
     """Rank 0 overwrites what it has sent as soon as `wait` allows that."""
     comm = comm_of_world()
-    linked, tensor = Links(comm), torch.ones(2**20)
+    linked = Links(comm)
+    tensor = room_of(linked, 2**20) if in_room else torch.ones(2**20)
     for tag in range(20):
         if comm.rank == 0:
             linked.send(1, tensor.fill_(1.0), tag).wait(SOON)
@@ -103,8 +107,66 @@ def change_after_wait() -> float:
     return float(tensor.sum())
 
 
-def test_a_tensor_is_the_senders_again_once_it_has_arrived(two_ranks: RankPool) -> None:
-    assert two_ranks.run(change_after_wait) == [2.0**21, 2.0**20]
+@pytest.mark.parametrize("in_room", [False, True])
+def test_a_tensor_is_the_senders_again_once_it_has_arrived(in_room: bool, two_ranks: RankPool) -> None:
+    assert two_ranks.run(change_after_wait, in_room) == [2.0**21, 2.0**20]
+
+
+def room_of(linked: Links, numel: int) -> Tensor:
+    memory = linked.empty(4 * numel)
+    assert memory is not None
+    return torch.frombuffer(memory, dtype=torch.float32).fill_(1.0)
+
+
+def send_from_rooms() -> int:
+    """Bytes that pass the desk while tensors, and parts of them, are sent from a room: to a rank, and into sums."""
+    comm = comm_of_world()
+    linked, put = Links(comm), []
+    rows = room_of(linked, comm.size * 2**21).view(comm.size, -1)  # more than a desk holds
+    rows.copy_(torch.arange(2**21).expand_as(rows)).add_(comm.rank)
+    comm = GlooComm(own_group("gloo"), SOON, linked)
+    full, total = torch.zeros_like(rows), torch.zeros(2**21)
+    with patch.object(Desk, "put", lambda *_: put.append(1)):
+        comm.reduce_scatter(total, rows, rows[:0], "sum").wait()
+        comm.all_gather(rows, total, "gather").wait()
+        sent = {peer: linked.send(peer, rows[comm.rank, 5:-3], 7) for peer in range(comm.size) if peer != comm.rank}
+        for peer in sent:
+            linked.receive(peer, full[peer, 5:-3], 7).wait(SOON)
+            assert torch.equal(full[peer, 5:-3], rows[peer, 5:-3])
+        for message in sent.values():
+            message.wait(SOON)
+    assert torch.equal(total, comm.size * torch.arange(2**21) + sum(range(comm.size)))
+    assert all(torch.equal(row, total) for row in rows)
+    return len(put)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_tensor_that_peers_can_read_arrives_without_the_senders_copy(size: int, pool_of: Any) -> None:
+    assert pool_of(size).run(send_from_rooms) == [0] * size
+
+
+def bytes_over_desk(stage: int) -> float:
+    """Bytes that pass the desk of a rank in one step, in those that a rank's half of the model takes."""
+    passed, steps, put = [0], [], Desk.put
+
+    class Count(L.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            steps.append(sum(passed))
+
+    def count(desk: Desk, offset: int, address: int, nbytes: int) -> None:
+        passed.append(nbytes)
+        put(desk, offset, address, nbytes)
+
+    with patch.object(Desk, "put", count):
+        run = jobs.trainer({"stage": stage}, 2, max_steps=3, callbacks=[Count()])
+        run.fit(jobs.Wide(512, 4), DataLoader(TensorDataset(torch.zeros(6, 1)), batch_size=1))
+    return (steps[2] - steps[1]) / (2 * jobs.WIDE_PSI)
+
+
+def test_in_training_only_what_stages_1_and_2_publish_passes_the_desk(two_ranks: RankPool) -> None:
+    """Buckets and the buffers of gathered units lie where peers read them."""
+    assert two_ranks.run(bytes_over_desk, 3) == [0.0, 0.0]
+    assert two_ranks.run(bytes_over_desk, 2) == [1.0, 1.0]
 
 
 def disagree_on_size() -> str:
@@ -305,8 +367,36 @@ def test_a_tensor_is_let_go_of_when_its_wait_ends(two_ranks: RankPool) -> None:
     assert two_ranks.run(count_what_is_held) == [0, 0]
 
 
+def count_mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:lightning_zero")
+
+
+def drop_a_room() -> tuple[int, int, int]:
+    """How many more memories this process has, and files, while a tensor is in a room and peers read it; and after."""
+    comm = comm_of_world()
+    linked, peer = Links(comm), 1 - comm.rank
+    before, files = count_mappings(), len(os.listdir("/proc/self/fd"))
+    tensor = room_of(linked, INLINE)
+    for message in linked.send(peer, tensor[4:], 1), linked.receive(peer, torch.zeros(INLINE - 4), 1):
+        message.wait(SOON)
+    during, view = count_mappings(), tensor[7:9]
+    del tensor, message
+    assert view.tolist() == [1.0, 1.0]
+    comm.all_gather_object(0, "both have counted")
+    del view
+    until = time.monotonic() + 60.0
+    while count_mappings() > before and time.monotonic() < until:
+        time.sleep(0.01)
+    return during - before, count_mappings() - before, len(os.listdir("/proc/self/fd")) - files
+
+
+def test_memory_that_peers_read_goes_back_to_the_system_with_its_tensor() -> None:
+    assert run_alone(2, drop_a_room) == ([(2, 0, 0)] * 2, [None, None])
+
+
 SLOT = 2**16
 MARK = b"0123456789abcdef"
+PLACE = 4096
 
 
 class Pair:
@@ -322,6 +412,14 @@ class Pair:
         self.exchange = Exchange({1: own}, self.desk, {1: memory})
         self.thread = threading.Thread(target=self.exchange.run)
         self.thread.start()
+        self.values = torch.arange(SLOT // 2, dtype=torch.float32)  # of the peer, which it offers from a room
+        self.room = Room(PLACE, self.values.nbytes)
+        ctypes.memmove(self.room.address, self.values.data_ptr(), self.values.nbytes)
+
+    def offer_from_room(self) -> None:
+        header = _HEADER.pack(_ROOM, 0, PLACE, 0)
+        socket.send_fds(self.peer, [header], [self.room.file])
+        self.tell(_OFFER, 7, PLACE, self.values.nbytes)
 
     def tell(self, kind: bytes, tag: int = 0, offset: int = 0, nbytes: int = 0) -> None:
         self.peer.send(_HEADER.pack(kind, tag, offset, nbytes))
@@ -335,6 +433,7 @@ class Pair:
         self.exchange.quit()
         self.thread.join(60.0)
         self.desk.close_file()
+        self.room.close()
 
 
 @pytest.fixture
@@ -378,6 +477,42 @@ def test_what_arrives_after_the_end_of_a_wait_touches_no_tensor(pair: Pair) -> N
     assert pair.thread.is_alive()
 
 
+def test_a_room_that_cannot_be_mapped_is_passed_by_the_desk(pair: Pair) -> None:
+    pair.exchange.receive(1, torch.zeros_like(pair.values), 7)
+    with patch.object(exchange, "open_desk", side_effect=OSError):
+        pair.offer_from_room()
+        assert pair.hear() == (_WANTED, 7, 0, 0)
+
+
+def test_what_a_peer_may_have_changed_because_it_has_given_up_counts_as_lost(pair: Pair) -> None:
+    """It gives up while the tensor is being read."""
+    into, fill = torch.zeros_like(pair.values), Landing.fill
+
+    def give_up_meanwhile(landing: Landing, *args: Any) -> None:
+        pair.peer.shutdown(socket.SHUT_RDWR)
+        fill(landing, *args)
+
+    received = pair.exchange.receive(1, into, 7)
+    with patch.object(Landing, "fill", give_up_meanwhile):
+        pair.offer_from_room()
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            received.wait(SOON)
+    assert torch.equal(into, pair.values)
+
+
+def test_memory_that_the_system_does_not_give_is_ordinary_memory_and_its_tensor_passes_the_desk(pair: Pair) -> None:
+    with patch.object(desk, "_create_file", side_effect=OSError):
+        assert pair.exchange.empty(4 * INLINE) is None
+    memory = pair.exchange.empty(4 * INLINE)
+    assert memory is not None
+    tensor = torch.frombuffer(memory, dtype=torch.float32)
+    with patch.object(socket, "send_fds", side_effect=BlockingIOError):
+        message = pair.exchange.send(1, tensor, 7)
+    assert pair.hear() == (_OFFER, 7, 0, 4 * INLINE)
+    pair.tell(_WANTED, 7)
+    message.wait(SOON)
+
+
 def fork_a_child_that_ends() -> bool:
     comm = comm_of_world()
     linked, peer, theirs = Links(comm), 1 - comm.rank, torch.zeros(1)
@@ -401,15 +536,12 @@ def what_a_child_has_of_desks() -> tuple[int, int, bool]:
     """How many more desks are mapped here after linking, how many in a forked child, and whether ranks still reach each
     other after it."""
 
-    def count() -> int:
-        return Path("/proc/self/maps").read_text().count("memfd:lightning_zero")
-
-    comm, before = comm_of_world(), count()
+    comm, before = comm_of_world(), count_mappings()
     linked, peer, theirs = Links(comm), 1 - comm.rank, torch.zeros(INLINE)
     child = os.fork()
     if not child:
-        os._exit(count())
-    (_, status), here = os.waitpid(child, 0), count()
+        os._exit(count_mappings())
+    (_, status), here = os.waitpid(child, 0), count_mappings()
     for message in linked.send(peer, torch.ones(INLINE), 1), linked.receive(peer, theirs, 1):
         message.wait(SOON)
     return here - before, os.waitstatus_to_exitcode(status), bool(theirs.all())
@@ -417,6 +549,40 @@ def what_a_child_has_of_desks() -> tuple[int, int, bool]:
 
 def test_a_forked_child_has_no_part_of_shared_memory(two_ranks: RankPool) -> None:
     assert two_ranks.run(what_a_child_has_of_desks) == [(2, 0, True)] * 2
+
+
+def write_in_a_child() -> tuple[list[float], int, list[float], bool]:
+    """What the child has seen, how many files more than here it has, what is here after it has written, and whether the
+    tensor can still be sent."""
+    comm = comm_of_world()
+    linked, peer, theirs = Links(comm), 1 - comm.rank, torch.zeros(INLINE)
+    tensor, (ready, done) = room_of(linked, INLINE), os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            seen = [float(tensor.min()), float(tensor.fill_(5.0).max())]
+            room_files = len([name for name in os.listdir("/proc/self/fd") if _is_room(name)])
+            del tensor
+            os.write(done, pickle.dumps((seen, room_files)))
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    seen, child_files = pickle.loads(os.read(ready, 4096))
+    for file in (ready, done):
+        os.close(file)
+    for message in linked.send(peer, tensor, 1), linked.receive(peer, theirs, 1):
+        message.wait(SOON)
+    return seen, child_files, [float(tensor.min()), float(tensor.max())], bool((theirs == 1.0).all())
+
+
+def _is_room(name: str) -> bool:
+    with suppress(OSError):
+        return "memfd:lightning_zero" in str(Path("/proc/self/fd", name).readlink())
+    return False
+
+
+def test_a_forked_child_sees_a_copy_of_what_peers_read_and_has_no_file_of_it(two_ranks: RankPool) -> None:
+    assert two_ranks.run(write_in_a_child) == [([1.0, 5.0], 0, [1.0, 1.0], True)] * 2
 
 
 @pytest.mark.parametrize("stage", [1, 2])  # at stage 3 a worker cannot read what lies in shards
@@ -540,22 +706,36 @@ def test_strangers_who_connect_delay_nobody_and_after_linking_nobody_can(two_ran
 
 
 def test_a_desk_can_be_read_and_not_be_written_or_cut_by_who_gets_its_file() -> None:
-    desk, value = Desk([1], SLOT, MARK), torch.arange(4)
-    desk.put(desk.free[1][0], value.data_ptr(), value.nbytes)
-    assert os.pread(desk.file, value.nbytes, desk.free[1][0]) == value.numpy().tobytes()
-    memory = open_desk(os.dup(desk.file), MARK)
+    shared, value = Desk([1], SLOT, MARK), torch.arange(4)
+    shared.put(shared.free[1][0], value.data_ptr(), value.nbytes)
+    assert os.pread(shared.file, value.nbytes, shared.free[1][0]) == value.numpy().tobytes()
+    memory = open_desk(os.dup(shared.file), MARK)
     assert memory is not None
-    assert open_desk(os.dup(desk.file), b"f" * 16) is None
+    assert open_desk(os.dup(shared.file), b"f" * 16) is None
     for forbidden in (
-        lambda: os.pwrite(desk.file, b"x", 0),
-        lambda: os.ftruncate(desk.file, 0),
-        lambda: os.open(f"/proc/self/fd/{desk.file}", os.O_RDWR | os.O_TRUNC),
-        lambda: mmap.mmap(desk.file, SLOT),
-        lambda: fcntl.fcntl(desk.file, 1033, 8),
+        lambda: os.pwrite(shared.file, b"x", 0),
+        lambda: os.ftruncate(shared.file, 0),
+        lambda: os.open(f"/proc/self/fd/{shared.file}", os.O_RDWR | os.O_TRUNC),
+        lambda: mmap.mmap(shared.file, SLOT),
+        lambda: fcntl.fcntl(shared.file, 1033, 8),
     ):
         with pytest.raises(OSError, match="not permitted"):
             forbidden()
-    desk.close_file()
+    shared.close_file()
+
+
+def test_a_room_can_be_read_and_not_be_written_or_cut_by_who_gets_its_file() -> None:
+    room = Room(PLACE, SLOT)
+    assert open_desk(os.dup(room.file)) is not None
+    for forbidden in (
+        lambda: os.pwrite(room.file, b"x", 0),
+        lambda: os.ftruncate(room.file, 0),
+        lambda: mmap.mmap(room.file, SLOT),
+        lambda: fcntl.fcntl(room.file, 1033, 8),
+    ):
+        with pytest.raises(OSError, match="not permitted"):
+            forbidden()
+    room.close()
 
 
 # Classic BPF for seccomp: an instruction is (code, jump if true, jump if false, value). The numbers of calls are those

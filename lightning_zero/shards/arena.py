@@ -7,14 +7,15 @@ from torch import Tensor
 
 from lightning_zero.tiers.ledger import Category, Ledger, Place
 from lightning_zero.torch_private import count_users, storage_key
+from lightning_zero.wire.comm import Comm
 
 
 @final
 class Buffer:
     """Memory for one gathered unit: ``(nbytes,)`` uint8."""
 
-    def __init__(self, nbytes: int, ledger: Ledger, place: Place) -> None:
-        self.memory: Tensor = ledger.allocate(Category.GATHERED, nbytes, torch.uint8, place)
+    def __init__(self, nbytes: int, ledger: Ledger, place: Place, comm: Comm | None = None) -> None:
+        self.memory: Tensor = ledger.allocate(Category.GATHERED, nbytes, torch.uint8, place, comm)
         self._holders = self._count_holders()
 
     @property
@@ -33,14 +34,15 @@ class Buffer:
 
 @final
 class Arena:
-    """`count` buffers of `nbytes`, the size of the largest unit. When all are in use, `take` makes temporary ones."""
+    """`count` buffers of `nbytes`, the size of the largest unit, which `comm` gathers into. When all are in use, `take`
+    makes temporary ones."""
 
-    def __init__(self, count: int, nbytes: int, ledger: Ledger, place: Place) -> None:
+    def __init__(self, count: int, nbytes: int, ledger: Ledger, place: Place, comm: Comm | None = None) -> None:
         self._count = count
         self._nbytes = nbytes
         self._ledger = ledger
         self._place = place
-        self._free = [Buffer(nbytes, ledger, place) for _ in range(count)]
+        self._free = [Buffer(nbytes, ledger, place, comm) for _ in range(count)]
 
     def take(self, apart: int | None = None) -> Buffer:
         """Returns a buffer for any unit that the arena is for; or a new one of `apart` bytes, for a unit around others,

@@ -110,7 +110,7 @@ def assemble(
         groups=groups,
         shards=shards,
         pools=_make_pools(shards, setting, options),
-        arena=Arena(room, max(sizes, default=0), setting.ledger, setting.places.gathered),
+        arena=Arena(room, max(sizes, default=0), setting.ledger, setting.places.gathered, setting.mesh.shard),
     )
 
 

@@ -21,8 +21,8 @@ class Bucket:
     def __init__(self, width: int, dtype: torch.dtype, setting: Setting, *, packs: bool) -> None:
         comm, place = setting.mesh.shard, setting.places.gathered
         self.full, self.scratch, self.total = (
-            setting.ledger.allocate(Category.BUCKET, rows * width, dtype, place)
-            for rows in (comm.size if packs else 0, comm.scratch_rows, 1)
+            setting.ledger.allocate(Category.BUCKET, rows * width, dtype, place, sender)
+            for rows, sender in ((comm.size if packs else 0, comm), (comm.scratch_rows, None), (1, None))
         )
         self.finish: Callable[[], None] | None = None  # waits for the reduction under way, and stores its result
         self.holder: object = None  # whose reduction that is, or was

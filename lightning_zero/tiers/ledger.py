@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_zero.device import Limit, PinnedMemory
 from lightning_zero.tiers.disk import Disk
 from lightning_zero.torch_private import storage_key
+from lightning_zero.wire.comm import Comm
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc; None elsewhere
 _mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -92,8 +93,11 @@ class Ledger:
         self._booked: set[int] = set()  # addresses of storages
         self.pinned = PinnedMemory()
 
-    def allocate(self, category: Category, numel: int, dtype: torch.dtype, place: Place) -> Tensor:
-        """Allocates an uninitialised flat tensor ``(numel,)`` in memory, and books it."""
+    def allocate(
+        self, category: Category, numel: int, dtype: torch.dtype, place: Place, comm: Comm | None = None
+    ) -> Tensor:
+        """Allocates an uninitialised flat tensor ``(numel,)`` in memory, and books it. `comm` is given for one that
+        it sends often: see `Comm.empty`."""
         # Otherwise a buffer that is first made in the sanity check of validation would stay an inference tensor, and
         # training could not write to it.
         with torch.inference_mode(False):
@@ -101,7 +105,10 @@ class Ledger:
                 tensor, nbytes = self.pinned.empty(numel, dtype, lasts=category in LASTING)
                 self._adopt(category, tensor, place.tier, nbytes)
                 return tensor
-            tensor = torch.empty(numel, dtype=dtype, device=place.device)
+            if comm is None:
+                tensor = torch.empty(numel, dtype=dtype, device=place.device)
+            else:
+                tensor = comm.empty(numel, dtype, place.device)
         self.adopt(category, tensor, place.tier)
         return tensor
 

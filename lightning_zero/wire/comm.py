@@ -133,6 +133,11 @@ class Comm(ABC):
         self.clock = Clock()  # seconds that this rank has waited: communication that computation did not hide
         self._issued: Counter[str] = Counter()  # operation name -> how many were issued
 
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns an uninitialised flat tensor ``(numel,)`` for full arrays of this rank. Where ranks share memory, it
+        lies there: others then read what they are sent of it, in an all-gather its own row, without a copy more."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
     def all_gather(self, full: Tensor, shard: Tensor, name: str, *, diverges: bool | None = None) -> Gather:
         """Starts to fill row j of `full` ``(N, columns)`` with rank j's `shard` ``(columns,)``, which may be that row.
 

@@ -1,7 +1,8 @@
-"""`Desk`: the memory that a rank shares with the other ranks of its machine. Tensors pass it in parts.
+"""The memory that a rank shares with the other ranks of its machine: its `Desk`, which tensors pass in parts, and a
+`Room` for each tensor that peers read where it lies.
 
 It has no name, and is no file that could be found: only a process that is sent the open file can read it, and only its
-owner can write to it. No tensor lies in it.
+owner can write to it.
 """
 
 import ctypes
@@ -26,13 +27,15 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _FAILED = ctypes.c_void_p(-1).value  # of mmap
+_BOTH = mmap.PROT_READ | mmap.PROT_WRITE
+_MAP_FIXED = 16  # of mmap
 
 
 @final
 class Memory:
-    """A whole file as memory of this process. A forked process does not have it."""
+    """A whole file as memory of this process. A forked process does not have it, unless it is `inherited`."""
 
-    def __init__(self, file: int, rights: int) -> None:
+    def __init__(self, file: int, rights: int, *, inherited: bool = False) -> None:
         """Raises OSError where the system refuses that."""
         self.nbytes = os.fstat(file).st_size
         self.start = _libc.mmap(None, self.nbytes, rights, mmap.MAP_SHARED, file, 0)
@@ -40,7 +43,8 @@ class Memory:
             raise _last_error()
         self.close = weakref.finalize(self, _libc.munmap, self.start, self.nbytes)
         self.close.atexit = False  # the thread may be at work until the process ends
-        _MEMORIES.add(self)
+        if not inherited:
+            _MEMORIES.add(self)
 
     def at(self, offset: int, nbytes: int) -> int:
         """Returns the address of a range."""
@@ -57,14 +61,7 @@ class Desk:
         self.slot = slot
         starts = range(_PAGE, _PAGE + SLOTS * len(peers) * slot, slot)
         self.free = {peer: deque(starts[number :: len(peers)]) for number, peer in enumerate(peers)}  # offsets of slots
-        self.file = _create_file()
-        try:
-            os.ftruncate(self.file, starts.stop)
-            self._memory = Memory(self.file, mmap.PROT_READ | mmap.PROT_WRITE)
-            fcntl.fcntl(self.file, _ADD_SEALS, _SHRINK | _GROW | _FUTURE_WRITE | _SEAL)
-        except OSError:
-            os.close(self.file)
-            raise
+        self.file, self._memory = _create(starts.stop)
         ctypes.memmove(self._memory.start, mark, len(mark))
 
     def close_file(self) -> None:
@@ -76,15 +73,45 @@ class Desk:
         ctypes.memmove(self._memory.at(offset, nbytes), address, nbytes)
 
 
+@final
+class Room:
+    """Memory of a tensor that peers read where it lies. `start` is its place among all rooms of this rank.
+
+    A forked process has a copy, as of other memory, that it may write to. But where it has not, it sees what this
+    process writes later.
+    """
+
+    def __init__(self, start: int, nbytes: int) -> None:
+        """Raises OSError where the system has no such memory."""
+        self.start, self.nbytes = start, nbytes
+        self.readers: set[int] = set()  # peers that were sent the file
+        self.file, self._memory = _create(nbytes, inherited=True)
+        self.address = self._memory.at(0, nbytes)
+        self._close_file = weakref.finalize(self, os.close, self.file)
+        _ROOMS.add(self)
+
+    def close(self) -> None:
+        """Gives the memory back to the system, once no peer has it either."""
+        self._memory.close()
+        self._close_file()
+
+    def leave_to_parent(self) -> None:
+        """Makes the memory a copy, in a forked process."""
+        if self._memory.close.alive:  # otherwise something else may lie there
+            _libc.mmap(self.address, self.nbytes, _BOTH, mmap.MAP_PRIVATE | _MAP_FIXED, self.file, 0)
+            self._close_file()
+
+
 def slot_for(peers: int) -> int:
     """Returns the bytes of a slot where ranks have up to that many peers. It must be the same on all ranks: terms of a
     sum come part by part."""
     return max(ROOM // (SLOTS * peers) // _PAGE, 16) * _PAGE
 
 
-def open_desk(file: int, mark: bytes) -> Memory | None:
-    """Returns a peer's desk, given its file, which it closes, and the mark at its beginning. Returns None if it is
-    another file, or one that its owner could make shorter, which would end this process. Raises OSError as `Memory`."""
+def open_desk(file: int, mark: bytes = b"") -> Memory | None:
+    """Returns a peer's desk, given its file, which it closes, and the mark at its beginning; or a peer's room, which
+    has no mark. Returns None if it is another file, or one that its owner could make shorter, which would end this
+    process. Raises OSError as `Memory`."""
     try:
         is_sealed = fcntl.fcntl(file, _GET_SEALS) & _SHRINK
         return Memory(file, mmap.PROT_READ) if is_sealed and os.pread(file, len(mark), 0) == mark else None
@@ -92,8 +119,20 @@ def open_desk(file: int, mark: bytes) -> Memory | None:
         os.close(file)
 
 
+def _create(nbytes: int, *, inherited: bool = False) -> tuple[int, Memory]:
+    """Returns an open file that only memory holds, and the one mapping by which it can ever be written to."""
+    file = _create_file()
+    try:
+        os.ftruncate(file, nbytes)
+        memory = Memory(file, _BOTH, inherited=inherited)
+        fcntl.fcntl(file, _ADD_SEALS, _SHRINK | _GROW | _FUTURE_WRITE | _SEAL)
+    except OSError:
+        os.close(file)
+        raise
+    return file, memory
+
+
 def _create_file() -> int:
-    """Returns an open file that only memory holds."""
     if not hasattr(_libc, "memfd_create"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     file = int(_libc.memfd_create(b"lightning_zero", _CLOEXEC | _ALLOW_SEALING))
@@ -107,11 +146,15 @@ def _last_error() -> OSError:
 
 
 _MEMORIES: "weakref.WeakSet[Memory]" = weakref.WeakSet()  # of this process
+_ROOMS: "weakref.WeakSet[Room]" = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
     for memory in [*_MEMORIES]:
         memory.close()
+    for room in [*_ROOMS]:
+        room.leave_to_parent()
+    _ROOMS.clear()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

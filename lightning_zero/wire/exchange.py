@@ -5,18 +5,25 @@ A small tensor is one datagram. A larger one passes the sender's desk in parts:
     sender     offer: tag, bytes  ->                  part: offset, bytes  ->                        <-  free: offset
     receiver                          <-  wanted: tag                        reads it from the desk  ---'
 
+One that lies in a room of the sender (see `empty`) is read there, if the receiver can:
+
+    sender     offer: tag, bytes, place  ->                            <-  read: tag
+    receiver                                 reads it from the room  ---'
+
 One thread per rank sends and receives, while the rank computes.
 """
 
 import ctypes
+import mmap
 import os
+import select
 import selectors
 import socket
 import struct
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -26,11 +33,12 @@ import numpy
 import torch
 from torch import Tensor
 
-from lightning_zero.wire.desk import Desk, Memory
+from lightning_zero.wire.desk import Desk, Memory, Room, open_desk
 
 INLINE = 2**15  # bytes, at most, of a tensor in a datagram: up to here a copy takes less time than an answer
 _HEADER = struct.Struct("=cQQQ")  # kind, tag, offset, bytes
 _PAYLOAD, _OFFER, _WANTED, _PART, _FREE = b"p", b"o", b"w", b"s", b"f"
+_READ, _ROOM, _GONE = b"r", b"m", b"g"
 _QUIT = b"q"
 _CLOSED = "connection closed by peer"  # matches `gloo._CLOSED`
 _SERIAL = 2**14  # elements that torch adds without threads of its own; here it would start more of them
@@ -81,7 +89,7 @@ class Landing:
         self._into, self._terms = into.view(-1), terms
         self.nbytes = into.nbytes
         self.messages = {peer: Message(into, partial(give_up, peer)) for peer in terms if isinstance(peer, int)}
-        self.payloads: dict[int, _Payload | None] = {}  # of the peers whose tensors have arrived; None: not inline
+        self.arrivals: dict[int, _Arrival] = {}  # of the peers whose tensors have arrived
         self.parts: dict[int, deque[_Part]] = {peer: deque() for peer in self.messages}  # that lie on the peers' desks
         self.left = dict.fromkeys(self.messages, self.nbytes)  # bytes that are not on the peers' desks yet
         self._filled = 0  # bytes
@@ -92,14 +100,17 @@ class Landing:
         return any(message.is_over for message in self.messages.values())
 
     def fill(self, found: Mapping[int, int], nbytes: int) -> None:
-        """Fills the next `nbytes`, which lie at these addresses, by peer. Ends all waits when the tensor is filled."""
+        """Fills the next `nbytes`, which lie at these addresses, by peer."""
         if nbytes:
             self._fill_part(found, nbytes)
         self._filled += nbytes
+
+    def end_if_filled(self, lost: Collection[int] = ()) -> None:
+        """Ends all waits when the tensor is filled, with an error those for peers that are `lost`."""
         if self._filled == self.nbytes:
             del self._into, self._terms  # as in `Message.end`
-            for message in self.messages.values():
-                message.end()
+            for peer, message in self.messages.items():
+                message.end(_CLOSED if peer in lost else None)
 
     def _fill_part(self, found: Mapping[int, int], nbytes: int) -> None:
         dtype = self._into.dtype
@@ -120,10 +131,11 @@ _Payload = ctypes.Array[ctypes.c_char]
 
 
 class _Arrival(NamedTuple):
-    """A tensor that a peer sends: with its bytes, unless it is to pass the desk."""
+    """A tensor that a peer sends: with its bytes, unless it lies in a room of the peer, or is to pass the desk."""
 
     nbytes: int
     payload: _Payload | None
+    place: int  # among the rooms of the peer; 0: it is in none
 
 
 class _Part(NamedTuple):
@@ -158,6 +170,10 @@ class Exchange:
         self._landing: defaultdict[int, deque[Landing]] = defaultdict(deque)  # passing the desk of a peer, in order
         self._wanted: defaultdict[int, deque[Message]] = defaultdict(deque)  # passing the desk here, by peer, in order
         self._matched: deque[tuple[_Key, Landing, _Arrival]] = deque()  # to be taken by the thread
+        self._rooms: dict[int, Room] = {}  # of this rank, by their starts
+        self._next_room = mmap.PAGESIZE  # the start of the next one; none is 0
+        self._gone: deque[Room] = deque()  # whose tensors are no more; to be told by the thread
+        self._seen: dict[int, dict[int, Memory]] = {peer: {} for peer in sockets}  # rooms of the peers, by their starts
         self._outbox: defaultdict[int, deque[bytes]] = defaultdict(deque)  # datagrams to send, by peer; none is empty
         self._closed: set[int] = set()  # peers with whom the link is closed
         self._wake, self._woken = socket.socketpair()  # wakes the thread
@@ -186,9 +202,46 @@ class Exchange:
             self._wake_thread()
         return landing.messages
 
+    def empty(self, nbytes: int) -> "_Payload | None":
+        """Returns memory, as long as anything refers to it, for a tensor that peers are to read where it lies. Returns
+        None where the system has none. The first use takes the time of a copy, so it is for what is sent often."""
+        with self._lock:
+            start = self._next_room
+            self._next_room += nbytes
+        try:
+            room = self._rooms[start] = Room(start, nbytes)
+        except OSError:
+            return None
+        memory = (ctypes.c_char * nbytes).from_address(room.address)
+        weakref.finalize(memory, self._close_room, start).atexit = False
+        return memory
+
+    def _close_room(self, start: int) -> None:
+        """Gives the memory back. It may be called anywhere, even while this thread holds the lock."""
+        room = self._rooms.pop(start)
+        room.close()
+        self._gone.append(room)
+        with suppress(OSError):  # in a forked process, which has no sockets
+            self._wake_thread()
+
+    def _place_for(self, peer: int, message: Message) -> int:
+        """Returns the place of a tensor among the rooms of this rank, of which the peer gets the file first. Returns 0
+        if it lies in none, or the file cannot be sent now."""
+        for start, room in [*self._rooms.items()]:
+            if room.address <= message.address < room.address + room.nbytes:
+                if peer not in room.readers:
+                    try:
+                        socket.send_fds(self._sockets[peer], [_HEADER.pack(_ROOM, 0, start, 0)], [room.file])
+                    except OSError:
+                        return 0
+                    room.readers.add(peer)
+                return start + message.address - room.address
+        return 0
+
     def send(self, peer: int, tensor: Tensor, tag: int) -> Message:
         message, is_small = Message(tensor, partial(self._drop, peer)), tensor.nbytes <= INLINE
-        header = _HEADER.pack(_PAYLOAD if is_small else _OFFER, tag, 0, message.nbytes)
+        place = 0 if is_small else self._place_for(peer, message)
+        header = _HEADER.pack(_PAYLOAD if is_small else _OFFER, tag, place, message.nbytes)
         payload = (ctypes.c_char * (message.nbytes if is_small else 0)).from_address(message.address)
         with self._lock:
             if peer in self._closed:
@@ -248,6 +301,8 @@ class Exchange:
                         selector.unregister(key.fileobj)
                 while self._matched:
                     self._take(*self._matched.popleft())  # no name here may hold a tensor while the thread waits
+                while self._gone:
+                    self._tell_readers(self._gone.popleft())
                 for peer in [*self._outbox]:
                     if self._sockets[peer] in selector.get_map():
                         selector.modify(self._sockets[peer], selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
@@ -268,7 +323,8 @@ class Exchange:
     def _read_datagram(self, peer: int) -> bool:
         """Reads one datagram. Returns False if the link is closed."""
         try:
-            datagram = self._sockets[peer].recv(_HEADER.size + INLINE)
+            size = _HEADER.size + INLINE
+            datagram, files, _, _ = socket.recv_fds(self._sockets[peer], size, 1, socket.MSG_CMSG_CLOEXEC)
         except (BlockingIOError, ConnectionResetError):  # after a reset there may still be datagrams
             return True
         except OSError:
@@ -284,10 +340,16 @@ class Exchange:
             self._fill_desk(peer)
         elif kind == _WANTED:
             self._begin_to_pass((peer, tag))
+        elif kind == _READ:
+            self._end_offered((peer, tag))
+        elif kind == _ROOM:
+            self._see_room(peer, offset, files)
+        elif kind == _GONE:
+            self._seen[peer].pop(offset, None)
         else:
             is_small = kind == _PAYLOAD
             payload = (ctypes.c_char * nbytes).from_buffer_copy(datagram, _HEADER.size) if is_small else None
-            self._match((peer, tag), _Arrival(nbytes, payload))
+            self._match((peer, tag), _Arrival(nbytes, payload, offset))
         return True
 
     def _match(self, key: _Key, arrival: _Arrival) -> None:
@@ -311,7 +373,8 @@ class Exchange:
             self._drop(peer)  # tells it
 
     def _take(self, key: _Key, landing: Landing, arrival: _Arrival) -> None:
-        """Takes a tensor that a peer sends, or says that it is wanted, once all terms of the sum have arrived."""
+        """Takes a tensor that a peer sends, or says that it is wanted on the desk, once all terms of the sum have
+        arrived."""
         self._land(key[0], landing, partial(self._take_now, key, landing, arrival))
 
     def _take_now(self, key: _Key, landing: Landing, arrival: _Arrival) -> None:
@@ -320,19 +383,51 @@ class Exchange:
             raise _Unusable(f"rank {peer} sent {arrival.nbytes} bytes where {landing.nbytes} were expected")
         if arrival.payload is None and peer in self._closed:
             raise _Unusable(_CLOSED)
-        landing.payloads[peer] = arrival.payload
-        if len(landing.payloads) < len(landing.messages):
+        landing.arrivals[peer] = arrival
+        if len(landing.arrivals) < len(landing.messages):
             if arrival.payload is None:
                 self._offers.add(landing)
             return
         self._offers.discard(landing)
-        payloads = {one: payload for one, payload in landing.payloads.items() if payload is not None}
+        arrivals = landing.arrivals.items()
+        payloads = {one: theirs.payload for one, theirs in arrivals if theirs.payload is not None}
         if payloads:  # of all peers: their tensors have the same size
             landing.fill({one: ctypes.addressof(payload) for one, payload in payloads.items()}, landing.nbytes)
+            landing.end_if_filled()
+            return
+        addresses = {one: self._address_of(one, theirs) for one, theirs in arrivals}
+        found = {one: address for one, address in addresses.items() if address is not None}
+        if len(found) == len(addresses):
+            self._read_rooms(landing, found, tag)
             return
         for one in landing.messages:
             self._landing[one].append(landing)
             self._tell(one, _WANTED, tag=tag)
+
+    def _read_rooms(self, landing: Landing, found: Mapping[int, int], tag: int) -> None:
+        """Reads tensors where they lie, by peer."""
+        for start in range(0, landing.nbytes, self._desk.slot):  # of several terms, what a cache holds
+            part = {peer: address + start for peer, address in found.items()}
+            landing.fill(part, min(self._desk.slot, landing.nbytes - start))
+        # A peer that has given up may have changed its tensor meanwhile. It has closed the link before that.
+        landing.end_if_filled(lost=[peer for peer in found if _is_hung_up(self._sockets[peer])])
+        for peer in found:
+            self._tell(peer, _READ, tag=tag)
+
+    def _see_room(self, peer: int, start: int, files: Sequence[int]) -> None:
+        """Maps a room of a peer. What lies there passes the desk if that fails."""
+        for file in files:
+            with suppress(OSError):
+                room = open_desk(file)
+                if room is not None:
+                    self._seen[peer][start] = room
+
+    def _address_of(self, peer: int, arrival: _Arrival) -> int | None:
+        """Returns where a tensor lies in a room of the peer; None if it cannot be read there."""
+        for start, room in self._seen[peer].items():
+            if start <= arrival.place and arrival.place - start + arrival.nbytes <= room.nbytes:
+                return room.at(arrival.place - start, arrival.nbytes)
+        return None
 
     def _take_part(self, peer: int, part: _Part) -> None:
         """Takes a part from the desk of a peer, once the same part of all terms of the sum is there."""
@@ -348,10 +443,22 @@ class Exchange:
         if all(landing.parts.values()):
             parts = {one: waiting.popleft() for one, waiting in landing.parts.items()}
             landing.fill({one: self._desks[one].at(*there) for one, there in parts.items()}, part.nbytes)
+            landing.end_if_filled()
             for one, there in parts.items():
                 self._tell(one, _FREE, offset=there.offset)
 
     # -- the thread: what leaves
+
+    def _tell_readers(self, room: Room) -> None:
+        """Has peers give up a room, whose memory the system gets back only then."""
+        for peer in room.readers:
+            self._tell(peer, _GONE, offset=room.start)
+
+    def _end_offered(self, key: _Key) -> None:
+        """Ends the wait for a peer that has read a tensor where it lies."""
+        with self._lock:
+            if key in self._offered:  # otherwise the link was closed while this answer was on its way
+                _pop(self._offered, key).end()
 
     def _begin_to_pass(self, key: _Key) -> None:
         """Begins to put a sent tensor on the desk, for the peer that wants it."""
@@ -388,7 +495,8 @@ class Exchange:
         with self._lock:
             self._closed.add(peer)
             self._outbox.pop(peer, None)
-            offered = {landing for landing in self._offers if peer in landing.payloads}
+            self._seen[peer].clear()
+            offered = {landing for landing in self._offers if peer in landing.arrivals}
             self._offers -= offered
             ended = [landing.messages[peer] for landing in (*offered, *self._landing.pop(peer, ()))]
             ended += self._wanted.pop(peer, ())
@@ -422,6 +530,13 @@ def _pop(queues: defaultdict[_Key, deque[Any]], key: _Key) -> Any:
     if not queues[key]:
         del queues[key]
     return first
+
+
+def _is_hung_up(link: socket.socket) -> bool:
+    """Whether the other end is closed, even if there is still something to read."""
+    poll = select.poll()
+    poll.register(link, select.POLLRDHUP)
+    return bool(poll.poll(0))
 
 
 def _view(address: int, nbytes: int, dtype: torch.dtype) -> Tensor:

@@ -22,7 +22,7 @@ from lightning_zero.device import HOST, can_pin, is_host
 from lightning_zero.torch_private import default_store
 from lightning_zero.wire.board import Board
 from lightning_zero.wire.comm import Combine, Comm, Gather, RankTimeoutError, Work, copy_unless_same, place_of
-from lightning_zero.wire.exchange import Message
+from lightning_zero.wire.exchange import INLINE, Message
 from lightning_zero.wire.links import Links
 from lightning_zero.wire.worlds import next_number, own_subgroup
 
@@ -80,13 +80,21 @@ class GlooComm(Comm):
 
     # -- arrays
 
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        memory, links = None, self._links
+        if links is not None and any(self._in_world[peer] in links for peer in self._peers) and is_host(device):
+            memory = links.empty(numel * dtype.itemsize) if numel * dtype.itemsize > INLINE else None
+        return super().empty(numel, dtype, device) if memory is None else torch.frombuffer(memory, dtype=dtype)
+
     def _all_gather(self, full: Tensor, shard: Tensor, key: str, diverges: bool | None) -> Gather:
         rows, mine = _landing(full), shard.cpu()
         if diverges:
             mine = mine.clone()
             mine.view(_WORD)[0] = _DIVERGES
         copy_unless_same(rows[self.rank], mine)
-        pending = self._start({peer: rows[peer] for peer in self._peers}, dict.fromkeys(self._peers, mine), key)
+        # The row, and not the shard: a full array that many gathers fill lies where peers can read it.
+        sends = dict.fromkeys(self._peers, rows[self.rank])
+        pending = self._start({peer: rows[peer] for peer in self._peers}, sends, key)
 
         def finish() -> None:
             self._wait(pending, key)

@@ -39,6 +39,7 @@ class Links:
     shares. Collective: construct it on every rank.
 
     `peer in links` says whether there is one; `send` and `receive` use it. Messages with the same tag arrive in order.
+    If there is any, `empty` returns memory for a tensor of this rank that those peers read where it lies.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -61,6 +62,7 @@ class Links:
         if desk is not None and self._links:
             exchange = Exchange(self._links, desk, desks)
             self.receive, self.send, self.sum = exchange.receive, exchange.send, exchange.sum
+            self.empty = exchange.empty
             threading.Thread(target=exchange.run, name="lightning_zero links", daemon=True).start()
             weakref.finalize(self, exchange.quit)
 
