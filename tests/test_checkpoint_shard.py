@@ -5,7 +5,6 @@ import copy
 import io
 import itertools
 import math
-import os
 import random
 import re
 import shutil
@@ -39,6 +38,7 @@ from lightning_zero.shards.extents import Extent
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
 from models import seeded
+from opened import opened
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -575,11 +575,11 @@ def test_a_checkpoint_of_many_shards_is_read_with_few_files_open(
     monkeypatch.setattr("lightning_zero.checkpoint.shard._MOST_STREAMS", 2)
     values = torch.arange(12.0)
     reader = write(tmp_path / "a", [cut("x", values, bounds) for bounds in itertools.pairwise(range(13))])
-    before = len(os.listdir("/proc/self/fd"))
+    before = opened()
     for _ in range(2):
         into = torch.zeros(12)
         reader.read(reader.manifest.tensors["x"], Extent.of_whole("x", (12,)), into)
         assert torch.equal(into, values)
-    assert len(os.listdir("/proc/self/fd")) - before == 2
+    assert len(opened() - before) == 2
     reader.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert opened() - before == set()
