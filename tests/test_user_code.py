@@ -117,9 +117,9 @@ def test_reading_a_sharded_weight_where_other_ranks_do_not_answer_ends_in_an_err
     """They are in a collective of the user's own, which rank 0 comes to after its read."""
     pool = RankPool(2)
     try:
-        pool.begin(user_jobs.read_on_rank_0_after_each_batch, {"stage": 3, "wait_timeout": 2}, True)
+        pool.begin(user_jobs.read_on_rank_0_after_each_batch, {"stage": 3, "wait_timeout": 4}, True)
         rank, _, error = pool.next_outcome()  # rank 1 ends when rank 0's process does; here it lives on
     finally:
         pool.kill()
     assert rank == 0
-    assert "Rank 1 did not come within wait_timeout=2 s during step 1, in the all-gather of net.0, on rank 0. " in error
+    assert "Rank 1 did not come within wait_timeout=4 s during step 1, in the all-gather of net.0, on rank 0. " in error
