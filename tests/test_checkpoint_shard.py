@@ -121,7 +121,7 @@ def saved_tensors(draw: Any) -> tuple[dict[str, Tensor], list[list[Range]]]:
     return tensors, shards
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(saved=saved_tensors(), data=st.data())
 def test_any_range_of_any_tensor_comes_back_in_every_bit(
     tmp_path_factory: pytest.TempPathFactory, saved: tuple[dict[str, Tensor], list[list[Range]]], data: st.DataObject
@@ -245,7 +245,6 @@ def test_shards_open_with_the_safetensors_library(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3)), max_size=8))
-@settings(deadline=None)
 def test_every_tensor_lies_at_a_multiple_of_its_elements_size(
     tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[torch.dtype, list[int]]]
 ) -> None:
@@ -427,7 +426,6 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@settings(deadline=None)
 @given(st.tuples(*[st.integers(0, int(10.5 * BLOCK))] * 2).map(sorted))
 @example([0, 3 * BLOCK])
 @example([4 * BLOCK, int(10.5 * BLOCK)])
