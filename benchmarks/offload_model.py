@@ -13,6 +13,8 @@ optimizer's step in its tier, and the copies of gradients and weights between th
 """
 
 import argparse
+import ctypes
+import errno
 import gc
 import json
 import os
@@ -146,11 +148,16 @@ def trial(options: argparse.Namespace) -> int:
             print(json.dumps(measure(way, depth, Path(folder), options)))
     except (torch.OutOfMemoryError, MemoryError):
         return OUT_OF_MEMORY
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error) and "needs" not in str(error):
+    except (OSError, RuntimeError) as error:
+        if not any(said in str(error) for said in TOO_LITTLE):
             raise
         return OUT_OF_MEMORY
     return 0
+
+
+# What is said where memory runs out: by torch, by a thread that cannot be started, by the system, and by the engine.
+TOO_LITTLE = "can't allocate memory", "can't start new thread", os.strerror(errno.ENOMEM), "needs"
+M_ARENA_MAX = -8  # of malloc.h
 
 
 def limit(gigabytes: float | None) -> None:
@@ -159,6 +166,8 @@ def limit(gigabytes: float | None) -> None:
     if DEVICE.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(gigabytes * 1e9 / torch.cuda.mem_get_info()[1])
         return
+    # Which of the threads that read and write allocates first, and has a heap of its own, must not decide what fits.
+    ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
     status = Path("/proc/self/status").read_text().splitlines()
     taken = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
     resource.setrlimit(resource.RLIMIT_DATA, (taken + int(gigabytes * 1e9),) * 2)

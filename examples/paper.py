@@ -101,13 +101,13 @@ def on_rank(rank: int, folder: Path, options: argparse.Namespace) -> None:
 
 
 def largest_within(trial: Callable[[int], tuple[int, int]], limit: int) -> tuple[int, int, int]:
-    """Blocks, parameters and peak of the deepest model that stays within the limit. Every block takes about as much as
-    another, so two models tell where to look."""
+    """Blocks, parameters and peak of the deepest model that stays within the limit. Every block takes as much as
+    another, to within a tenth: so two models tell where to look, and one that would be far too deep is not tried."""
     peaks = {depth: trial(depth) for depth in (2, 6)}
     slope = max(1, (peaks[6][1] - peaks[2][1]) // 4)
     depth = max(1, 2 + (limit - peaks[2][1]) // slope)
     peaks[depth] = peaks.get(depth) or trial(depth)
-    while peaks[depth][1] <= limit:
+    while peaks[depth][1] + 0.9 * slope <= limit:
         depth += 1
         peaks[depth] = peaks.get(depth) or trial(depth)
     while peaks[depth][1] > limit and depth > 1:

@@ -1,4 +1,5 @@
 import fcntl
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -8,8 +9,8 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
 
-# These come first, in this order: a lane takes the next file when it has come to the end of one. Files whose tests run
-# alone, or wait for the end of a time limit, are beside files of short tests that keep the cores busy; and a long file
+# These come first, in this order: a lane takes the next file when it has come to the end of one. Files whose tests wait
+# (for the end of a time limit, or the disk) are beside files of short tests that keep the cores busy; and a long file
 # that came last would keep its lane busy after the end of the others.
 FIRST = """
     test_checkpoint_crash test_tensor_training test_edits
@@ -21,6 +22,7 @@ FIRST = """
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("dist", "no") == "no":  # who hands tests out would import for five seconds, and its lanes wait
+        gc.disable()  # until all is imported and collected, of which nothing would be freed: see lane.py
         config.pluginmanager.import_plugin("lane")
 
 

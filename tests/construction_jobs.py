@@ -698,7 +698,7 @@ def fails_in_configure_model() -> tuple[str, float]:
     start = time.monotonic()
     try:
         with few_bytes():
-            trainer({"stage": 3}, 2).fit(Fails(), loader())
+            trainer({"stage": 3, "wait_timeout": 60}, 2).fit(Fails(), loader())
     except Exception as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - start
     return "", 0.0

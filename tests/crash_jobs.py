@@ -437,9 +437,13 @@ def die_while_writing(board: Board, path: Any, version: int, victim: int) -> Non
     save(board, path, version)
 
 
-def save_one_after_the_other(path: Any, versions: int, removes: bool) -> None:
-    """To one path; takes the checkpoint away in between, or not."""
-    for version in range(versions):
+def save_one_after_the_other(path: Any, versions: int, removes: bool, told: Path) -> None:
+    """To one path, so many versions at least, and until there is the file `told`; takes the checkpoint away in between,
+    or not."""
+    end = time.monotonic() + HANGS
+    for version in itertools.count():
+        if version >= versions and (told.exists() or time.monotonic() > end):
+            return
         if removes:
             Folder(path).remove()
         assert save_on_threads(path, version) == [None, None]

@@ -68,6 +68,7 @@ def set_up_compiled(made: Fabric, model: Any, optimizer: Any, how: str) -> tuple
         model.traced += 1
         return graph.forward
 
+    torch.compiler.reset()  # what earlier jobs have compiled often enough is not compiled any more
     model.traced = 0
     if how == "compiled after":
         wrapped, optimizer = made.setup(model, optimizer)

@@ -9,14 +9,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite("compare", "engine_checkpoints", "unit_jobs")
 
 import frugal  # noqa: E402, F401
 import watched  # noqa: E402, F401
 from lightning_zero.wire.comm import Comm  # noqa: E402
-from ranks import RankPool  # noqa: E402
+from ranks import RankPool, seed  # noqa: E402
 from thread_world import ThreadComm, ThreadWorld  # noqa: E402
+
+# The same examples in every run, and no limit of time: each would have 0.2 s, which a busy machine takes for anything.
+settings.register_profile("suite", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,6 +34,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     gc.freeze()  # what the modules of the tests have imported stays
+    gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    seed()
 
 
 @pytest.hookimpl(trylast=True)

@@ -8,15 +8,19 @@ Ranks are forked from a server that has imported everything already, and end wit
 """
 
 import io
+import itertools
 import multiprocessing as mp
 import os
+import random
 import socket
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import connection
 from typing import Any
 
+import numpy
 import torch
 
 HANGS = 300.0  # s, after which ranks are given up; a busy machine takes its time
@@ -25,10 +29,27 @@ CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["lightning_zero", "peft"])  # peft, with transformers: two seconds for each rank
 
 
+# Below those that systems hand out by themselves (from 32768 on Linux, 49152 elsewhere): between the moment when a port
+# is chosen and that when a rank listens, a process of another lane would be given it now and then. Each process begins
+# at another one.
+_ports = itertools.cycle(range(10_000, 30_000))
+for _ in range(97 * os.getpid() % 20_000):
+    next(_ports)
+
+
 def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
+    while True:
+        port = next(_ports)
+        with socket.socket() as server, suppress(OSError):  # in use
+            server.bind(("127.0.0.1", port))
+            return port
+
+
+def seed() -> None:
+    """Before each test, and each job of ranks: whatever ran before in the process, it draws the same numbers."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
 
 
 class RankFailed(AssertionError):
@@ -77,12 +98,17 @@ def _rank_main(rank: int, world: int, port: int, inbox: Any, outbox: Any) -> Non
         OMP_NUM_THREADS="1",
     )
     torch.set_num_threads(1)
+    environment = dict(os.environ)
     while (task := inbox.get()) is not None:
+        seed()
         try:
             function, args, kwargs = _unpacked(task)
             outbox.put((rank, _packed(function(*args, **kwargs)), None))
         except BaseException:
             outbox.put((rank, None, traceback.format_exc()))
+        for name in os.environ.keys() - environment.keys():  # a seed for workers, say: it is not for the next job
+            del os.environ[name]
+        os.environ.update((name, value) for name, value in environment.items() if os.environ.get(name) != value)
 
 
 class RankPool:

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_zero.sweeps.summary import update_summary
+from opened import left_open, opened
 
 CONFIG = {
     "defaults": [
@@ -38,22 +38,16 @@ class Probe(Callback):
     """Writes down what the sweeping process holds, before the first job and after the last."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        self.before = held()
+        self.before, self.variables = opened(), variables_of_ranks()
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        probe = {"before": self.before, "after": held()}
+        probe = {"left open": left_open(self.before), "before": self.variables, "after": variables_of_ranks()}
         Path(config.hydra.sweep.dir, "probe.json").write_text(json.dumps(probe))
 
 
-def held() -> dict[str, Any]:
-    rank_variables = ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "WORLD_SIZE")
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return {
-        "files": len(os.listdir("/proc/self/fd")),
-        "threads": threading.active_count(),
-        "children": len(children),
-        "rank_variables": {name: os.environ[name] for name in rank_variables if name in os.environ},
-    }
+def variables_of_ranks() -> dict[str, str]:
+    names = ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "WORLD_SIZE")
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 class Line(L.LightningModule):

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -332,14 +333,16 @@ def test_r02_a_full_disk_ends_the_save_on_all_ranks_and_costs_no_checkpoint(tmp_
 # -- ranks that are lost
 
 
-@pytest.mark.alone
+BUSY = 3.0  # s, in which a rank that lives shows it, on a machine that has other things to do, too
+
+
 def test_a_rank_killed_while_the_others_wait_is_named_within_the_timeout(tmp_path: Path) -> None:
     for victim in (1, 2):
-        job = Job(3, jobs.die_while_writing, tmp_path / "a", 3, victim, wait_timeout=1.0)
+        job = Job(3, jobs.die_while_writing, tmp_path / "a", 3, victim, wait_timeout=BUSY)
         job.wait_until_saving()
         started = time.monotonic()
         outcomes = job.outcomes()
-        assert time.monotonic() - started < 15
+        assert time.monotonic() - started < 15 + BUSY
         assert outcomes[victim] == "killed"
         for rank in {0, 1, 2} - {victim}:
             assert f"ranks [{victim}] stopped while they saved" in outcomes[rank]
@@ -347,15 +350,14 @@ def test_a_rank_killed_while_the_others_wait_is_named_within_the_timeout(tmp_pat
         assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("has_store", [False, True], ids=["launcher has the store", "rank 0 has the store"])
 def test_rank_0_killed_after_the_commit_leaves_the_new_checkpoint(has_store: bool, fresh: Callable[[], Path]) -> None:
     path = fresh() / "again"
-    job = Job(3, jobs.die_between_commit_and_verdict, path, 3, wait_timeout=1.0, store_on_rank_0=has_store)
+    job = Job(3, jobs.die_between_commit_and_verdict, path, 3, wait_timeout=BUSY, store_on_rank_0=has_store)
     job.wait_until_saving()
     started = time.monotonic()
     outcomes = job.outcomes()
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 15 + BUSY
     assert outcomes[0] == "killed"
     for outcome in outcomes[1:]:
         assert outcome.startswith("CheckpointError: ")
@@ -494,19 +496,20 @@ def test_many_jobs_that_save_to_one_path_leave_one_whole_checkpoint(tmp_path: Pa
 def test_a_reader_of_what_is_taken_away_gets_right_values_or_an_error(removes: bool, tmp_path: Path) -> None:
     path = tmp_path / "a"
     assert save_on_threads(path, 0) == [None, None]
-    process = jobs.CONTEXT.Process(target=jobs.save_one_after_the_other, args=(path, 60, removes), daemon=True)
+    told = tmp_path / ".told"
+    process = jobs.CONTEXT.Process(target=jobs.save_one_after_the_other, args=(path, 60, removes, told), daemon=True)
     process.start()
-    seen, errors = set(), 0
+    seen: set[int] = set()
     while process.is_alive():
-        try:
-            checkpoint = StoredCheckpoint(path)
-            seen.add(jobs.version_of(checkpoint.load()))
-        except (CheckpointError, FileNotFoundError):
-            errors += 1
+        with suppress(CheckpointError, FileNotFoundError):
+            seen.add(jobs.version_of(StoredCheckpoint(path).load()))
+        if len(seen) > 2:
+            told.touch()
     process.join()
     assert process.exitcode == 0
     assert len(seen) > 2
-    assert version_at(path) == 59
+    told.unlink()
+    assert version_at(path) >= 59
     assert litter_in(tmp_path) == []
 
 
@@ -711,7 +714,7 @@ def test_ranks_that_wait_at_different_places_do_not_wait_for_ever() -> None:
         return board.agree(topic, {}, lambda _: {}, "not here: {missing}")
 
     started = time.monotonic()
-    said = on_boards(3, 0.5, meet)
+    said = on_boards(3, 1.0, meet)
     assert time.monotonic() - started < 15
     assert said == ["not here: [1]", "not here: [0, 2]", "not here: [1]"]
 
@@ -720,12 +723,12 @@ def test_of_a_dead_and_a_slow_rank_the_dead_one_is_named() -> None:
     def meet(board: Board) -> Any:
         if board.rank == 1:
             return None
-        for _ in range(10 if board.rank == 2 else 0):
+        for _ in range(15 if board.rank == 2 else 0):
             time.sleep(0.1)
             board.beat()
         return board.agree("here", {}, lambda _: {}, "not here: {missing}")
 
-    assert on_boards(3, 0.5, meet) == ["not here: [1]", None, "not here: [1]"]
+    assert on_boards(3, 1.0, meet) == ["not here: [1]", None, "not here: [1]"]
 
 
 def test_a_rank_that_comes_late_hears_what_was_decided_without_it() -> None:

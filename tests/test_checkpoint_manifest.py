@@ -92,7 +92,6 @@ def manifests(draw: Any) -> Manifest:
     )
 
 
-@settings(deadline=None)
 @given(manifests())
 def test_what_is_written_is_read(manifest: Manifest) -> None:
     raw = manifest.to_bytes()
@@ -101,7 +100,6 @@ def test_what_is_written_is_read(manifest: Manifest) -> None:
     assert found.to_bytes() == raw
 
 
-@settings(deadline=None)
 @given(manifests(), st.data())
 def test_every_flipped_bit_is_found(manifest: Manifest, data: st.DataObject) -> None:
     raw = bytearray(manifest.to_bytes())
@@ -111,7 +109,6 @@ def test_every_flipped_bit_is_found(manifest: Manifest, data: st.DataObject) -> 
         parse_manifest(bytes(raw), "somewhere")
 
 
-@settings(deadline=None)
 @given(manifests(), st.data())
 def test_a_manifest_that_was_cut_short_or_written_over_is_found(manifest: Manifest, data: st.DataObject) -> None:
     raw = manifest.to_bytes()
@@ -121,7 +118,6 @@ def test_a_manifest_that_was_cut_short_or_written_over_is_found(manifest: Manife
             parse_manifest(damaged, "somewhere")
 
 
-@settings(deadline=None)
 @given(manifests())
 def test_blocks_are_numbered_by_their_place_in_the_file(manifest: Manifest) -> None:
     for number in range(len(manifest.files)):
@@ -387,7 +383,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(manifests(), st.data())
 def test_whatever_stands_somewhere_is_read_or_refused(manifest: Manifest, data: st.DataObject) -> None:
     """And what is read has tensors of which every element was written once."""

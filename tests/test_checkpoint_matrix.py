@@ -312,7 +312,6 @@ def optimizers_of(model: nn.Module) -> list[Optimizer]:
 @settings(
     max_examples=CAMPAIGN or 15,
     derandomize=not CAMPAIGN,
-    deadline=None,
     database=None,
     phases=(Phase.explicit, Phase.generate, Phase.shrink),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -5,7 +5,6 @@ import copy
 import io
 import itertools
 import math
-import os
 import random
 import re
 import shutil
@@ -39,6 +38,7 @@ from lightning_zero.shards.extents import Extent
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
 from models import seeded
+from opened import opened
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -121,7 +121,7 @@ def saved_tensors(draw: Any) -> tuple[dict[str, Tensor], list[list[Range]]]:
     return tensors, shards
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(saved=saved_tensors(), data=st.data())
 def test_any_range_of_any_tensor_comes_back_in_every_bit(
     tmp_path_factory: pytest.TempPathFactory, saved: tuple[dict[str, Tensor], list[list[Range]]], data: st.DataObject
@@ -245,7 +245,6 @@ def test_shards_open_with_the_safetensors_library(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3)), max_size=8))
-@settings(deadline=None)
 def test_every_tensor_lies_at_a_multiple_of_its_elements_size(
     tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[torch.dtype, list[int]]]
 ) -> None:
@@ -427,7 +426,6 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@settings(deadline=None)
 @given(st.tuples(*[st.integers(0, int(10.5 * BLOCK))] * 2).map(sorted))
 @example([0, 3 * BLOCK])
 @example([4 * BLOCK, int(10.5 * BLOCK)])
@@ -575,11 +573,11 @@ def test_a_checkpoint_of_many_shards_is_read_with_few_files_open(
     monkeypatch.setattr("lightning_zero.checkpoint.shard._MOST_STREAMS", 2)
     values = torch.arange(12.0)
     reader = write(tmp_path / "a", [cut("x", values, bounds) for bounds in itertools.pairwise(range(13))])
-    before = len(os.listdir("/proc/self/fd"))
+    before = opened()
     for _ in range(2):
         into = torch.zeros(12)
         reader.read(reader.manifest.tensors["x"], Extent.of_whole("x", (12,)), into)
         assert torch.equal(into, values)
-    assert len(os.listdir("/proc/self/fd")) - before == 2
+    assert len(opened() - before) == 2
     reader.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert opened() - before == set()

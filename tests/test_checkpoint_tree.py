@@ -227,7 +227,7 @@ def contents(value: Any) -> Any:
     return type(value)(map(contents, value)) if type(value) in (list, tuple) else value
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.recursive(leaves, within, max_leaves=12))
 def test_any_nesting_comes_back_as_it_was(value: Any) -> None:
     assert alike(contents(there_and_back(value)), contents(value))

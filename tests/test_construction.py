@@ -37,7 +37,7 @@ def test_r56_initialisation_that_users_write_is_kept_to_the_bit_on_three_ranks(
     assert all(rank["cut"] >= rank["of"] // 3 for rank in found)  # or the test would say little
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(spec=random_models.specs([torch.float32, torch.bfloat16, torch.float64]))
 def test_random_models_are_initialised_as_on_one_device(spec: Any, two_ranks: RankPool) -> None:
     assert_as_on_one_device(two_ranks.run(jobs.built_at_random, spec))
@@ -228,4 +228,4 @@ def test_an_exception_in_configure_model_on_one_rank_ends_fit_on_all() -> None:
     assert errors == [None, None]
     assert "no such vocabulary" in results[0][0]
     assert "no such vocabulary" in results[1][0]
-    assert all(seconds < 19 for _, seconds in results)  # nobody has waited for the other, which would take 20 s
+    assert all(seconds < 59 for _, seconds in results)  # nobody has waited for the other, which would take 60 s

@@ -292,12 +292,13 @@ def test_sending_does_not_wait_for_a_rank_that_is_stopped(two_ranks: RankPool) -
 
 def wait_for_one_that_dies(nbytes: int) -> tuple[str, str, float]:
     comm = comm_of_world()
-    linked = Links(comm)
+    linked, told = Links(comm), list[str]()
     if comm.rank == 1:
-        time.sleep(0.2)
+        linked.receive(0, torch.zeros(1), 4).wait(SOON)  # rank 0 has begun to send and to receive
         os._exit(1)
-    started, told = time.monotonic(), []
     messages = linked.receive(1, torch.zeros(nbytes, dtype=torch.uint8), 1), linked.send(1, torch.zeros(2**20), 2)
+    linked.send(1, torch.zeros(1), 4)
+    started = time.monotonic()
     for message in messages:
         with pytest.raises(RuntimeError) as caught:
             message.wait(SOON)
@@ -371,11 +372,17 @@ def count_mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:lightning_zero")
 
 
+def count_files() -> int:
+    """Open files of shared memory. (The thread of a link may open others at any time.)"""
+    links = [entry for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    return sum("memfd:lightning_zero" in os.readlink(entry) for entry in links if entry.is_symlink())
+
+
 def drop_a_room() -> tuple[int, int, int]:
     """How many more memories this process has, and files, while a tensor is in a room and peers read it; and after."""
     comm = comm_of_world()
     linked, peer = Links(comm), 1 - comm.rank
-    before, files = count_mappings(), len(os.listdir("/proc/self/fd"))
+    before, files = count_mappings(), count_files()
     tensor = room_of(linked, INLINE)
     for message in linked.send(peer, tensor[4:], 1), linked.receive(peer, torch.zeros(INLINE - 4), 1):
         message.wait(SOON)
@@ -387,7 +394,7 @@ def drop_a_room() -> tuple[int, int, int]:
     until = time.monotonic() + 60.0
     while count_mappings() > before and time.monotonic() < until:
         time.sleep(0.01)
-    return during - before, count_mappings() - before, len(os.listdir("/proc/self/fd")) - files
+    return during - before, count_mappings() - before, count_files() - files
 
 
 def test_memory_that_peers_read_goes_back_to_the_system_with_its_tensor() -> None:
@@ -534,17 +541,20 @@ def test_a_forked_child_that_ends_leaves_its_parents_links_alone() -> None:
 
 def what_a_child_has_of_desks() -> tuple[int, int, bool]:
     """How many more desks are mapped here after linking, how many in a forked child, and whether ranks still reach each
-    other after it."""
+    other after it. Links of earlier jobs may end meanwhile, in their threads."""
 
-    comm, before = comm_of_world(), count_mappings()
+    def desks() -> set[str]:
+        return {line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:lightning_zero" in line}
+
+    comm, before = comm_of_world(), desks()
     linked, peer, theirs = Links(comm), 1 - comm.rank, torch.zeros(INLINE)
     child = os.fork()
     if not child:
-        os._exit(count_mappings())
-    (_, status), here = os.waitpid(child, 0), count_mappings()
+        os._exit(len(desks()))
+    (_, status), here = os.waitpid(child, 0), desks()
     for message in linked.send(peer, torch.ones(INLINE), 1), linked.receive(peer, theirs, 1):
         message.wait(SOON)
-    return here - before, os.waitstatus_to_exitcode(status), bool(theirs.all())
+    return len(here - before), os.waitstatus_to_exitcode(status), bool(theirs.all())
 
 
 def test_a_forked_child_has_no_part_of_shared_memory(two_ranks: RankPool) -> None:

@@ -152,7 +152,7 @@ def test_state_has_the_same_keys_and_counts_on_all_ranks_and_is_empty_where_a_ra
         assert sum((of_rank for _, _, of_rank in results), Counter()) == elements
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.integers(0, 3), st.integers(1, 4), st.integers(0, 3), st.integers(1, 4))
 def test_full_state_loads_at_any_stage_and_world(stage: int, world: int, other_stage: int, other_world: int) -> None:
     start = assorted()

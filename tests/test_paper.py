@@ -11,7 +11,7 @@ import warm
 PAPER = Path(__file__).parent.parent / "examples" / "paper.py"
 
 
-@pytest.mark.timeout(600)  # a minute where nothing else runs: twenty trainings of four ranks
+@pytest.mark.timeout(600)  # half a minute where nothing else runs: fifteen trainings of four ranks
 def test_the_largest_models_under_a_limit_of_memory_are_in_the_papers_order() -> None:
     options = "--limit-mb 4 --batch 16 --context 64"
     command = [sys.executable, str(PAPER), *options.split()]

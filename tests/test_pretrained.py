@@ -274,7 +274,6 @@ def test_r36_every_rank_reads_its_part_of_the_file(tmp_path: Path, monkeypatch: 
     assert max(read.values()) < 1.1 * nbytes / 4
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("world", [2, 4])
 def test_r36_a_rank_never_holds_more_than_its_share_and_the_largest_unit(world: int, tmp_path: Path) -> None:
     save_file(

@@ -238,14 +238,14 @@ def test_a_rank_that_raises_leaves_no_other_rank_hanging(stage: int) -> None:
 @pytest.mark.parametrize(
     ("job", "stage", "told"),
     [
-        (jobs.sleep_on_rank_1, 2, r"did not come within wait_timeout=2 s during step 2, in the agreement that ends"),
+        (jobs.sleep_on_rank_1, 2, r"did not come within wait_timeout=4 s during step 2, in the agreement that ends"),
         (jobs.die_on_rank_1, 3, r"died \(connection \w+\) during step 2, in the all-gather of the parameters of \w+"),
     ],
 )
 def test_a_rank_that_does_not_come_is_named(job: Any, stage: int, told: str) -> None:
     pool = RankPool(2)
     try:
-        pool.begin(job, {"stage": stage, "wait_timeout": 2 if job is jobs.sleep_on_rank_1 else 30})
+        pool.begin(job, {"stage": stage, "wait_timeout": 4 if job is jobs.sleep_on_rank_1 else 30})
         if job is jobs.die_on_rank_1:
             pool.processes[1].join(60)
         died = time.monotonic()

@@ -362,7 +362,6 @@ def cases(draw: Any) -> tuple[Plan, Spec]:
 @settings(
     max_examples=CAMPAIGN or 130,
     derandomize=not CAMPAIGN,
-    deadline=None,
     database=None,
     phases=(Phase.explicit, Phase.generate, Phase.shrink),
     suppress_health_check=[HealthCheck.too_slow],

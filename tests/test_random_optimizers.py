@@ -157,7 +157,6 @@ recipes = st.builds(
 @settings(
     max_examples=CAMPAIGN or 20,
     derandomize=not CAMPAIGN,
-    deadline=None,
     database=None,
     phases=(Phase.explicit, Phase.generate, Phase.shrink),
     suppress_health_check=[HealthCheck.too_slow],

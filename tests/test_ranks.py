@@ -6,13 +6,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 
 from lightning_zero.wire.comm import Comm
-from ranks import run_alone
+from ranks import free_port, run_alone
 from thread_world import ThreadWorld
 
 SESSION = """
@@ -64,6 +66,29 @@ def test_threads_that_receive_leave_the_cores_to_ranks() -> None:
     (first, second), errors = run_alone(2, niceness_of_receivers)
     assert errors == [None, None]
     assert set(first) == set(second) == {19}
+
+
+def draw_and_leave_something_behind() -> tuple[float, bool]:
+    found = float(torch.rand(1)), "LEFT_BEHIND" in os.environ
+    os.environ["LEFT_BEHIND"] = "by an earlier job"
+    return found
+
+
+def test_a_job_finds_random_numbers_and_the_environment_as_the_first_one_did(pool_of: Any) -> None:
+    first, second = (pool_of(1).run(draw_and_leave_something_behind) for _ in range(2))
+    assert first == second
+    assert not first[0][1]
+
+
+def test_a_port_is_none_that_the_system_gives_to_another_process() -> None:
+    ports = [free_port() for _ in range(3)]
+    assert len(set(ports)) == 3
+    assert max(ports) < 32_768
+
+
+def test_examples_are_the_same_in_every_run_and_have_no_time_limit() -> None:
+    assert settings().derandomize
+    assert settings().deadline is None
 
 
 @pytest.mark.usefixtures("ranks_in_turn")

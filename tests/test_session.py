@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import warm
 from lightning_zero.sweeps.session import run_in_session
+from opened import opened
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -19,10 +19,10 @@ def test_r59_twenty_jobs_leave_no_files_threads_or_processes(tmp_path):
     # Each job leaves a child behind that would outlive it.
     environment = {"PATH": "/bin:/usr/bin", "MARK": str(tmp_path)}
     leaky = f"import subprocess; subprocess.Popen(['sleep', '600'], env={environment!r})"
-    held = held_by_this_process()
+    before = opened()
     for _ in range(20):
         assert run_in_session([sys.executable, "-S", "-c", leaky], os.environ, grace_s=0.05).code == 0
-    assert held_by_this_process() == held
+    assert sorted(opened() - before) == []
     assert processes_with_environment(f"MARK={tmp_path}") == []
 
 
@@ -47,11 +47,6 @@ def test_an_interrupted_sweep_ends_its_job_too(tmp_path):
     parent.send_signal(signal.SIGTERM)
     assert parent.wait(30) == 128 + signal.SIGTERM
     assert not Path(f"/proc/{pid}").exists()
-
-
-def held_by_this_process() -> tuple[int, int, str]:
-    children = Path(f"/proc/self/task/{threading.main_thread().native_id}/children").read_text()
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), children
 
 
 def processes_with_environment(entry: str) -> list[int]:

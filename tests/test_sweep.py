@@ -97,6 +97,7 @@ def test_r23_overrides_with_equals_signs_spaces_quotes_and_lists_survive(two_job
 def test_r59_the_sweeping_process_is_as_before_its_jobs(two_jobs):
     sweep_dir, _ = two_jobs
     probe = json.loads((sweep_dir / "probe.json").read_text())
+    assert probe["left open"] == []
     assert probe["before"] == probe["after"]
     assert processes_that_mention(str(sweep_dir)) == []
 
@@ -189,6 +190,7 @@ def test_a_sweep_with_failed_jobs_exits_non_zero_and_names_them(failing_jobs):
 def test_r59_failing_jobs_leave_nothing_behind(failing_jobs):
     sweep_dir, _, _ = failing_jobs
     probe = json.loads((sweep_dir / "probe.json").read_text())
+    assert probe["left open"] == []
     assert probe["before"] == probe["after"]
     assert processes_that_mention(str(sweep_dir)) == []
 

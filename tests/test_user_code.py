@@ -101,8 +101,8 @@ def test_sanitizing_a_sound_run_changes_nothing(arguments: dict[str, Any], two_r
 
 
 def test_strategies_that_come_and_go_leave_no_sockets_and_threads_behind(two_ranks: RankPool) -> None:
-    _, second, third = (two_ranks.run(user_jobs.fit_and_count_what_is_open, {"stage": 3})[0] for _ in range(3))
-    assert second == third
+    two_ranks.run(user_jobs.fit_module, {"stage": 3}, "Penalised", precision="32-true")  # makes what all share
+    assert two_ranks.run(user_jobs.what_a_fit_leaves_open, {"stage": 3}) == [[], []]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -117,9 +117,9 @@ def test_reading_a_sharded_weight_where_other_ranks_do_not_answer_ends_in_an_err
     """They are in a collective of the user's own, which rank 0 comes to after its read."""
     pool = RankPool(2)
     try:
-        pool.begin(user_jobs.read_on_rank_0_after_each_batch, {"stage": 3, "wait_timeout": 2}, True)
+        pool.begin(user_jobs.read_on_rank_0_after_each_batch, {"stage": 3, "wait_timeout": 4}, True)
         rank, _, error = pool.next_outcome()  # rank 1 ends when rank 0's process does; here it lives on
     finally:
         pool.kill()
     assert rank == 0
-    assert "Rank 1 did not come within wait_timeout=2 s during step 1, in the all-gather of net.0, on rank 0. " in error
+    assert "Rank 1 did not come within wait_timeout=4 s during step 1, in the all-gather of net.0, on rank 0. " in error

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import warm
+from opened import opened
 
 SCRIPT = """
 import json, os, subprocess, sys
@@ -109,9 +110,9 @@ def test_a_template_ends_with_its_process_and_leaves_no_file_open(tmp_path: Path
     name = f"{tmp_path.name}-{os.getpid()}-only.py"
     (tmp_path / name).touch()
     run(str(tmp_path / name))
-    held = os.listdir("/proc/self/fd")
+    before = opened()
     run(str(tmp_path / name))
-    assert os.listdir("/proc/self/fd") == held
+    assert sorted(opened() - before) == []
     until = time.monotonic() + 30
     while any(name in command for command in commands()):
         assert time.monotonic() < until

@@ -138,10 +138,12 @@ def _is_python(command: list[str]) -> bool:
 
 
 def become_template(requests: int) -> None:
+    gc.disable()  # until all is imported, of which nothing is freed
     for name in PRELOADED:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection would touch, and so copy, all that is shared
+    gc.enable()
     _serve(socket.socket(fileno=requests))
 
 
