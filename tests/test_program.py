@@ -72,8 +72,12 @@ def test_the_engine_steps_whole_tensors_where_the_program_says(tier: str | None,
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_the_engine_steps_in_backward_where_the_program_says(stage: int) -> None:
-    assert_does_what_it_says(*program_jobs.train(program_jobs.tower(6), stage=stage, step_in_backward=True))
+@pytest.mark.parametrize("tier", [None, *OFFLOADED])
+def test_the_engine_steps_in_backward_where_the_program_says(tier: str | None, stage: int, tmp_path: Path) -> None:
+    settings = {} if tier is None else OFFLOADED[tier] | ({"path": tmp_path} if "disk" in tier else {})
+    offload = Offload(**settings) if settings else None
+    found = program_jobs.train(program_jobs.tower(5), stage=stage, step_in_backward=True, offload=offload)
+    assert_does_what_it_says(*found)
 
 
 RANKS = [2, 8, 64, 1024]

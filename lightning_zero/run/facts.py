@@ -31,7 +31,7 @@ def facts_of(
             UnitFacts(name=unit.name, groups=tuple(numbers[group] for group in unit.groups), is_leaf=unit.is_leaf)
             for unit in units
         ),
-        order=tuple(numbers[shard.group] for shard in reductions.shards if shard.travels),
+        order=tuple(numbers[shard.group] for shard in reductions.shards),
         optimizers=tuple(_optimizer_facts(one, numbers) for one in steppers),
         buckets=tuple(pool.size for pool in reductions.pools),
         calls=rendezvous.labels,

@@ -63,7 +63,12 @@ class _Placing:
         self._unstepped: list[int] = []  # reduced, and to be stepped in backward
         self._stepped: dict[int, list[int]] = {}  # group -> the ops that have stepped it
         self._scale: tuple[int, ...] = ()  # the op by which gradients are scaled
-        self._ahead = [window for one in facts.optimizers for window in _windows_of(one) if window.facts.is_postponed]
+        self._ahead = [
+            window
+            for one in facts.optimizers
+            for window in _windows_of(one)
+            if window.facts.is_postponed and not facts.steps_in_backward
+        ]
         self._fetched: dict[_Window, list[int]] = {}  # windows that are being read -> the ops, those of this step
         if self._ahead and self._ahead[0].facts.is_staged:
             self._fetched[self._ahead[0]] = []
@@ -230,8 +235,17 @@ class _Placing:
             own = [bucket for bucket, flight in enumerate(pool) if flight is not None and flight.group == group]
             for bucket in range(own[-1] + 1 if own else 0):
                 self._store(pool, bucket)
-            self._step_group(group)
+            self._step_now(group)
         self._unstepped.clear()
+
+    def _step_now(self, group: int) -> None:
+        """Steps a group in backward, all of it before anything else is done."""
+        windows = [window for one in self._facts.optimizers for window in _windows_of(one)]
+        apart = [window for window in windows if group in window.facts.groups]
+        for window in apart:
+            self._step_window(window, lag=0)
+        if not apart:
+            self._step_group(group)
 
     def _end_backward(self, _: int) -> None:
         if not self._facts.units:
@@ -307,7 +321,8 @@ class _Placing:
 
     def _step_window(self, window: "_Window", *, lag: int) -> None:
         is_staged, is_whole = window.facts.is_staged, window.facts.is_whole
-        self._ahead.remove(window)
+        if window in self._ahead:
+            self._ahead.remove(window)
         if is_staged and window not in self._fetched:
             self._fetch(window, lag)
         causes = self._fetched.pop(window, [])

@@ -238,8 +238,16 @@ class PieceStepper:
         return [window for group in groups.values() for window in self._windows(group, late=late)]
 
     def windows_apart(self) -> list[Window]:
-        """Returns the windows that are stepped after the user's call, if all parameters have gradients."""
-        return self._divide(self.slots, self.slots)[1]
+        """Returns the windows that are stepped apart from the user's call, if all parameters have gradients."""
+        if self._setting.keeps_gradients:
+            return self._divide(self.slots, self.slots)[1]
+        own = set(self.slots)  # in backward, group after group
+        groups = [group for group in by_group(self.slots) if group.places.steps_apart]
+        return [
+            window
+            for group in groups
+            for window in self._windows([slot for slot in group.slots if slot in own], late=True)
+        ]
 
     def _windows(self, slots: Sequence[Slot], *, late: bool) -> list[Window]:
         """Returns a window of slots of one group; where it has to be staged, a window for each bucket of them."""
