@@ -382,7 +382,9 @@ def drop_a_room() -> tuple[int, int, int]:
     """How many more memories this process has, and files, while a tensor is in a room and peers read it; and after."""
     comm = comm_of_world()
     linked, peer = Links(comm), 1 - comm.rank
-    before, files = count_mappings(), count_files()
+    linked.send(peer, torch.zeros(1), 0)
+    linked.receive(peer, torch.zeros(1), 0).wait(SOON)  # now the thread has all its files
+    before, files = count_mappings(), len(os.listdir("/proc/self/fd"))
     tensor = room_of(linked, INLINE)
     for message in linked.send(peer, tensor[4:], 1), linked.receive(peer, torch.zeros(INLINE - 4), 1):
         message.wait(SOON)
