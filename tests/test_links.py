@@ -372,12 +372,6 @@ def count_mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:lightning_zero")
 
 
-def count_files() -> int:
-    """Open files of shared memory. (The thread of a link may open others at any time.)"""
-    links = [entry for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
-    return sum("memfd:lightning_zero" in os.readlink(entry) for entry in links if entry.is_symlink())
-
-
 def drop_a_room() -> tuple[int, int, int]:
     """How many more memories this process has, and files, while a tensor is in a room and peers read it; and after."""
     comm = comm_of_world()
