@@ -378,6 +378,12 @@ def cases(draw: Any) -> tuple[Plan, Spec]:
         Spec(1, (Part("residual", children=(Part("borrowed", used="ranks in turn"),), used="even ranks"),)),
     )
 )
+@example(
+    (
+        Plan(stage=3, units=("Chain",), autocast=True),
+        Spec(1, (Part("chain", children=(Part("running"),), used="odd passes"), Part("linear"))),
+    )
+)
 def test_a_random_model_trains_as_under_ddp(case: tuple[Plan, Spec]) -> None:
     plan, spec = case
     expected = on_all_ranks(under_ddp, spec, plan)

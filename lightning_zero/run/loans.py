@@ -86,6 +86,10 @@ class Loans(Lender, GradientLender):
         self._publishing: dict[ShardGroup, int] = {}
         self._enroll_publishing(self.groups)
 
+    def unit_of(self, group: ShardGroup) -> Unit | None:
+        """Returns the unit that gathers a group; None if it stays full."""
+        return self._units.get(group)
+
     def _enroll_gradients(self, groups: Iterable[ShardGroup]) -> None:
         for slot in (slot for group in groups for slot in group.slots):
             if slot.gradient is not None and slot.gradient.is_spread:

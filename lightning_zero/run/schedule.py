@@ -141,7 +141,7 @@ class Schedule:
         dtype."""
         module = reader.module
         weights = [
-            _Shown(vars(holder), holder._parameters, name, slot)
+            _Shown(vars(holder), holder._parameters, name, slot, self._loans.unit_of(slot.group))
             for holder, name, parameter in reader.parameters
             if (slot := slot_of(parameter)) is not None
         ]
@@ -279,11 +279,14 @@ class _Shown(NamedTuple):
     parameters: Mapping[str, Parameter | None]  # of that module
     name: str
     slot: Slot
+    unit: Unit | None  # that gathers it
 
     @property
     def is_there(self) -> bool:
-        """Whether its values are gathered, and it has not been replaced (by pruning, say)."""
-        return self.parameters.get(self.name) is self.slot.parameter and self.slot.group.full_param is not None
+        """Whether a forward around this one uses its values, and it has not been replaced (by pruning, say). Values
+        that are merely gathered may be on their way still, ahead of another use, and void if a rank diverges."""
+        is_used = self.unit is None or self.unit.pins > 0
+        return is_used and self.parameters.get(self.name) is self.slot.parameter
 
 
 def _collect_if_alive(schedule_ref: weakref.ref[Schedule], slot_ref: weakref.ref[Slot], _: Tensor) -> None:
