@@ -81,8 +81,8 @@ class Schedule:
     # -- parameters: gathered before use, and again when backward asks for them
 
     def _before_forward(self, unit: Unit) -> None:
-        self._loans.take_edits(unit)
         self._rendezvous.use(unit)
+        self._loans.show_edits(unit)
         self._cache.pin(unit)
         if not self._saved.push():
             self._loans.hold(unit)  # no saved-tensor hooks here: what autograd saves must stay gathered
@@ -101,9 +101,9 @@ class Schedule:
         recomputed sees the latest edits, as the recomputation does."""
         if torch._C._current_graph_task_id() != -1:
             self._enter_backward()
-        if is_recomputed:
-            self._loans.take_edits(unit)
         self._rendezvous.use(unit)
+        if is_recomputed:
+            self._loans.show_edits(unit)
         unit.wait()
 
     @contextmanager
@@ -151,8 +151,7 @@ class Schedule:
         @torch.compiler.disable(recursive=False)
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._catch_up(groups)
-            if any(self._loans.is_lent(group) for group in groups):
-                self._loans.settle_in_pass()  # the lent copy may have been edited: the resting values would be stale
+            self._loans.show_declared(groups)
             casts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == resting
             there = [weight for weight in weights if weight.is_there]
             if reader.tries_kernel:
