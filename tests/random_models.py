@@ -248,20 +248,6 @@ class Spec:
     trunk: tuple[Part, ...]
 
 
-def goes_apart(parts: tuple[Part, ...]) -> bool:
-    """Whether ranks use different parts."""
-    return any(part.used in ("even ranks", "ranks in turn") or goes_apart(part.children) for part in parts)
-
-
-def recomputes_twice(parts: tuple[Part, ...], inside: bool = False) -> bool:
-    """Whether a part whose forward changes a buffer is in a checkpoint that is inside of another one."""
-    return any(
-        (inside and part.checkpointed and part.kind in ("running", "batch norm", "repeated"))
-        or recomputes_twice(part.children, inside or part.checkpointed)
-        for part in parts
-    )
-
-
 def build(spec: Spec, seed: int) -> Model:
     return seeded(lambda: Model(spec), seed)
 

@@ -145,6 +145,49 @@ def test_checkpointed_blocks_train_as_on_one_device(stage: int, reentrant: bool,
     assert_as_on_one_device(tower(), act, stage)
 
 
+class Nested(nn.Module):
+    """A checkpoint that changes a buffer, inside another one."""
+
+    def __init__(self, frozen: str, last: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), last
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+        for name in frozen.split():
+            self.get_submodule(name).requires_grad_(False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return checkpoint(self.outer, hidden, use_reentrant=False).square().mean()
+
+    def outer(self, hidden: Tensor) -> Tensor:
+        return self.last(checkpoint(self.inner, self.first(hidden), use_reentrant=False))
+
+
+@pytest.mark.parametrize("frozen", ["", "last", "first last", "first inner last"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_checkpoint_inside_another_one_is_recomputed_as_often_as_on_one_device(stage: int, frozen: str) -> None:
+    """Each time changes its statistics. Where layers are frozen, a weight may be all that they save."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        seen: dict[str, Tensor] = {}
+        for step in range(3):
+            hidden = x(1.0 + step).requires_grad_()
+            model(hidden).backward()
+            assert hidden.grad is not None
+            seen[f"gradient {step}"] = hidden.grad
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen | state_of(model, engine)
+
+    for last in (
+        nn.Linear(WIDTH, WIDTH),
+        nn.LayerNorm(WIDTH),
+        nn.Sequential(nn.Unflatten(0, (1, 4)), nn.Conv1d(4, 4, 1)),
+    ):
+        start = seeded(lambda last=last: Nested(frozen, last))
+        start.register_parameter("more", nn.Parameter(torch.zeros(1)))  # something trains in any case
+        assert_as_on_one_device(start, act, stage)
+
+
 @pytest.mark.parametrize("bracketed", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_weight_of_two_reentrant_checkpoints_gets_both_gradients_or_an_error(stage: int, bracketed: bool) -> None:

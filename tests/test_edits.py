@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import edit_jobs
 from compare import differing
+from lightning_zero.tiers.ledger import Category, Tier
 from models import seeded
 from ranks import RankPool
 from unit_jobs import WIDTH, assert_as_on_one_device, on_engine, on_one_device, state_of, tower, x
@@ -301,3 +302,81 @@ def test_weights_may_be_edited_between_two_forwards_of_a_step_in_which_ranks_use
                 expected = on_engine(start, act, 2, **options)  # type: ignore[arg-type]
                 found = on_engine(start, act, 3, **options)  # type: ignore[arg-type]
                 assert [differing(mine, theirs) for mine, theirs in zip(found, expected, strict=True)] == [[], []]
+
+
+class Twice(nn.Module):
+    """A layer that a rank may use two times, kept or recomputed each time."""
+
+    def __init__(self, recomputes: tuple[bool, ...]) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.recomputes = recomputes
+
+    def forward(self, hidden: Tensor, uses_middle: bool) -> Tensor:
+        hidden = torch.tanh(self.first(hidden))
+        for again in self.recomputes if uses_middle else ():
+            hidden = checkpoint(self.middle, hidden, use_reentrant=False) if again else self.middle(hidden)
+        return self.last(torch.tanh(hidden))
+
+
+@pytest.mark.parametrize("recomputes", [(False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_weights_may_be_edited_between_forward_and_backward_while_ranks_use_different_modules(
+    dtype: torch.dtype | None, recomputes: tuple[bool, ...]
+) -> None:
+    """What is recomputed sees the edit, what was kept wants the old values: on the ranks that have used the layer."""
+
+    def act_with(edit: Callable[[Tensor], None], uses: Callable[[int, int], bool]) -> Any:
+        def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+            found: dict[str, Tensor] = {}
+            for step in range(3):
+                uses_middle = uses(comm.rank, step)
+                loss = _loss_of(engine, lambda scale=1.0 + step, used=uses_middle: model(x(scale), used), dtype)
+                with torch.no_grad():
+                    edit(model.middle.weight)
+                with engine.backward():
+                    loss.backward()
+                for name, parameter in model.named_parameters():
+                    if parameter.grad is not None:
+                        found[f"gradient {step} {name}"] = parameter.grad.clone()
+                optimizer.step()
+                optimizer.zero_grad()
+            return found | state_of(model, engine)
+
+        return act
+
+    start = seeded(lambda: Twice(recomputes))
+    in_the_way = not all(recomputes) and dtype is None  # an edit that torch can tell is its error
+    for edit in [_scaled_unseen, _assigned] if in_the_way else EDITS:
+        for uses in [lambda rank, _: rank == 0, lambda rank, _: rank == 1, lambda rank, step: (rank + step) % 2 == 0]:
+            expected = on_engine(start, act_with(edit, uses), 0, autocast_dtype=dtype)
+            found = on_engine(start, act_with(edit, uses), 3, autocast_dtype=dtype, unit_classes=("Linear",))
+            assert [differing(mine, theirs) for mine, theirs in zip(found, expected, strict=True)] == [[], []]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_graph_keeps_the_values_that_an_edit_replaces_and_nobody_else_does(dtype: torch.dtype | None) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> list[int]:
+        found = []
+
+        def note() -> None:
+            found.append(engine.ledger.live_in[Category.GATHERED, Tier.DEVICE])
+
+        for is_used in (False, True):
+            loss = _loss_of(engine, lambda used=is_used: model(x(), used), dtype)
+            note()
+            _assigned(model.middle.weight)
+            with engine.forward():  # which takes the edit over
+                pass
+            note()
+            with engine.backward():
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            note()
+        return found
+
+    start = seeded(lambda: Twice((False,)))
+    kept = WIDTH * WIDTH * (4 if dtype is None else 2)
+    for found in on_engine(start, act, 3, autocast_dtype=dtype, unit_classes=("Linear",)):
+        assert [at - found[0] for at in found] == [0, 0, 0, 0, kept, 0]

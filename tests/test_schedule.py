@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import unit_jobs
+from compare import differing
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.tiers.ledger import Category
 from lightning_zero.wire.comm import Comm
-from models import clone
+from models import clone, seeded
 from thread_world import ThreadComm, ThreadWorld
 
 LAYERS, WIDTH = 6, 64
@@ -129,3 +131,33 @@ def test_a_failing_forward_leaves_hooks_that_work() -> None:
 
     first, second = ThreadWorld(2, 10).run(fail_once)
     assert first == second
+
+
+class Past(nn.Module):
+    """Calls a layer of a block through the block, or past it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Sequential(nn.Linear(unit_jobs.WIDTH, unit_jobs.WIDTH)) for _ in range(2))
+
+    def forward(self, hidden: Tensor, through: bool) -> Tensor:
+        hidden = torch.tanh(self.first(hidden))
+        return (self.last if through else self.last[0])(hidden)
+
+
+def test_a_layer_that_is_called_past_its_block_does_not_read_what_is_on_its_way_for_the_block() -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        seen = {}
+        for step in range(6):
+            with engine.forward(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                loss = model(unit_jobs.x(), step not in (3, 5)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen[f"loss {step}"] = loss.detach()
+        return seen | unit_jobs.state_of(model, engine)
+
+    start, options = seeded(Past), {"autocast_dtype": torch.bfloat16, "unit_classes": ("Sequential",)}
+    expected = unit_jobs.on_engine(start, act, 2, **options)  # type: ignore[arg-type]
+    found = unit_jobs.on_engine(start, act, 3, **options)  # type: ignore[arg-type]
+    assert [differing(mine, theirs) for mine, theirs in zip(found, expected, strict=True)] == [[], []]

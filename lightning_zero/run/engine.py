@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -108,8 +107,7 @@ class Engine:
         self.groups = made.groups
         self.loans = Loans(self.groups)
         self._interception = Interception(self.loans)
-        gather_old = partial(self.loans.gather, purpose="gather for backward")
-        saved = SavedParameters(lambda *use: self.schedule.bring(*use), gather_old)
+        saved = SavedParameters(lambda *use: self.schedule.bring(*use))
         self.cache = UnitCache(made.units, made.arena, 1 + self.options.prefetch, self._interception, saved)
         self.reductions = Reductions(made, comm, self.options.overlap, self.loans, self._interception)
         self.rendezvous = Rendezvous(self.mesh, self.cache, self.reductions)

@@ -7,6 +7,8 @@ a forward or a step (`settle`). Each rank takes over edits of what it owns, so a
 A rank may read or use what others do not, and so come to an edit before them. It waits there until all ranks have come
 to it, as they would be served the edited values of this rank beside the older ones of the others. Some keep at the
 boundary, for a loan that lasts, what others keep at once: so a rank that has kept edits waits at the boundary, too.
+Until then a loan that lasts is this rank's alone: what it runs or recomputes sees the edits (`show_edits`), what it
+sends to other ranks does not.
 """
 
 import math
@@ -58,7 +60,7 @@ class Loans(Lender, GradientLender):
         self._as_lent: dict[ShardGroup, Tensor] = {}  # the resting values of units then, (N * S,): of all ranks
         self._versions: dict[ShardGroup, int] = {}  # of these copies when they were lent
         self._fingerprints: dict[ShardGroup, Fingerprint] = {}  # of what users hold views of, at the first view
-        self._has_kept = False  # edits, at the ends of calls since the last boundary
+        self._has_kept = False  # edits since the last boundary, which can be told from the loans no more
         self._place = _Place.ELSEWHERE
         self._in_blocks: dict[ShardGroup, Tensor] = {}  # those of them that recomputing blocks have read in this pass
         self._held: dict[Unit, None] = {}  # lent units, of whose values user code may hold views
@@ -87,6 +89,10 @@ class Loans(Lender, GradientLender):
         self._enroll_gradients(self.groups)
         self._publishing: dict[ShardGroup, int] = {}
         self._enroll_publishing(self.groups)
+
+    def unit_of(self, group: ShardGroup) -> Unit | None:
+        """Returns the unit that gathers a group; None if it stays full."""
+        return self._units.get(group)
 
     def _enroll_gradients(self, groups: Iterable[ShardGroup]) -> None:
         for slot in (slot for group in groups for slot in group.slots):
@@ -262,19 +268,37 @@ class Loans(Lender, GradientLender):
         if group not in self._fingerprints:
             self._fingerprints[group] = fingerprint_of(full)
 
-    def is_lent(self, group: ShardGroup) -> bool:
-        """Whether a copy of the values in the declared dtype is lent, which may have been edited."""
-        return group in self._declared
-
-    def take_edits(self, unit: Unit) -> None:
-        """Keeps the edits made so far in lent values of a unit, which is to be used."""
-        if any(group in self._declared for group in unit.groups):
-            self.settle()
-        elif unit in self._held:
+    def show_edits(self, unit: Unit) -> None:
+        """Shows the edits made so far in lent values of a unit, which is gathered, to what uses it on this rank from
+        here on. They go into the shards at the next boundary, where all ranks are: until then, another rank that is
+        still in a pass may gather the older values, and this one waits for nobody."""
+        if self._declared:
+            self.show_declared(unit.groups)
+        if unit in self._held:
             with torch.no_grad(), no_interception():
                 for group in unit.groups:
                     if not group.upcasts and group.full_param is not None and group.adopt_assigned():
-                        group.take_edits(group.full_param)
+                        self._has_kept = True
+
+    def show_declared(self, groups: Iterable[ShardGroup]) -> None:
+        """Does `show_edits` for copies in the declared dtype, and ends the loans of those that were not edited."""
+        for group in groups:
+            if group in self._declared:
+                with torch.no_grad(), no_interception():
+                    if self._is_edited(group, self._declared[group]):
+                        self._show_edited(group)
+                    else:
+                        self._take_back_declared(group)
+
+    def _show_edited(self, group: ShardGroup) -> None:
+        full, unit = self._declared[group], self._units.get(group)
+        if unit is not None and not unit.is_gathered:
+            return  # all that this rank reads is the lent copy
+        if unit is not None:
+            unit.wait()  # a gather under way would overwrite the edit
+            self.hold(unit)
+        if group.show_edits(full, self._as_lent.get(group)) and unit is not None:
+            self._as_lent[group] = full.to(group.kind.resting)
 
     @contextmanager
     def all_of(self, parameters: Iterable[Parameter], *, write: bool) -> Iterator[None]:
@@ -375,12 +399,6 @@ class Loans(Lender, GradientLender):
         self._gradients.clear()
 
     # -- boundaries
-
-    def settle_in_pass(self) -> None:
-        """Does `settle` in the middle of a forward, and keeps what its backward will recompute from."""
-        in_blocks = dict(self._in_blocks)
-        self.settle()
-        self._in_blocks = in_blocks
 
     def settle(self, *, all_here: bool = False) -> None:
         """Ends all loans, and keeps the edits that were made meanwhile. If there are any, all ranks must come here, or

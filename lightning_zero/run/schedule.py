@@ -83,8 +83,8 @@ class Schedule:
     # -- parameters: gathered before use, and again when backward asks for them
 
     def _before_forward(self, unit: Unit) -> None:
-        self._loans.take_edits(unit)
         self._rendezvous.use(unit)
+        self._loans.show_edits(unit)
         self._cache.pin(unit)
         if not self._saved.push():
             self._loans.hold(unit)  # no saved-tensor hooks here: what autograd saves must stay gathered
@@ -103,9 +103,9 @@ class Schedule:
         recomputed sees the latest edits, as the recomputation does."""
         if backward_number() != -1:
             self._enter_backward()
-        if is_recomputed:
-            self._loans.take_edits(unit)
         self._rendezvous.use(unit)
+        if is_recomputed:
+            self._loans.show_edits(unit)
         unit.wait()
 
     @contextmanager
@@ -143,7 +143,7 @@ class Schedule:
         dtype."""
         module = reader.module
         weights = [
-            _Shown(vars(holder), parameters_in(holder), name, slot)
+            _Shown(vars(holder), parameters_in(holder), name, slot, self._loans.unit_of(slot.group))
             for holder, name, parameter in reader.parameters
             if (slot := slot_of(parameter)) is not None
         ]
@@ -153,8 +153,7 @@ class Schedule:
         @torch.compiler.disable(recursive=False)
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._catch_up(groups)
-            if any(self._loans.is_lent(group) for group in groups):
-                self._loans.settle_in_pass()  # the lent copy may have been edited: the resting values would be stale
+            self._loans.show_declared(groups)
             casts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == resting
             there = [weight for weight in weights if weight.is_there]
             if reader.tries_kernel:
@@ -279,11 +278,14 @@ class _Shown(NamedTuple):
     parameters: Mapping[str, Parameter | None]  # of that module
     name: str
     slot: Slot
+    unit: Unit | None  # that gathers it
 
     @property
     def is_there(self) -> bool:
-        """Whether its values are gathered, and it has not been replaced (by pruning, say)."""
-        return self.parameters.get(self.name) is self.slot.parameter and self.slot.group.full_param is not None
+        """Whether a forward around this one uses its values, and it has not been replaced (by pruning, say). Values
+        that are merely gathered may be on their way still, ahead of another use, and void if a rank diverges."""
+        is_used = self.unit is None or self.unit.pins > 0
+        return is_used and self.parameters.get(self.name) is self.slot.parameter
 
 
 def _collect_if_alive(schedule_ref: weakref.ref[Schedule], slot_ref: weakref.ref[Slot], _: Tensor) -> None:

@@ -27,7 +27,7 @@ from lightning_zero.shards.local import local_of
 from lightning_zero.shards.setting import Kind, Setting
 from lightning_zero.shards.slot import Slot, forget_slot, no_interception, point_at_nothing, slot_of
 from lightning_zero.tiers.alignment import ALIGNMENT_BYTES
-from lightning_zero.tiers.array import ALL, Array, InMemory, move, zeros
+from lightning_zero.tiers.array import Array, InMemory, move, zeros
 from lightning_zero.tiers.ledger import Category, Place, return_freed_memory
 from lightning_zero.torch_private import edits_of
 from lightning_zero.wire.comm import Gather
@@ -212,18 +212,18 @@ class ShardGroup:
 
     # -- after a step, or an edit
 
-    def _renew(self) -> None:
-        """Moves resting values to new storage before other values take their place: graphs that saved the old values
-        keep these, as they would keep the tensor that `p.data` was, and the copies that autocast makes."""
-        old, is_master = self.owned_param, self.rest.master is self.rest.owned_param
-        if self.stays_full:
-            assert self.full_param is not None
-            full = self._allocate_full().copy_(self.full_param)
-            self.rest.owned_param = InMemory(full[self.own_range], self.places.gathered)
-            self.set_full(full)
-        else:
-            self.rest.owned_param = self._make_array(Category.PARAMETER, self.kind.resting, self.places.parameter)
-            self.rest.owned_param.write(ALL, old.read())
+    def _replace(self, slots: Iterable[Slot], before: Tensor) -> None:
+        """Prepares for other values of some slots in place of those in the full array `before`. Graphs that saved the
+        old values keep these, as they would keep the tensor that `p.data` was, and the copies that autocast makes."""
+        if not self.stays_full:
+            for slot in slots:
+                slot.replace(slot.view(before))
+            return
+        assert self.full_param is not None  # which graphs refer to themselves
+        is_master = self.rest.master is self.owned_param
+        full = self._allocate_full().copy_(self.full_param)
+        self.rest.owned_param = InMemory(full[self.own_range], self.places.gathered)
+        self.set_full(full)
         if is_master:
             self.rest.master = self.rest.owned_param
 
@@ -295,7 +295,7 @@ class ShardGroup:
         for slot in assigned:
             self.check_assigned(slot, slot.parameter, self.full_param.dtype)
         if assigned:
-            self._renew()
+            self._replace(assigned, self.full_param)
         for slot, values in assigned.items():
             view = slot.view(self.full_param)
             view.copy_(values.view_as(view))
@@ -312,23 +312,26 @@ class ShardGroup:
                 "Trainer(precision=...)."
             )
 
-    def take_edits(self, full: Tensor, as_lent: Tensor | None = None) -> None:
-        """Keeps what users have edited in a full array that was lent to them, of the declared or the resting dtype.
+    def show_edits(self, full: Tensor, as_lent: Tensor | None = None) -> bool:
+        """Copies what users have edited in a full array of the declared dtype, which was lent to them, into the values
+        gathered on this rank, and not into its shard. Returns whether there was anything that the resting dtype tells.
+        `as_lent` are the resting values when it was lent, where this rank has them no more."""
+        self.taken_back += 1
+        before, now = self.full_param if as_lent is None else as_lent, full.to(self.kind.resting)
+        assert before is not None
+        edited = [slot for slot in self.slots if not torch.equal(slot.view(now), slot.view(before))]
+        if edited:
+            self._replace(edited, before)
+            if self.full_param is not None:
+                self.full_param.copy_(now)
+        return bool(edited)
 
-        `as_lent` are the resting values when it was lent, where this rank has them no more. All ranks tell by them
-        alike whether graphs have saved other values: an edit may lie in the part of another rank.
-        """
+    def take_edits(self, full: Tensor, as_lent: Tensor | None = None) -> None:
+        """Keeps what users have edited in a full array that was lent to them, of the declared or the resting dtype; see
+        `show_edits` for `as_lent`."""
         declared = full.dtype == self.kind.declared
-        if declared and self.kind.is_cast:
-            self.taken_back += 1
-            before = self.full_param if as_lent is None else as_lent
-            assert before is not None
-            if not torch.equal(full.to(self.kind.resting), before):
-                self._renew()
-                if self.full_param is not None:
-                    self.full_param.copy_(full)
-            elif not self._differs(full):
-                return
+        if declared and self.kind.is_cast and not self.show_edits(full, as_lent) and not self._differs(full):
+            return
         for slot in self.slots:
             within, own = slot.piece.in_shard, slot.own_part(full)
             if declared:

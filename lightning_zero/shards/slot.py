@@ -12,12 +12,21 @@ from lightning_zero.shards.early import class_of, no_interception, nothing
 from lightning_zero.shards.layout import Piece
 from lightning_zero.shards.local import Local
 from lightning_zero.tiers.array import Array
+from lightning_zero.tiers.ledger import Category
 
 if TYPE_CHECKING:
     from lightning_zero.shards.gradient import GradientShard
     from lightning_zero.shards.group import ShardGroup
 
 _SLOTS = WeakIdKeyDictionary()  # Parameter -> weak reference to its Slot; a strong one would keep the parameter alive
+
+
+@final
+class Edition:
+    """Stands for the values of a gathered parameter until the user puts others in their place. Graphs refer to it, and
+    not to the values, which are gathered again. `kept` has them afterwards, ``(numel,)``, if a graph referred to it."""
+
+    kept: Tensor | None = None
 
 
 @final
@@ -46,6 +55,7 @@ class Slot:
         if not self.local.is_divided:
             self._copy, self._copies = self._copy * tensor.size + tensor.rank, self._copies * tensor.size
         self.is_first_copy = self._copy == 0  # writes the tensors that ranks with copies do not divide
+        self.edition = Edition()  # of the values that a unit gathers
         self._strides = self.local.values.stride()  # as the user made it; at rest the values are in C order
         _SLOTS[parameter] = weakref.ref(self)
 
@@ -60,6 +70,18 @@ class Slot:
     def stepped(self, owned: Array) -> Tensor:
         """Returns the piece of this parameter, in `stepped_shape`, from an owned array of its group; to be edited."""
         return owned.open(self.piece.in_shard).view(self.stepped_shape)
+
+    def replace(self, values: Tensor) -> None:
+        """Notes that others take the place of the gathered `values`. Graphs that have saved these keep a copy, as they
+        would keep the tensor that `p.data` was. They could not gather it later: other ranks' graphs, which may have
+        saved nothing here, would not come to that."""
+        before = weakref.ref(self.edition)
+        self.edition = Edition()
+        if (edition := before()) is not None:  # a graph refers to it
+            group = self.group
+            ledger, place = group.setting.ledger, group.setting.places.gathered
+            kept = ledger.allocate(Category.GATHERED, self.numel, values.dtype, place)
+            edition.kept = kept.copy_(values.reshape(-1))
 
     # -- what this rank writes into checkpoints
 

@@ -6,7 +6,8 @@ gathers. So backward gathers nothing that it does not read, and by whatever way 
 auxiliary loss, a second backward, a recomputation), the values are there.
 
 torch does not stack hooks: it calls only the innermost pair. Ours pass what is not a parameter on to the pair that was
-there before, so activation checkpointing and offloading around a unit keep working.
+there before, so activation checkpointing and offloading around a unit keep working. Torch's checkpoint counts what is
+saved, and recomputes when any of it is asked for, so it is told of parameters, too, but not given their values.
 """
 
 from collections.abc import Callable
@@ -19,11 +20,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from lightning_zero.shards.early import nothing
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.local import local_of
-from lightning_zero.shards.slot import no_interception, slot_of
+from lightning_zero.shards.slot import Edition, Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
-from lightning_zero.tiers.array import Array
 from lightning_zero.torch_private import (
     edits_of,
     innermost_saved_hooks,
@@ -36,19 +37,19 @@ from lightning_zero.torch_private import (
 
 
 class _Place(NamedTuple):
-    """A view of a group's full_param, and the state that its parameter was in."""
+    """A view of a parameter's values, and the state that the parameter was in."""
 
     unit: Unit
-    group: ShardGroup
-    parameter: Parameter
+    slot: Slot
     version: int
-    shard: Array  # the group's owned_param at that time
+    is_recomputed: bool  # by torch's checkpoint: backward reads the values that the parameter has then
+    edition: Edition | None  # otherwise: those that it has now
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
-    offset: int  # elements of `dtype`, from the start of full_param
+    offset: int  # elements of `dtype`, from the first one of the parameter
     layout: Any  # of the DTensor, or None whose local part it is: tensor-parallel ranks share the parameter
-    is_recomputed: bool  # by torch's checkpoint: backward reads the values that the parameter has then
+    checkpointed: Any = None  # what torch's checkpoint has made of it
 
 
 class _Itself(NamedTuple):
@@ -56,9 +57,10 @@ class _Itself(NamedTuple):
     values that the parameter has then, even if `p.data` was replaced meanwhile."""
 
     unit: Unit
-    parameter: Parameter
+    slot: Slot
     version: int
     is_recomputed: bool
+    checkpointed: Any = None
 
 
 class _Ours(partial[Any]):
@@ -70,13 +72,10 @@ class SavedParameters:
     """Sets the saved-tensor hooks, and gathers what they have noted.
 
     `use(unit, is_recomputed)` gathers a unit in backward, with the user's latest edits for what is recomputed.
-    `gather_old(group, shard)` returns the full array of a group as it was when `shard` was its owned_param; it is a
-    collective.
     """
 
-    def __init__(self, use: Callable[[Unit, bool], None], gather_old: Callable[[ShardGroup, Array], Tensor]) -> None:
+    def __init__(self, use: Callable[[Unit, bool], None]) -> None:
         self._use = use
-        self._gather_old = gather_old
         self._pushed: list[bool] = []  # whether each `push` has set hooks, innermost last
         self._units: dict[int, Unit] = {}  # storage of a buffer -> the unit in it
         self._homes: dict[ShardGroup, Unit] = {}  # the unit of each group that has been gathered
@@ -117,12 +116,15 @@ class SavedParameters:
         is_recomputed = getattr(otherwise, "__module__", None) == torch.utils.checkpoint.__name__
         with no_interception():
             saved = self._itself(tensor, is_recomputed) or self._place_of(tensor, is_recomputed)
+        if saved is not None and is_recomputed:
+            return saved._replace(checkpointed=otherwise(nothing(tuple(tensor.shape), tensor.dtype, tensor.device)))
         return otherwise(tensor) if saved is None else saved
 
     def _itself(self, tensor: Tensor, is_recomputed: bool) -> _Itself | None:
         slot = slot_of(tensor) if isinstance(tensor, Parameter) and not isinstance(tensor, DTensor) else None
-        unit = None if slot is None else self._homes.get(slot.group)
-        return None if unit is None else _Itself(unit, tensor, edits_of(tensor), is_recomputed)  # type: ignore[arg-type]
+        if slot is None or (unit := self._homes.get(slot.group)) is None:
+            return None
+        return _Itself(unit, slot, edits_of(tensor), is_recomputed)
 
     def _place_of(self, saved: Tensor, is_recomputed: bool) -> _Place | None:
         tensor = local_of(saved)
@@ -133,31 +135,37 @@ class SavedParameters:
             return None
         at = int(tensor.storage_offset()) * tensor.itemsize  # bytes
         group, start = unit.group_at(at)
-        parameter = group.slots[group.layout.index_at((at - start) // group.kind.resting.itemsize)].parameter
-        offset, stride = (at - start) // tensor.itemsize, tuple(tensor.stride())
-        version, shard = edits_of(parameter), group.owned_param
+        itemsize = group.kind.resting.itemsize
+        slot = group.slots[group.layout.index_at((at - start) // itemsize)]
+        offset, rest = divmod(at - start - slot.offset * itemsize, tensor.itemsize)
+        if rest:
+            return None  # items of another size, which do not begin with the parameter
         layout = layout_of(saved) if isinstance(saved, DTensor) else None
-        dtype, shape = tensor.dtype, tensor.shape
-        return _Place(unit, group, parameter, version, shard, dtype, shape, stride, offset, layout, is_recomputed)
+        dtype, shape, stride, version = tensor.dtype, tensor.shape, tuple(tensor.stride()), edits_of(slot.parameter)
+        edition = None if is_recomputed else slot.edition
+        return _Place(unit, slot, version, is_recomputed, edition, dtype, shape, stride, offset, layout)
 
     def _unpack(self, otherwise: Callable[[Any], Tensor], saved: Any) -> Tensor:
         if not isinstance(saved, _Place | _Itself):
             return otherwise(saved)
-        if not saved.is_recomputed:
+        parameter = saved.slot.parameter
+        if saved.is_recomputed:
+            otherwise(saved.checkpointed)  # recomputes, unless it has
+        else:
             with no_interception():
-                _check_version(saved.parameter, saved.version)
+                _check_version(parameter, saved.version)
         if isinstance(saved, _Itself):
             self._use(saved.unit, saved.is_recomputed)
             with no_interception():
-                return saved.parameter.detach()
-        if saved.is_recomputed or saved.shard is saved.group.owned_param:
+                return parameter.detach()
+        flat = None if saved.edition is None else saved.edition.kept
+        if flat is None:
             self._use(saved.unit, saved.is_recomputed)
-            full = saved.group.full_param
+            full = saved.slot.group.full_param
             assert full is not None
-        else:
-            full = self._gather_old(saved.group, saved.shard)
-        values = full.view(saved.dtype)
-        values = values.as_strided(saved.shape, saved.stride, int(values.storage_offset()) + saved.offset)
+            flat = saved.slot.view(full).view(-1)
+        first = flat[:0].view(saved.dtype)  # of another size of items: the whole may not divide into those
+        values = first.as_strided(saved.shape, saved.stride, int(first.storage_offset()) + saved.offset)
         return values if saved.layout is None else DTensor(values, saved.layout, requires_grad=False)
 
 

@@ -59,7 +59,6 @@ _PLACES = {
     ("all_gather", "read"): "the all-gather of the {}",
     ("all_gather", "gather master"): "the all-gather of the parameters of {}",
     ("all_gather", "gather average"): "the all-gather of the average of {}",
-    ("all_gather", "gather for backward"): "the all-gather, for backward, of what a forward saw of {}",
     ("all_gather", "gather"): "the all-gather of the parameters of {}",
     ("all_gather", "publish"): "the all-gather of the stepped parameters of {}",
     ("all_gather", "state"): "the all-gather of the optimizer state of {}",
