@@ -35,7 +35,7 @@ def test_what_is_written_is_read_whatever_is_still_under_way(tmp_path: Path) -> 
 def test_every_dtype_comes_back_in_every_bit(dtype: torch.dtype, tmp_path: Path) -> None:
     disk = Disk(tmp_path)
     values = torch.randint(0, 2, (33,)).to(dtype)
-    array = OnDisk(33, dtype, place_on(disk), Ledger())
+    array = OnDisk(33, dtype, place_on(disk))
     array.write(ALL, values)
     assert array.read().equal(values)
     assert array.read(slice(3, 7)).equal(values[3:7])
@@ -72,7 +72,7 @@ def test_room_is_zeros_also_where_something_else_was(tmp_path: Path) -> None:
 
 def test_edits_inside_stay_and_versions_tell_of_them(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
-    array = OnDisk(10, torch.float32, place_on(disk), Ledger())
+    array = OnDisk(10, torch.float32, place_on(disk))
     array.write(ALL, torch.arange(10.0))
     before = array.version
     with array.edit(slice(2, 5)) as part:
@@ -84,7 +84,7 @@ def test_edits_inside_stay_and_versions_tell_of_them(tmp_path: Path) -> None:
 
 def test_calls_that_move_less_than_was_asked_for_are_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(tmp_path)
-    array = OnDisk(1000, torch.float32, place_on(disk), Ledger())
+    array = OnDisk(1000, torch.float32, place_on(disk))
     for name in ("preadv", "pwritev"):
         whole = getattr(os, name)
         monkeypatch.setattr(os, name, lambda file, views, at, whole=whole: whole(file, [views[0][:700]], at))
@@ -118,7 +118,7 @@ def test_a_failure_behind_is_told_when_it_is_waited_for(tmp_path: Path, monkeypa
 
 def test_a_file_that_was_cut_short_is_told(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
-    array = OnDisk(10, torch.float32, place_on(disk), Ledger())
+    array = OnDisk(10, torch.float32, place_on(disk))
     os.ftruncate(disk._file.fileno(), 8)
     with pytest.raises(DiskError, match="the file was cut short"):
         array.read()
@@ -137,18 +137,9 @@ def test_no_thread_is_left_behind(tmp_path: Path) -> None:
 
 def test_what_rests_on_disk_is_not_read_before_it_is_needed(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
-    array = OnDisk(10, torch.float32, place_on(disk), Ledger())
+    array = OnDisk(10, torch.float32, place_on(disk))
     late = read_late(array, slice(2, 4))
     assert isinstance(late, Part)
     array.write(ALL, torch.arange(10.0))
     assert late.read().tolist() == [2, 3]
     disk.close()
-
-
-def test_what_is_read_from_disk_is_booked_as_long_as_it_is_in_memory(tmp_path: Path) -> None:
-    ledger = Ledger()
-    array = OnDisk(100, torch.float32, place_on(Disk(tmp_path)), ledger)
-    values = array.read(slice(10, 30))
-    assert ledger.tiers[Tier.HOST] == 80
-    del values
-    assert ledger.tiers[Tier.HOST] == 0

@@ -117,10 +117,9 @@ class OnDisk(Array):
 
     version = 0
 
-    def __init__(self, numel: int, dtype: torch.dtype, place: Place, ledger: Ledger) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, place: Place) -> None:
         super().__init__(numel, dtype, place)
         assert place.disk is not None
-        self._ledger = ledger
         self.disk: Disk = place.disk
         self._start = self.disk.reserve(numel * dtype.itemsize)
         weakref.finalize(self, self.disk.give_back, self._start, numel * dtype.itemsize)
@@ -131,8 +130,7 @@ class OnDisk(Array):
 
     def read(self, part: slice = ALL) -> Tensor:
         start, stop, _ = part.indices(self.numel)
-        here = Place(self.place.device, Tier.HOST)
-        values = self._ledger.allocate(Category.BUCKET, stop - start, self.dtype, here)
+        values = torch.empty(stop - start, dtype=self.dtype, device=self.place.device)
         self.disk.read(self.at(part), values)
         return values
 
@@ -179,7 +177,7 @@ def read_late(array: Array, part: slice) -> "Tensor | Part":
 def empty(category: Category, numel: int, dtype: torch.dtype, place: Place, ledger: Ledger) -> Array:
     """Returns an uninitialised array, and books it."""
     if place.tier is Tier.DISK:
-        array = OnDisk(numel, dtype, place, ledger)
+        array = OnDisk(numel, dtype, place)
         ledger.book(category, Tier.DISK, numel * dtype.itemsize, array)
         return array
     return InMemory(ledger.allocate(category, numel, dtype, place), place)
