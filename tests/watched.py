@@ -14,7 +14,7 @@ _close = Engine.close
 def _check_and_close(self: Engine, **kwargs: Any) -> None:
     has_ended = not self.closed and self.journal.has_step
     _close(self, **kwargs)
-    if not has_ended:
+    if not has_ended or self._facts_at_close is None:  # it has failed
         return
     program = self.program()
     seen = program.facts.groups, program.uses

@@ -1,7 +1,7 @@
 """`Engine`: trains one module with its optimizers at a stage of ZeRO. Knows nothing of Lightning."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, final
 
 import torch
@@ -292,12 +292,15 @@ class Engine:
         another step like it comes. After `close`, the last one before.
 
         Raises:
-            RuntimeError: before a step has ended.
+            RuntimeError: before a step has ended, and after a rank has failed.
         """
         numbers = {one: number for ones in (self.groups, self.optimizers) for number, one in enumerate(ones)}
         if not (uses := self.journal.last_step(numbers)):
             raise RuntimeError("There is no program yet: a step is learnt while it is taken. Train one step first.")
-        return make_program(self._facts_at_close if self.closed else self._facts(), uses)
+        facts = self._facts_at_close if self.closed else self._facts()
+        if facts is None:
+            raise RuntimeError("There is no program any more: training ended with an error.")
+        return make_program(facts, uses)
 
     def _facts(self) -> Facts:
         comm = self.mesh.shard
@@ -345,7 +348,13 @@ class Engine:
         if whole:
             self.stepping.interrupt()
             self.catch_up()
-        self._bytes_at_close, self._facts_at_close = self.bytes_by_category(), self._facts()
+        self._bytes_at_close = self.bytes_by_category()
+        self._facts_at_close = None
+        if whole and self.journal.has_step:
+            with suppress(
+                RuntimeError
+            ):  # an optimizer has a parameter that is not the module's, which has ended the run
+                self._facts_at_close = self._facts()
         self.stepping.leave()
         if self.parts.recompute is not None:
             self.parts.recompute.leave()

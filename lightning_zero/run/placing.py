@@ -162,9 +162,7 @@ class _Placing:
     # -- backward
 
     def _begin_backward(self, _: int) -> None:
-        for group in range(len(self._facts.groups)):
-            if not self._facts.groups[group].is_full:
-                self._catch_up(group)
+        self._catch_up_all()
         if self._at in self._plan:  # of a round that goes on
             self._follow(self._plan[self._at])
             self._settle()
@@ -235,7 +233,7 @@ class _Placing:
 
     def _step_reduced(self) -> None:
         for group in self._unstepped:
-            pool = self._pools[self._facts.groups[group].pool]
+            pool = self._pools[self._facts.groups[group].pool] if self._facts.groups[group].chunks else deque()
             own = [bucket for bucket, flight in enumerate(pool) if flight is not None and flight.group == group]
             for bucket in range(own[-1] + 1 if own else 0):
                 self._store(pool, bucket)
@@ -285,6 +283,7 @@ class _Placing:
     # -- steps
 
     def _step(self, optimizer: int) -> None:
+        self._catch_up_all()
         self._meet()
         stepped = self._facts.optimizers[optimizer]
         apart = {group for window in stepped.windows for group in window.groups}
@@ -314,6 +313,15 @@ class _Placing:
             if window.facts.is_whole:
                 self._collect(window, lag=0)
         self._publish([group for group in stepped.groups if group not in late])
+
+    def _catch_up_all(self) -> None:
+        """Takes all postponed steps, but those of groups that are still read as such."""
+        later = set(self._uses[self._at + 1 :])
+        calls = {group: call for call, group in self._facts.publishes.items()}
+        for group in range(len(self._facts.groups)):
+            reads = {Use(Cause.READ, group), Use(Cause.CALL, calls.get(group, -1))}
+            if later.isdisjoint(reads):
+                self._catch_up(group)
 
     def _catch_up(self, group: int) -> None:
         """Takes the postponed steps of a group, and publishes what they have made."""
@@ -363,7 +371,7 @@ class _Placing:
                 after, sent = self._stepped.get(group, ()), self._sent(facts.shard, facts.itemsize)
                 self._add(Kind.PUBLISH, group, by=by, after=after, lag=lag, nbytes=sent)
 
-    def _first_read(self, group: int) -> int:
+    def _first_read(self, group: int) -> int | None:
         """Returns the use, of the next step, that waits for values that may arrive late."""
         reads = (Use(Cause.READ, group), Use(Cause.BACKWARD))
-        return next(at for at, use in enumerate(self._uses) if use in reads)
+        return next((at for at, use in enumerate(self._uses) if use in reads), None)

@@ -115,7 +115,7 @@ def why_not_cast(model: Module, trainable: Container[int] | None = None) -> dict
             "its forward is not torch's own": not names or "forward" in vars(reader),
             "torch.compile or TorchScript traces it": reader in compiled or module in compiled,
             "the forward of a layer around it is not torch's own": module in in_others,
-            "hooks compute its weights": not set(parameters_in(module)) <= {*names, *also},
+            "hooks compute its weights": not set(parameters_in(module).keys()) <= {*names, *also},
             "modules share its weights": any(holders[id(parameter)] > 1 for parameter in own),
             "it is made in another dtype": any(parameter.dtype != torch.float32 for parameter in own),
             "a DTensor shows one dtype": any(local_of(parameter) is not parameter for parameter in own),
