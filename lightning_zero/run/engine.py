@@ -63,8 +63,8 @@ class Engine:
        reduce-scattered, bucket by bucket, while backward goes on. All ranks reduce the groups in the same order.
     3. `optimizer.step()` enters `step` through a hook. First, all ranks agree on which parameters have a gradient. At
        stage 3 this is the only message of a step beside its data, also where each of several micro-batches is reduced.
-       (At stages 0 to 2 there is one more in each backward before the first reduction, if not all buckets can travel at
-       once; if they can, one more between two micro-batches that are reduced.) During the call, the values and the
+       (At stages 0 to 2 there is one more in a backward before the first reduction, if not all buckets can travel at
+       once; and at stage 2 one more between two micro-batches that are reduced.) During the call, the values and the
        gradient of each parameter are the piece that this rank owns, so the optimizer makes state for this piece only.
     4. After the call, at stages 1 and 2, the new values are all-gathered. At stage 3, the next forward gathers them.
 
@@ -211,7 +211,7 @@ class Engine:
         if self.reductions.stage is Stage.UNSETTLED or self.rendezvous.is_awaited:
             self.rendezvous.settle_last_backward()
         self.schedule.start_pass()
-        self.reductions.begin_backward()
+        self.reductions.stage = Stage.COLLECTING
         self._phases.enter(Phase.BACKWARD)
 
     def _end_backward(self) -> None:
@@ -234,7 +234,6 @@ class Engine:
             self._phases.leave(Phase.BACKWARD)
             with no_interception():
                 self.reductions.forget()
-            self.rendezvous.forget_backward()
             self.stepping.forget_backward()
             self.journal.forget()
 

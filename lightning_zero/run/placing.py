@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from lightning_zero.run.plan import Step
 from lightning_zero.run.program import Cause, Facts, Kind, Op, OptimizerFacts, Program, Use, WindowFacts
-from lightning_zero.run.rounds import Complete, residents, rounds_of, settled_alone
+from lightning_zero.run.rounds import Complete, residents, rounds_of
 
 
 def make_program(facts: Facts, uses: Sequence[Use]) -> Program:
@@ -52,7 +52,6 @@ class _Placing:
         rounds = rounds_of(facts, uses)
         self._met = {at for at in range(len(uses)) if any(at == one.stop for one in rounds)}
         self._plan = {at: step for one in rounds for at, step in one.steps.items()}
-        self._alone = settled_alone(facts, uses)
         self._here = residents(facts)
         self._complete = Complete(facts, uses)
         self._reduced = 0  # groups of the micro-batches of this round that are over
@@ -167,9 +166,6 @@ class _Placing:
             self._follow(self._plan[self._at])
             self._settle()
             self._reduced += len(self._facts.order)
-        elif self._at in self._alone:
-            self._is_ready = self._is_unsettled = False
-            self._settle()
         self._meet()
         self._started = 0
 

@@ -56,7 +56,6 @@ class Reductions:
         self._ready_order: list[GradientShard] = []  # the order in which this backward has completed groups
         self._order_learnt = False
         self.stage = Stage.CLEAR
-        self._alone: bytes | None = None  # flags of parameters with gradients, if this rank has settled them alone
         self.is_on = True  # False: backwards only accumulate gradients, on this rank
         self.notices = Notices()  # told to the other ranks with each statement
         self.step: Callable[[Sequence[Slot]], None] | None = None  # steps averaged gradients in backward, if set
@@ -91,16 +90,6 @@ class Reductions:
             )
 
     # -- in backward
-
-    def begin_backward(self) -> None:
-        """Notes that a backward begins, and that the last one is settled."""
-        self.stage = Stage.COLLECTING
-        self._ready_order = []
-        self.forget_settled()
-
-    def forget_settled(self) -> None:
-        """Notes that other ranks have begun another backward than the one that this rank has settled alone."""
-        self._alone = None
 
     def collect(self, slot: Slot) -> bool:
         """Takes the gradient in `p.grad`. Returns whether it completes its group."""
@@ -190,16 +179,12 @@ class Reductions:
         """Returns what this rank knows of the backward, ``(bytes,)`` uint8, one flag for each question. Ranks combine
         their statements by the maximum: a flag is set if any rank has set it."""
         has_gradients = self.stage is Stage.UNSETTLED and any(shard.used for shard in self.shards)
-        has_gradients |= self._alone is not None
         said = bytearray([has_gradients, *self.notices.flags()])
         complete = self.count_complete()
         said += bytes(at >= complete for at in range(len(self.shards)))
-        said += self._flags if self._alone is None else self._alone
+        for shard in self.shards:
+            said += bytes(index in shard.used for index in range(len(shard.group.slots)))
         return torch.frombuffer(said, dtype=torch.uint8)
-
-    @property
-    def _flags(self) -> bytes:
-        return bytes(index in shard.used for shard in self.shards for index in range(len(shard.group.slots)))
 
     def has_gradients_in(self, said: Tensor) -> bool:
         """Returns whether any rank has gradients to reduce, by the combined statements."""
@@ -214,7 +199,8 @@ class Reductions:
     def settle(self, said: Tensor) -> None:
         """Reduces the remaining gradients, by the combined statements of all ranks, and shows the averaged ones in
         `p.grad` (or steps them). Collective."""
-        has_gradients, noticed, _, used = said.split([1, len(Notice), len(self.shards), len(self._flags)])
+        sizes = [1, len(Notice), len(self.shards), *(len(shard.group.slots) for shard in self.shards)]
+        has_gradients, noticed, _, *used = said.split(sizes)
         self.notices.hear(noticed.tolist())
         if self.notices.are_apart:
             self._refuse_uneven_batches()
@@ -224,60 +210,32 @@ class Reductions:
         self.stage = Stage.CLEAR
         if not has_gradients:  # on any rank
             return
-        if self._alone is None:
-            with no_interception(), torch.no_grad():
-                if self.step is None:
-                    self._show_averages(self._slots_in(used))
-                else:
-                    self._step_averages(self._slots_in(used))
-        self._alone = None
+        with no_interception(), torch.no_grad():
+            having = [
+                [shard.group.slots[index] for index in flags.nonzero().flatten().tolist()]
+                for shard, flags in zip(self.shards, used, strict=True)
+            ]
+            if self.step is None:
+                self._show_averages(having)
+            else:
+                self._step_averages(having)
         self._learn_order()
         self._clear()
-
-    def _slots_in(self, flags: Tensor) -> list[list[Slot]]:
-        """Returns the parameters with a flag, by group."""
-        each = flags.split([len(shard.group.slots) for shard in self.shards])
-        return [
-            [shard.group.slots[index] for index in own.nonzero().flatten().tolist()]
-            for shard, own in zip(self.shards, each, strict=True)
-        ]
 
     @property
     def pattern(self) -> int:
         """A digest of which parameters have gradients on this rank."""
-        return zlib.crc32(self._flags)
+        flags = (index in shard.used for shard in self.shards for index in range(len(shard.group.slots)))
+        return zlib.crc32(bytes(flags))
 
     def settle_alike(self) -> None:
         """Does what `settle` does, where all ranks are known to have gradients of the same parameters. Collective."""
-        self._settle_by(torch.frombuffer(bytearray(self._flags), dtype=torch.uint8))
-
-    @property
-    def may_settle_alone(self) -> bool:
-        """Whether averages are stored without further collectives, and stay as they are until the next ones are."""
-        return self.step is None and all(s.travels and s.group.setting.partition.gradient for s in self.shards)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all parameters have gradients on this rank."""
-        return all(self._flags)
-
-    def settle_alone(self, said: Tensor | None) -> None:
-        """Does what `settle` does, where all reductions are under way on all ranks. Other ranks may settle later. Of
-        `said`, the combined statements, it takes which parameters have gradients; without it, all have."""
-        numel = len(self._flags)
-        flags = torch.ones(numel, dtype=torch.uint8, device=HOST) if said is None else said[len(said) - numel :]
-        self._settle_by(flags)
-        self._alone = bytes(flags.tolist())
-
-    def _settle_by(self, flags: Tensor) -> None:
         for shard in self._plain:
             self._interception.show(shard.group)
         self.stage = Stage.CLEAR
         with no_interception(), torch.no_grad():
-            self._show_averages(self._slots_in(flags))
-        order = self._ready_order  # `_learn_order` is still to come
+            self._show_averages([[shard.group.slots[index] for index in sorted(shard.used)] for shard in self.shards])
         self._clear()
-        self._ready_order = order
 
     def _refuse_uneven_batches(self) -> None:
         """Raises RuntimeError on every rank. Collective."""
@@ -336,7 +294,6 @@ class Reductions:
         for shard in self.shards:
             shard.forget()
         self.stage = Stage.CLEAR
-        self._alone = None
         self._clear()
 
     def _clear(self) -> None:

@@ -62,7 +62,6 @@ class _Heard(NamedTuple):
     agree: bool  # all want the same, and have used the same before
     early: bool  # a rank will meet the others once more before the step
     alike: bool  # all have gradients of the same parameters
-    ended: bool  # a rank has come to the end of the round
     statement: Tensor  # see `Reductions.statement`
 
 
@@ -102,8 +101,7 @@ class _Round:
     complete: dict[int, int] = field(default_factory=dict)  # use -> gradient groups that were complete on all ranks
     reduced: int = 0  # gradient groups of the micro-batches of this round that are over
     in_flight: dict[int, Gather] = field(default_factory=dict)  # unit -> its gather, until it tells who diverges
-    reduces: bool = False  # all ranks are known to reduce the gradients of this backward
-    all_reduce: bool = False  # ... and each of them has some of its own
+    reduces: bool = False  # all ranks are known to reduce gradients in this round
     replicas_reduce: bool | None = None  # whether any replica does; None until they have told each other
 
 
@@ -159,7 +157,6 @@ class Rendezvous:
         self._beginnings: dict[tuple[int, bool], int] = {}  # `begins` of a round -> its kind, the last time
         self._before = _Before()
         self._span: _Span | None = _Span(self._before)  # None: ranks have used different things since the last step
-        self._knew_all = False  # this rank has settled gradients alone: each parameter had one on it
         self.is_awaited = False  # the others wait for this rank to meet them once more, as it was early
         self.is_waiting = False  # this rank wants nothing but that the others come to where it is
 
@@ -211,20 +208,12 @@ class Rendezvous:
         """The number that a rank wants when it is about to reduce gradients."""
         return len(self._units) + len(self._calls)
 
-    @property
-    def _to_settle(self) -> int:
-        """The number that a rank wants when it must know which parameters have gradients on the others."""
-        return self._to_reduce + 1
-
     def _serve(self, wants: Iterable[int], own: int | None) -> None:
         """Takes part in everything that is wanted, and keeps the results of what this rank wants (`own`)."""
         for want in wants:
             if want == self._to_reduce:
                 if own is None:  # this rank has no gradients, and contributes zeros
-                    self._reductions.forget_settled()
                     self._start(len(self._reductions.shards))
-            elif want == self._to_settle:
-                pass  # all have settled as they heard of it
             elif want >= len(self._units):
                 self._serve_call(want, want == own)
             elif want == own:
@@ -348,7 +337,7 @@ class Rendezvous:
 
     def _exchange(self, number: int | None, *, early: bool = False, continues: bool = False) -> _Heard:
         """Says what this rank wants (None: nothing more in this round), and hears what the others want. Collective."""
-        known = self._to_settle + 1
+        known = self._to_reduce + 1
         wants = bytearray(known)
         if number is not None:
             wants[number] = 1
@@ -359,33 +348,24 @@ class Rendezvous:
         # Where ranks differ in a byte of `same`, its maximum and that of its complement do not add up to 255.
         pattern = self._reductions.pattern.to_bytes(8, "little")
         pairs = (part for value in (same, pattern) for part in (value, bytes(255 - byte for byte in value)))
-        collects = self._round.all_reduce and not is_unsettled
-        told = bytes([early, number is None, self._knew_all, collects])
-        mine = torch.frombuffer(wants + b"".join(pairs) + told, dtype=torch.uint8)
+        mine = torch.frombuffer(wants + b"".join(pairs) + bytes([early]), dtype=torch.uint8)
         said = torch.cat([mine, self._reductions.statement()])
         try:
             heard = self._comm.all_reduce(said, "rendezvous", "max")
         except RankTimeoutError as error:
             labels = [f"the all-gather of {unit.name or 'the model'}" for unit in self._units]
             labels += [call.label for call in self._calls]
-            labels += ["the reductions of a backward", "the agreement on the gradients of a backward"]
-            labels += ["the agreement that ends a step or an evaluation"]
+            labels += ["the reductions of a backward", "the agreement that ends a step or an evaluation"]
             error.place = f"{labels[want]}, on rank {self._comm.rank}"
             if self._round.reduces and number is not None and number < self._to_reduce:
                 error.details.append(_IN_BACKWARD)
             raise
-        sizes = [known, len(same), len(same), len(pattern), len(pattern), len(told), len(said) - len(mine)]
+        sizes = [known, len(same), len(same), len(pattern), len(pattern), 1, len(said) - len(mine)]
         wanted, one, other, first, second, anybody, statement = heard.split(sizes)
-        if wanted.any() and self._units:  # else the rest starts together, when gradients are settled
+        if wanted.any():  # else the remaining reductions start together, when gradients are settled
             self._start(self._reductions.count_complete_in(statement))
         agree, alike = (bool((a.int() + b.int() == 255).all()) for a, b in ((one, other), (first, second)))
-        is_early, has_ended, all_known, collects = (bool(flag) for flag in anybody)
-        # A rank that reduces again, while this one has not settled the last backward, has settled it alone.
-        settles = wanted[self._to_settle] or wanted[self._to_reduce]
-        if settles and self._round.all_reduce and not collects:
-            self._reductions.settle_alone(None if all_known else statement)
-            self._round.reduces = self._round.all_reduce = False
-        return _Heard(wanted.nonzero().flatten().tolist(), agree, is_early, alike, has_ended, statement)
+        return _Heard(wanted.nonzero().flatten().tolist(), agree, bool(anybody), alike, statement)
 
     # -- meeting
 
@@ -401,11 +381,8 @@ class Rendezvous:
         self._note(END)
 
     def settle_last_backward(self) -> None:
-        """Settles the gradients of the backward before the one that begins: by what is known of the other ranks, and
-        otherwise by meeting. Collective."""
-        if self._round.all_reduce:
-            self._settle_alone()
-            return
+        """Settles the gradients of the backward before the one that begins: by the plan, where it says that every
+        parameter has one on every rank, and otherwise by meeting. Collective."""
         plan, at = self._round.plan, len(self._round.uses) - self._round.start
         if plan is not None and at < len(plan) and plan[at].use == NEXT_BACKWARD:
             with no_interception(), torch.no_grad():
@@ -414,19 +391,6 @@ class Rendezvous:
                     return
         if self.meet(continues=self.spans):
             self.meet_all()
-
-    def _settle_alone(self) -> None:
-        """Settles gradients whose reductions all ranks start by themselves, as each has said that it has some. If every
-        parameter has one here, nothing is to be learnt from the others. Otherwise this rank asks, and all settle that
-        have not yet: the others come to an exchange before they reduce again."""
-        if self._reductions.is_complete:
-            self._reductions.settle_alone(None)
-            self._round.reduces = self._round.all_reduce = False
-            self._knew_all = True
-            return
-        with self._waiting(), no_interception(), torch.no_grad():
-            while self._round.all_reduce:
-                self._serve(self._exchange(self._to_settle).wants, self._to_settle)
 
     @property
     def spans(self) -> bool:
@@ -446,7 +410,6 @@ class Rendezvous:
         with self._waiting():
             while (heard := self._exchange(None, early=early, continues=continues)).wants:
                 self._serve(heard.wants, None)
-        self._knew_all = False
         self._join_replicas(heard.statement)
         is_over = self._count_complete(heard.statement) == len(self._reductions.shards) and END in self._round.uses
         self._learn(heard.agree, continues=continues and is_over and heard.alike and not heard.early)
@@ -517,10 +480,8 @@ class Rendezvous:
             self._round.reduces = True
             self._leave_plan()
             with self._waiting(), no_interception(), torch.no_grad():
-                while (heard := self._exchange(self._to_reduce)).wants != [self._to_reduce]:
-                    self._serve(heard.wants, self._to_reduce)
-            self._knew_all = False
-            self._round.all_reduce = self._reductions.may_settle_alone and self.spans and not heard.ended
+                while (wants := self._exchange(self._to_reduce).wants) != [self._to_reduce]:
+                    self._serve(wants, self._to_reduce)
         self._start(number)
 
     def settle_gradients(self, *, meets: bool = False) -> None:
@@ -530,14 +491,8 @@ class Rendezvous:
         with no_interception(), torch.no_grad():
             if meets and (is_unsettled or self.may_be_wanted):
                 self.meet_all()
-            elif is_unsettled and self._round.all_reduce:
-                self._settle_alone()
             elif is_unsettled:
                 self.meet(early=True)
-
-    def forget_backward(self) -> None:
-        """Forgets what was known of a backward, which has failed on every rank."""
-        self._round.reduces = self._round.all_reduce = False
 
     def expect_nothing(self) -> None:
         """Drops the plan of this round: all ranks are known to be here, and not to follow it."""

@@ -38,9 +38,7 @@ def _meetings(facts: Facts, uses: Sequence[Use]) -> list[int]:
     """Returns the uses at which ranks meet, if no round spans micro-batches."""
     found, is_unsettled = [], False
     may_be_wanted = bool(facts.units or facts.calls)
-    alone = settled_alone(facts, uses)
     for at, (cause, _) in enumerate(uses):
-        is_unsettled &= at not in alone
         meets = {
             Cause.BACKWARD: is_unsettled,
             Cause.END: facts.gathers_gradients or facts.steps_in_backward,
@@ -52,23 +50,6 @@ def _meetings(facts: Facts, uses: Sequence[Use]) -> list[int]:
         is_unsettled = (is_unsettled or cause is Cause.END) and not meets
         if meets:
             found.append(at)
-    return found
-
-
-def settled_alone(facts: Facts, uses: Sequence[Use]) -> set[int]:
-    """Returns the beginnings of backwards at which each rank settles the last one without the others: it has heard, in
-    that one, that they reduce, and has all gradients."""
-    found, there, is_over = set[int](), set[int](), False
-    for at, (cause, number) in enumerate(uses):
-        if cause is Cause.GRADIENT:
-            there.add(number)
-        elif cause is Cause.END:
-            is_over = True
-        elif cause is Cause.BACKWARD and is_over:
-            if facts.settles_alone and facts.may_wait and there.issuperset(facts.order):
-                found.add(at)
-            there.clear()
-            is_over = False
     return found
 
 
