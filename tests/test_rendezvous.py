@@ -1,7 +1,6 @@
 """Ranks that go different ways where no gradients are computed; all come to the end, and nothing is mixed up."""
 
 import os
-from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -18,7 +17,6 @@ import user_jobs
 from cover import name_of, pairwise
 from lightning_zero.run import rendezvous
 from lightning_zero.run.plan import Residents
-from lightning_zero.run.reductions import Stage
 from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.wire.comm import Comm, Gather, RankTimeoutError
 from lightning_zero.wire.mesh import Mesh
@@ -120,37 +118,25 @@ class Readiness:
     """Reductions of which a test says how many are complete, and notes when they start."""
 
     complete = 0
-    shards = range(9)
-    stage = Stage.CLEAR
 
     def __init__(self) -> None:
         self.started = 0
 
-    @property
-    def pattern(self) -> int:
-        return self.complete  # the same where the same is complete
-
     def count_complete(self) -> int:
-        return self.complete if self.stage is not Stage.UNSETTLED else len(self.shards)
+        return self.complete
 
     def start(self, number: int) -> None:
-        assert number <= self.count_complete(), "started before it was complete here"
+        assert number <= self.complete, "started before it was complete here"
         self.started = max(self.started, number)
 
     def statement(self) -> torch.Tensor:
-        return torch.tensor([9 - self.count_complete()], dtype=torch.uint8)  # over all ranks the largest counts
+        return torch.tensor([9 - self.complete], dtype=torch.uint8)  # over all ranks the largest counts
 
     def count_complete_in(self, said: torch.Tensor) -> int:
         return 9 - int(said[0])
 
     def settle(self, said: torch.Tensor) -> None:
         self.complete = self.started = 0
-        self.stage = Stage.CLEAR
-
-    def settle_alike(self) -> None:
-        assert self.stage is Stage.UNSETTLED
-        assert self.started == 9
-        self.settle(torch.empty(0))
 
 
 CAMPAIGN = int(os.environ.get("RANDOM_ROUNDS", "0"))
@@ -163,10 +149,8 @@ USES = st.lists(st.integers(0, 6), max_size=12)
             USES,
             st.booleans(),  # as in the round before
             st.booleans(),  # with gradients
-            st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 12), USES), max_size=2),
+            st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12), USES), max_size=2),
             st.lists(st.integers(0, 3), max_size=12),  # gradient groups that become complete at each use
-            st.integers(1, 3),  # micro-batches, each with these uses
-            st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=1),  # rank, micro-batch: lacks some
         ),
         min_size=1,
         max_size=8,
@@ -183,30 +167,18 @@ def test_every_rank_gets_what_it_wants_whichever_way_the_others_go(
 
     def rank_main(comm: Comm) -> None:
         things = Things(comm, prefetch)
-        common: tuple[list[int], bool, list[int], int] = ([], False, [], 1)
-        for uses, repeats, trains, detours, becoming, micros, lacking in rounds:
-            common = common if repeats else (uses, trains, becoming, micros)
-            shared, trains, becoming, micros = common
-            with torch.set_grad_enabled(trains):
-                for micro in range(micros if trains else 1):
-                    mine = list(shared)
-                    for rank, of, at, other in detours:
-                        if rank == comm.rank and of == micro:
-                            mine[at : at + len(other) // 2] = other
-                    begins = len(mine) // 2 if micro else 0  # the use before which forward is over
-                    for at, which in enumerate([*mine, None]):
-                        if micro and at == begins:
-                            things.rendezvous.settle_last_backward()
-                            things.reductions.stage = Stage.COLLECTING
-                        if which is not None:
-                            things.use(which)
-                        if trains and begins <= at < len(becoming):
-                            things.reductions.complete = min(9, things.reductions.complete + becoming[at])
-                    if trains:
-                        if micro < micros - 1 and (comm.rank, micro) not in lacking:
-                            things.reductions.complete = 9
-                        things.reductions.stage = Stage.UNSETTLED
-                        things.rendezvous.end_backward()
+        common: tuple[list[int], bool, list[int]] = ([], False, [])
+        for uses, repeats, trains, detours, becoming in rounds:
+            common = common if repeats else (uses, trains, becoming)
+            mine = list(common[0])
+            for rank, at, other in detours:
+                if rank == comm.rank:
+                    mine[at : at + len(other) // 2] = other
+            with torch.set_grad_enabled(common[1]):
+                for at, which in enumerate(mine):
+                    things.use(which)
+                    if common[1] and at < len(common[2]):
+                        things.reductions.complete = min(9, things.reductions.complete + common[2][at])
                 things.end_round()
 
     ThreadWorld(world, 5, learns_late=late).run(rank_main)
@@ -290,95 +262,25 @@ def test_what_came_next_is_remembered_of_the_newest_ways_alone() -> None:
             assert messages[-1] == 1
 
 
-def messages_of_steps(
-    stage: int, micros: int, clips: bool = False, start: nn.Module | None = None, **options: Any
-) -> list[list[dict[str, int]]]:
-    """What each rank sends beside gathers and reductions, in each of some steps."""
-
-    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> list[dict[str, int]]:
+@pytest.mark.parametrize("micros", [1, 2, 4])
+def test_ranks_that_use_the_same_units_agree_once_in_each_micro_batch(micros: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> list[int]:
         messages = []
         for step in range(6):
-            before = Counter(comm._issued)
+            calls = comm.calls["all_reduce"]
             for micro in range(micros):
                 with engine.accumulating() if micro < micros - 1 else nullcontext():
                     with engine.forward():
                         loss = model(x(1.0 + step + comm.rank)).sum()
                     with engine.backward():
                         loss.backward()
-            if clips:
-                engine.averages.clip_by_norm_(optimizer, 0.1)
             optimizer.step()
             optimizer.zero_grad()
-            sent = Counter(comm._issued) - before
-            messages.append({name: n for name, n in sent.items() if not name.startswith(("all_gather", "reduce_sc"))})
+            messages.append(comm.calls["all_reduce"] - calls)
         return messages
 
-    options = {"unit_classes": ("Linear",), "bucket_bytes": FEW_BUCKETS, **options}
-    return on_engine(start or tower(5), act, stage, **options)
-
-
-@pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize(
-    ("stage", "micros", "agreements"),
-    [(0, 1, 3), (0, 4, 3), (1, 1, 2), (1, 4, 2), (2, 1, 2), (2, 4, 8), (3, 1, 1), (3, 4, 1)],
-)
-def test_ranks_that_do_the_same_send_few_messages_beside_their_data(
-    stage: int, micros: int, agreements: int, clips: bool
-) -> None:
-    """Clipping sends a sum of norms. As code of users may come after it, ranks agree once more before the step."""
-    for messages in messages_of_steps(stage, micros, clips):
-        more = clips and stage > 0
-        expected = {"all_reduce rendezvous": agreements + more} | ({"all_reduce norm": 1} if more else {})
-        assert messages[3:] == [expected] * 3
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_micro_batches_of_which_each_is_reduced_need_no_agreement_between_them(prefetch: int, overlap: bool) -> None:
-    for messages in messages_of_steps(3, 3, prefetch=prefetch, overlap=overlap):
-        assert messages[3:] == [{"all_reduce rendezvous": 1}] * 3
-
-
-def test_parameters_that_no_rank_uses_cost_no_agreement() -> None:
-    start = tower(5)
-    start[2].register_module("unused", nn.Linear(WIDTH, WIDTH))
-    for messages in messages_of_steps(3, 3, start=start):
-        assert messages[3:] == [{"all_reduce rendezvous": 1}] * 3
-
-
-def test_micro_batches_agree_one_by_one_where_no_gather_could_tell_that_a_rank_is_not_ready() -> None:
-    """All units stay gathered from one micro-batch to the next."""
-    for messages in messages_of_steps(3, 3, start=tower(2), prefetch=2):
-        assert messages[3:] == [{"all_reduce rendezvous": 3}] * 3
-
-
-@pytest.mark.parametrize("lacks", ["a layer", "all"])
-def test_micro_batches_agree_again_from_where_a_rank_has_no_gradient_of_a_layer(lacks: str) -> None:
-    """In one step, on one rank, in the second of three micro-batches."""
-
-    def act_with(does: Any) -> Any:
-        def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> Any:
-            for step in range(6):
-                for micro in range(3):
-                    is_odd = comm.rank == 0 and (step, micro) == (4, 1)
-                    with engine.accumulating() if micro < 2 else nullcontext():
-                        with engine.forward():
-                            loss = (does if is_odd else nn.Module.__call__)(model, x(1.0 + step + comm.rank)).sum()
-                        with engine.backward():
-                            loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            return state_of(model, engine)
-
-        return act
-
-    does = {"a layer": leaves_a_layer_out, "all": has_no_gradient}[lacks]
-    found, expected = (
-        on_engine(tower(5), act_with(one), 3, unit_classes=("Linear",), bucket_bytes=FEW_BUCKETS)
-        for one in (does, SAME[does])
-    )
-    for mine, theirs in zip(found, expected, strict=True):
-        assert_same_bits(mine, theirs)
+    for messages in on_engine(tower(5), act, 3, unit_classes=("Linear",)):
+        assert messages[3:] == [micros] * 3
 
 
 def test_reductions_start_on_all_ranks_at_the_same_place_once_all_are_ready() -> None:

@@ -44,7 +44,6 @@ def facts_of(
         gathers_gradients=not partition.optimizer,
         steps_in_backward=options.step_in_backward,
         publishes_late=stepping.publishes_late,
-        spans=bool(units) and rendezvous.spans,
     )
 
 

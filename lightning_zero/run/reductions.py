@@ -4,7 +4,6 @@ The order starts as the reverse of the model's. It is then learnt from rank 0's 
 overlap with the backward of a model whose modules do not run in the order in which they are defined.
 """
 
-import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
@@ -109,10 +108,7 @@ class Reductions:
         return True
 
     def count_complete(self) -> int:
-        """Returns how many groups, from the first of the agreed order, have all the gradients on this rank that they
-        will have: once backward has ended, those are all groups."""
-        if self.stage is Stage.UNSETTLED and self.has_gradients:
-            return len(self.shards)
+        """Returns how many groups, from the first of the agreed order, have all their gradients on this rank."""
         if not (self.is_on and self._overlap):
             return 0
         while self._complete < len(self.shards) and self.shards[self._complete].is_complete:
@@ -220,21 +216,6 @@ class Reductions:
             else:
                 self._step_averages(having)
         self._learn_order()
-        self._clear()
-
-    @property
-    def pattern(self) -> int:
-        """A digest of which parameters have gradients on this rank."""
-        flags = (index in shard.used for shard in self.shards for index in range(len(shard.group.slots)))
-        return zlib.crc32(bytes(flags))
-
-    def settle_alike(self) -> None:
-        """Does what `settle` does, where all ranks are known to have gradients of the same parameters. Collective."""
-        for shard in self._plain:
-            self._interception.show(shard.group)
-        self.stage = Stage.CLEAR
-        with no_interception(), torch.no_grad():
-            self._show_averages([[shard.group.slots[index] for index in sorted(shard.used)] for shard in self.shards])
         self._clear()
 
     def _refuse_uneven_batches(self) -> None:
