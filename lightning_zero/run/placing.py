@@ -142,11 +142,12 @@ class _Placing:
         self._unstepped: list[int] = []  # reduced, and to be stepped in backward
         self._stepped: dict[int, list[int]] = {}  # group -> the ops that have stepped it
         self._scale: tuple[int, ...] = ()  # the op by which gradients are scaled
-        self._ahead = [
+        self._ahead = [  # as the step before has left them
             window
-            for one in facts.optimizers
-            for window in _windows_of(one)
-            if window.facts.is_postponed and not facts.steps_in_backward
+            for use in uses
+            if use.cause is Cause.STEPPED and not facts.steps_in_backward
+            for window in _windows_of(facts.optimizers[use.number])
+            if window.facts.is_postponed
         ]
         self._fetched: dict[_Window, list[int]] = {}  # windows that are being read -> the ops, those of this step
         if self._ahead and self._ahead[0].facts.is_staged:
