@@ -372,6 +372,26 @@ def test_a_layer_is_stepped_when_the_next_forward_comes_to_it() -> None:
     run.engine.close()
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_looking_at_a_group_takes_no_postponed_step(stage: int) -> None:
+    run = Steps(stage, Offload(optimizer="cpu", parameters="cpu" if stage == 3 else None))
+    run.step()
+    engine = run.engine
+    slots = [slot for group in engine.groups for slot in group.slots]
+    gradients = [slot.gradient for slot in slots]
+    parts = [*engine.groups, *slots, *gradients, engine.loans, *engine.stepping.steppers.values()]
+    for one in parts:
+        for name in dir(one):
+            getattr(one, name)
+    assert run.stepped == [False, False, False]
+    before = [group.master.read().clone() for group in engine.groups]
+    engine.catch_up()
+    for group, values in zip(engine.groups, before, strict=True):
+        assert not group.has_postponed
+        assert not group.master.read().equal(values)
+    engine.close()
+
+
 def test_at_stage_2_a_layer_waits_for_its_own_weights_alone() -> None:
     run = Steps(2, Offload(optimizer="cpu"))
     run.step()

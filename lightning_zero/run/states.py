@@ -84,6 +84,8 @@ class States:
         values = of or self._own
         if key is not None:
             values = values._replace(name=f"{values.name}:{key}")
+        for group in self._groups:
+            group.catch_up()  # here, where all ranks are, and not as one of them writes
         lazy: dict[int, Tensor] = {
             id(slot.parameter): LazyTensor(SpreadParameter(slot, values if group in values.groups else self._own))
             for group in self._groups
