@@ -189,6 +189,7 @@ class States:
     def _load(self, pairs: Sequence[tuple[OptimizerState, Mapping[str, Any]]]) -> None:
         for state, saved in pairs:
             state.refuse_other_groups(saved)
+        self._loans.catch_up_all()  # a postponed step belongs to the state before
         with failing_together(self._mesh.world, "reading the optimizers"):
             for state, saved in pairs:
                 state.load(saved)

@@ -265,6 +265,7 @@ class PieceStepper:
         """Yields the slots of one window after another. While a window is out, its parameters are their pieces; the
         optimizer has all of its parameters all the time."""
         slots = self.slots
+        self.finish()
         if slots and slots[0].group.is_freed:  # after fit parameters are whole, and nothing is stepped
             yield slots
             return
