@@ -132,3 +132,45 @@ def test_only_sweeps_imports_hydra(module: Path) -> None:
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
 def test_nothing_imports_sweep(module: Path) -> None:
     assert not any(name.startswith("lightning_zero.sweeps.sweep") for name in names_in(module.read_text()))
+
+
+ACTS = re.compile(  # what steps an optimizer, or has ranks wait for each other
+    r"catch_up\w*|_?(all_)?gather|_?reduce_scatter|_?all_reduce|_?all_to_all|_?broadcast|all_gather_object|pass_by|_?publish"
+    r"|begin_publish|end_publish|_?exchange|meet\w*|_?settle\w*|_?serve\w*|lend\w*|wait|call|use|step\w*_now|postpone"
+)
+
+
+def properties_that_act(source: str) -> list[str]:
+    """Properties that step or communicate: in their own body, or in that of methods of their class which they use."""
+    found = []
+    for made in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)):
+        methods = {node.name: node for node in made.body if isinstance(node, ast.FunctionDef)}
+        for name, method in methods.items():
+            if not any("property" in ast.unparse(decorator) for decorator in method.decorator_list):
+                continue
+            reached, left = set[str](), [name]
+            while left:
+                if (of := left.pop()) in methods and of not in reached:
+                    reached.add(of)
+                    nodes = [*ast.walk(methods[of])]
+                    left += [n.attr for n in nodes if isinstance(n, ast.Attribute) and _dotted(n) == f"self.{n.attr}"]
+                    called = (_dotted(node.func).rpartition(".")[2] for node in nodes if isinstance(node, ast.Call))
+                    found += [f"{made.name}.{name}: {act}" for act in called if ACTS.fullmatch(act)]
+    return found
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["self.group.catch_up()", "return self.comm.all_gather(full, own)", "return self._read()", "return self._latest"],
+)
+def test_a_property_that_steps_or_communicates_is_found(body: str) -> None:
+    others = "def _read(self): self.rendezvous.call(1)\n @property\n def _latest(self): return self._read()"
+    assert properties_that_act(f"class Group:\n @property\n def master(self): {body}\n {others}")
+
+
+# Not in `views`: what user code reads there, as `p.grad`, is a use like any other, and does what the values need.
+@pytest.mark.parametrize("room", ["tiers", "shards", "run"])
+def test_no_property_of_the_engine_steps_or_communicates(room: str) -> None:
+    assert [
+        found for module in (PACKAGE / room).glob("*.py") for found in properties_that_act(module.read_text())
+    ] == []

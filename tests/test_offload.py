@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -372,6 +372,26 @@ def test_a_layer_is_stepped_when_the_next_forward_comes_to_it() -> None:
     run.engine.close()
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_looking_at_a_group_takes_no_postponed_step(stage: int) -> None:
+    run = Steps(stage, Offload(optimizer="cpu", parameters="cpu" if stage == 3 else None))
+    run.step()
+    engine = run.engine
+    slots = [slot for group in engine.groups for slot in group.slots]
+    gradients = [slot.gradient for slot in slots]
+    parts = [*engine.groups, *slots, *gradients, engine.loans, *engine.stepping.steppers.values()]
+    for one in parts:
+        for name in dir(one):
+            getattr(one, name)
+    assert run.stepped == [False, False, False]
+    before = [group.master.read().clone() for group in engine.groups]
+    engine.catch_up()
+    for group, values in zip(engine.groups, before, strict=True):
+        assert not group.has_postponed
+        assert not group.master.read().equal(values)
+    engine.close()
+
+
 def test_at_stage_2_a_layer_waits_for_its_own_weights_alone() -> None:
     run = Steps(2, Offload(optimizer="cpu"))
     run.step()
@@ -408,6 +428,57 @@ def test_after_close_the_optimizer_is_as_torch_made_it() -> None:
     run.engine.close()
     assert type(run.optimizer.state) is defaultdict
     assert run.stepped == [True, True, True]
+
+
+@pytest.mark.parametrize("tier", ["the host", "disk"])
+def test_state_that_is_loaded_has_taken_no_step_that_was_postponed(tier: str, tmp_path: Path) -> None:
+    run = Steps(2, at(f"optimizer on {tier}", tmp_path))
+    run.step()
+    saved = run.engine.states.full_optimizer(run.optimizer)
+    for _ in range(2):
+        run.step()
+    run.engine.states.load_optimizer(run.optimizer, copy.deepcopy(saved))
+    run.engine.catch_up()
+    assert_same_bits(flat(run.engine.states.full_optimizer(run.optimizer)), flat(saved))
+    run.engine.close()
+
+
+WAYS_THROUGH = [[0, 1, 2, 3], [0, 1, 2, 3], [0, 2, 1, 3], [0, 1, 2, 3], [3, 2], [0, 1, 2, 3], [0, 1], [3, 0, 1, 2]]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_model_that_goes_another_way_than_the_step_before_loses_no_gradient(world: int, prefetch: int) -> None:
+    """Also on one rank, which hears from nobody that it does."""
+
+    def train(comm: Comm, offload: Offload | None) -> dict[str, Tensor]:
+        model = clone(layers())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+        options = Options(offload=offload, machine=APART, prefetch=prefetch)
+        engine = Engine(model, [optimizer], stage=3, comm=comm, options=options)
+        for way in WAYS_THROUGH:
+            with engine.forward():
+                values = torch.ones(2, 8)
+                for number in way:
+                    values = model[number](values).tanh()
+            optimizer.zero_grad()
+            with engine.backward():
+                values.sum().backward()
+            optimizer.step()
+        engine.close()
+        return weights(model)
+
+    def found(offload: Offload | None) -> dict[str, Tensor]:
+        if world == 1:
+            return train(LocalComm(), offload)
+        return ThreadWorld(world, wait_timeout=20).run(lambda comm: train(comm, offload))[0]
+
+    assert_same_bits(found(Offload(optimizer="cpu", parameters="cpu")), found(None))
+
+
+@functools.cache
+def layers() -> nn.Sequential:
+    return nn.Sequential(*[nn.ModuleList([nn.Linear(8, 8)])[0] for _ in range(4)])
 
 
 def test_evaluation_waits_for_all_steps() -> None:

@@ -121,8 +121,7 @@ class Average:
         self.updates += 1
 
     def _update(self, group: ShardGroup, updates: int) -> None:
-        # Not `group.master`, which takes postponed steps: this is one of them.
-        master, array = group.rest.master, self._arrays[group]
+        master, array = group.master, self._arrays[group]
         with _writable():
             for part in _parts(group, array):
                 with array.edit(part) as average:
@@ -168,7 +167,7 @@ class Average:
 
     def _values(self) -> ModelValues:
         buffers = {id(buffer): average for buffer, average in self._buffers}
-        return ModelValues("average", self._arrays, self._full, self._owned, buffers)
+        return ModelValues("average", self._arrays, self._full, self._arrays.__getitem__, buffers)
 
     def load(self, state: Mapping[str, Any], updates: int) -> None:
         """Loads what `full` or `spread` returned in any run. Each rank reads what it owns. A value stays as it is where
@@ -197,21 +196,19 @@ class Average:
                     values = local_of(buffers[id(own)])
                     values.copy_(read_part(saved, Box.of(own), 0, values.numel(), HOST).view(values.shape))
 
-    def _owned(self, group: ShardGroup) -> Array:
-        group.catch_up()
-        return self._arrays[group]
-
     def _full(self, group: ShardGroup) -> Tensor:
         """Returns the full average of a group, ``(N * S,)``. Collective where ranks own parts of it."""
         if not group.is_cut:
-            return self._owned(group).read()
+            group.catch_up()
+            return self._arrays[group].read()
         full: Tensor = self._engine.rendezvous.call(self._numbers[group])
         return full
 
     def _serve(self, group: ShardGroup, keep: bool) -> Tensor | None:
+        group.catch_up()
         if keep:
-            return self._engine.loans.gather(group, self._owned(group), "gather average")
-        group.pass_by(self._owned(group), "gather average")
+            return self._engine.loans.gather(group, self._arrays[group], "gather average")
+        group.pass_by(self._arrays[group], "gather average")
         return None
 
 
@@ -219,7 +216,7 @@ def room_for_average(engine: Engine, *, on_host: bool = False) -> dict[tuple[Cat
     """Returns the bytes that an `Average` of the engine's model will take on this rank, by tier."""
     room: Counter[tuple[Category, Tier]] = Counter()
     for group in (group for group in engine.groups if group.kind.trainable):
-        master, tier = group.rest.master, _place_for(group, on_host).tier
+        master, tier = group.master, _place_for(group, on_host).tier
         room[Category.AVERAGE, tier] += master.numel * _wide(master.dtype).itemsize
     for buffer in map(local_of, engine.module.buffers()):
         room[Category.AVERAGE, Tier.DEVICE] += buffer.numel() * _wide(buffer.dtype).itemsize
@@ -228,7 +225,7 @@ def room_for_average(engine: Engine, *, on_host: bool = False) -> dict[tuple[Cat
 
 def _place_for(group: ShardGroup, on_host: bool) -> Place:
     """Returns where the average of a group rests: beside the masters, or on the host."""
-    place = group.rest.master.place
+    place = group.master.place
     if on_host and place.tier is Tier.DEVICE and not is_host(place.device):
         return Place(HOST, Tier.HOST, pinned=can_pin(place.device.type), limit=place.limit)
     return place

@@ -149,6 +149,7 @@ class Loans(Lender, GradientLender):
     # -- whole values
 
     def _serve(self, group: ShardGroup, keep: bool) -> Tensor | None:
+        group.catch_up()
         if keep:
             return self.gather(group, group.master)
         group.pass_by(group.master, "gather master")
@@ -167,6 +168,7 @@ class Loans(Lender, GradientLender):
         """Returns all values of a group in the declared dtype, ``(N * S,)``, not to be written to. Collective, unless
         they rest in full on this rank."""
         self.catch_up(group)
+        group.catch_up()  # also where nothing is published after it
         if not group.is_cut:
             return group.master.read().to(group.places.gathered.device)
         if group.full_param is not None and group.stays_full and not group.kind.is_cast:
@@ -359,7 +361,7 @@ class Loans(Lender, GradientLender):
     def _read(self, group: ShardGroup) -> None:
         """Reads this rank's pieces of what is noted for a group. Where it cannot, it notes why: other ranks may wait
         for this one, and hear of it by `take_unread`."""
-        noted, master = self._noted.pop(group), group.rest.master
+        noted, master = self._noted.pop(group), group.master
         with torch.no_grad(), no_interception():
             for slot, source in noted.items():
                 extent = slot.local.box.extent(source.name, slot.piece.start, slot.piece.stop)
@@ -418,7 +420,7 @@ class Loans(Lender, GradientLender):
             for group in self.groups:
                 if group.is_behind:
                     continue
-                if group.is_plain and group.rest.master is not group.rest.owned_param:
+                if group.is_plain and group.master is not group.owned_param:
                     group.keep_edits()
                     group.note_versions()
                 elif group.is_plain:

@@ -27,7 +27,7 @@ class ModelValues(NamedTuple):
     name: str  # begins the names of its tensors in a checkpoint
     groups: Collection[ShardGroup]  # whose values these are; other groups have the model's own
     full: Callable[[ShardGroup], Tensor]  # returns the full array of a group, (N * S,), read-only. Collective
-    owned: Callable[[ShardGroup], Array]  # returns this rank's part of it
+    owned: Callable[[ShardGroup], Array]  # returns this rank's part of it, of which steps may be postponed
     buffers: Mapping[int, Tensor]  # id of a buffer -> its values, where they are not the model's own
 
 
@@ -49,7 +49,8 @@ class SpreadParameter(Spread):
     def pieces(self) -> list[tuple[Extent, Tensor | Part]]:
         self._refuse_freed()
         slot, share = self._slot, self._slot.share
-        owned = self._values.owned(slot.group)  # on every rank: it may take postponed steps, which is collective
+        slot.group.catch_up()  # on every rank: it may be collective
+        owned = self._values.owned(slot.group)
         if not (share.numel or slot.writes_once):
             return []
         return [(slot.local.box.extent(self.name, share.start, share.stop), read_late(owned, share.in_shard))]

@@ -84,6 +84,8 @@ class States:
         values = of or self._own
         if key is not None:
             values = values._replace(name=f"{values.name}:{key}")
+        for group in self._groups:
+            group.catch_up()  # here, where all ranks are, and not as one of them writes
         lazy: dict[int, Tensor] = {
             id(slot.parameter): LazyTensor(SpreadParameter(slot, values if group in values.groups else self._own))
             for group in self._groups
@@ -187,6 +189,7 @@ class States:
     def _load(self, pairs: Sequence[tuple[OptimizerState, Mapping[str, Any]]]) -> None:
         for state, saved in pairs:
             state.refuse_other_groups(saved)
+        self._loans.catch_up_all()  # a postponed step belongs to the state before
         with failing_together(self._mesh.world, "reading the optimizers"):
             for state, saved in pairs:
                 state.load(saved)

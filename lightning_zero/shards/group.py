@@ -10,11 +10,14 @@ Tensors of a group (N ranks, S = shard_numel; *owned* is S where the optimizer i
                              owned_param itself where dtype and tier agree
 
 On one rank shard and full array share their storage.
+
+Reading any of them steps and waits for nothing. Where a step of the group is postponed, they hold the values before it;
+code that needs those after it calls `catch_up` first.
 """
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple, final
 
 import torch
@@ -38,14 +41,6 @@ MUCH = 4 * 2**20  # bytes; a freed parameter that is larger is given back to the
 class _Postponed(NamedTuple):
     step: Callable[[], None]
     needs_all: bool  # all ranks take it together
-
-
-@dataclass
-class Rest:
-    """Where a group's values rest between uses. Postponed steps of them may still be due."""
-
-    owned_param: Array
-    master: Array
 
 
 @final
@@ -88,19 +83,9 @@ class ShardGroup:
         self.is_behind = False  # full_param is older than the latest step
         self._arriving: list[Gather] = []  # begun by `begin_publish`
         self.taken_back = 0  # how often a copy in the declared dtype was lent and may have been edited
-        self.rest = self._take_over()
+        self.owned_param, self.master = self._take_over()
 
     # -- steps that are postponed until the values are wanted
-
-    @property
-    def owned_param(self) -> Array:
-        self.catch_up()
-        return self.rest.owned_param
-
-    @property
-    def master(self) -> Array:
-        self.catch_up()
-        return self.rest.master
 
     def postpone(self, step: Callable[[], None], *, needs_all: bool = False) -> None:
         """Has `step` taken before the values are used next; by all ranks together if it `needs_all`."""
@@ -135,8 +120,8 @@ class ShardGroup:
         """Notes that optimizers step the values from now on, where they already rest."""
         self.kind = replace(self.kind, trainable=True)
 
-    def _take_over(self) -> Rest:
-        """Allocates the arrays, and moves the values of the parameters into them."""
+    def _take_over(self) -> tuple[Array, Array]:
+        """Allocates the arrays, and moves the values of the parameters into them. Returns owned_param and master."""
         places, kind = self.places, self.kind
         full: Tensor | None = None
         if self.stays_full:
@@ -162,7 +147,7 @@ class ShardGroup:
                 return_freed_memory()
         if full is not None:
             self.set_full(full)
-        return Rest(owned, master)
+        return owned, master
 
     def _allocate_full(self) -> Tensor:
         """Allocates full_param for a group that stays full, as zeros: padding travels in collectives too."""
@@ -220,24 +205,24 @@ class ShardGroup:
                 slot.replace(slot.view(before))
             return
         assert self.full_param is not None  # which graphs refer to themselves
-        is_master = self.rest.master is self.owned_param
+        self.catch_up()
+        is_master = self.master is self.owned_param
         full = self._allocate_full().copy_(self.full_param)
-        self.rest.owned_param = InMemory(full[self.own_range], self.places.gathered)
+        self.owned_param = InMemory(full[self.own_range], self.places.gathered)
         self.set_full(full)
         if is_master:
-            self.rest.master = self.rest.owned_param
+            self.master = self.owned_param
 
     def take_masters(self, slots: Iterable[Slot] | None = None) -> None:
         """Copies the master to owned_param: all of it, or everything from the first to the last of `slots`."""
-        owned_param, master = self.rest.owned_param, self.rest.master  # without catching up: this may be part of a step
-        if master is owned_param:
+        if self.master is self.owned_param:
             return
         pieces = [slot.piece.in_shard for slot in (self.slots if slots is None else slots) if slot.piece.numel]
         stepped = slice(min((p.start for p in pieces), default=0), max((p.stop for p in pieces), default=0))
         for each in [found.in_shard for found in self.layout.slices] if self.is_cut else [stepped]:
             part = overlap(stepped, each)
             if part.start < part.stop:
-                move(part, master, owned_param)
+                move(part, self.master, self.owned_param)
 
     def begin_publish(self) -> None:
         """Starts the all-gather of the stepped values into full_param, in a group that stays full."""
@@ -330,6 +315,7 @@ class ShardGroup:
     def take_edits(self, full: Tensor, as_lent: Tensor | None = None) -> None:
         """Keeps what users have edited in a full array that was lent to them, of the declared or the resting dtype; see
         `show_edits` for `as_lent`."""
+        self.catch_up()
         declared = full.dtype == self.kind.declared
         if declared and self.kind.is_cast and not self.show_edits(full, as_lent) and not self._differs(full):
             return
@@ -369,7 +355,7 @@ class ShardGroup:
         self.full_param = None
         place = self.places.gathered
         nothing = InMemory(torch.empty(0, dtype=self.kind.resting, device=place.device), place)
-        self.rest = Rest(nothing, nothing)
+        self.owned_param = self.master = nothing
 
     @property
     def is_freed(self) -> bool:

@@ -254,7 +254,7 @@ class PieceStepper:
         window = self._window(slots, late=late)
         if not window.is_staged:
             return [window]
-        sizes = [slot.piece.numel * slot.group.rest.master.dtype.itemsize for slot in slots]
+        sizes = [slot.piece.numel * slot.group.master.dtype.itemsize for slot in slots]
         runs = fill(sizes, self._setting.bucket_bytes)
         return [self._window(slots[run.start : run.stop], late=late) for run in runs]
 
@@ -265,6 +265,7 @@ class PieceStepper:
         """Yields the slots of one window after another. While a window is out, its parameters are their pieces; the
         optimizer has all of its parameters all the time."""
         slots = self.slots
+        self.finish()
         if slots and slots[0].group.is_freed:  # after fit parameters are whole, and nothing is stepped
             yield slots
             return
@@ -299,7 +300,7 @@ class PieceStepper:
             for name, value in itertools.chain(*(state_of(one, parameter).items() for one in optimizers)):
                 if not isinstance(value, Tensor) or isinstance(value, StateElsewhere):
                     continue
-                tier = Tier.DEVICE if slot is None else slot.group.rest.master.place.tier
+                tier = Tier.DEVICE if slot is None else slot.group.master.place.tier
                 # State of a parameter on disk is in host memory until it is written, and stays there if it is small.
                 tier = Tier.HOST if tier is Tier.DISK else tier
                 for part in plain_parts(value):

@@ -74,14 +74,17 @@ class Unit:
                 full = buffer.memory[offset : offset + group.layout.numel * dtype.itemsize].view(dtype)
             group.set_full(full)
             told = diverges if group is self.groups[0] else None
+            group.catch_up()
             self._under_way += group.all_gather(full, group.owned_param, "gather", told)
         return self._under_way[0]
 
     def pass_by(self, diverges: bool | None = None) -> Gather:
         """Takes part in the other ranks' gather of the unit, and keeps no values. Returns what `gather` returns."""
         first, *others = self.groups
+        first.catch_up()
         gather = first.pass_by(first.owned_param, "gather", diverges)[0]
         for group in others:
+            group.catch_up()
             group.pass_by(group.owned_param, "gather")
         return gather
 

@@ -148,7 +148,7 @@ class WholeWindow(Window):
         arrived = self._exchange(parts, numels)
         del parts  # frees what was copied to be sent
         for slot in (slot for slot in self.slots if slot.steps_any):
-            master, ledger = slot.group.rest.master, slot.group.setting.ledger
+            master, ledger = slot.group.master, slot.group.setting.ledger
             brought = [ledger.allocate(Category.GATHERED, slot.numel, master.dtype, master.place) for _ in sorts]
             for rank, piece in _stepped_pieces(slot):
                 for whole in brought:
@@ -159,7 +159,7 @@ class WholeWindow(Window):
         if slot in self._brought:
             value, *grad = self._brought[slot]
             return value, grad[0] if grad else None
-        master = slot.group.rest.master
+        master = slot.group.master
         nothing = torch.empty(0, dtype=master.dtype, device=master.place.device)
         return nothing, torch.empty_like(nothing) if self._with_gradients and self._steps(slot) else None
 
@@ -180,7 +180,7 @@ class WholeWindow(Window):
             assert slot.stepper is not None
             values, master = next(arrived[slot.stepper]), self._staged.get(slot, NOT_STAGED).master
             if master is None:
-                slot.group.rest.master.write(slot.piece.in_shard, values)
+                slot.group.master.write(slot.piece.in_shard, values)
             else:
                 master.copy_(values)
         super().put_values()
@@ -189,7 +189,7 @@ class WholeWindow(Window):
     def _exchange(self, parts: dict[int, list[Tensor]], numels: dict[int, list[int]]) -> list[Iterator[Tensor]]:
         """Sends flat `parts` to each rank, and receives parts of `numels` elements from each. Returns them by rank."""
         group = self.slots[0].group
-        comm, device, dtype = group.comm, group.places.gathered.device, group.rest.master.dtype
+        comm, device, dtype = group.comm, group.places.gathered.device, group.master.dtype
         nothing, ledger = torch.empty(0, dtype=dtype, device=device), group.setting.ledger
         sent = [torch.cat([nothing, *(part.to(device) for part in parts[rank])]) for rank in range(comm.size)]
         for tensor in sent:
@@ -203,7 +203,7 @@ class WholeWindow(Window):
         """Returns what this rank owns of a tensor, flat; the gradient only where it is needed."""
         assert slot.gradient is not None
         staged = self._staged.get(slot, NOT_STAGED)
-        value = slot.group.rest.master.read(slot.piece.in_shard) if staged.master is None else staged.master
+        value = slot.group.master.read(slot.piece.in_shard) if staged.master is None else staged.master
         if not self._with_gradients:
             return [value]
         grad = slot.gradient.piece(slot) if staged.grad is None else staged.grad

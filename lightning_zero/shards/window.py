@@ -124,7 +124,7 @@ class Window:
 
     @property
     def _is_on_disk(self) -> bool:
-        return isinstance(self.slots[0].group.rest.master, OnDisk) if self.slots else False
+        return isinstance(self.slots[0].group.master, OnDisk) if self.slots else False
 
     # -- staged
 
@@ -139,7 +139,7 @@ class Window:
                 part, gradient = slot.piece.in_shard, self._gradient_of(slot)
                 state = {name: self._take(one.numel(), one.dtype) for name, one in resting[slot].items()}
                 self._staged[slot] = _Staged(
-                    master=self._read(slot.group.rest.master, part) if self._is_on_disk else None,
+                    master=self._read(slot.group.master, part) if self._is_on_disk else None,
                     grad=None if gradient is None else self._read(gradient, part),
                     state=state,
                     narrow={name: self._bring(one, state[name]) for name, one in resting[slot].items()},
@@ -159,7 +159,7 @@ class Window:
         if self._is_on_disk:
             narrow = [one for one in resting.values() if one.array.dtype != one.dtype]
             sizes += [one.numel() * one.array.dtype.itemsize for one in narrow]
-            arrays = [slot.group.rest.master, self._gradient_of(slot)]
+            arrays = [slot.group.master, self._gradient_of(slot)]
             sizes += [slot.piece.numel * array.dtype.itemsize for array in arrays if array is not None]
         return sum(round_up(size, ALIGNMENT_BYTES) for size in sizes)
 
@@ -231,7 +231,7 @@ class Window:
     def _bring_verdict(self) -> None:
         """Shows host kernels on the host what a `GradScaler` has told the optimizer. A fused kernel would itself copy
         it from the device, and read it before it has come."""
-        device = self.slots[0].group.rest.master.place.device if self.slots else HOST
+        device = self.slots[0].group.master.place.device if self.slots else HOST
         own = vars(self._optimizer)
         told = {name: own[name] for name in VERDICT if isinstance(own.get(name), Tensor)}
         if is_host(device) and any(not is_host(value.device) for value in told.values()):
@@ -263,7 +263,7 @@ class Window:
         staged, gradient = self._staged.get(slot, NOT_STAGED), slot.gradient
         assert gradient is not None
         shape, master, grad = slot.stepped_shape, staged.master, staged.grad
-        piece = slot.stepped(slot.group.rest.master) if master is None else master.view(shape)
+        piece = slot.stepped(slot.group.master) if master is None else master.view(shape)
         if not ((self.is_late or shown is not None) and self._steps(slot)):
             return piece, None
         if grad is None:
@@ -331,11 +331,11 @@ class Window:
             for group, slots in by_group(self.slots).items():
                 group.take_masters(slots)
         for slot, staged in self._staged.items():
-            rest = slot.group.rest
+            group = slot.group
             if staged.master is not None:
-                self._write(rest.master, slot.piece.in_shard, staged.master)
-                if rest.owned_param is not rest.master:
-                    rest.owned_param.write(slot.piece.in_shard, staged.master)
+                self._write(group.master, slot.piece.in_shard, staged.master)
+                if group.owned_param is not group.master:
+                    group.owned_param.write(slot.piece.in_shard, staged.master)
 
     def _write(self, array: Array, part: slice, values: Tensor, narrow: Tensor | None = None) -> None:
         """Starts to write; by way of `narrow`, if given, where the array is narrower than the values."""
@@ -400,7 +400,7 @@ def is_its_piece(slot: Slot) -> bool:
     group, gradient = slot.group, slot.gradient
     assert gradient is not None
     is_whole = group.is_plain and not group.is_cut and slot.local.stepped is slot.parameter
-    is_as_declared = group.rest.master is group.rest.owned_param and gradient.dtype == group.kind.declared
+    is_as_declared = group.master is group.owned_param and gradient.dtype == group.kind.declared
     return is_whole and is_as_declared and not gradient.is_spread
 
 

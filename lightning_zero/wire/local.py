@@ -44,7 +44,7 @@ class LocalComm(_Silent):
 
     def _all_gather(self, full: Tensor, shard: Tensor, key: str, diverges: bool | None) -> Gather:
         copy_unless_same(full[0], shard)
-        return Gather()
+        return Gather(has_divergence=lambda: bool(diverges))  # from its plan: it would else go by it to its end
 
     def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str) -> Work:
         copy_unless_same(shard, full[0])
