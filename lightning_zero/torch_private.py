@@ -21,6 +21,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 TESTED = "2.11 to 2.15"
 
@@ -110,7 +111,8 @@ def awaited(tensor: Tensor) -> Tensor:
 
 
 tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
-tree_iter, tree_map, tree_map_only = _pytree.tree_iter, _pytree.tree_map, _pytree.tree_map_only
+tree_iter, tree_leaves = _pytree.tree_iter, _pytree.tree_leaves
+tree_map, tree_map_only = _pytree.tree_map, _pytree.tree_map_only
 """Walk through containers of tensors as torch itself does, through those that packages have registered with it, too. Up
 to torch 2.14 they have no public name. Without them tensors in outputs of transformers would be overlooked. Private:
 `_pytree`."""

@@ -1,0 +1,188 @@
+"""`Hollow`: runs PyTorch code for the shapes, the lifetimes and the order of its tensors, without computing them.
+
+A large tensor that is made inside is *hollow*: it has its memory, which nobody touches, so that the system never
+backs it with pages. Its address, storage, views and version are those of any other tensor, and code that shares
+memory, counts edits or frees storages works on it as it does in training. What is small and made of values that are
+there is computed: messages between ranks, step counts, masks.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from lightning_zero.torch_private import TorchDispatchMode, storage_key, tree_leaves, tree_map_only
+
+SMALL = 2**14  # elements; an operation on known values with a result of at most so many is computed
+
+_aten = torch.ops.aten
+# Not declared as a view, and yet its result shares the memory of its argument.
+_SHARES = {_aten._unsafe_view.default}
+# Change the shape or the memory of a tensor, and none of its values.
+_RESHAPES = {
+    "set_", "resize_", "resize_as_", "as_strided_", "t_", "transpose_", "swapaxes_", "swapdims_", "unsqueeze_",
+    "squeeze_", "detach_", "rename_", "record_stream",
+}  # fmt: skip
+# Return a number or a truth that depends on values.
+_READS = {"_local_scalar_dense", "equal", "is_nonzero", "allclose", "item"}
+_CHECKS = {"_assert_async", "_assert_scalar", "_functional_assert_async"}
+
+
+class NeedsValuesError(RuntimeError):
+    """The code asks for values of tensors, which a rehearsal does not compute."""
+
+
+@final
+class Hollow(TorchDispatchMode):
+    """While entered, computes only small tensors. `born` is called with every tensor that is made."""
+
+    def __init__(self, born: Callable[[Tensor], None] = lambda _: None) -> None:
+        super().__init__()
+        self._born = born
+        self._unknown: set[int] = set()  # storages whose values are not known, by address of the object
+        self._kinds: dict[Any, tuple[bool, bool]] = {}
+        self._refuses = False
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Inside, code that asks for unknown values gets a `NeedsValuesError`; outside, it gets zero."""
+        before, self._refuses = self._refuses, True
+        try:
+            yield
+        finally:
+            self._refuses = before
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Undoes `refusing` inside."""
+        before, self._refuses = self._refuses, False
+        try:
+            yield
+        finally:
+            self._refuses = before
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether the values of a tensor are there."""
+        return not tensor.is_meta and _key(tensor) not in self._unknown
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(one.__torch_dispatch__ is not Tensor.__torch_dispatch__ for one in types):
+            return NotImplemented  # the class says first what it is made of
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(one.is_meta or one.layout != torch.strided for one in given):
+            return func(*args, **kwargs)
+        is_view, writes = self._kind_of(func)
+        name = func._schema.name.rpartition("::")[2]
+        if is_view or name in _RESHAPES or func in _SHARES:
+            return func(*args, **kwargs)
+        known = all(map(self.knows, given))
+        if name in _READS or name in _CHECKS:
+            return func(*args, **kwargs) if known else self._answer(func, name)
+        if writes:
+            return self._write(func, args, kwargs, given, known)
+        return self._make(func, args, kwargs, given, known)
+
+    def _kind_of(self, func: Any) -> tuple[bool, bool]:
+        """Returns whether an operation returns views, and whether it writes to arguments."""
+        if func not in self._kinds:
+            schema = func._schema
+            writes = any(one.alias_info is not None and one.alias_info.is_write for one in schema.arguments)
+            shares = any(one.alias_info is not None for one in schema.returns)
+            self._kinds[func] = (shares and not writes, writes)
+        return self._kinds[func]
+
+    def _answer(self, func: Any, name: str) -> Any:
+        if name in _CHECKS:
+            return None
+        if self._refuses:
+            raise NeedsValuesError(
+                f"The model asks for the values of a tensor ({func}), on which its control flow may depend. A rehearsal "
+                "knows shapes only."
+            )
+        return 0 if name in ("_local_scalar_dense", "item") else False
+
+    def _write(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], known: bool) -> Any:
+        written = [
+            leaf
+            for place, value in _arguments(func, args, kwargs)
+            if place.alias_info is not None and place.alias_info.is_write
+            for leaf in tree_leaves(value)
+            if isinstance(leaf, Tensor)
+        ]
+        if known and all(one.numel() <= SMALL for one in given):
+            return func(*args, **kwargs)
+        if "out" in kwargs and not kwargs["out"].numel():  # takes the shape of the result
+            meta_args, meta_kwargs = tree_map_only(Tensor, _as_meta, (args, kwargs))
+            func(*meta_args, **meta_kwargs)
+            kwargs["out"].resize_(meta_kwargs["out"].shape)
+        for one in written:
+            self._forget(one)
+        returned = written[: len(func._schema.returns)]
+        return returned[0] if len(returned) == 1 else tuple(returned) if func._schema.returns else None
+
+    def _make(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], known: bool) -> Any:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "meta":
+            return func(*args, **kwargs)
+        if not any("Tensor" in str(one.type) for one in func._schema.returns):
+            return func(*args, **kwargs)  # asks for a shape or a dtype, or marks a place for a profiler
+        try:
+            metas: dict[int, Tensor] = {}
+
+            def as_meta(tensor: Tensor) -> Tensor:
+                return metas.setdefault(id(tensor), _as_meta(tensor))
+
+            meta_args, meta_kwargs = tree_map_only(Tensor, as_meta, (args, kwargs))
+            if "device" in meta_kwargs or not given:
+                meta_kwargs = {**meta_kwargs, "device": torch.device("meta")}
+            if meta_kwargs.get("pin_memory"):
+                meta_kwargs["pin_memory"] = False
+            shaped = func(*meta_args, **meta_kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            if known:
+                return self._note(func(*args, **kwargs))
+            raise NeedsValuesError(f"The shape of what {func} returns depends on values: {error}") from error
+        outputs = [leaf for leaf in tree_leaves(shaped) if isinstance(leaf, Tensor)]
+        if known and all(one.numel() <= SMALL for one in (*given, *outputs)):
+            return self._note(func(*args, **kwargs))
+        return tree_map_only(Tensor, self._hollow, shaped)
+
+    def _hollow(self, shaped: Tensor) -> Tensor:
+        made = torch.empty_strided(shaped.size(), shaped.stride(), dtype=shaped.dtype)
+        self._forget(made)
+        self._born(made)
+        return made
+
+    def _note(self, result: Any) -> Any:
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._born(leaf)
+        return result
+
+    def _forget(self, tensor: Tensor) -> None:
+        """Notes that the values of a tensor are not known any more."""
+        key = _key(tensor)
+        if key not in self._unknown:
+            self._unknown.add(key)
+            weakref.finalize(tensor.untyped_storage(), self._unknown.discard, key)
+
+
+def _key(tensor: Tensor) -> int:
+    return storage_key(tensor.untyped_storage())
+
+
+def _as_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields the declaration and the value of each argument of an operation."""
+    for place, argument in enumerate(func._schema.arguments):
+        if place < len(args):
+            yield argument, args[place]
+        elif argument.name in kwargs:
+            yield argument, kwargs[argument.name]
