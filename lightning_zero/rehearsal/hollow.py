@@ -37,11 +37,13 @@ class NeedsValuesError(RuntimeError):
 
 @final
 class Hollow(TorchDispatchMode):
-    """While entered, computes only small tensors. `born` is called with every tensor that is made."""
+    """While entered, computes only small tensors. `born` is called with every tensor that is made. With `computes`,
+    everything is computed as ever, and `born` is called all the same."""
 
-    def __init__(self, born: Callable[[Tensor], None] = lambda _: None) -> None:
+    def __init__(self, born: Callable[[Tensor], None] = lambda _: None, *, computes: bool = False) -> None:
         super().__init__()
         self._born = born
+        self._computes = computes
         self._unknown: set[int] = set()  # storages whose values are not known, by address of the object
         self._kinds: dict[Any, tuple[bool, bool]] = {}
         self._refuses = False
@@ -76,6 +78,9 @@ class Hollow(TorchDispatchMode):
         if any(one.is_meta or one.layout != torch.strided for one in given):
             return func(*args, **kwargs)
         is_view, writes = self._kind_of(func)
+        if self._computes:
+            result = func(*args, **kwargs)
+            return result if is_view or writes else self._note(result)
         name = func._schema.name.rpartition("::")[2]
         if is_view or name in _RESHAPES or func in _SHARES:
             return func(*args, **kwargs)

@@ -74,14 +74,16 @@ class ImaginedDisk(Disk):
 class Rank:
     """The rank that rehearses: what it is, and what is found out about it."""
 
-    def __init__(self, rank: int, ranks: int, *, steps: int, host_is_apart: bool) -> None:
+    def __init__(
+        self, rank: int, ranks: int, *, steps: int, host_is_apart: bool = True, computes: bool = False
+    ) -> None:
         self.rank = rank
         self.ranks = ranks
         self.machine = Machine(host_is_apart=host_is_apart, disk=ImaginedDisk)
         self.memory = Memory()
         self.memory.place = self._place
         self.memory.whole_gradients = self._whole_gradients
-        self.hollow = Hollow(self.memory.born)
+        self.hollow = Hollow(self.memory.born, computes=computes)
         self.sent: dict[str, Traffic] = {}  # in the last step
         self.outcome: Outcome | None = None
         self._steps_left = steps
@@ -171,43 +173,15 @@ def traffic_of(mesh: Mesh) -> dict[str, Traffic]:
 def _bytes_saved(engine: Engine) -> int:
     """Returns the bytes of tensors that this rank writes to a checkpoint of shards."""
     model = engine.states.spread_model()
-    trees = [model, *(engine.states.spread_optimizer(optimizer) for optimizer in engine.optimizers)]
-    lazy = [leaf.source for leaf in tree_leaves(trees) if isinstance(leaf, LazyTensor)]
+    states = [engine.states.spread_optimizer(optimizer).get("state", {}) for optimizer in engine.optimizers]
+    lazy = [leaf.source for leaf in tree_leaves([model, *map(dict, states)]) if isinstance(leaf, LazyTensor)]
     return sum(extent.numel * one.dtype.itemsize for one in lazy for extent, _ in one.pieces())
 
 
-class ImaginedStrategy(ZeroStrategy):
-    """`ZeroStrategy` on a rank of an imagined world."""
+class WatchedStrategy(ZeroStrategy):
+    """`ZeroStrategy` that tells a `Rank` where it is."""
 
     played: Rank
-
-    @property
-    @override
-    def world_size(self) -> int:
-        return self.played.ranks
-
-    @property
-    @override
-    def global_rank(self) -> int:
-        return self.played.rank
-
-    @override
-    def setup_distributed(self) -> None:
-        """Connects to nobody."""
-
-    @override
-    def _configure_launcher(self) -> None:
-        """Starts nobody."""
-
-    @override
-    def _ensure_comm(self) -> Comm:
-        if self._comm is None:
-            self._comm = CountingComm(self.played.rank, self.played.ranks) if self.played.ranks > 1 else LocalComm()
-        return self._comm
-
-    @override
-    def _machine(self) -> Machine:
-        return self.played.machine
 
     @override
     def _new_ledger(self) -> Ledger:
@@ -241,11 +215,45 @@ class ImaginedStrategy(ZeroStrategy):
 
     @override
     def teardown(self) -> None:
-        """Leaves everything as it is: a whole model would not fit anywhere."""
         self.played.end()
-        self._undo.close()
-        self._own_callbacks = None
+        super().teardown()
+
+
+@final
+class ImaginedStrategy(WatchedStrategy):
+    """`ZeroStrategy` on a rank of an imagined world."""
+
+    @property
+    @override
+    def world_size(self) -> int:
+        return self.played.ranks
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        return self.played.rank
+
+    @override
+    def setup_distributed(self) -> None:
+        """Connects to nobody."""
+
+    @override
+    def _configure_launcher(self) -> None:
+        """Starts nobody."""
+
+    @override
+    def _ensure_comm(self) -> Comm:
+        if self._comm is None:
+            self._comm = CountingComm(self.played.rank, self.played.ranks) if self.played.ranks > 1 else LocalComm()
+        return self._comm
+
+    @override
+    def _machine(self) -> Machine:
+        return self.played.machine
+
+    @override
+    def _close_engine(self) -> bool:
+        """Leaves the parameters as they are: a whole model would not fit anywhere."""
         if self.engine is not None and not self.engine.closed:
             self.engine.close(whole=False)
-        for name in ("cluster_environment", "precision_plugin", "accelerator", "checkpoint_io"):
-            getattr(self, name).teardown()
+        return False
