@@ -106,6 +106,7 @@ def rehearse(
     rank: int = 0,
     device_bytes: int | None = None,
     host_is_apart: bool = True,
+    steps: int = STEPS,
     **trainer: Any,
 ) -> Rehearsal:
     """Takes three training steps of one rank of a run, and returns what they take. Nothing is computed and nothing is
@@ -124,6 +125,7 @@ def rehearse(
         rank: which of them.
         device_bytes: how many the device has, to be told whether they suffice.
         host_is_apart: whether the device is a GPU, so that host memory is another tier.
+        steps: how many are taken, of which the last one is told; one is enough for what rests between steps.
         trainer: what else the Trainer would be given: ``precision``, ``accumulate_grad_batches``,
             ``gradient_clip_val``.
 
@@ -134,11 +136,11 @@ def rehearse(
     """
     if ranks < 1 or not 0 <= rank < ranks:
         raise ValueError(f"ranks={ranks} and rank={rank}: there are ranks 0 to {ranks - 1}. Write at least one rank.")
-    played = Rank(rank, ranks, steps=STEPS, host_is_apart=host_is_apart)
+    played = Rank(rank, ranks, steps=steps, host_is_apart=host_is_apart)
     imagined = _imagined(strategy)
     imagined.played = played
     with _quiet(), isolate_rng(), played.watching():
-        batches = [batch() if callable(batch) else batch] * (STEPS * trainer.get("accumulate_grad_batches", 1))
+        batches = [batch() if callable(batch) else batch] * (steps * trainer.get("accumulate_grad_batches", 1))
         made = _made(module)
         pl.Trainer(
             accelerator="cpu",
