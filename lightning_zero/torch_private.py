@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 TESTED = "2.11 to 2.15"
 

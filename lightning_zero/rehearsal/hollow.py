@@ -37,12 +37,20 @@ class NeedsValuesError(RuntimeError):
 
 @final
 class Hollow(TorchDispatchMode):
-    """While entered, computes only small tensors. `born` is called with every tensor that is made. With `computes`,
-    everything is computed as ever, and `born` is called all the same."""
+    """While entered, computes only small tensors. `born` is called with every tensor that is made, and `ran` with every
+    operation but views: its arguments, and the tensors that it makes or writes. With `computes`, everything is computed
+    as ever, and the two are called all the same."""
 
-    def __init__(self, born: Callable[[Tensor], None] = lambda _: None, *, computes: bool = False) -> None:
+    def __init__(
+        self,
+        born: Callable[[Tensor], None] = lambda _: None,
+        ran: Callable[[Any, Any, Any, Any], None] = lambda *_: None,
+        *,
+        computes: bool = False,
+    ) -> None:
         super().__init__()
         self._born = born
+        self._ran = ran
         self._computes = computes
         self._unknown: set[int] = set()  # storages whose values are not known, by address of the object
         self._kinds: dict[Any, tuple[bool, bool]] = {}
@@ -87,9 +95,9 @@ class Hollow(TorchDispatchMode):
         known = all(map(self.knows, given))
         if name in _READS or name in _CHECKS:
             return func(*args, **kwargs) if known else self._answer(func, name)
-        if writes:
-            return self._write(func, args, kwargs, given, known)
-        return self._make(func, args, kwargs, given, known)
+        result = (self._write if writes else self._make)(func, args, kwargs, given, known)
+        self._ran(func, args, kwargs, result)
+        return result
 
     def _kind_of(self, func: Any) -> tuple[bool, bool]:
         """Returns whether an operation returns views, and whether it writes to arguments."""

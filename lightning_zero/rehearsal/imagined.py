@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from typing_extensions import override
 
 from lightning_zero.pl.strategy import ZeroStrategy
+from lightning_zero.rehearsal.cost import Work, work_of
 from lightning_zero.rehearsal.hollow import Hollow
 from lightning_zero.rehearsal.memory import Memory, Phase
 from lightning_zero.run.engine import Engine
@@ -45,6 +47,7 @@ class Outcome:
     sent: Mapping[str, Traffic]
     program: Program
     saved: int
+    work: Mapping[int, Work]
 
 
 FULL = 2**62  # bytes that the imagined disk has left
@@ -83,14 +86,16 @@ class Rank:
         self.memory = Memory()
         self.memory.place = self._place
         self.memory.whole_gradients = self._whole_gradients
-        self.hollow = Hollow(self.memory.born, computes=computes)
+        self.hollow = Hollow(self.memory.born, self._ran, computes=computes)
         self.sent: dict[str, Traffic] = {}  # in the last step
         self.outcome: Outcome | None = None
         self._steps_left = steps
+        self._is_in_last = False  # the last step is under way, or over
         self._engine: Engine | None = None
         self._names: dict[int, str] = {}
         self._running: list[Module] = []
         self._before: dict[str, Traffic] = {}
+        self._work: defaultdict[int, Work] = defaultdict(Work)  # by the use in which it was done, in the last step
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -109,15 +114,12 @@ class Rank:
         self._engine = engine
         self._names = {id(module): name for name, module in engine.module.named_modules()}
 
-    def enter(self, phase: Phase) -> None:
-        """Begins a phase of a step; those of all steps but the last are one phase."""
-        self.memory.phase = phase if self._steps_left == 1 else Phase.FIRST
-
     def begin_step(self) -> None:
         assert self._engine is not None
-        if self._steps_left == 1 and not self._before:
-            self._before = traffic_of(self._engine.mesh)
-        self.enter(Phase.FORWARD)
+        if self._steps_left == 1 and not self._is_in_last:
+            self._is_in_last, self._before = True, traffic_of(self._engine.mesh)
+        self.memory.phase = Phase.FORWARD
+        self.memory.is_last = self._is_in_last
 
     def end_step(self) -> None:
         self._steps_left -= 1
@@ -127,7 +129,7 @@ class Rank:
         engine = self._engine
         if engine is None or self.outcome is not None:
             return
-        self.memory.phase = Phase.OVER
+        self.memory.phase, self._is_in_last = Phase.OVER, False
         now = traffic_of(engine.mesh)
         sent = {kind: Traffic(*(b - a for a, b in zip(self._before.get(kind, (0, 0)), now[kind]))) for kind in now}
         self.outcome = Outcome(
@@ -136,7 +138,12 @@ class Rank:
             sent={kind: traffic for kind, traffic in sent.items() if traffic.calls},
             program=engine.program(),
             saved=_bytes_saved(engine),
+            work=dict(self._work),
         )
+
+    def _ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if self._engine is not None and self._is_in_last and (use := self._engine.journal.count):
+            self._work[use - 1] += work_of(func, args, kwargs, result)
 
     def _place(self) -> str:
         if self._running:
@@ -202,9 +209,9 @@ class WatchedStrategy(ZeroStrategy):
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.played.enter(Phase.BACKWARD)
+        self.played.memory.phase = Phase.BACKWARD
         loss = super().backward(*args, **kwargs)
-        self.played.enter(Phase.STEP)
+        self.played.memory.phase = Phase.STEP
         return loss
 
     @override
@@ -250,6 +257,11 @@ class ImaginedStrategy(WatchedStrategy):
     @override
     def _machine(self) -> Machine:
         return self.played.machine
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Tells nobody: there are no other ranks, and whoever rehearses gets the error."""
+        self._failed = True
 
     @override
     def _close_engine(self) -> bool:

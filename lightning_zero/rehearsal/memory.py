@@ -67,6 +67,7 @@ class Memory(Ledger):
         self.place: Callable[[], str] = str  # names where the rank is
         self.whole_gradients: Callable[[], int] = int  # bytes of gradients that autograd has made, and keeps
         self.course: list[tuple[Phase, str, int]] = []  # of the last step: where the rank was, and most bytes there
+        self.is_last = False  # the step under way is the last one
         self._phase = Phase.BUILD
         self._made: Counter[Phase] = Counter()  # live bytes beside the ledger, by the phase in which they were made
         self._sizes: dict[int, tuple[Phase, int]] = {}  # of these, by `storage_key`
@@ -115,14 +116,16 @@ class Memory(Ledger):
         if self._phase is Phase.OVER:
             return
         total = self.tiers[Tier.DEVICE] + self._made.total() - (self._made[Phase.BUILD] if self._is_built else 0)
-        if self._phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP):
+        is_step = self._phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
+        if is_step and self.is_last:
             place, before = self.place(), self.course[-1] if self.course else (None, "", 0)
             if before[:2] == (self._phase, place):
                 self.course[-1] = self._phase, place, max(total, before[2])
             else:
                 self.course.append((self._phase, place, total))
-        if self._phase not in self.peaks or total > self.peaks[self._phase].nbytes:
-            self.peaks[self._phase] = self.now()
+        part = Phase.FIRST if is_step and not self.is_last else self._phase
+        if part not in self.peaks or total > self.peaks[part].nbytes:
+            self.peaks[part] = self.now()
 
     def now(self) -> Moment:
         """Returns this moment."""

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero.pl.strategy import ZeroStrategy
 from lightning_zero.pl.table import aligned, ranks_told, sized, wrapped
+from lightning_zero.rehearsal.cost import Timing, Rates, Work, timing_of
 from lightning_zero.rehearsal.hollow import NeedsValuesError
 from lightning_zero.rehearsal.imagined import ImaginedStrategy, Rank, Traffic
 from lightning_zero.rehearsal.memory import Moment, Phase
@@ -41,17 +42,22 @@ class Rehearsal:
     sent: Mapping[str, Traffic]  # by this rank in one step, by kind of operation
     saved: int  # bytes of tensors that this rank writes into a checkpoint of shards
     program: Program  # the step as data
+    work: Mapping[int, Work]  # of the last step, by the use of `program` in which it was done
     device_bytes: int | None = None  # that a device has
 
     @property
     def peak(self) -> Moment:
         """The moment with most bytes on the device."""
-        return max(self.peaks.values(), key=lambda moment: moment.nbytes)
+        return max(reversed(self.peaks.values()), key=lambda moment: moment.nbytes)
 
     @property
     def fits(self) -> bool:
         """Whether the device has that much; true if nothing is known of the device."""
         return self.device_bytes is None or self.peak.nbytes <= self.device_bytes
+
+    def timing(self, rates: Rates) -> Timing:
+        """Returns how long a step would take on a machine of these rates: a model, and no measurement."""
+        return timing_of(self.program, self.work, rates)
 
     def __str__(self) -> str:
         peaks = {phase: moment for phase, moment in self.peaks.items() if phase is not Phase.BUILD}
