@@ -21,8 +21,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils.flop_counter import flop_registry as flop_registry
 
 TESTED = "2.11 to 2.15"
 
@@ -361,3 +361,21 @@ def remote_writer(url: str) -> Any:
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
     return FsspecWriter(url)
+
+
+# -- rehearsals
+
+def join_imagined_world(rank: int, size: int) -> None:
+    """Makes torch's process group of a world in which nobody else is, and nothing is sent: device meshes and DTensors
+    need one. Nothing public makes it. Without it models with `configure_model` could not be rehearsed. Private: the
+    module `torch.testing._internal.distributed.fake_pg`."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group(backend="fake", rank=rank, world_size=size, store=FakeStore())
+
+
+def is_faking() -> bool:
+    """Whether torch itself runs operations for their shapes now, as DTensor does to choose a placement. Nothing public
+    says so. Without it a rehearsal would answer in torch's place. Private: `_get_dispatch_mode`,
+    `_TorchDispatchModeKey`."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from lightning_zero.torch_private import TorchDispatchMode, storage_key, tree_leaves, tree_map_only
+from lightning_zero.torch_private import TorchDispatchMode, is_faking, storage_key, tree_leaves, tree_map_only
 
 SMALL = 2**14  # elements; an operation on known values with a result of at most so many is computed
 
@@ -80,6 +80,8 @@ class Hollow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if is_faking():
+            return func(*args, **kwargs)
         if any(one.__torch_dispatch__ is not Tensor.__torch_dispatch__ for one in types):
             return NotImplemented  # the class says first what it is made of
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 from torch import Tensor
+from torch.distributed import destroy_process_group, is_initialized
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from typing_extensions import override
@@ -25,7 +27,7 @@ from lightning_zero.shards.offload import Machine
 from lightning_zero.shards.slot import no_interception
 from lightning_zero.tiers.disk import Disk
 from lightning_zero.tiers.ledger import Ledger
-from lightning_zero.torch_private import tree_leaves
+from lightning_zero.torch_private import join_imagined_world, tree_leaves
 from lightning_zero.views.lazy import LazyTensor
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import CountingComm, LocalComm
@@ -127,7 +129,7 @@ class Rank:
     def end(self) -> None:
         """Takes down what the last step has left. What comes after it is no training."""
         engine = self._engine
-        if engine is None or self.outcome is not None:
+        if engine is None or not engine.journal.has_step or self.outcome is not None:
             return
         self.memory.phase, self._is_in_last = Phase.OVER, False
         now = traffic_of(engine.mesh)
@@ -247,6 +249,14 @@ class ImaginedStrategy(WatchedStrategy):
     @override
     def _configure_launcher(self) -> None:
         """Starts nobody."""
+
+    @property
+    @override
+    def device_mesh(self) -> DeviceMesh:  # type: ignore[override]
+        if not is_initialized():
+            join_imagined_world(self.played.rank, self.played.ranks)
+            self._undo.callback(destroy_process_group)
+        return super().device_mesh
 
     @override
     def _ensure_comm(self) -> Comm:

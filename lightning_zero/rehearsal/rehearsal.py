@@ -3,16 +3,20 @@
 import copy
 import importlib
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 
+from lightning_zero.checkpoint.tree import dtype_named
 from lightning_zero.pl.strategy import ZeroStrategy
 from lightning_zero.pl.table import aligned, ranks_told, sized, wrapped
 from lightning_zero.rehearsal.cost import Timing, Rates, Work, timing_of
@@ -206,6 +210,25 @@ def found_at(path: str) -> Any:
     except (ImportError, AttributeError, ValueError) as error:
         raise ImportError(f"{path!r} cannot be imported: {error}. Write it as 'package.module:Name'.") from error
     return found
+
+
+def batch_like(text: str) -> Callable[[], Any]:
+    """Returns what makes a batch of what a command line says: an import path, or shapes such as
+    ``"8x1024:int64,8"``, of which several are a tuple.
+
+    Raises:
+        ValueError: for what is neither.
+        ImportError: for a path that does not import.
+    """
+    parts = [re.fullmatch(r"(\d+(?:x\d+)*)(?::(\w+))?", part) for part in text.split(",")]
+    shapes = [(tuple(map(int, part[1].split("x"))), dtype_named(part[2] or "float32")) for part in parts if part]
+    if len(shapes) == len(parts):
+        made = tuple(partial(torch.zeros, shape, dtype=dtype) for shape, dtype in shapes)
+        return made[0] if len(made) == 1 else lambda: tuple(make() for make in made)
+    if not re.fullmatch(r"[A-Za-z_][\w.]*[:.]\w+", text):
+        raise ValueError(f"{text!r} is no batch. Write shapes, such as 8x1024:int64,8:int64, or an import path.")
+    found = found_at(text)
+    return found if callable(found) else lambda: found
 
 
 @contextmanager
