@@ -29,6 +29,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +105,9 @@ def _parser() -> argparse.ArgumentParser:
 
     about = "Of a model: the fastest strategies that fit. Of a number of parameters: bytes per rank at each stage."
     one = command("plan", _plan, about)
-    one.usage = "lightning-zero plan (MODEL --batch BATCH --device-memory SIZE | --parameters N) --ranks RANKS [options]"
+    one.usage = (
+        "lightning-zero plan (MODEL --batch BATCH --device-memory SIZE | --parameters N) --ranks RANKS [options]"
+    )
     _add_plan(one)
     one = command("rehearse", _rehearse, "Takes a step of one rank without computing: bytes, peaks, messages.")
     one.usage = "lightning-zero rehearse MODEL --batch BATCH --ranks RANKS [options]"
@@ -162,6 +165,8 @@ def _add_run(one: argparse.ArgumentParser) -> None:
     one.add_argument("--ranks", type=int, required=True, help="processes, one for each GPU")
     one.add_argument("--device-memory", type=_nbytes, help="of one device, such as 80GB or 80GiB")
     one.add_argument("--precision", choices=precisions, default="32-true", help="as the Trainer has it")
+    about = "first compute one step here, to answer what the model's code asks for"
+    one.add_argument("--on-cpu", action="store_true", help=about)
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -196,6 +201,7 @@ def _plan_model(options: argparse.Namespace) -> None:
             device_bytes=options.device_memory,
             host_bytes=options.host_memory,
             fixed=fixed,
+            on_cpu=options.on_cpu,
             precision=options.precision,
         )
         print(found)
@@ -207,6 +213,7 @@ def _rehearse(options: argparse.Namespace) -> bool:
     given: dict[str, Any] = {"accumulate_grad_batches": options.accumulate, "precision": options.precision}
     given |= {} if options.clip is None else {"gradient_clip_val": options.clip}
     given |= {"ranks": options.ranks, "rank": options.rank, "device_bytes": options.device_memory}
+    given["on_cpu"] = options.on_cpu
     with _refusing(options):
         model, batch = _model_and_batch(options)
         found = rehearse(model, batch, {"stage": options.stage, **dict(options.set)}, **given)
@@ -239,7 +246,7 @@ def _model_and_batch(options: argparse.Namespace) -> tuple[Callable[[], Any], An
 
     if options.batch is None:
         options.refuse("a rehearsal needs --batch: an import path, or shapes, such as --batch 8x1024:int64")
-    sys.path.insert(0, os.getcwd())  # as `python -m` does: a model of one's own lies here
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: a model of one's own lies here
     return partial(found_at(options.model), **dict(options.arg)), batch_like(options.batch)
 
 

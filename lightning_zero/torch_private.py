@@ -365,6 +365,7 @@ def remote_writer(url: str) -> Any:
 
 # -- rehearsals
 
+
 def join_imagined_world(rank: int, size: int) -> None:
     """Makes torch's process group of a world in which nobody else is, and nothing is sent: device meshes and DTensors
     need one. Nothing public makes it. Without it models with `configure_model` could not be rehearsed. Private: the
@@ -378,4 +379,4 @@ def is_faking() -> bool:
     """Whether torch itself runs operations for their shapes now, as DTensor does to choose a placement. Nothing public
     says so. Without it a rehearsal would answer in torch's place. Private: `_get_dispatch_mode`,
     `_TorchDispatchModeKey`."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # type: ignore[attr-defined]
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rehearsal_jobs
-from ranks import RankPool
 
+import rehearsal_jobs
 from lightning_zero.rehearsal.memory import Phase
 from lightning_zero.rehearsal.rehearsal import Rehearsal, rehearse
+from ranks import RankPool
 
 UNITS = {"units": "modules"}  # a small model stays whole at stage 3 otherwise
 
@@ -45,7 +45,9 @@ def assert_told(found: list[dict[str, Any]], strategy: dict[str, Any], ranks: in
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (1, 2), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (4, 2), (4, 3)])
-def test_bytes_messages_and_program_are_those_of_real_ranks(ranks: int, stage: int, pool_of: Callable[[int], RankPool]) -> None:
+def test_bytes_messages_and_program_are_those_of_real_ranks(
+    ranks: int, stage: int, pool_of: Callable[[int], RankPool]
+) -> None:
     strategy = {"stage": stage, **(UNITS if stage == 3 else {})}
     assert_told(pool_of(ranks).run(rehearsal_jobs.train, strategy, ranks), strategy, ranks)
 

@@ -42,7 +42,7 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """How fast the device of one rank is, and what leads to it. The defaults are of the order of an A100 with NVLink."""
+    """How fast the device of one rank is, and what leads to it. The defaults are about those of an A100 with NVLink."""
 
     flops: float = 150e12  # per second
     memory: float = 1.2e12  # bytes per second, read and written

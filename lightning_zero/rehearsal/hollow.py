@@ -37,9 +37,15 @@ class NeedsValuesError(RuntimeError):
 
 @final
 class Hollow(TorchDispatchMode):
-    """While entered, computes only small tensors. `born` is called with every tensor that is made, and `ran` with every
-    operation but views: its arguments, and the tensors that it makes or writes. With `computes`, everything is computed
-    as ever, and the two are called all the same."""
+    """While entered, computes only small tensors whose values it knows.
+
+    Args:
+        born: called with every tensor that is made.
+        ran: called with every operation but views: what it is, its arguments, and what it returns.
+        computes: everything is computed as ever. `born` and `ran` are called all the same, and `answers` gets what
+            code in `asking` asks for and a mode that does not compute would not know.
+        answers: of a run that has computed: what code in `asking` gets, each time from the first one on.
+    """
 
     def __init__(
         self,
@@ -47,32 +53,28 @@ class Hollow(TorchDispatchMode):
         ran: Callable[[Any, Any, Any, Any], None] = lambda *_: None,
         *,
         computes: bool = False,
+        answers: list[Any] | None = None,
     ) -> None:
         super().__init__()
         self._born = born
         self._ran = ran
         self._computes = computes
-        self._unknown: set[int] = set()  # storages whose values are not known, by address of the object
+        self.answers: list[Any] = [] if answers is None else answers
+        self._can_answer = answers is not None
+        self._left: Iterator[Any] = iter(())  # the answers that have not been given in this `asking`
+        self._unknown: set[int] = set()  # storages whose values are not known, by `storage_key`
         self._kinds: dict[Any, tuple[bool, bool]] = {}
-        self._refuses = False
+        self._is_asking = False
 
     @contextmanager
-    def refusing(self) -> Iterator[None]:
-        """Inside, code that asks for unknown values gets a `NeedsValuesError`; outside, it gets zero."""
-        before, self._refuses = self._refuses, True
+    def asking(self) -> Iterator[None]:
+        """Inside, code that asks for values that are not known gets an answer, or a `NeedsValuesError`. Outside it gets
+        zero: that is the package's own code, and torch's, which goes on with any number."""
+        self._is_asking, self._left = True, iter(self.answers)
         try:
             yield
         finally:
-            self._refuses = before
-
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        """Undoes `refusing` inside."""
-        before, self._refuses = self._refuses, False
-        try:
-            yield
-        finally:
-            self._refuses = before
+            self._is_asking = False
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether the values of a tensor are there."""
@@ -84,20 +86,18 @@ class Hollow(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(one.__torch_dispatch__ is not Tensor.__torch_dispatch__ for one in types):
             return NotImplemented  # the class says first what it is made of
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = _tensors_in((args, kwargs))
         if any(one.is_meta or one.layout != torch.strided for one in given):
             return func(*args, **kwargs)
         is_view, writes = self._kind_of(func)
-        if self._computes:
-            result = func(*args, **kwargs)
-            return result if is_view or writes else self._note(result)
         name = func._schema.name.rpartition("::")[2]
         if is_view or name in _RESHAPES or func in _SHARES:
             return func(*args, **kwargs)
         known = all(map(self.knows, given))
         if name in _READS or name in _CHECKS:
-            return func(*args, **kwargs) if known else self._answer(func, name)
-        result = (self._write if writes else self._make)(func, args, kwargs, given, known)
+            return self._read(func, name, args, kwargs, known)
+        do = self._compute if self._computes else self._write if writes else self._make
+        result = do(func, args, kwargs, given, known)
         self._ran(func, args, kwargs, result)
         return result
 
@@ -110,26 +110,44 @@ class Hollow(TorchDispatchMode):
             self._kinds[func] = (shares and not writes, writes)
         return self._kinds[func]
 
-    def _answer(self, func: Any, name: str) -> Any:
+    def _read(self, func: Any, name: str, args: Any, kwargs: Any, known: bool) -> Any:
+        if known or self._computes:
+            found = func(*args, **kwargs)
+            if not known and self._is_asking:
+                self.answers.append(found)
+            return found
         if name in _CHECKS:
             return None
-        if self._refuses:
-            raise NeedsValuesError(
-                f"The model asks for the values of a tensor ({func}), on which its control flow may depend. A rehearsal "
-                "knows shapes only."
-            )
+        if self._is_asking:
+            return self._answer(f"The model asks for the values of a tensor ({func}), which may decide what it does.")
         return 0 if name in ("_local_scalar_dense", "item") else False
 
+    def _answer(self, question: str) -> Any:
+        """Returns what was found where everything was computed."""
+        for answer in self._left:
+            return answer
+        raise NeedsValuesError(
+            f"{question} A rehearsal knows shapes only. "
+            + ("The run on the CPU was asked for fewer." if self._can_answer else "Rehearse it with on_cpu=True.")
+        )
+
+    def _compute(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], known: bool) -> Any:
+        """Does an operation, and keeps in mind what would be known otherwise."""
+        result = func(*args, **kwargs)
+        made, written = _tensors_in(result), _written(func, args, kwargs)
+        if not known and self._is_asking and torch.Tag.dynamic_output_shape in func.tags:
+            self.answers.append([(tuple(one.shape), one.dtype) for one in made])
+        if not (known and all(one.numel() <= SMALL for one in (*given, *made))):
+            for one in (*made, *written):
+                self._forget(one)
+        if not written:
+            self._note(result)
+        return result
+
     def _write(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], known: bool) -> Any:
-        written = [
-            leaf
-            for place, value in _arguments(func, args, kwargs)
-            if place.alias_info is not None and place.alias_info.is_write
-            for leaf in tree_leaves(value)
-            if isinstance(leaf, Tensor)
-        ]
         if known and all(one.numel() <= SMALL for one in given):
             return func(*args, **kwargs)
+        written = _written(func, args, kwargs)
         if "out" in kwargs and not kwargs["out"].numel():  # takes the shape of the result
             meta_args, meta_kwargs = tree_map_only(Tensor, _as_meta, (args, kwargs))
             func(*meta_args, **meta_kwargs)
@@ -145,24 +163,29 @@ class Hollow(TorchDispatchMode):
             return func(*args, **kwargs)
         if not any("Tensor" in str(one.type) for one in func._schema.returns):
             return func(*args, **kwargs)  # asks for a shape or a dtype, or marks a place for a profiler
-        try:
-            metas: dict[int, Tensor] = {}
-
-            def as_meta(tensor: Tensor) -> Tensor:
-                return metas.setdefault(id(tensor), _as_meta(tensor))
-
-            meta_args, meta_kwargs = tree_map_only(Tensor, as_meta, (args, kwargs))
-            if "device" in meta_kwargs or not given:
-                meta_kwargs = {**meta_kwargs, "device": torch.device("meta")}
-            if meta_kwargs.get("pin_memory"):
-                meta_kwargs["pin_memory"] = False
-            shaped = func(*meta_args, **meta_kwargs)
-        except (NotImplementedError, RuntimeError) as error:
+        if torch.Tag.dynamic_output_shape in func.tags:
             if known:
                 return self._note(func(*args, **kwargs))
-            raise NeedsValuesError(f"The shape of what {func} returns depends on values: {error}") from error
-        outputs = [leaf for leaf in tree_leaves(shaped) if isinstance(leaf, Tensor)]
-        if known and all(one.numel() <= SMALL for one in (*given, *outputs)):
+            shapes = self._answer(f"The shape of what {func} returns depends on values.")
+            made = [self._hollow(torch.empty(shape, dtype=dtype, device="meta")) for shape, dtype in shapes]
+            return made[0] if len(made) == 1 else tuple(made)
+        metas: dict[int, Tensor] = {}
+
+        def as_meta(tensor: Tensor) -> Tensor:  # one that is given twice stays the same
+            return metas.setdefault(id(tensor), _as_meta(tensor))
+
+        meta_args, meta_kwargs = tree_map_only(Tensor, as_meta, (args, kwargs))
+        if "device" in meta_kwargs or not given:
+            meta_kwargs = {**meta_kwargs, "device": torch.device("meta")}
+        if meta_kwargs.get("pin_memory"):
+            meta_kwargs["pin_memory"] = False
+        try:
+            shaped = func(*meta_args, **meta_kwargs)
+        except NotImplementedError as error:
+            if known:
+                return self._note(func(*args, **kwargs))
+            raise NeedsValuesError(f"{func} cannot tell the shape of its result without values: {error}") from error
+        if known and all(one.numel() <= SMALL for one in (*given, *_tensors_in(shaped))):
             return self._note(func(*args, **kwargs))
         return tree_map_only(Tensor, self._hollow, shaped)
 
@@ -173,9 +196,8 @@ class Hollow(TorchDispatchMode):
         return made
 
     def _note(self, result: Any) -> Any:
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._born(leaf)
+        for one in _tensors_in(result):
+            self._born(one)
         return result
 
     def _forget(self, tensor: Tensor) -> None:
@@ -194,10 +216,12 @@ def _as_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields the declaration and the value of each argument of an operation."""
-    for place, argument in enumerate(func._schema.arguments):
-        if place < len(args):
-            yield argument, args[place]
-        elif argument.name in kwargs:
-            yield argument, kwargs[argument.name]
+def _tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Returns the arguments of an operation that it writes to."""
+    values = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
+    places = [one for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    return _tensors_in([values.get(one.name) for one in places])

@@ -23,21 +23,30 @@ from lightning_zero.run.engine import Engine
 from lightning_zero.run.loans import names_of
 from lightning_zero.run.program import Cause, Program
 from lightning_zero.shards.group import ShardGroup
+from lightning_zero.shards.local import local_of
 from lightning_zero.shards.offload import Machine
 from lightning_zero.shards.slot import no_interception
 from lightning_zero.tiers.disk import Disk
 from lightning_zero.tiers.ledger import Ledger
 from lightning_zero.torch_private import join_imagined_world, tree_leaves
-from lightning_zero.views.lazy import LazyTensor
+from lightning_zero.views.lazy import LazyTensor, Spread
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import CountingComm, LocalComm
 from lightning_zero.wire.mesh import Mesh
+
 
 class Traffic(NamedTuple):
     """What a rank has sent in operations of one kind."""
 
     calls: int
     nbytes: int
+
+    def since(self, before: "Traffic") -> "Traffic":
+        """Returns what has come since another time."""
+        return Traffic(self.calls - before.calls, self.nbytes - before.nbytes)
+
+
+NONE = Traffic(0, 0)
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,14 @@ class Rank:
     """The rank that rehearses: what it is, and what is found out about it."""
 
     def __init__(
-        self, rank: int, ranks: int, *, steps: int, host_is_apart: bool = True, computes: bool = False
+        self,
+        rank: int,
+        ranks: int,
+        *,
+        steps: int,
+        host_is_apart: bool = True,
+        computes: bool = False,
+        answers: list[Any] | None = None,
     ) -> None:
         self.rank = rank
         self.ranks = ranks
@@ -88,7 +104,7 @@ class Rank:
         self.memory = Memory()
         self.memory.place = self._place
         self.memory.whole_gradients = self._whole_gradients
-        self.hollow = Hollow(self.memory.born, self._ran, computes=computes)
+        self.hollow = Hollow(self.memory.born, self._ran, computes=computes, answers=answers)
         self.sent: dict[str, Traffic] = {}  # in the last step
         self.outcome: Outcome | None = None
         self._steps_left = steps
@@ -103,13 +119,16 @@ class Rank:
     def watching(self) -> Iterator[None]:
         """Inside, knows which module runs, and computes nothing."""
         enter = register_module_forward_pre_hook(lambda module, _: self._running.append(module))
-        leave = register_module_forward_hook(lambda *_: self._running.pop() and None, always_call=True)
+        leave = register_module_forward_hook(self._leave_module, always_call=True)
         try:
             with self.hollow:
                 yield
         finally:
             enter.remove()
             leave.remove()
+
+    def _leave_module(self, *_: Any) -> None:
+        self._running.pop()
 
     def set_up(self, engine: Engine) -> None:
         """Notes that the engine is made."""
@@ -133,9 +152,9 @@ class Rank:
             return
         self.memory.phase, self._is_in_last = Phase.OVER, False
         now = traffic_of(engine.mesh)
-        sent = {kind: Traffic(*(b - a for a, b in zip(self._before.get(kind, (0, 0)), now[kind]))) for kind in now}
+        sent = {kind: there.since(self._before.get(kind, NONE)) for kind, there in now.items()}
         self.outcome = Outcome(
-            numel=sum(parameter.numel() for parameter in engine.module.parameters()),
+            numel=sum(local_of(parameter).numel() for parameter in engine.module.parameters()),
             at_rest=engine.bytes_by_category(),
             sent={kind: traffic for kind, traffic in sent.items() if traffic.calls},
             program=engine.program(),
@@ -174,7 +193,7 @@ def traffic_of(mesh: Mesh) -> dict[str, Traffic]:
     found: dict[str, Traffic] = {}
     for comm in {mesh.world, mesh.shard, mesh.replicate, mesh.tensor}:
         for kind, calls in comm.calls.items():
-            before = found.get(kind, Traffic(0, 0))
+            before = found.get(kind, NONE)
             found[kind] = Traffic(before.calls + calls, before.nbytes + comm.bytes_sent[kind])
     return found
 
@@ -184,7 +203,8 @@ def _bytes_saved(engine: Engine) -> int:
     model = engine.states.spread_model()
     states = [engine.states.spread_optimizer(optimizer).get("state", {}) for optimizer in engine.optimizers]
     lazy = [leaf.source for leaf in tree_leaves([model, *map(dict, states)]) if isinstance(leaf, LazyTensor)]
-    return sum(extent.numel * one.dtype.itemsize for one in lazy for extent, _ in one.pieces())
+    spread = [source for source in lazy if isinstance(source, Spread)]
+    return sum(extent.numel * one.dtype.itemsize for one in spread for extent, _ in one.pieces())
 
 
 class WatchedStrategy(ZeroStrategy):
@@ -206,7 +226,7 @@ class WatchedStrategy(ZeroStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.played.begin_step()
-        with self.played.hollow.refusing():
+        with self.played.hollow.asking():
             return super().training_step(*args, **kwargs)
 
     @override
@@ -252,7 +272,7 @@ class ImaginedStrategy(WatchedStrategy):
 
     @property
     @override
-    def device_mesh(self) -> DeviceMesh:  # type: ignore[override]
+    def device_mesh(self) -> DeviceMesh:
         if not is_initialized():
             join_imagined_world(self.played.rank, self.played.ranks)
             self._undo.callback(destroy_process_group)

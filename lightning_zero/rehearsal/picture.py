@@ -1,5 +1,5 @@
-"""Draws a rehearsal: bytes per rank at each stage by category (the ZeRO paper's figure 1, for a model of one's own), and
-the bytes on the device over the uses of a step."""
+"""Draws a rehearsal: bytes per rank at each stage by category (the ZeRO paper's figure 1, for your model), and bytes on
+the device over the uses of a step."""
 
 import os
 from collections.abc import Mapping
@@ -78,4 +78,11 @@ def _draw_course(axes: Any, chosen: Rehearsal) -> None:
         at = [number for number, (one, *_) in enumerate(chosen.course) if one is phase]
         if at:
             axes.axvspan(min(at) - 0.5, max(at) + 0.5, color=shade, zorder=0)
-            axes.annotate(str(phase), ((min(at) + max(at)) / 2, 0), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=8)
+            axes.annotate(
+                str(phase),
+                ((min(at) + max(at)) / 2, 0),
+                xytext=(0, 4),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
+            )

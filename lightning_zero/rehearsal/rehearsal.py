@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any, cast, final
 
 import lightning.pytorch as pl
 import torch
@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_zero.checkpoint.tree import dtype_named
 from lightning_zero.pl.strategy import ZeroStrategy
 from lightning_zero.pl.table import aligned, ranks_told, sized, wrapped
-from lightning_zero.rehearsal.cost import Timing, Rates, Work, timing_of
-from lightning_zero.rehearsal.hollow import NeedsValuesError
+from lightning_zero.rehearsal.cost import Rates, Timing, Work, timing_of
 from lightning_zero.rehearsal.imagined import ImaginedStrategy, Rank, Traffic
 from lightning_zero.rehearsal.memory import Moment, Phase
 from lightning_zero.run.program import Program
@@ -52,7 +51,7 @@ class Rehearsal:
     @property
     def peak(self) -> Moment:
         """The moment with most bytes on the device."""
-        return max(reversed(self.peaks.values()), key=lambda moment: moment.nbytes)
+        return max(reversed([*self.peaks.values()]), key=lambda moment: moment.nbytes)
 
     @property
     def fits(self) -> bool:
@@ -79,11 +78,12 @@ class Rehearsal:
                 rows.append([f"on the {tier}", *map(_size, there), _size(resting)])
         peak = self.peak
         phase = next(phase for phase, moment in self.peaks.items() if moment is peak)
+        place = f", at {peak.place}" if peak.place else ""
         lines = [
             f"{self.strategy} on {ranks_told(self.ranks)}, rank {self.rank}: {self.numel:,} parameters",
             *aligned([head, *rows]),
             "",
-            *wrapped(f"Most in {phase}{f', at {peak.place}' if peak.place else ''}: {sized(peak.nbytes)}{self._judged}"),
+            *wrapped(f"Most in {phase}{place}: {sized(peak.nbytes)}{self._judged}"),
             "",
             *aligned([["sent in a step", "times", "bytes"], *self._sent_rows]),
             "",
@@ -116,6 +116,7 @@ def rehearse(
     rank: int = 0,
     device_bytes: int | None = None,
     host_is_apart: bool = True,
+    on_cpu: bool = False,
     steps: int = STEPS,
     **trainer: Any,
 ) -> Rehearsal:
@@ -135,6 +136,8 @@ def rehearse(
         rank: which of them.
         device_bytes: how many the device has, to be told whether they suffice.
         host_is_apart: whether the device is a GPU, so that host memory is another tier.
+        on_cpu: whether one step is first computed for real on one rank, here, to know the values that the model's own
+            code asks for. The model and its activations must fit into memory.
         steps: how many are taken, of which the last one is told; one is enough for what rests between steps.
         trainer: what else the Trainer would be given: ``precision``, ``accumulate_grad_batches``,
             ``gradient_clip_val``.
@@ -146,26 +149,12 @@ def rehearse(
     """
     if ranks < 1 or not 0 <= rank < ranks:
         raise ValueError(f"ranks={ranks} and rank={rank}: there are ranks 0 to {ranks - 1}. Write at least one rank.")
-    played = Rank(rank, ranks, steps=steps, host_is_apart=host_is_apart)
+    answers = _answers_of(module, batch, trainer) if on_cpu else None
+    played = Rank(rank, ranks, steps=steps, host_is_apart=host_is_apart, answers=answers)
     imagined = _imagined(strategy)
     imagined.played = played
     with _quiet(), isolate_rng(), played.watching():
-        batches = [batch() if callable(batch) else batch] * (steps * trainer.get("accumulate_grad_batches", 1))
-        made = _made(module)
-        pl.Trainer(
-            accelerator="cpu",
-            devices=1,
-            strategy=imagined,
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            limit_val_batches=0,
-            use_distributed_sampler=False,
-            num_sanity_val_steps=0,
-            **trainer,
-        ).fit(made, DataLoader(batches, batch_size=None))
+        _train(module, batch, imagined, steps, trainer)
     outcome = played.outcome
     assert outcome is not None
     return Rehearsal(
@@ -177,6 +166,35 @@ def rehearse(
         device_bytes=device_bytes,
         **vars(outcome),
     )
+
+
+def _train(module: Module, batch: Any, strategy: ZeroStrategy, steps: int, trainer: Mapping[str, Any]) -> None:
+    batches = [batch() if callable(batch) else batch] * (steps * trainer.get("accumulate_grad_batches", 1))
+    pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        **trainer,
+    ).fit(_made(module), DataLoader(cast(Any, batches), batch_size=None))
+
+
+def _answers_of(module: Module, batch: Any, trainer: Mapping[str, Any]) -> list[Any]:
+    """Computes one step on one rank, and returns what the model has asked for that a rehearsal does not know."""
+    played = Rank(0, 1, steps=1, computes=True)
+    computing = ImaginedStrategy(0)
+    computing.played = played
+    one_batch = {name: value for name, value in trainer.items() if name != "accumulate_grad_batches"}
+    with _quiet(), isolate_rng(), played.watching():
+        _train(module, batch, computing, 1, one_batch)
+    return played.hollow.answers
 
 
 def _imagined(strategy: ZeroStrategy | Mapping[str, Any] | int) -> ImaginedStrategy:
