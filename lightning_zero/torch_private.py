@@ -20,8 +20,7 @@ from torch import Tensor, UntypedStorage
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
-from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils import _python_dispatch, _pytree
 from torch.utils.flop_counter import flop_registry as flop_registry
 
 TESTED = "2.11 to 2.15"
@@ -365,14 +364,17 @@ def remote_writer(url: str) -> Any:
 
 # -- rehearsals
 
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+"""Gets every operation of torch below autograd. It has no public name, though torch's documentation shows it. Without it
+nothing could be rehearsed. Private: `_python_dispatch`."""
 
-def join_imagined_world(rank: int, size: int) -> None:
-    """Makes torch's process group of a world in which nobody else is, and nothing is sent: device meshes and DTensors
-    need one. Nothing public makes it. Without it models with `configure_model` could not be rehearsed. Private: the
-    module `torch.testing._internal.distributed.fake_pg`."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+SHARES = {torch.ops.aten._unsafe_view.default}
+"""Operations that torch does not declare as views, and whose results share the memory of their argument. Without them a
+rehearsal would count that memory twice. Private: `_unsafe_view`."""
 
-    dist.init_process_group(backend="fake", rank=rank, world_size=size, store=FakeStore())
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""Returns how an operation is declared: what it writes to, and what it returns. Nothing public says so. Without it a
+rehearsal could not tell a view from a new tensor. Private: `_schema`."""
 
 
 def is_faking() -> bool:
@@ -380,3 +382,12 @@ def is_faking() -> bool:
     says so. Without it a rehearsal would answer in torch's place. Private: `_get_dispatch_mode`,
     `_TorchDispatchModeKey`."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def join_imagined_world(rank: int, size: int) -> None:
+    """Makes torch's process group of a world in which nobody else is, and nothing is sent: device meshes and DTensors
+    need one. Nothing public makes it. Without it models with `configure_model` could not be rehearsed. Private:
+    `_internal`, which the module has in its name."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group(backend="fake", rank=rank, world_size=size, store=FakeStore())

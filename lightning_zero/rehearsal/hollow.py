@@ -14,13 +14,18 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from lightning_zero.torch_private import TorchDispatchMode, is_faking, storage_key, tree_leaves, tree_map_only
+from lightning_zero.torch_private import (
+    SHARES,
+    TorchDispatchMode,
+    is_faking,
+    schema_of,
+    storage_key,
+    tree_leaves,
+    tree_map_only,
+)
 
 SMALL = 2**14  # elements; an operation on known values with a result of at most so many is computed
 
-_aten = torch.ops.aten
-# Not declared as a view, and yet its result shares the memory of its argument.
-_SHARES = {_aten._unsafe_view.default}
 # Change the shape or the memory of a tensor, and none of its values.
 _RESHAPES = {
     "set_", "resize_", "resize_as_", "as_strided_", "t_", "transpose_", "swapaxes_", "swapdims_", "unsqueeze_",
@@ -90,8 +95,8 @@ class Hollow(TorchDispatchMode):
         if any(one.is_meta or one.layout != torch.strided for one in given):
             return func(*args, **kwargs)
         is_view, writes = self._kind_of(func)
-        name = func._schema.name.rpartition("::")[2]
-        if is_view or name in _RESHAPES or func in _SHARES:
+        name = schema_of(func).name.rpartition("::")[2]
+        if is_view or name in _RESHAPES or func in SHARES:
             return func(*args, **kwargs)
         known = all(map(self.knows, given))
         if name in _READS or name in _CHECKS:
@@ -104,7 +109,7 @@ class Hollow(TorchDispatchMode):
     def _kind_of(self, func: Any) -> tuple[bool, bool]:
         """Returns whether an operation returns views, and whether it writes to arguments."""
         if func not in self._kinds:
-            schema = func._schema
+            schema = schema_of(func)
             writes = any(one.alias_info is not None and one.alias_info.is_write for one in schema.arguments)
             shares = any(one.alias_info is not None for one in schema.returns)
             self._kinds[func] = (shares and not writes, writes)
@@ -154,14 +159,14 @@ class Hollow(TorchDispatchMode):
             kwargs["out"].resize_(meta_kwargs["out"].shape)
         for one in written:
             self._forget(one)
-        returned = written[: len(func._schema.returns)]
-        return returned[0] if len(returned) == 1 else tuple(returned) if func._schema.returns else None
+        returned = written[: len(schema_of(func).returns)]
+        return returned[0] if len(returned) == 1 else tuple(returned) if schema_of(func).returns else None
 
     def _make(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], known: bool) -> Any:
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "meta":
             return func(*args, **kwargs)
-        if not any("Tensor" in str(one.type) for one in func._schema.returns):
+        if not any("Tensor" in str(one.type) for one in schema_of(func).returns):
             return func(*args, **kwargs)  # asks for a shape or a dtype, or marks a place for a profiler
         if torch.Tag.dynamic_output_shape in func.tags:
             if known:
@@ -222,6 +227,6 @@ def _tensors_in(tree: Any) -> list[Tensor]:
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Returns the arguments of an operation that it writes to."""
-    values = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
-    places = [one for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    values = dict(zip((one.name for one in schema_of(func).arguments), args, strict=False)) | kwargs
+    places = [one for one in schema_of(func).arguments if one.alias_info is not None and one.alias_info.is_write]
     return _tensors_in([values.get(one.name) for one in places])
