@@ -262,6 +262,86 @@ def test_one_rank_may_read_a_weight_alone_before_all_edit_it_or_another_one(
                     assert differing(found, expected) == []
 
 
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize(("dtype", "stages"), [(None, [3]), (torch.bfloat16, [1, 2, 3])], ids=["fp32", "bf16"])
+def test_one_rank_may_run_a_forward_alone_between_an_edit_by_all_and_the_step(
+    dtype: torch.dtype | None, stages: list[int], edit: Callable[[Tensor], None]
+) -> None:
+    """The others wait for it at the next meeting, where they keep their parts of the edit before they serve it."""
+
+    def act_with(runs_on: Callable[[int], bool]) -> Any:
+        def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+            found: dict[str, Tensor] = {}
+            weights = [model[number][0].weight for number in (0, 3)]
+            for step in range(3):
+                for micro, way in enumerate((engine.accumulating, nullcontext)):
+                    with way():
+                        loss = _loss_of(engine, lambda scale=1.0 + step + micro: model(x(scale)), dtype)
+                        comm.all_reduce(torch.ones(1), "by the user", "max")
+                        with engine.backward():
+                            loss.backward()
+                    with torch.no_grad():
+                        for weight in weights:
+                            edit(weight)
+                    if step and runs_on(comm.rank):  # the first step is what plans are made of
+                        found[f"loss {step}.{micro}"] = _loss_of(engine, lambda: model(x(0.5)), dtype).detach()
+                        found[f"norms {step}.{micro}"] = torch.stack([p.detach().norm() for p in model.parameters()])
+                    if not micro:  # from here on no rank waits for another one at an edit that all have made before
+                        engine.rendezvous.meet_before_collective()
+                if step == 2:  # the others come to a meeting while they hold views, through which they edit once more
+                    for weight, view in [(weight, weight.data) for weight in weights]:
+                        view.sub_(weight.grad, alpha=0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+            return found | state_of(model, engine)
+
+        return act
+
+    start, options = tower(4), {"autocast_dtype": dtype, "accumulation": "local", "prefetch": 0}
+    expected = on_engine(start, act_with(lambda _: True), 0, **options)[0]  # type: ignore[arg-type]
+    for stage in stages:
+        found = on_engine(start, act_with(lambda rank: rank == 0), stage, **options)  # type: ignore[arg-type]
+        assert found[0].keys() == expected.keys()
+        for mine in found:
+            assert differing(mine, {name: expected[name] for name in mine}) == []
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize(("dtype", "stages"), [(None, [3]), (torch.bfloat16, [1, 2, 3])], ids=["fp32", "bf16"])
+def test_one_rank_may_run_a_forward_alone_between_an_edit_by_all_and_the_backward(
+    dtype: torch.dtype | None, stages: list[int], edit: Callable[[Tensor], None]
+) -> None:
+    """The others are in their backward by then. What is recomputed in it sees the edit on every rank."""
+
+    def act_with(runs_on: Callable[[int], bool]) -> Any:
+        def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+            found: dict[str, Tensor] = {}
+            for step in range(3):
+                loss = _loss_of(engine, lambda scale=1.0 + step: model(x(scale)), dtype)
+                with torch.no_grad():
+                    edit(model.middle.weight)
+                    found[f"called {step}"] = model.middle(x())  # which sees the edit before it is kept
+                    if step and runs_on(comm.rank):
+                        found[f"loss {step}"] = _loss_of(engine, lambda: model(x(0.5)), dtype)
+                        found[f"norm {step}"] = model.middle.weight.norm().clone()
+                with engine.backward():
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return found | state_of(model, engine)
+
+        return act
+
+    start = seeded(lambda: Middle(True))
+    options = {"autocast_dtype": dtype, "unit_classes": ("Linear",), "prefetch": 0}
+    expected = on_engine(start, act_with(lambda _: True), 0, **options)[0]  # type: ignore[arg-type]
+    for stage in stages:
+        found = on_engine(start, act_with(lambda rank: rank == 0), stage, **options)  # type: ignore[arg-type]
+        assert found[0].keys() == expected.keys()
+        for mine in found:
+            assert differing(mine, {name: expected[name] for name in mine}) == []
+
+
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_weights_may_be_edited_between_two_forwards_of_a_step_in_which_ranks_use_different_modules(

@@ -8,7 +8,8 @@ A rank may read or use what others do not, and so come to an edit before them. I
 to it, as they would be served the edited values of this rank beside the older ones of the others. Some keep at the
 boundary, for a loan that lasts, what others keep at once: so a rank that has kept edits waits at the boundary, too.
 Until then a loan that lasts is this rank's alone: what it runs or recomputes sees the edits (`show_edits`), what it
-sends to other ranks does not.
+sends to other ranks does not. A rank that waits elsewhere for those at the boundary, and serves them, keeps its edits
+when they go on: they run with these.
 """
 
 import math
@@ -217,14 +218,18 @@ class Loans(Lender, GradientLender):
         if group not in self._declared:
             again = self._in_blocks.get(group)
             full = self._declared[group] = self.declared(group) if again is None else again
-            self._versions[group] = edits_of(full)
-            if not group.stays_full:
-                self._as_lent[group] = full.to(group.kind.resting)
+            self._note_lent(group, full)
         # Where backward gathers nothing, ranks do not meet in the middle of it. A block that recomputes there could not
         # gather, so it finds here what its forward has read.
         if group.stays_full and torch.is_grad_enabled() and self.saved.is_inside_others:
             self._in_blocks[group] = self._declared[group]
         return self._declared[group]
+
+    def _note_lent(self, group: ShardGroup, full: Tensor) -> None:
+        """Notes the state of a copy in the declared dtype, so that edits from here on can be told."""
+        self._versions[group] = edits_of(full)
+        if not group.stays_full:
+            self._as_lent[group] = full.to(group.kind.resting)
 
     def _end_lasting(self, group: ShardGroup, loan: Lent, result: Any) -> None:
         """Notes whether a call has returned a view of lent values, through which they may be edited unseen."""
@@ -447,10 +452,35 @@ class Loans(Lender, GradientLender):
 
     def _compare_places(self, _: bool) -> int:
         """Returns the place of the rank that is farthest from a boundary. One that has nothing more to do in this round
-        makes no edit before one. Collective."""
+        makes no edit before one. If all are there, those that only wait share their edits with those that go on.
+        Collective."""
         place = _Place.BOUNDARY if self.rendezvous.is_waiting else self._place
         told = torch.tensor([place], dtype=torch.uint8, device=HOST)
-        return int(self.groups[0].comm.host.all_reduce(told, "edit", "min"))
+        nearest = int(self.groups[0].comm.host.all_reduce(told, "edit", "min"))
+        if nearest == _Place.BOUNDARY and self._place is not _Place.BOUNDARY:
+            self._share_edits()
+        return nearest
+
+    def _share_edits(self) -> None:
+        """Keeps the edits made so far, as ranks do that go on from a boundary while this one waits. Its loans last, as
+        user code may be in the middle of using them."""
+        with torch.no_grad(), no_interception():
+            for group, full in [*self._lasting()]:
+                if self._is_edited(group, full):
+                    self._share(group, full)
+        self._has_kept = False
+
+    def _share(self, group: ShardGroup, full: Tensor) -> None:
+        if group in self._units and self._units[group].is_gathered:
+            self._units[group].wait()  # a gather under way would overwrite the edit
+        if group.upcasts:
+            group.take_edits(full, self._as_lent.get(group))
+            self._note_lent(group, full)
+        else:
+            group.take_shown()
+            group.note_versions()
+        if group in self._fingerprints:
+            self._fingerprints[group] = fingerprint_of(full)
 
     def _end_loans_of(self, group: ShardGroup) -> None:
         """Ends the loans of a group, as `settle` does, and releases its unit."""

@@ -70,7 +70,7 @@ class ShardGroup:
         self.dtype = kind.declared if self.upcasts else kind.resting  # in which users read the values
         self.is_plain = stays_full and not self.upcasts  # parameters always hold their values, in the declared dtype
         self.is_lost = False  # a rank failed: the values are spread over ranks that no longer answer
-        self._shown_versions: list[int] | None = None  # of the parameters, while they are shown
+        self._shown: list[tuple[int, int]] | None = None  # version and address of the parameters, while they are shown
         self.layout = Layout.pack(
             [(name, tuple(local_of(parameter).shape)) for name, parameter in parameters.items()],
             ranks=self.comm.size,
@@ -261,15 +261,18 @@ class ShardGroup:
     def leave_behind(self) -> None:
         """Notes that full_param lacks the latest step. It is published when the values are needed."""
         self.is_behind = self.stays_full
-        self._shown_versions = None  # users cannot edit what is not shown
+        self._shown = None  # users cannot edit what is not shown
 
     def note_versions(self) -> None:
         """Notes that the parameters show full_param from now on, so that `keep_edits` can tell what users edit."""
-        self._shown_versions = [edits_of(slot.parameter) for slot in self.slots]
+        self._shown = self._states()
+
+    def _states(self) -> list[tuple[int, int]]:
+        return [(edits_of(slot.parameter), slot.local.values.data_ptr()) for slot in self.slots]
 
     def keep_edits(self) -> None:
         """Keeps edits that users have made in the parameters since `note_versions`, as versions and `p.data` tell."""
-        is_edited, self._shown_versions = self.is_edited, None
+        is_edited, self._shown = self.is_edited, None
         if is_edited:
             assert self.full_param is not None
             self.adopt_assigned()
@@ -278,9 +281,7 @@ class ShardGroup:
     @property
     def is_edited(self) -> bool:
         """Whether users have edited the parameters since `note_versions`, as versions and `p.data` tell."""
-        if self._shown_versions is None or self.full_param is None:
-            return False
-        return bool(self._assigned()) or self._shown_versions != [edits_of(slot.parameter) for slot in self.slots]
+        return self._shown is not None and self.full_param is not None and self._shown != self._states()
 
     def _assigned(self) -> list[Slot]:
         """Returns the slots to whose `p.data` the user has assigned another tensor."""
@@ -333,14 +334,26 @@ class ShardGroup:
         if declared and self.kind.is_cast and not self.show_edits(full, as_lent) and not self._differs(full):
             return
         for slot in self.slots:
-            within, own = slot.piece.in_shard, slot.own_part(full)
             if declared:
-                self.master.write(within, own)
-            else:  # only what differs: a two-byte weight that was not edited must keep all bits of its master
-                with self.master.edit(within) as master:
-                    edited = (own != master.to(own)).to(master.device)
-                    master.copy_(torch.where(edited, own.to(master), master))
-            self.owned_param.write(within, own)
+                self.master.write(slot.piece.in_shard, slot.own_part(full))
+                self.owned_param.write(slot.piece.in_shard, slot.own_part(full))
+            else:
+                self._take_resting(slot, slot.own_part(full))
+
+    def take_shown(self) -> None:
+        """Keeps what users have edited in the parameters, or assigned to `p.data`, which still shows their tensor."""
+        for slot in self.slots:
+            self.check_assigned(slot, slot.parameter, self.kind.resting)
+            self._take_resting(slot, slot.local.values.detach().reshape(-1)[slot.piece.start : slot.piece.stop])
+
+    def _take_resting(self, slot: Slot, own: Tensor) -> None:
+        """Keeps edits in this rank's part of a parameter, in the resting dtype."""
+        within = slot.piece.in_shard
+        with self.master.edit(within) as master:
+            # Only what differs: a two-byte weight that was not edited must keep all bits of its master.
+            edited = (own != master.to(own)).to(master.device)
+            master.copy_(torch.where(edited, own.to(master), master))
+        self.owned_param.write(within, own)
 
     def _differs(self, full: Tensor) -> bool:
         """Whether a full array of the declared dtype has other values than this rank's part of the masters."""
