@@ -7,13 +7,14 @@
     lightning-zero import DCP DIR                        from a torch.distributed.checkpoint folder, FSDP's too
     lightning-zero export DIR DCP                        to one
     lightning-zero plan --parameters 7e9 --ranks 8       bytes per rank at each stage, beside DDP's
-    lightning-zero plan MODEL --batch ... --ranks 8      the fastest strategies that fit on a device
-    lightning-zero rehearse MODEL --batch ... --ranks 8  what a step takes on one rank: bytes, peaks, messages
+    lightning-zero plan MODEL --batch B --ranks 8        the fastest strategies that fit on a device
+    lightning-zero rehearse MODEL --batch B --ranks 8    what a step takes on one rank: bytes, peaks, messages
 
 MODEL is an import path (``package.module:Model``) of what makes a LightningModule.
 
 DIR is a path or a URL (``s3://...``): of a sharded checkpoint, or but for export of a single file. The exit status is 0
-when all is well, 1 when something is wrong with a checkpoint, and 2 when the command line cannot be understood.
+when all is well, 1 when something is wrong with a checkpoint or a device has too little memory, and 2 when the command
+line cannot be understood.
 """
 
 import argparse
@@ -106,7 +107,9 @@ def _parser() -> argparse.ArgumentParser:
     about = "Of a model: the fastest strategies that fit. Of a number of parameters: bytes per rank at each stage."
     one = command("plan", _plan, about)
     one.usage = (
-        "lightning-zero plan (MODEL --batch BATCH --device-memory SIZE | --parameters N) --ranks RANKS [options]"
+        "lightning-zero plan --parameters N --ranks RANKS [options]\n"
+        "       lightning-zero plan MODEL --batch BATCH --ranks RANKS\n"
+        "                           --device-memory SIZE [options]"
     )
     _add_plan(one)
     one = command("rehearse", _rehearse, "Takes a step of one rank without computing: bytes, peaks, messages.")

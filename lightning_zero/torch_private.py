@@ -365,8 +365,8 @@ def remote_writer(url: str) -> Any:
 # -- rehearsals
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
-"""Gets every operation of torch below autograd. It has no public name, though torch's documentation shows it. Without it
-nothing could be rehearsed. Private: `_python_dispatch`."""
+"""Gets every operation of torch below autograd. It has no public name, though torch documents it. Without it nothing
+could be rehearsed. Private: `_python_dispatch`."""
 
 SHARES = {torch.ops.aten._unsafe_view.default}
 """Operations that torch does not declare as views, and whose results share the memory of their argument. Without them a

@@ -1,13 +1,20 @@
 """What a rehearsal says of a training is what that training takes, to the byte."""
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import rehearsal_jobs
+from lightning_zero import ZeroStrategy, cli
+from lightning_zero.rehearsal.hollow import NeedsValuesError
 from lightning_zero.rehearsal.memory import Phase
+from lightning_zero.rehearsal.planning import plan
 from lightning_zero.rehearsal.rehearsal import Rehearsal, rehearse
 from ranks import RankPool
 
@@ -73,3 +80,82 @@ def test_options_take_what_they_take_on_real_ranks(setting: str, two_ranks: Rank
     if "nvme" in str(strategy):
         strategy = {**strategy, "offload": {**strategy["offload"], "path": str(tmp_path)}}
     assert_told(two_ranks.run(rehearsal_jobs.train, strategy, 2, **trainer), strategy, 2, **trainer)
+
+
+def test_a_rank_of_thousands_takes_seconds_and_has_its_part() -> None:
+    few, many = (rehearsed({"stage": 3, **UNITS}, ranks) for ranks in (64, 4096))
+    assert many.at_rest["optimizer state"] < few.at_rest["optimizer state"] / 8  # pieces are padded
+    assert few.sent["reduce_scatter"].calls == many.sent["reduce_scatter"].calls
+
+
+def test_a_module_of_the_users_stays_as_it_is() -> None:
+    model = rehearsal_jobs.Model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    rehearse(model, rehearsal_jobs.batch_of(), ZeroStrategy(stage=3), ranks=2)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Undecided(rehearsal_jobs.Model):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * 2 if loss > 0 else loss
+
+
+def test_a_model_that_asks_for_values_is_answered_by_a_step_on_the_cpu() -> None:
+    with pytest.raises(NeedsValuesError, match="on_cpu=True"):
+        rehearse(Undecided, rehearsal_jobs.batch_of, 2, ranks=2)
+    told = rehearse(Undecided, rehearsal_jobs.batch_of, 2, ranks=2, on_cpu=True)
+    assert told.at_rest == rehearse(rehearsal_jobs.Model, rehearsal_jobs.batch_of, 2, ranks=2).at_rest
+
+
+def test_the_table_says_what_made_the_peak_and_whether_it_fits() -> None:
+    told = rehearse(rehearsal_jobs.Model, rehearsal_jobs.batch_of, 2, ranks=2, device_bytes=2 * 10**6)
+    assert not told.fits
+    assert re.search(r"Most in \w+.*: 2\.\d+ MB, [\d.]+ kB MORE than the device has", " ".join(str(told).split()))
+    assert str(told).startswith("ZeroStrategy(stage=2) on 2 ranks, rank 0: 136,896 parameters\n")
+
+
+def test_a_plan_has_the_fastest_that_fits_first_and_tells_why_faster_ones_do_not() -> None:
+    everything = plan(rehearsal_jobs.Model, rehearsal_jobs.batch_of, ranks=4, device_bytes=10**9)
+    seconds = [one.seconds for one in everything.fitting]
+    assert everything.best.seconds == min(seconds)
+    assert seconds == sorted(seconds)
+    assert "strategy=zero" in str(everything)
+    needed = sorted(one.device_bytes for one in everything.candidates)
+    tight = replace(everything, device_bytes=needed[0])
+    assert tight.best.device_bytes == needed[0]
+    assert ("faster, but does not fit" in str(tight)) == (tight.best is not everything.candidates[0])
+    with pytest.raises(ValueError, match="The smallest device on which this model can be trained has"):
+        replace(everything, device_bytes=needed[0] - 1).best  # noqa: B018
+
+
+MODEL = ["rehearsal_jobs:Model", "--batch", "4x16:int64", "--ranks", "2"]
+
+
+def test_the_command_line_rehearses_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["rehearse", *MODEL, "--set", "bucket_size_mb=1", "--plot", str(tmp_path / "a.png")]) == 0
+    assert "Most in" in capsys.readouterr().out
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+    assert cli.main(["rehearse", *MODEL, "--device-memory", "1MB", "--program"]) == 1
+    assert "publish #0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["no.such:Model", *MODEL[1:]], "'no.such:Model' cannot be imported"),
+        ([*MODEL, "--device-memory", "80"], "80 is not a size with a unit, such as 80GB"),
+        ([*MODEL[:4], "0"], "Write at least one rank"),
+        ([*MODEL[:2], "4y16", *MODEL[3:]], "'4y16' is no batch"),
+        ([*MODEL[:2], "4x16:float32", *MODEL[3:]], "Expected tensor for argument #1 'indices'"),
+        ([*MODEL, "--set", "stages=3"], "ZeroStrategy has no argument 'stages'"),
+        ([MODEL[0], *MODEL[3:]], "a rehearsal needs --batch"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["rehearse", *arguments])
+    assert told in capsys.readouterr().err

@@ -198,9 +198,9 @@ def _answers_of(module: Module, batch: Any, trainer: Mapping[str, Any]) -> list[
 
 
 def _imagined(strategy: ZeroStrategy | Mapping[str, Any] | int) -> ImaginedStrategy:
-    if isinstance(strategy, ZeroStrategy):
-        return ImaginedStrategy(**strategy._arguments)
-    return ImaginedStrategy(strategy) if isinstance(strategy, int) else ImaginedStrategy(**strategy)
+    if not isinstance(strategy, ZeroStrategy):  # one that the user knows tells what is wrong with the arguments
+        strategy = ZeroStrategy(strategy) if isinstance(strategy, int) else ZeroStrategy(**strategy)
+    return ImaginedStrategy(**strategy._arguments)
 
 
 def _made(module: Module) -> pl.LightningModule:
