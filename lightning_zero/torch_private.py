@@ -391,3 +391,12 @@ def join_imagined_world(rank: int, size: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group(backend="fake", rank=rank, world_size=size, store=FakeStore())
+
+
+def leave_imagined_world() -> None:
+    """Ends that process group. What DTensor keeps of its meshes goes, too. Without it a mesh of the next world, which is
+    equal to one of these, would be given the groups of this one. Private: `_clear_sharding_prop_cache`."""
+    from torch.distributed.tensor import debug
+
+    dist.destroy_process_group()
+    debug._clear_sharding_prop_cache()

@@ -5,6 +5,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
 from lightning_zero.rehearsal.imagined import Rank, WatchedStrategy
@@ -47,13 +48,22 @@ class Model(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+class Divided(Model):
+    def configure_model(self) -> None:
+        mesh = self.device_mesh
+        assert mesh is not None
+        for block in self.blocks:
+            plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, mesh["tensor_parallel"], plan)
+
+
 def batch_of() -> Tensor:
     return torch.arange(4 * LENGTH).view(4, LENGTH) % WORDS
 
 
-def train(strategy: dict[str, Any], world: int, rank: int = 0, **trainer: Any) -> dict[str, Any]:
+def train(strategy: dict[str, Any], world: int, make: type[Model] = Model, **trainer: Any) -> dict[str, Any]:
     """Trains for real, and returns what `rehearse` returns of it."""
-    played = Rank(rank, world, steps=STEPS, host_is_apart=False, computes=True)
+    played = Rank(0, world, steps=STEPS, host_is_apart=False, computes=True)
     watched = WatchedStrategy(**strategy)
     watched.played = played
     with played.watching():
@@ -72,7 +82,7 @@ def train(strategy: dict[str, Any], world: int, rank: int = 0, **trainer: Any) -
             **trainer,
         )
         played.rank = fitting.global_rank
-        fitting.fit(Model(), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+        fitting.fit(make(), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     outcome = played.outcome
     assert outcome is not None
     return {**vars(outcome), "peaks": played.memory.peaks, "program": str(outcome.program)}

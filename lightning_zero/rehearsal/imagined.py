@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 from torch import Tensor
-from torch.distributed import destroy_process_group, is_initialized
+from torch.distributed import is_initialized
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -28,7 +28,7 @@ from lightning_zero.shards.offload import Machine
 from lightning_zero.shards.slot import no_interception
 from lightning_zero.tiers.disk import Disk
 from lightning_zero.tiers.ledger import Ledger
-from lightning_zero.torch_private import join_imagined_world, tree_leaves
+from lightning_zero.torch_private import join_imagined_world, leave_imagined_world, tree_leaves
 from lightning_zero.views.lazy import LazyTensor, Spread
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import CountingComm, LocalComm
@@ -275,7 +275,7 @@ class ImaginedStrategy(WatchedStrategy):
     def device_mesh(self) -> DeviceMesh:
         if not is_initialized():
             join_imagined_world(self.played.rank, self.played.ranks)
-            self._undo.callback(destroy_process_group)
+            self._undo.callback(leave_imagined_world)
         return super().device_mesh
 
     @override
@@ -287,6 +287,20 @@ class ImaginedStrategy(WatchedStrategy):
     @override
     def _machine(self) -> Machine:
         return self.played.machine
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self._prepare_collective("barrier")
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        self._prepare_collective("broadcast")
+        return obj  # all ranks do what this one does
+
+    @override
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        self._prepare_collective("reduce")
+        return tensor
 
     @override
     def on_exception(self, exception: BaseException) -> None:
