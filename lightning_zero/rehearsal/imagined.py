@@ -91,6 +91,7 @@ class Rank:
         self._names: dict[int, str] = {}
         self._running: list[Module] = []
         self._before: dict[str, Traffic] = {}
+        self._after: dict[str, Traffic] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -120,7 +121,10 @@ class Rank:
         self.enter(Phase.FORWARD)
 
     def end_step(self) -> None:
+        assert self._engine is not None
         self._steps_left -= 1
+        if self._steps_left == 0:  # at the end of a fit ranks meet, and leave the plan of a step that does not come
+            self._after = traffic_of(self._engine.mesh)
 
     def end(self) -> None:
         """Takes down what the last step has left. What comes after it is no training."""
@@ -128,8 +132,8 @@ class Rank:
         if engine is None or self.outcome is not None:
             return
         self.memory.phase = Phase.OVER
-        now = traffic_of(engine.mesh)
-        sent = {kind: Traffic(*(b - a for a, b in zip(self._before.get(kind, (0, 0)), now[kind]))) for kind in now}
+        after = self._after
+        sent = {kind: Traffic(*(b - a for a, b in zip(self._before.get(kind, (0, 0)), after[kind]))) for kind in after}
         self.outcome = Outcome(
             numel=sum(parameter.numel() for parameter in engine.module.parameters()),
             at_rest=engine.bytes_by_category(),
