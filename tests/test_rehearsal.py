@@ -1,14 +1,18 @@
 """What a rehearsal says of a training is what that training takes, to the byte."""
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
 import rehearsal_jobs
 from lightning_zero import ZeroStrategy, cli
@@ -19,6 +23,8 @@ from lightning_zero.rehearsal.rehearsal import Rehearsal, rehearse
 from ranks import RankPool
 
 UNITS = {"units": "modules"}  # a small model stays whole at stage 3 otherwise
+
+STATES = ["parameter", "gradient", "master", "optimizer state"]
 
 LAST = 4 * rehearsal_jobs.WORDS * rehearsal_jobs.WIDTH // 2  # bytes of a rank's part of the embedding, of two
 
@@ -177,3 +183,68 @@ def test_bad_input_is_one_line(arguments: list[str], told: str, capsys: pytest.C
     with pytest.raises(SystemExit, match="2"):
         cli.main(["rehearse", *arguments])
     assert told in capsys.readouterr().err
+
+
+class Drawn(L.LightningModule):
+    """Layers of all kinds, some of them frozen."""
+
+    def __init__(self, layers: list[tuple[str, int, bool]]) -> None:
+        super().__init__()
+        made: list[nn.Module] = [nn.Embedding(100, layers[0][1])]
+        for (kind, width, frozen), (_, following, _) in zip(layers, [*layers[1:], layers[0]], strict=True):
+            after = {"plain": nn.Identity(), "norm": nn.LayerNorm(following), "bias": nn.Linear(following, following)}
+            block = nn.Sequential(nn.Linear(width, following, bias=False), after[kind])
+            made.append(block.requires_grad_(not frozen))
+        self.layers = nn.Sequential(*made)
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        return self.layers(batch).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        # Frozen ones that an optimizer had would have room for gradients, too: they may train later.
+        return torch.optim.AdamW(one for one in self.parameters() if one.requires_grad)
+
+
+LAYERS = st.tuples(st.sampled_from(["plain", "norm", "bias"]), st.integers(100, 300), st.booleans())
+
+
+@given(
+    layers=st.lists(LAYERS, min_size=1, max_size=4),
+    ranks=st.sampled_from([1, 2, 3, 4, 8]),
+    stage=st.sampled_from([1, 2, 3]),
+    two_bytes=st.booleans(),
+    reduces_two_bytes=st.booleans(),
+)
+@settings(max_examples=20, deadline=None, derandomize=True)
+def test_what_rests_falls_or_stays_from_stage_to_stage_and_with_twice_the_ranks(
+    layers: list[tuple[str, int, bool]], ranks: int, stage: int, two_bytes: bool, reduces_two_bytes: bool
+) -> None:
+    """But for padding: a rank's part of each tensor is a multiple of 64 bytes in the dtype in which it rests."""
+
+    def at_rest(stage: int, ranks: int) -> int:
+        strategy = {"stage": stage, **(UNITS if stage == 3 else {})}
+        if reduces_two_bytes:
+            strategy["reduce_dtype"] = "bfloat16"
+        precision = "bf16-mixed" if two_bytes else "32-true"
+        told = rehearse(
+            lambda: Drawn(layers), lambda: torch.arange(4), strategy, ranks=ranks, steps=1, precision=precision
+        )
+        return sum(told.at_rest.get(name, 0) for name in STATES)
+
+    tensors = sum(1 for _ in Drawn(layers).parameters())
+    padding = tensors * 2 * ranks * (64 // 2) * 16  # elements, and the most bytes that one has in all its states
+    found = [at_rest(stage, ranks) for stage in range(4)]
+    for before, after in itertools.pairwise(found):
+        assert after <= before + padding
+    assert at_rest(stage, 2 * ranks) <= found[stage] + padding
+    if ranks > 1:
+        assert found[3] < found[2] < found[1] < found[0]
+
+
+def test_a_first_step_gathers_as_often_as_those_that_follow_a_plan() -> None:
+    """Backward runs without gradients, as an evaluation does: a unit that it uses again begins no other batch."""
+    first, last = (
+        rehearse(rehearsal_jobs.Model, rehearsal_jobs.batch_of, {"stage": 3, **UNITS}, ranks=2, steps=steps)
+        for steps in (1, 3)
+    )
+    assert first.sent["all_gather"].nbytes <= last.sent["all_gather"].nbytes

@@ -114,6 +114,7 @@ class Rank:
         self._running: list[Module] = []
         self._before: dict[str, Traffic] = {}
         self._work: defaultdict[int, Work] = defaultdict(Work)  # by the use in which it was done, in the last step
+        self._after: dict[str, Traffic] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -143,7 +144,10 @@ class Rank:
         self.memory.is_last = self._is_in_last
 
     def end_step(self) -> None:
+        assert self._engine is not None
         self._steps_left -= 1
+        if self._steps_left == 0:  # at the end of a fit ranks meet, and leave the plan of a step that does not come
+            self._after = traffic_of(self._engine.mesh)
 
     def end(self) -> None:
         """Takes down what the last step has left. What comes after it is no training."""
@@ -151,8 +155,7 @@ class Rank:
         if engine is None or not engine.journal.has_step or self.outcome is not None:
             return
         self.memory.phase, self._is_in_last = Phase.OVER, False
-        now = traffic_of(engine.mesh)
-        sent = {kind: there.since(self._before.get(kind, NONE)) for kind, there in now.items()}
+        sent = {kind: there.since(self._before.get(kind, NONE)) for kind, there in self._after.items()}
         self.outcome = Outcome(
             numel=sum(local_of(parameter).numel() for parameter in engine.module.parameters()),
             at_rest=engine.bytes_by_category(),
