@@ -394,8 +394,8 @@ def join_imagined_world(rank: int, size: int) -> None:
 
 
 def leave_imagined_world() -> None:
-    """Ends that process group. What DTensor keeps of its meshes goes, too. Without it a mesh of the next world, which is
-    equal to one of these, would be given the groups of this one. Private: `_clear_sharding_prop_cache`."""
+    """Ends that process group. What DTensor keeps of its meshes goes, too. Without it a mesh of the next world, equal
+    to one of these, would be given the groups of this one. Private: `_clear_sharding_prop_cache`."""
     from torch.distributed.tensor import debug
 
     dist.destroy_process_group()
