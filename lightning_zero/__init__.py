@@ -17,6 +17,7 @@ __all__ = [
     "ZeroStrategy",
     "consolidate",
     "export_safetensors",
+    "rehearse",
     "serve_pytorch_lightning",
     "verify",
 ]
@@ -36,6 +37,7 @@ if TYPE_CHECKING or not _comes_later:
     from lightning_zero.pl.monitor import ZeroMonitor
     from lightning_zero.pl.other_name import serve_pytorch_lightning
     from lightning_zero.pl.strategy import ZeroStrategy
+    from lightning_zero.rehearsal.rehearsal import rehearse
 
     clone.install()
     interop.install()

@@ -7,12 +7,18 @@
     lightning-zero import DCP DIR                        from a torch.distributed.checkpoint folder, FSDP's too
     lightning-zero export DIR DCP                        to one
     lightning-zero plan --parameters 7e9 --ranks 8       bytes per rank at each stage, beside DDP's
+    lightning-zero plan MODEL --batch B --ranks 8        the fastest strategies that fit on a device
+    lightning-zero rehearse MODEL --batch B --ranks 8    what a step takes on one rank: bytes, peaks, messages
+
+MODEL is an import path (``package.module:Model``) of what makes a LightningModule.
 
 DIR is a path or a URL (``s3://...``): of a sharded checkpoint, or but for export of a single file. The exit status is 0
-when all is well, 1 when something is wrong with a checkpoint, and 2 when the command line cannot be understood.
+when all is well, 1 when something is wrong with a checkpoint or a device has too little memory, and 2 when the command
+line cannot be understood.
 """
 
 import argparse
+import ast
 import io
 import json
 import math
@@ -22,8 +28,9 @@ import shutil
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence, Sized
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +104,18 @@ def _parser() -> argparse.ArgumentParser:
     about = "Makes a torch.distributed.checkpoint folder, laid out as FSDPStrategy does."
     command("export", _export, about, dir="the checkpoint's folder", dcp="the folder to write; new, or empty")
 
-    _add_plan(command("plan", _plan, "Bytes per rank at each stage, beside those of Lightning's ddp."))
+    about = "Of a model: the fastest strategies that fit. Of a number of parameters: bytes per rank at each stage."
+    one = command("plan", _plan, about)
+    one.usage = (
+        "lightning-zero plan --parameters N --ranks RANKS [options]\n"
+        "       lightning-zero plan MODEL --batch BATCH --ranks RANKS\n"
+        "                           --device-memory SIZE [options]"
+    )
+    _add_plan(one)
+    one = command("rehearse", _rehearse, "Takes a step of one rank without computing: bytes, peaks, messages.")
+    one.usage = "lightning-zero rehearse MODEL --batch BATCH --ranks RANKS [options]"
+    one.add_argument("model", metavar="MODEL", help="the import path of what makes a LightningModule")
+    _add_rehearse(one)
     return parser
 
 
@@ -115,11 +133,13 @@ def _about(width: int) -> str:
 
 
 def _add_plan(one: argparse.ArgumentParser) -> None:
-    tiers, precisions = ("cpu", "nvme"), "32-true bf16-mixed 16-mixed bf16-true 16-true 64-true".split()
-    one.add_argument("--parameters", type=_numel, required=True, help="of the model, such as 7e9 or 7B")
-    one.add_argument("--ranks", type=int, required=True, help="processes, one for each GPU")
+    tiers = ("cpu", "nvme")
+    what = one.add_mutually_exclusive_group(required=True)
+    what.add_argument("model", metavar="MODEL", nargs="?", help="rehearses it: the import path of what makes it")
+    what.add_argument("--parameters", type=_numel, help="without a model: how many, such as 7e9 or 7B")
+    _add_run(one)
+    one.add_argument("--host-memory", type=_nbytes, help="with MODEL: of the host for each rank, such as 100GB")
     one.add_argument("--stage", type=int, choices=(1, 2, 3), help="all three by default")
-    one.add_argument("--precision", choices=precisions, default="32-true", help="as the Trainer has it")
     one.add_argument("--offload", choices=tiers, help="where the optimizer state is kept, and at stages 2, 3 gradients")
     one.add_argument("--offload-parameters", choices=tiers, help="where parameters are kept at stage 3")
     one.add_argument("--replicas", type=int, default=1, help="as replicate_size (default 1)")
@@ -127,7 +147,35 @@ def _add_plan(one: argparse.ArgumentParser) -> None:
     one.add_argument("--averages", type=int, default=0, help="of the weights, as ZeroEMA keeps one (default 0)")
 
 
+def _add_rehearse(one: argparse.ArgumentParser) -> None:
+    _add_run(one)
+    one.add_argument("--rank", type=int, default=0, help="which one rehearses (default 0)")
+    one.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=2, help="of ZeRO (default 2)")
+    about = "another argument of ZeroStrategy, such as bucket_size_mb=50 or offload=cpu; may be repeated"
+    one.add_argument("--set", action="append", type=_setting, default=[], metavar="NAME=VALUE", help=about)
+    one.add_argument("--accumulate", type=int, default=1, help="micro-batches in a step (default 1)")
+    one.add_argument("--clip", type=_positive, default=None, help="gradient norm that gradients are clipped to")
+    one.add_argument("--program", action="store_true", help="also print what is done at each use of the step")
+    one.add_argument("--plot", metavar="OUT.png", help="draw bytes per rank at each stage, and over the step")
+
+
+def _add_run(one: argparse.ArgumentParser) -> None:
+    """Adds what `rehearse` and `plan` have in common."""
+    precisions = "32-true bf16-mixed 16-mixed bf16-true 16-true 64-true".split()
+    batch = "one batch: an import path, or shapes, such as 8x1024:int64,8:int64 (float32 without a dtype)"
+    one.add_argument("--batch", help=batch)
+    one.add_argument("--arg", action="append", type=_setting, default=[], metavar="NAME=VALUE", help="of the model")
+    one.add_argument("--ranks", type=int, required=True, help="processes, one for each GPU")
+    one.add_argument("--device-memory", type=_nbytes, help="of one device, such as 80GB or 80GiB")
+    one.add_argument("--precision", choices=precisions, default="32-true", help="as the Trainer has it")
+    about = "first compute one step here, to answer what the model's code asks for"
+    one.add_argument("--on-cpu", action="store_true", help=about)
+
+
 def _plan(options: argparse.Namespace) -> None:
+    if options.model is not None:
+        _plan_model(options)
+        return
     from lightning_zero.config import Offload
     from lightning_zero.pl.planning import plan_text
 
@@ -140,6 +188,91 @@ def _plan(options: argparse.Namespace) -> None:
         print(plan_text(int(options.parameters), stages, **setting))
     except ValueError as error:
         options.refuse(str(error))
+
+
+def _plan_model(options: argparse.Namespace) -> None:
+    from lightning_zero.rehearsal.planning import plan
+
+    if options.device_memory is None:
+        options.refuse("plan MODEL needs --device-memory, such as --device-memory 80GB")
+    fixed: dict[str, Any] = {} if options.stage is None else {"stage": options.stage}
+    fixed |= {} if options.replicas == 1 else {"replicate_size": options.replicas}
+    with _refusing(options):
+        found = plan(
+            *_model_and_batch(options),
+            ranks=options.ranks,
+            device_bytes=options.device_memory,
+            host_bytes=options.host_memory,
+            fixed=fixed,
+            on_cpu=options.on_cpu,
+            precision=options.precision,
+        )
+        print(found)
+
+
+def _rehearse(options: argparse.Namespace) -> bool:
+    from lightning_zero.rehearsal.rehearsal import rehearse
+
+    given: dict[str, Any] = {"accumulate_grad_batches": options.accumulate, "precision": options.precision}
+    given |= {} if options.clip is None else {"gradient_clip_val": options.clip}
+    given |= {"ranks": options.ranks, "rank": options.rank, "device_bytes": options.device_memory}
+    given["on_cpu"] = options.on_cpu
+    with _refusing(options):
+        model, batch = _model_and_batch(options)
+        found = rehearse(model, batch, {"stage": options.stage, **dict(options.set)}, **given)
+        print(found)
+        if options.program:
+            print(f"\n{found.program}")
+        if options.plot:
+            from lightning_zero.rehearsal.picture import draw
+
+            draw(options.plot, model, batch, found, **given)
+            print(f"\n  {options.plot}")
+    return not found.fits
+
+
+@contextmanager
+def _refusing(options: argparse.Namespace) -> Iterator[None]:
+    """Says what is wrong with a model, a batch or a setting in one line."""
+    from lightning_zero.rehearsal.hollow import NeedsValuesError
+
+    try:
+        yield
+    except (ValueError, TypeError, ImportError, NotImplementedError, NeedsValuesError, RuntimeError) as error:
+        options.refuse(f"{type(error).__name__}: {error}")
+
+
+def _model_and_batch(options: argparse.Namespace) -> tuple[Callable[[], Any], Any]:
+    from functools import partial
+
+    from lightning_zero.rehearsal.rehearsal import batch_like, found_at
+
+    if options.batch is None:
+        options.refuse("a rehearsal needs --batch: an import path, or shapes, such as --batch 8x1024:int64")
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: a model of one's own lies here
+    return partial(found_at(options.model), **dict(options.arg)), batch_like(options.batch)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """Reads ``name=value``; the value as Python writes it, or a text."""
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"{text} is not of the form NAME=VALUE")
+    with suppress(ValueError, SyntaxError):
+        return name, ast.literal_eval(value)
+    return name, value
+
+
+def _nbytes(text: str) -> int:
+    """Reads a size with its unit, such as ``80GB`` or ``1.5 TiB``."""
+    units = {f"{prefix}{kind}": base**power for power, prefix in enumerate("KMGT", 1) for kind, base in _KINDS.items()}
+    found = re.fullmatch(r"([0-9.e+]+)\s*([KMGT]i?B)", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text} is not a size with a unit, such as 80GB or 80GiB")
+    return int(_positive(found[1]) * units[found[2].upper()])
+
+
+_KINDS = {"B": 1000, "IB": 1024}
 
 
 def _place(text: str) -> str:

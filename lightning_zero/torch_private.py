@@ -20,7 +20,8 @@ from torch import Tensor, UntypedStorage
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
-from torch.utils import _pytree
+from torch.utils import _python_dispatch, _pytree
+from torch.utils.flop_counter import flop_registry as flop_registry
 
 TESTED = "2.11 to 2.15"
 
@@ -110,7 +111,8 @@ def awaited(tensor: Tensor) -> Tensor:
 
 
 tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
-tree_iter, tree_map, tree_map_only = _pytree.tree_iter, _pytree.tree_map, _pytree.tree_map_only
+tree_iter, tree_leaves = _pytree.tree_iter, _pytree.tree_leaves
+tree_map, tree_map_only = _pytree.tree_map, _pytree.tree_map_only
 """Walk through containers of tensors as torch itself does, through those that packages have registered with it, too. Up
 to torch 2.14 they have no public name. Without them tensors in outputs of transformers would be overlooked. Private:
 `_pytree`."""
@@ -358,3 +360,43 @@ def remote_writer(url: str) -> Any:
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
     return FsspecWriter(url)
+
+
+# -- rehearsals
+
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+"""Gets every operation of torch below autograd. It has no public name, though torch documents it. Without it nothing
+could be rehearsed. Private: `_python_dispatch`."""
+
+SHARES = {torch.ops.aten._unsafe_view.default}
+"""Operations that torch does not declare as views, and whose results share the memory of their argument. Without them a
+rehearsal would count that memory twice. Private: `_unsafe_view`."""
+
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""Returns how an operation is declared: what it writes to, and what it returns. Nothing public says so. Without it a
+rehearsal could not tell a view from a new tensor. Private: `_schema`."""
+
+
+def is_faking() -> bool:
+    """Whether torch itself runs operations for their shapes now, as DTensor does to choose a placement. Nothing public
+    says so. Without it a rehearsal would answer in torch's place. Private: `_get_dispatch_mode`,
+    `_TorchDispatchModeKey`."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def join_imagined_world(rank: int, size: int) -> None:
+    """Makes torch's process group of a world in which nobody else is, and nothing is sent: device meshes and DTensors
+    need one. Nothing public makes it. Without it models with `configure_model` could not be rehearsed. Private:
+    `_internal`, which the module has in its name."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group(backend="fake", rank=rank, world_size=size, store=FakeStore())
+
+
+def leave_imagined_world() -> None:
+    """Ends that process group. What DTensor keeps of its meshes goes, too. Without it a mesh of the next world, equal
+    to one of these, would be given the groups of this one. Private: `_clear_sharding_prop_cache`."""
+    from torch.distributed.tensor import debug
+
+    dist.destroy_process_group()
+    debug._clear_sharding_prop_cache()

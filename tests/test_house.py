@@ -118,8 +118,8 @@ def test_only_wire_names_a_collective(module: Path) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
-def test_only_pl_imports_lightning(module: Path) -> None:
-    if module.parent.name != "pl":
+def test_only_pl_and_rehearsal_import_lightning(module: Path) -> None:
+    if module.parent.name not in ("pl", "rehearsal"):
         assert not outside_worlds_in(module.read_text()) & {"lightning", "pytorch_lightning", "lightning_fabric"}
 
 

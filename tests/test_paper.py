@@ -12,9 +12,9 @@ PAPER = Path(__file__).parent.parent / "examples" / "paper.py"
 
 
 @pytest.mark.timeout(600)  # half a minute where nothing else runs: fifteen trainings of four ranks
-def test_the_largest_models_under_a_limit_of_memory_are_in_the_papers_order() -> None:
-    options = "--limit-mb 4 --batch 16 --context 64"
-    command = [sys.executable, str(PAPER), *options.split()]
+def test_the_largest_models_under_a_limit_of_memory_are_in_the_papers_order(tmp_path: Path) -> None:
+    options = "tables=false largest.run=true largest.limit_mb=4 largest.batch=16 largest.context=64"
+    command = [sys.executable, str(PAPER), *options.split(), f"hydra.run.dir={tmp_path}"]
     with warm.starts():
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

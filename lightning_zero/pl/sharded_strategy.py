@@ -33,6 +33,7 @@ from lightning_zero.shards.local import local_of
 from lightning_zero.shards.offload import Machine
 from lightning_zero.stage import STAGES
 from lightning_zero.tiers import host_memory
+from lightning_zero.tiers.ledger import Ledger
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.native import make_comm
 
@@ -237,14 +238,25 @@ class ShardedStrategy:
         if told := untested(self.root_device):
             rank_zero_warn(told)
         casts = isinstance(precision, MixedPrecision | FabricMixedPrecision) and options.param_dtype is None
-        available, local_ranks = host_memory.available_host_bytes(), self.num_processes
         options = replace(
             options,
             autocast_dtype=_AUTOCAST[precision.precision] if casts else None,
             param_dtype=None if options.param_dtype == torch.float32 else options.param_dtype,
-            machine=Machine(host_bytes=None if available is None else available // local_ranks, ranks=local_ranks),
+            machine=self._machine(),
         )
-        return Engine(module, optimizers, stage=self.stage, comm=comm, device=self.root_device, options=options)
+        ledger = self._new_ledger()
+        return Engine(
+            module, optimizers, stage=self.stage, comm=comm, device=self.root_device, options=options, ledger=ledger
+        )
+
+    def _machine(self) -> Machine:
+        """Returns what each rank of this machine may use of it."""
+        available, ranks = host_memory.available_host_bytes(), self.num_processes
+        return Machine(host_bytes=None if available is None else available // ranks, ranks=ranks)
+
+    def _new_ledger(self) -> Ledger:
+        """Returns what books the bytes of an engine."""
+        return Ledger()
 
     def _begin_training(self, engine: Engine) -> None:
         """Moves optimizer state to the device, unless it is offloaded."""

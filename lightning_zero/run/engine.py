@@ -28,7 +28,7 @@ from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.options import Options
 from lightning_zero.shards.slot import no_interception, slot_of
-from lightning_zero.tiers.ledger import Category, Tier, category_in
+from lightning_zero.tiers.ledger import Category, Ledger, Tier, category_in
 from lightning_zero.views.parameter import Interception
 from lightning_zero.views.saved import SavedParameters
 from lightning_zero.wire.comm import Comm
@@ -78,6 +78,7 @@ class Engine:
         device: where the module computes. Parameters move there group by group, so a model larger than the device's
             memory can be set up at stage 3. Everything else of the module moves there at once.
         options: see `Options`.
+        ledger: books the bytes of this engine; None for one of its own.
 
     Raises:
         ValueError: if `replicate_size` does not divide the ranks, an optimizer has parameters that are not the
@@ -94,11 +95,12 @@ class Engine:
         comm: Comm,
         device: torch.device = HOST,
         options: Options | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self.module = module
         self.device = device
         self.options = options or Options()
-        self.parts = set_up(module, optimizers, stage, comm, device, self.options)
+        self.parts = set_up(module, optimizers, stage, comm, device, self.options, ledger or Ledger())
         setting, made = self.parts.setting, self.parts.assembly
         self.partition = setting.partition
         self.mesh = setting.mesh

@@ -32,6 +32,16 @@ class Journal:
         """Whether a step has ended."""
         return bool(self._last)
 
+    @property
+    def latest(self) -> tuple[Cause, object] | None:
+        """The latest use of the step under way, and what was used."""
+        return self._now[-1] if self._now else None
+
+    @property
+    def count(self) -> int:
+        """How many uses of the step under way there were so far."""
+        return len(self._now)
+
     def forget(self) -> None:
         """Drops the step under way, which has failed."""
         self._now.clear()

@@ -12,9 +12,11 @@ ranks have learnt of the mark (at the use of the gathered unit, or one use later
 for at use k therefore starts where a rank that was not ready would have been heard of, and not earlier.
 """
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import final
 
 
@@ -83,6 +85,7 @@ def make_plan(
     steps = []
     learns: list[list[int]] = [[] for _ in uses]
     learnt_at: dict[int, int] = {}  # use -> where ranks learn of a mark in the first gather that is issued at it
+    due = 0
     for at in range(len(uses)):
         window = [number for number in uses[at : at + here.room] if number in units]
         for number in window:
@@ -95,7 +98,7 @@ def make_plan(
                 learnt_at.setdefault(at, place)
                 if place < len(uses):
                     learns[place].append(number)
-        due = max((count for use, count in complete.items() if use <= at), default=0)
+        due = max(due, complete.get(at, 0))
         steps.append((uses[at], due, tuple(dict.fromkeys(window)), tuple(gathers)))
     starts = _starts(len(uses), complete, learnt_at)
     return tuple(Step(*step, tuple(learnt), start) for step, learnt, start in zip(steps, learns, starts, strict=True))
@@ -104,10 +107,11 @@ def make_plan(
 def _starts(length: int, complete: Mapping[int, int], learnt_at: Mapping[int, int]) -> list[int]:
     """Returns, for each use, how many groups may be reducing: those of which every rank would have learnt by then if a
     rank had not been ready. Such a rank marks the first gather that it begins."""
-    starts = [0] * length
+    first = [0] * (length + 1)  # how many groups start there at the earliest
+    gathers = sorted(learnt_at)
     for use, count in complete.items():
-        marked = min((at for at in learnt_at if at >= use), default=None)
-        first = length if marked is None else max(learnt_at[marked], marked + 1)
-        for at in range(first, length):
-            starts[at] = max(starts[at], count)
-    return starts
+        place = bisect_left(gathers, use)
+        marked = gathers[place] if place < len(gathers) else length
+        at = min(length, max(learnt_at.get(marked, 0), marked + 1))
+        first[at] = max(first[at], count)
+    return list(accumulate(first[:length], max))

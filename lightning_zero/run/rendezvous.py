@@ -269,7 +269,7 @@ class Rendezvous:
         plan, uses = None, self._round.uses
         if not uses:
             plan = self._plans.get(self._beginnings.get((number, torch.is_grad_enabled()), 0))
-        elif not torch.is_grad_enabled() and number in uses:  # one batch after another
+        elif number in uses and not (torch.is_grad_enabled() or self._trains):  # one batch after another
             plan = self._plan_of(uses[len(uses) - uses[::-1].index(number) - 1 :], {})
             self._cache.discard_all(but=number)  # as the plan expects
         if plan is None:
@@ -280,6 +280,11 @@ class Rendezvous:
             if ahead != number:
                 self._round.in_flight[ahead] = self._cache.gather(ahead, diverges=False)
 
+    @property
+    def _trains(self) -> bool:
+        """Whether the round began with gradients enabled. What it uses again without them, it uses in backward."""
+        return self._round.begins is not None and self._round.begins[1]
+
     def _exchange(self, number: int | None, *, early: bool = False) -> _Heard:
         """Says what this rank wants (None: nothing more in this round), and hears what the others want. Collective."""
         known = self._to_reduce + 1
@@ -287,7 +292,8 @@ class Rendezvous:
         if number is not None:
             wants[number] = 1
         want = known if number is None else number
-        state = (want, len(self._round.uses), self._round.digest, torch.is_grad_enabled())
+        modes = torch.is_grad_enabled() + 2 * self._trains
+        state = (want, len(self._round.uses), self._round.digest, modes)
         same = b"".join(value.to_bytes(8, "little") for value in state)
         # Where ranks differ in a byte of `same`, its maximum and that of its complement do not add up to 255.
         mine = torch.frombuffer(wants + same + bytes(255 - byte for byte in same) + bytes([early]), dtype=torch.uint8)

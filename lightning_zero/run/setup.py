@@ -38,13 +38,18 @@ class Setup:
 
 
 def set_up(
-    module: Module, optimizers: Sequence[Optimizer], stage: int, comm: Comm, device: torch.device, options: Options
+    module: Module,
+    optimizers: Sequence[Optimizer],
+    stage: int,
+    comm: Comm,
+    device: torch.device,
+    options: Options,
+    ledger: Ledger,
 ) -> Setup:
     """Takes over the parameters of `module`, with rank 0's values; see `Engine`. Collective."""
     mesh = Mesh.of(comm, options.replicate_size, options.tensor_parallel_size)
     has_copies_only = options.replicate_size > 1 and mesh.replicate.size == 1  # no ranks divide a copy of the model
     partition = STAGES[0 if has_copies_only else stage]
-    ledger = Ledger()
     recompute = recompute_for(module, options, device, ledger, mesh.tensor)
     managed = managed_parameters(module, optimizers, mesh.tensor_ranks)
     foreign = foreign_parameters(module)

@@ -26,6 +26,7 @@ class Machine:
     host_bytes: int | None = None  # of host memory for this rank; None where the system does not say
     ranks: int = 1  # on this machine, which share its disk
     host_is_apart: bool | None = None  # whether host and device are two tiers; None: unless the device is the CPU
+    disk: type[Disk] = Disk  # how a file is kept
 
 
 def places_for(
@@ -44,7 +45,7 @@ def places_for(
     tiers = {None: here, "cpu": replace(host_of(device, machine, pins=offload.pin_memory), limit=limit)}
     if offload.path is not None:
         keep_no_freed_memory()  # users offload to disk because memory is scarce
-        tiers["nvme"] = Place(HOST, Tier.DISK, pinned, Disk(offload.path))
+        tiers["nvme"] = Place(HOST, Tier.DISK, pinned, machine.disk(offload.path))
     optimizer = tiers[offload.optimizer]
     gradient = optimizer if partition.gradient else here
     return Places(here, tiers[offload.parameters], gradient, optimizer, offload.state_torch_dtype)

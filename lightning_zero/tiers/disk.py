@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import final
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ class DiskError(RuntimeError):
     """The disk of the disk tier is full, or has failed. Fatal to the run: tensors that were kept there are lost."""
 
 
-@final
 class Disk:
     """A file in `folder`, which must exist. Reading and writing may raise `DiskError`; work in the background raises it
     when it is waited for."""

@@ -1,0 +1,1 @@
+"""A training step of any rank of any world, taken without computing or sending anything."""

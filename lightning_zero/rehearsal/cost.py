@@ -1,0 +1,121 @@
+"""The time of a step, modelled: its program is laid out on lanes, each as fast as stated.
+
+Work of a use takes ``flops / rates.flops + bytes / rates.memory`` seconds; a collective ``latency + bytes / link``; a
+window of what is offloaded its bytes by the rate of the host. Lanes run beside each other, and what stands
+on one lane comes one after the other. A use begins when the ops that it waits for are done.
+
+What it leaves out: the time that Python takes, kernels that are slow for their size, and links that are shared.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+from torch import Tensor
+
+from lightning_zero.run.program import LOCAL, Kind, Op, Program
+from lightning_zero.torch_private import flop_registry, tree_leaves
+
+CYCLES = 3  # the first step has nothing left from a step before
+STEPPED = 3  # master and two tensors of state: what a window of Adam moves, for each element
+MASTER_BYTES = 4
+
+
+class Work(NamedTuple):
+    """What operations do."""
+
+    flops: int = 0
+    nbytes: int = 0  # read and written
+
+    def __add__(self, other: tuple[int, ...]) -> "Work":  # type: ignore[override]
+        return Work(self.flops + other[0], self.nbytes + other[1])
+
+
+def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
+    """Returns the work of one operation of torch, by the shapes of its tensors."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
+    formula = flop_registry.get(func.overloadpacket)
+    flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+    return Work(flops, sum(tensor.nbytes for tensor in tensors))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """How fast the device of one rank is, and what leads to it. The defaults are about those of an A100 with NVLink."""
+
+    flops: float = 150e12  # per second
+    memory: float = 1.2e12  # bytes per second, read and written
+    link: float = 100e9  # bytes per second that a rank sends
+    latency: float = 30e-6  # seconds of a collective, beside its bytes
+    host: float = 20e9  # bytes per second between the device and where the optimizer is offloaded to
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0 and name != "latency":
+                raise ValueError(f"Rates({name}={value!r}) is to be more than 0.")
+
+
+@final
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of a step in which another one came before and comes after."""
+
+    seconds: float
+    compute: float  # of the device
+    sent: float  # of the link
+    moved: float  # between the device and where the optimizer is offloaded to
+    waited: float  # in which the device had nothing to do
+
+    @property
+    def hidden(self) -> float:
+        """The part of what is sent and moved that runs beside work."""
+        beside = self.sent + self.moved
+        return 1.0 - min(1.0, self.waited / beside) if beside else 1.0
+
+
+def timing_of(program: Program, work: Mapping[int, Work], rates: Rates) -> Timing:
+    """Lays the program out on lanes; see the module's docstring."""
+    begins: dict[int, list[tuple[int, Op]]] = defaultdict(list)
+    awaited: dict[int, list[tuple[int, int]]] = defaultdict(list)  # use -> op, and of how many cycles before
+    for number, op in enumerate(program.ops):
+        begins[op.at].append((number, op))
+        if op.by is not None:
+            awaited[op.by].append((number, int(op.by < op.at)))
+    done: dict[tuple[int, int], float] = {}
+    free: dict[str, float] = defaultdict(float)
+    now = start = waited = 0.0
+    for cycle in range(CYCLES):
+        start, waited = now, 0.0
+        for use in range(len(program.uses)):
+            for number, op in begins[use]:
+                ready = [done.get((cycle, other), done.get((cycle - 1, other), 0.0)) for other in op.after]
+                lane, seconds = _lane_of(op, program, rates)
+                begin = max([now, free[lane], *ready])
+                free[lane] = done[cycle, number] = begin + seconds
+                if lane == "device":  # what it comes after must be there now
+                    waited, now = waited + begin - now, begin
+            until = max([now, *(done.get((cycle - ago, number), 0.0) for number, ago in awaited[use])])
+            waited += until - now
+            now = until + _seconds_of(work.get(use, Work()), rates)
+    lanes: dict[str, float] = defaultdict(float)
+    for op in program.ops:
+        lane, seconds = _lane_of(op, program, rates)
+        lanes[lane] += seconds
+    compute = sum(_seconds_of(one, rates) for one in work.values())
+    return Timing(now - start, compute, lanes["link"], lanes["host"], waited)
+
+
+def _seconds_of(work: Work, rates: Rates) -> float:
+    return work.flops / rates.flops + work.nbytes / rates.memory
+
+
+def _lane_of(op: Op, program: Program, rates: Rates) -> tuple[str, float]:
+    """Returns the lane of an op, and how long it takes there."""
+    if op.kind in (Kind.FETCH, Kind.PUT):
+        group = program.facts.groups[op.target]
+        nbytes = STEPPED * MASTER_BYTES * group.shard / max(1, program.facts.windows_of(op.target))
+        return "host", nbytes / rates.host
+    if op.kind in LOCAL:
+        return "device", 0.0
+    return "link", rates.latency + op.nbytes / rates.link if program.facts.ranks > 1 else 0.0

@@ -1,0 +1,232 @@
+"""`Hollow`: runs PyTorch code for the shapes, the lifetimes and the order of its tensors, without computing them.
+
+A large tensor that is made inside is *hollow*: it has its memory, which nobody touches, so that the system never
+backs it with pages. Its address, storage, views and version are those of any other tensor, and code that shares
+memory, counts edits or frees storages works on it as it does in training. What is small and made of values that are
+there is computed: messages between ranks, step counts, masks.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from lightning_zero.torch_private import (
+    SHARES,
+    TorchDispatchMode,
+    is_faking,
+    schema_of,
+    storage_key,
+    tree_leaves,
+    tree_map_only,
+)
+
+SMALL = 2**14  # elements; an operation on known values with a result of at most so many is computed
+
+# Change the shape or the memory of a tensor, and none of its values.
+_RESHAPES = {
+    "set_", "resize_", "resize_as_", "as_strided_", "t_", "transpose_", "swapaxes_", "swapdims_", "unsqueeze_",
+    "squeeze_", "detach_", "rename_", "record_stream",
+}  # fmt: skip
+# Return a number or a truth that depends on values.
+_READS = {"_local_scalar_dense", "equal", "is_nonzero", "allclose", "item"}
+_CHECKS = {"_assert_async", "_assert_scalar", "_functional_assert_async"}
+
+
+class NeedsValuesError(RuntimeError):
+    """The code asks for values of tensors, which a rehearsal does not compute."""
+
+
+@final
+class Hollow(TorchDispatchMode):
+    """While entered, computes only small tensors whose values it knows.
+
+    Args:
+        born: called with every tensor that is made.
+        ran: called with every operation but views: what it is, its arguments, and what it returns.
+        computes: everything is computed as ever. `born` and `ran` are called all the same, and `answers` gets what
+            code in `asking` asks for and a mode that does not compute would not know.
+        answers: of a run that has computed: what code in `asking` gets, each time from the first one on.
+    """
+
+    def __init__(
+        self,
+        born: Callable[[Tensor], None] = lambda _: None,
+        ran: Callable[[Any, Any, Any, Any], None] = lambda *_: None,
+        *,
+        computes: bool = False,
+        answers: list[Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self._born = born
+        self._ran = ran
+        self._computes = computes
+        self.answers: list[Any] = [] if answers is None else answers
+        self._can_answer = answers is not None
+        self._left: Iterator[Any] = iter(())  # the answers that have not been given in this `asking`
+        self._unknown: set[int] = set()  # storages whose values are not known, by `storage_key`
+        self._kinds: dict[Any, tuple[bool, bool]] = {}
+        self._is_asking = False
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Inside, code that asks for values that are not known gets an answer, or a `NeedsValuesError`. Outside it gets
+        zero: that is the package's own code, and torch's, which goes on with any number."""
+        self._is_asking, self._left = True, iter(self.answers)
+        try:
+            yield
+        finally:
+            self._is_asking = False
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether the values of a tensor are there."""
+        return not tensor.is_meta and _key(tensor) not in self._unknown
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_faking():
+            return func(*args, **kwargs)
+        if any(one.__torch_dispatch__ is not Tensor.__torch_dispatch__ for one in types):
+            return NotImplemented  # the class says first what it is made of
+        given = _tensors_in((args, kwargs))
+        if any(one.is_meta or one.layout != torch.strided for one in given):
+            return func(*args, **kwargs)
+        is_view, writes = self._kind_of(func)
+        name = schema_of(func).name.rpartition("::")[2]
+        if is_view or name in _RESHAPES or func in SHARES:
+            return func(*args, **kwargs)
+        known = all(map(self.knows, given))
+        if name in _READS or name in _CHECKS:
+            return self._read(func, name, args, kwargs, known)
+        do = self._compute if self._computes else self._write if writes else self._make
+        result = do(func, args, kwargs, given, known)
+        self._ran(func, args, kwargs, result)
+        return result
+
+    def _kind_of(self, func: Any) -> tuple[bool, bool]:
+        """Returns whether an operation returns views, and whether it writes to arguments."""
+        if func not in self._kinds:
+            schema = schema_of(func)
+            writes = any(one.alias_info is not None and one.alias_info.is_write for one in schema.arguments)
+            shares = any(one.alias_info is not None for one in schema.returns)
+            self._kinds[func] = (shares and not writes, writes)
+        return self._kinds[func]
+
+    def _read(self, func: Any, name: str, args: Any, kwargs: Any, known: bool) -> Any:
+        if known or self._computes:
+            found = func(*args, **kwargs)
+            if not known and self._is_asking:
+                self.answers.append(found)
+            return found
+        if name in _CHECKS:
+            return None
+        if self._is_asking:
+            return self._answer(f"The model asks for the values of a tensor ({func}), which may decide what it does.")
+        return 0 if name in ("_local_scalar_dense", "item") else False
+
+    def _answer(self, question: str) -> Any:
+        """Returns what was found where everything was computed."""
+        for answer in self._left:
+            return answer
+        raise NeedsValuesError(
+            f"{question} A rehearsal knows shapes only. "
+            + ("The run on the CPU was asked for fewer." if self._can_answer else "Rehearse it with on_cpu=True.")
+        )
+
+    def _compute(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], known: bool) -> Any:
+        """Does an operation, and keeps in mind what would be known otherwise."""
+        result = func(*args, **kwargs)
+        made, written = _tensors_in(result), _written(func, args, kwargs)
+        if not known and self._is_asking and torch.Tag.dynamic_output_shape in func.tags:
+            self.answers.append([(tuple(one.shape), one.dtype) for one in made])
+        if not (known and all(one.numel() <= SMALL for one in (*given, *made))):
+            for one in (*made, *written):
+                self._forget(one)
+        if not written:
+            self._note(result)
+        return result
+
+    def _write(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], known: bool) -> Any:
+        if known and all(one.numel() <= SMALL for one in given):
+            return func(*args, **kwargs)
+        written = _written(func, args, kwargs)
+        if "out" in kwargs and not kwargs["out"].numel():  # takes the shape of the result
+            meta_args, meta_kwargs = tree_map_only(Tensor, _as_meta, (args, kwargs))
+            func(*meta_args, **meta_kwargs)
+            kwargs["out"].resize_(meta_kwargs["out"].shape)
+        for one in written:
+            self._forget(one)
+        returned = written[: len(schema_of(func).returns)]
+        return returned[0] if len(returned) == 1 else tuple(returned) if schema_of(func).returns else None
+
+    def _make(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], known: bool) -> Any:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "meta":
+            return func(*args, **kwargs)
+        if not any("Tensor" in str(one.type) for one in schema_of(func).returns):
+            return func(*args, **kwargs)  # asks for a shape or a dtype, or marks a place for a profiler
+        if torch.Tag.dynamic_output_shape in func.tags:
+            if known:
+                return self._note(func(*args, **kwargs))
+            shapes = self._answer(f"The shape of what {func} returns depends on values.")
+            made = [self._hollow(torch.empty(shape, dtype=dtype, device="meta")) for shape, dtype in shapes]
+            return made[0] if len(made) == 1 else tuple(made)
+        metas: dict[int, Tensor] = {}
+
+        def as_meta(tensor: Tensor) -> Tensor:  # one that is given twice stays the same
+            return metas.setdefault(id(tensor), _as_meta(tensor))
+
+        meta_args, meta_kwargs = tree_map_only(Tensor, as_meta, (args, kwargs))
+        if "device" in meta_kwargs or not given:
+            meta_kwargs = {**meta_kwargs, "device": torch.device("meta")}
+        if meta_kwargs.get("pin_memory"):
+            meta_kwargs["pin_memory"] = False
+        try:
+            shaped = func(*meta_args, **meta_kwargs)
+        except NotImplementedError as error:
+            if known:
+                return self._note(func(*args, **kwargs))
+            raise NeedsValuesError(f"{func} cannot tell the shape of its result without values: {error}") from error
+        if known and all(one.numel() <= SMALL for one in (*given, *_tensors_in(shaped))):
+            return self._note(func(*args, **kwargs))
+        return tree_map_only(Tensor, self._hollow, shaped)
+
+    def _hollow(self, shaped: Tensor) -> Tensor:
+        made = torch.empty_strided(shaped.size(), shaped.stride(), dtype=shaped.dtype)
+        self._forget(made)
+        self._born(made)
+        return made
+
+    def _note(self, result: Any) -> Any:
+        for one in _tensors_in(result):
+            self._born(one)
+        return result
+
+    def _forget(self, tensor: Tensor) -> None:
+        """Notes that the values of a tensor are not known any more."""
+        key = _key(tensor)
+        if key not in self._unknown:
+            self._unknown.add(key)
+            weakref.finalize(tensor.untyped_storage(), self._unknown.discard, key)
+
+
+def _key(tensor: Tensor) -> int:
+    return storage_key(tensor.untyped_storage())
+
+
+def _as_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Returns the arguments of an operation that it writes to."""
+    values = dict(zip((one.name for one in schema_of(func).arguments), args, strict=False)) | kwargs
+    places = [one for one in schema_of(func).arguments if one.alias_info is not None and one.alias_info.is_write]
+    return _tensors_in([values.get(one.name) for one in places])

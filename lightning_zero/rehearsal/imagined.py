@@ -1,0 +1,318 @@
+"""One rank of an imagined world: `ImaginedStrategy`, with a disk that keeps nothing and a world that sends nothing."""
+
+import os
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+from torch import Tensor
+from torch.distributed import is_initialized
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from typing_extensions import override
+
+from lightning_zero.pl.strategy import ZeroStrategy
+from lightning_zero.rehearsal.cost import Work, work_of
+from lightning_zero.rehearsal.hollow import Hollow
+from lightning_zero.rehearsal.memory import Memory, Phase
+from lightning_zero.run.engine import Engine
+from lightning_zero.run.loans import names_of
+from lightning_zero.run.program import Cause, Program
+from lightning_zero.shards.group import ShardGroup
+from lightning_zero.shards.local import local_of
+from lightning_zero.shards.offload import Machine
+from lightning_zero.shards.slot import no_interception
+from lightning_zero.tiers.disk import Disk
+from lightning_zero.tiers.ledger import Ledger
+from lightning_zero.torch_private import join_imagined_world, leave_imagined_world, tree_leaves
+from lightning_zero.views.lazy import LazyTensor, Spread
+from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.local import CountingComm, LocalComm
+from lightning_zero.wire.mesh import Mesh
+
+
+class Traffic(NamedTuple):
+    """What a rank has sent in operations of one kind."""
+
+    calls: int
+    nbytes: int
+
+    def since(self, before: "Traffic") -> "Traffic":
+        """Returns what has come since another time."""
+        return Traffic(self.calls - before.calls, self.nbytes - before.nbytes)
+
+
+NONE = Traffic(0, 0)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is known at the end of the last step."""
+
+    numel: int
+    at_rest: Mapping[str, int]
+    sent: Mapping[str, Traffic]
+    program: Program
+    saved: int
+    work: Mapping[int, Work]
+
+
+FULL = 2**62  # bytes that the imagined disk has left
+
+
+@final
+class ImaginedDisk(Disk):
+    """A disk with room for everything, which keeps nothing. The folder that the user named is on another machine."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        super().__init__(tempfile.gettempdir())
+
+    @property
+    @override
+    def free_bytes(self) -> int:
+        return FULL
+
+    @override
+    def _allocate(self, start: int, nbytes: int) -> None:
+        pass
+
+    @override
+    def _move(self, call: Callable[..., int], doing: str, start: int, values: Tensor) -> None:
+        pass
+
+
+class Rank:
+    """The rank that rehearses: what it is, and what is found out about it."""
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        *,
+        steps: int,
+        host_is_apart: bool = True,
+        computes: bool = False,
+        answers: list[Any] | None = None,
+    ) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.machine = Machine(host_is_apart=host_is_apart, disk=ImaginedDisk)
+        self.memory = Memory()
+        self.memory.place = self._place
+        self.memory.whole_gradients = self._whole_gradients
+        self.hollow = Hollow(self.memory.born, self._ran, computes=computes, answers=answers)
+        self.sent: dict[str, Traffic] = {}  # in the last step
+        self.outcome: Outcome | None = None
+        self._steps_left = steps
+        self._is_in_last = False  # the last step is under way, or over
+        self._engine: Engine | None = None
+        self._names: dict[int, str] = {}
+        self._running: list[Module] = []
+        self._before: dict[str, Traffic] = {}
+        self._work: defaultdict[int, Work] = defaultdict(Work)  # by the use in which it was done, in the last step
+        self._after: dict[str, Traffic] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, knows which module runs, and computes nothing."""
+        enter = register_module_forward_pre_hook(lambda module, _: self._running.append(module))
+        leave = register_module_forward_hook(self._leave_module, always_call=True)
+        try:
+            with self.hollow:
+                yield
+        finally:
+            enter.remove()
+            leave.remove()
+
+    def _leave_module(self, *_: Any) -> None:
+        self._running.pop()
+
+    def set_up(self, engine: Engine) -> None:
+        """Notes that the engine is made."""
+        self._engine = engine
+        self._names = {id(module): name for name, module in engine.module.named_modules()}
+
+    def begin_step(self) -> None:
+        assert self._engine is not None
+        if self._steps_left == 1 and not self._is_in_last:
+            self._is_in_last, self._before = True, traffic_of(self._engine.mesh)
+        self.memory.phase = Phase.FORWARD
+        self.memory.is_last = self._is_in_last
+
+    def end_step(self) -> None:
+        assert self._engine is not None
+        self._steps_left -= 1
+        if self._steps_left == 0:  # at the end of a fit ranks meet, and leave the plan of a step that does not come
+            self._after = traffic_of(self._engine.mesh)
+
+    def end(self) -> None:
+        """Takes down what the last step has left. What comes after it is no training."""
+        engine = self._engine
+        if engine is None or not engine.journal.has_step or self.outcome is not None:
+            return
+        self.memory.phase, self._is_in_last = Phase.OVER, False
+        sent = {kind: there.since(self._before.get(kind, NONE)) for kind, there in self._after.items()}
+        self.outcome = Outcome(
+            numel=sum(local_of(parameter).numel() for parameter in engine.module.parameters()),
+            at_rest=engine.bytes_by_category(),
+            sent={kind: traffic for kind, traffic in sent.items() if traffic.calls},
+            program=engine.program(),
+            saved=_bytes_saved(engine),
+            work=dict(self._work),
+        )
+
+    def _ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if self._engine is not None and self._is_in_last and (use := self._engine.journal.count):
+            self._work[use - 1] += work_of(func, args, kwargs, result)
+
+    def _place(self) -> str:
+        if self._running:
+            module = self._running[-1]
+            return self._names.get(id(module)) or type(module).__name__
+        engine = self._engine
+        if engine is None or (latest := engine.journal.latest) is None:
+            return ""
+        cause, what = latest
+        if cause is Cause.UNIT and isinstance(what, int):
+            return engine.cache.units[what].name
+        return names_of(what) if isinstance(what, ShardGroup) else str(cause)
+
+    def _whole_gradients(self) -> int:
+        """Returns the bytes of gradients that autograd has made, where they are not sharded."""
+        if self._engine is None:
+            return 0
+        shards = [shard for shard in self._engine.reductions.shards if not shard.travels]
+        with no_interception():
+            found = [slot.parameter.grad for shard in shards for slot in shard.group.slots]
+        return sum(one.nbytes for one in found if one is not None)
+
+
+def traffic_of(mesh: Mesh) -> dict[str, Traffic]:
+    """Returns what a rank has sent so far, by kind of operation."""
+    found: dict[str, Traffic] = {}
+    for comm in {mesh.world, mesh.shard, mesh.replicate, mesh.tensor}:
+        for kind, calls in comm.calls.items():
+            before = found.get(kind, NONE)
+            found[kind] = Traffic(before.calls + calls, before.nbytes + comm.bytes_sent[kind])
+    return found
+
+
+def _bytes_saved(engine: Engine) -> int:
+    """Returns the bytes of tensors that this rank writes to a checkpoint of shards."""
+    model = engine.states.spread_model()
+    states = [engine.states.spread_optimizer(optimizer).get("state", {}) for optimizer in engine.optimizers]
+    lazy = [leaf.source for leaf in tree_leaves([model, *map(dict, states)]) if isinstance(leaf, LazyTensor)]
+    spread = [source for source in lazy if isinstance(source, Spread)]
+    return sum(extent.numel * one.dtype.itemsize for one in spread for extent, _ in one.pieces())
+
+
+class WatchedStrategy(ZeroStrategy):
+    """`ZeroStrategy` that tells a `Rank` where it is."""
+
+    played: Rank
+
+    @override
+    def _new_ledger(self) -> Ledger:
+        return self.played.memory
+
+    @override
+    def _new_engine(self, *args: Any) -> Engine:
+        self.played.memory.phase = Phase.SET_UP
+        engine = super()._new_engine(*args)
+        self.played.set_up(engine)
+        return engine
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.played.begin_step()
+        with self.played.hollow.asking():
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.played.memory.phase = Phase.BACKWARD
+        loss = super().backward(*args, **kwargs)
+        self.played.memory.phase = Phase.STEP
+        return loss
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        self.played.end_step()
+        return result
+
+    @override
+    def teardown(self) -> None:
+        self.played.end()
+        super().teardown()
+
+
+@final
+class ImaginedStrategy(WatchedStrategy):
+    """`ZeroStrategy` on a rank of an imagined world."""
+
+    @property
+    @override
+    def world_size(self) -> int:
+        return self.played.ranks
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        return self.played.rank
+
+    @override
+    def setup_distributed(self) -> None:
+        """Connects to nobody."""
+
+    @override
+    def _configure_launcher(self) -> None:
+        """Starts nobody."""
+
+    @property
+    @override
+    def device_mesh(self) -> DeviceMesh:
+        if not is_initialized():
+            join_imagined_world(self.played.rank, self.played.ranks)
+            self._undo.callback(leave_imagined_world)
+        return super().device_mesh
+
+    @override
+    def _ensure_comm(self) -> Comm:
+        if self._comm is None:
+            self._comm = CountingComm(self.played.rank, self.played.ranks) if self.played.ranks > 1 else LocalComm()
+        return self._comm
+
+    @override
+    def _machine(self) -> Machine:
+        return self.played.machine
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self._prepare_collective("barrier")
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        self._prepare_collective("broadcast")
+        return obj  # all ranks do what this one does
+
+    @override
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        self._prepare_collective("reduce")
+        return tensor
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Tells nobody: there are no other ranks, and whoever rehearses gets the error."""
+        self._failed = True
+
+    @override
+    def _close_engine(self) -> bool:
+        """Leaves the parameters as they are: a whole model would not fit anywhere."""
+        if self.engine is not None and not self.engine.closed:
+            self.engine.close(whole=False)
+        return False

@@ -1,0 +1,145 @@
+"""`Memory`: the bytes of a rank at each moment of a rehearsal, and what made the most of them."""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import final
+
+from torch import Tensor, UntypedStorage
+from typing_extensions import override
+
+from lightning_zero.tiers.ledger import Category, Ledger, Tier
+from lightning_zero.torch_private import storage_key
+
+
+class Phase(StrEnum):
+    """A part of training, by which a rehearsal tells its peaks apart."""
+
+    BUILD = "build"  # the module is made
+    SET_UP = "set-up"
+    FIRST = "first steps"  # the optimizer makes its state, and ranks learn what follows what
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+    OVER = "over"
+
+
+class Other(StrEnum):
+    """The memory of what torch and user code make, which the ledger of an engine does not have."""
+
+    MODULE = "module as built"  # on the host, until the engine takes it over
+    BUFFER = "buffers and batches"
+    ACTIVATION = "activations"  # made in forward, and kept for backward
+    TEMPORARY = "temporary"
+
+
+_MADE_IN = {
+    Phase.BUILD: Other.BUFFER,
+    Phase.SET_UP: Other.BUFFER,
+    Phase.FORWARD: Other.ACTIVATION,
+}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The bytes of a rank at one moment."""
+
+    place: str  # the module, or the use, in which the last of them were made
+    device: Mapping[str, int]  # by category
+    host: Mapping[str, int]
+    disk: Mapping[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(self.device.values())
+
+
+@final
+class Memory(Ledger):
+    """A ledger that also follows the storages of all other tensors that are made. `born` is told of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peaks: dict[Phase, Moment] = {}  # the moment of each phase with most bytes on the device
+        self.place: Callable[[], str] = str  # names where the rank is
+        self.whole_gradients: Callable[[], int] = int  # bytes of gradients that autograd has made, and keeps
+        self.course: list[tuple[Phase, str, int]] = []  # of the last step: where the rank was, and most bytes there
+        self.is_last = False  # the step under way is the last one
+        self._phase = Phase.BUILD
+        self._made: Counter[Phase] = Counter()  # live bytes beside the ledger, by the phase in which they were made
+        self._sizes: dict[int, tuple[Phase, int]] = {}  # of these, by `storage_key`
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        self._look()
+        self._phase = phase
+
+    def born(self, tensor: Tensor) -> None:
+        """Notes a tensor that was just made."""
+        # What came before is looked at now, and not when it came: the ledger books some of it in between.
+        self._look()
+        storage = tensor.untyped_storage()
+        key = storage_key(storage)
+        if key not in self._sizes and self._phase is not Phase.OVER and not self.has_booked(storage):
+            self._sizes[key] = self._phase, storage.nbytes()
+            self._made[self._phase] += storage.nbytes()
+            weakref.finalize(storage, self._died, key)
+
+    def _died(self, key: int) -> None:
+        self._look()
+        self._leave_out(key)
+
+    def _leave_out(self, key: int) -> None:
+        phase, nbytes = self._sizes.pop(key, (Phase.OVER, 0))
+        self._made[phase] -= nbytes
+
+    @override
+    def book(self, category: Category, tier: Tier, nbytes: int, owner: object) -> None:
+        if isinstance(owner, UntypedStorage):
+            self._leave_out(storage_key(owner))  # else it would count twice
+        super().book(category, tier, nbytes, owner)
+
+    @property
+    def _is_built(self) -> bool:
+        """Whether what was made in `BUILD` is on the host: it moves to the device when the engine is set up."""
+        return self._phase in (Phase.BUILD, Phase.SET_UP)
+
+    def _look(self) -> None:
+        """Keeps this moment, if its phase has never had more bytes on the device."""
+        if self._phase is Phase.OVER:
+            return
+        total = self.tiers[Tier.DEVICE] + self._made.total() - (self._made[Phase.BUILD] if self._is_built else 0)
+        is_step = self._phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
+        if is_step and self.is_last:
+            place, before = self.place(), self.course[-1] if self.course else (None, "", 0)
+            if before[:2] == (self._phase, place):
+                self.course[-1] = self._phase, place, max(total, before[2])
+            else:
+                self.course.append((self._phase, place, total))
+        part = Phase.FIRST if is_step and not self.is_last else self._phase
+        if part not in self.peaks or total > self.peaks[part].nbytes:
+            self.peaks[part] = self.now()
+
+    def now(self) -> Moment:
+        """Returns this moment."""
+        tiers: dict[Tier, Counter[str]] = {tier: Counter() for tier in Tier}
+        for (category, tier), nbytes in self.live_in.items():
+            tiers[tier][category] += nbytes
+        device = tiers[Tier.DEVICE]
+        for phase, nbytes in self._made.items():
+            if phase is Phase.BUILD and self._is_built:
+                tiers[Tier.HOST][Other.MODULE] += nbytes
+            else:
+                device[_MADE_IN.get(phase, Other.TEMPORARY)] += nbytes
+        gradients = self.whole_gradients()
+        device[Category.GRADIENT] += gradients
+        device[Other.TEMPORARY] -= gradients
+        found = {tier: {str(name): nbytes for name, nbytes in there.items() if nbytes} for tier, there in tiers.items()}
+        return Moment(self.place(), found[Tier.DEVICE], found[Tier.HOST], found[Tier.DISK])

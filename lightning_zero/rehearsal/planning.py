@@ -1,0 +1,187 @@
+"""`plan`: rehearses strategies, and finds the fastest ones that fit on a device."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from lightning_zero.pl.table import aligned, ranks_told, sized, wrapped
+from lightning_zero.rehearsal.cost import Rates
+from lightning_zero.rehearsal.rehearsal import Module, Rehearsal, rehearse
+
+MARGIN = 0.1  # of the device, left for what a rehearsal does not count
+SHOWN = 3  # of the strategies that fit
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A strategy, and what it takes."""
+
+    strategy: Mapping[str, Any]
+    rehearsal: Rehearsal
+    seconds: float  # of a step, modelled
+    hidden: float  # part of what is sent and moved that runs beside work
+
+    @property
+    def device_bytes(self) -> int:
+        """The least that a device must have."""
+        return int(self.rehearsal.peak.nbytes / (1 - MARGIN))
+
+    @property
+    def host_bytes(self) -> int:
+        """The least that the host must have for this rank."""
+        return max(sum(moment.host.values()) for moment in self.rehearsal.peaks.values())
+
+    @property
+    def overrides(self) -> str:
+        """The overrides with which an application of Hydra runs it (`docs/hydra.md`)."""
+        told = []
+        for name, value in self.strategy.items():
+            if name == "stage":
+                told.append(f"strategy=zero{value}")
+            elif name == "offload":
+                told.append(f"strategy/offload={value['optimizer']}")
+                told += [f"strategy.offload.parameters={value['parameters']}"] if "parameters" in value else []
+            elif name == "activation_checkpointing":
+                told.append("strategy/activation_checkpointing=recompute")
+            else:
+                told.append(f"strategy.{name}={value}")
+        return " ".join(told)
+
+    def __str__(self) -> str:
+        return f"ZeroStrategy({', '.join(f'{name}={value!r}' for name, value in self.strategy.items())})"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Strategies, the fastest first. Prints those that fit, and why each faster one does not."""
+
+    candidates: tuple[Candidate, ...]
+    refused: Mapping[str, str]  # strategies that cannot train the model -> why
+    ranks: int
+    device_bytes: int
+    host_bytes: int | None = None  # for each rank; None: as many as it takes
+
+    def fits(self, candidate: Candidate) -> bool:
+        on_host = self.host_bytes is None or candidate.host_bytes <= self.host_bytes
+        return on_host and candidate.device_bytes <= self.device_bytes
+
+    @property
+    def fitting(self) -> list[Candidate]:
+        return [candidate for candidate in self.candidates if self.fits(candidate)]
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest strategy that fits.
+
+        Raises:
+            ValueError: if none does; tells the smallest device on which one would.
+        """
+        if fitting := self.fitting:
+            return fitting[0]
+        raise ValueError(self._why_nothing_fits)
+
+    @property
+    def _why_nothing_fits(self) -> str:
+        if not self.candidates:
+            return "No strategy trains this model. " + " ".join(f"{one}: {why}" for one, why in self.refused.items())
+        least = min(self.candidates, key=lambda one: one.device_bytes)
+        host = f" and {sized(least.host_bytes)} of the host" if least.host_bytes else ""
+        return (
+            f"Nothing fits on {ranks_told(self.ranks)} of {sized(self.device_bytes)}. The smallest device on which "
+            f"this model can be trained has {sized(least.device_bytes)}{host}, with {least}. Use more ranks, a smaller "
+            "batch, or such a device."
+        )
+
+    def __str__(self) -> str:
+        fitting = self.fitting[:SHOWN]
+        lines = [f"{ranks_told(self.ranks)} of {sized(self.device_bytes)}, {MARGIN:.0%} of which stay free"]
+        rows = [["", "on the device", "on the host", "s/step (model)", "hidden"]]
+        for number, one in enumerate(fitting, 1):
+            rows.append(
+                [
+                    f"{number}.",
+                    sized(one.rehearsal.peak.nbytes),
+                    sized(one.host_bytes) if one.host_bytes else "-",
+                    f"{one.seconds:.3g}",
+                    f"{one.hidden:.0%}",
+                ]
+            )
+        lines += aligned(rows) if fitting else wrapped(self._why_nothing_fits)
+        for number, one in enumerate(fitting, 1):
+            lines += wrapped(f"{number}. {one}")
+            lines.append(f"   {one.overrides}")
+        last = self.candidates.index(fitting[-1]) if fitting else len(self.candidates)
+        for one in self.candidates[:last]:
+            if not self.fits(one):
+                lines += wrapped(f"faster, but does not fit: {one} takes {self._what_is_too_much(one)}")
+        for why in dict.fromkeys(self.refused.values()):
+            names = [name for name, reason in self.refused.items() if reason == why]
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            lines += wrapped(f"cannot be: {names[0]}{others}: {why}")
+        return "\n  ".join(lines)
+
+    def _what_is_too_much(self, candidate: Candidate) -> str:
+        if candidate.device_bytes > self.device_bytes:
+            peak = candidate.rehearsal.peak
+            most = max(peak.device, key=lambda name: peak.device[name])
+            return f"{sized(peak.nbytes)}, of which {sized(peak.device[most])} are {most}"
+        return f"{sized(candidate.host_bytes)} on the host"
+
+
+def plan(
+    module: Module,
+    batch: Any,
+    *,
+    ranks: int,
+    device_bytes: int,
+    host_bytes: int | None = None,
+    rates: Rates | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    **trainer: Any,
+) -> Plan:
+    """Rehearses stages 1 to 3 with and without offload and activation checkpointing, and at stage 3 with one and two
+    units gathered ahead, and puts them in the order of their modelled time.
+
+    Args:
+        module: as `rehearse` takes it.
+        batch: as `rehearse` takes it.
+        ranks: of the run.
+        device_bytes: that the device of each rank has; a tenth of it is left free.
+        host_bytes: that each rank may use of its host; None: as many as it takes.
+        rates: of the machine.
+        fixed: arguments of `ZeroStrategy` that are not to be chosen.
+        trainer: what else the Trainer would be given.
+
+    Raises:
+        ValueError: for less than one rank, or a device without memory.
+    """
+    if device_bytes <= 0:
+        raise ValueError(f"device_bytes={device_bytes} is to be the bytes of a device, such as 80 * 10**9.")
+    found, refused = [], {}
+    for strategy in _strategies(fixed or {}):
+        try:
+            one = rehearse(module, batch, strategy, ranks=ranks, device_bytes=device_bytes, **trainer)
+        except (ValueError, NotImplementedError) as error:
+            refused[str(strategy)] = str(error)
+            continue
+        timing = one.timing(rates or Rates())
+        found.append(Candidate(strategy=strategy, rehearsal=one, seconds=timing.seconds, hidden=timing.hidden))
+    found.sort(key=lambda one: one.seconds)
+    return Plan(candidates=tuple(found), refused=refused, ranks=ranks, device_bytes=device_bytes, host_bytes=host_bytes)
+
+
+def _strategies(fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the arguments of strategies, simpler ones first: of two that take the same time, the first one counts."""
+    offloads: list[dict[str, str]] = [{}, {"optimizer": "cpu"}, {"optimizer": "cpu", "parameters": "cpu"}]
+    for recomputes, offload, stage, prefetch in itertools.product((False, True), offloads, (1, 2, 3), (1, 2)):
+        if stage < 3 and (prefetch > 1 or "parameters" in offload):
+            continue
+        chosen: dict[str, Any] = {"stage": stage}
+        chosen |= {"prefetch": prefetch} if prefetch > 1 else {}
+        chosen |= {"offload": offload} if offload else {}
+        chosen |= {"activation_checkpointing": True} if recomputes else {}
+        if all(chosen.get(name, value) == value for name, value in fixed.items()):
+            yield chosen | dict(fixed)

@@ -1,0 +1,268 @@
+"""`rehearse`: takes training steps of one rank among any number, without computing or sending anything."""
+
+import copy
+import importlib
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast, final
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import DataLoader
+
+from lightning_zero.checkpoint.tree import dtype_named
+from lightning_zero.pl.strategy import ZeroStrategy
+from lightning_zero.pl.table import aligned, ranks_told, sized, wrapped
+from lightning_zero.rehearsal.cost import Rates, Timing, Work, timing_of
+from lightning_zero.rehearsal.imagined import ImaginedStrategy, Rank, Traffic
+from lightning_zero.rehearsal.memory import Moment, Phase
+from lightning_zero.run.program import Program
+
+STEPS = 3  # the first one makes the optimizer's state, and the second one learns what follows
+LOUD = ("lightning.pytorch", "lightning.fabric", "lightning_zero")
+
+Module = pl.LightningModule | Callable[[], pl.LightningModule] | str
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """What a training step takes on one rank. Prints as tables."""
+
+    strategy: str  # as the user would write it
+    rank: int
+    ranks: int
+    numel: int  # parameters of the model; with tensor parallelism, of this rank's part of it
+    at_rest: Mapping[str, int]  # bytes between steps by category, as `ZeroStrategy.memory_report` has them in training
+    peaks: Mapping[Phase, Moment]  # the moment of each phase with most bytes on the device
+    course: tuple[tuple[Phase, str, int], ...]  # of the last step: phase, where the rank was, and most bytes there
+    sent: Mapping[str, Traffic]  # by this rank in one step, by kind of operation
+    saved: int  # bytes of tensors that this rank writes into a checkpoint of shards
+    program: Program  # the step as data
+    work: Mapping[int, Work]  # of the last step, by the use of `program` in which it was done
+    device_bytes: int | None = None  # that a device has
+
+    @property
+    def peak(self) -> Moment:
+        """The moment with most bytes on the device."""
+        return max(reversed([*self.peaks.values()]), key=lambda moment: moment.nbytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has that much; true if nothing is known of the device."""
+        return self.device_bytes is None or self.peak.nbytes <= self.device_bytes
+
+    def timing(self, rates: Rates) -> Timing:
+        """Returns how long a step would take on a machine of these rates: a model, and no measurement."""
+        return timing_of(self.program, self.work, rates)
+
+    def __str__(self) -> str:
+        peaks = {phase: moment for phase, moment in self.peaks.items() if phase is not Phase.BUILD}
+        names = list(dict.fromkeys(name for moment in peaks.values() for name in moment.device))
+        head = ["on the device", *peaks, "at rest"]
+        rows = [
+            [name, *(_size(moment.device.get(name, 0)) for moment in peaks.values()), _size(self.at_rest.get(name, 0))]
+            for name in names
+        ]
+        rows.append(["all", *(sized(moment.nbytes) for moment in peaks.values()), sized(self._resting)])
+        for tier in ("host", "disk"):
+            there = [sum(getattr(moment, tier).values()) for moment in peaks.values()]
+            resting = sum(nbytes for name, nbytes in self.at_rest.items() if name.endswith(f"({tier})"))
+            if any(there) or resting:
+                rows.append([f"on the {tier}", *map(_size, there), _size(resting)])
+        peak = self.peak
+        phase = next(phase for phase, moment in self.peaks.items() if moment is peak)
+        place = f", at {peak.place}" if peak.place else ""
+        lines = [
+            f"{self.strategy} on {ranks_told(self.ranks)}, rank {self.rank}: {self.numel:,} parameters",
+            *aligned([head, *rows]),
+            "",
+            *wrapped(f"Most in {phase}{place}: {sized(peak.nbytes)}{self._judged}"),
+            "",
+            *aligned([["sent in a step", "times", "bytes"], *self._sent_rows]),
+            "",
+            f"written to a checkpoint of shards: {sized(self.saved)}",
+        ]
+        return "\n  ".join(lines).replace("\n  \n", "\n\n")
+
+    @property
+    def _resting(self) -> int:
+        return sum(nbytes for name, nbytes in self.at_rest.items() if not name.endswith(("(host)", "(disk)")))
+
+    @property
+    def _judged(self) -> str:
+        if self.device_bytes is None:
+            return ""
+        left = self.device_bytes - self.peak.nbytes
+        return f", {sized(abs(left))} {'less' if left >= 0 else 'MORE'} than the device has"
+
+    @property
+    def _sent_rows(self) -> list[list[str]]:
+        return [[kind, f"{calls:,}", sized(nbytes)] for kind, (calls, nbytes) in self.sent.items()]
+
+
+def rehearse(
+    module: Module,
+    batch: Any,
+    strategy: ZeroStrategy | Mapping[str, Any] | int = 2,
+    *,
+    ranks: int = 1,
+    rank: int = 0,
+    device_bytes: int | None = None,
+    host_is_apart: bool = True,
+    on_cpu: bool = False,
+    steps: int = STEPS,
+    **trainer: Any,
+) -> Rehearsal:
+    """Takes three training steps of one rank of a run, and returns what they take. Nothing is computed and nothing is
+    sent, and what tensors hold is never touched: the engine, Lightning's loop and the optimizers run as they are, on
+    tensors whose memory the system never backs. So a step of a trillion parameters on 1024 ranks fits on a laptop.
+
+    The bytes are those of all tensors that are alive. A device needs a little more: its context, the work space of its
+    libraries, and what its allocator cannot use (`docs/rehearsal.md`).
+
+    Args:
+        module: a LightningModule, which stays as it is; or what makes one, which is better for a large model: a
+            callable without arguments, or the import path of one, such as ``"package.module:Model"``.
+        batch: one batch of training, on this machine; or a callable that makes it.
+        strategy: the strategy that would train, its arguments, or a stage.
+        ranks: of the run.
+        rank: which of them.
+        device_bytes: how many the device has, to be told whether they suffice.
+        host_is_apart: whether the device is a GPU, so that host memory is another tier.
+        on_cpu: whether one step is first computed for real on one rank, here, to know the values that the model's own
+            code asks for. The model and its activations must fit into memory.
+        steps: how many are taken, of which the last one is told; one is enough for what rests between steps.
+        trainer: what else the Trainer would be given: ``precision``, ``accumulate_grad_batches``,
+            ``gradient_clip_val``.
+
+    Raises:
+        ValueError: for less than one rank, a rank that is none of them, or a strategy that refuses the model.
+        NeedsValuesError: if the model's control flow asks for values of tensors.
+        ImportError: for a path that does not import.
+    """
+    if ranks < 1 or not 0 <= rank < ranks:
+        raise ValueError(f"ranks={ranks} and rank={rank}: there are ranks 0 to {ranks - 1}. Write at least one rank.")
+    answers = _answers_of(module, batch, trainer) if on_cpu else None
+    played = Rank(rank, ranks, steps=steps, host_is_apart=host_is_apart, answers=answers)
+    imagined = _imagined(strategy)
+    imagined.played = played
+    with _quiet(), isolate_rng(), played.watching():
+        _train(module, batch, imagined, steps, trainer)
+    outcome = played.outcome
+    assert outcome is not None
+    return Rehearsal(
+        strategy=repr(imagined).replace(type(imagined).__name__, ZeroStrategy.__name__, 1),
+        rank=rank,
+        ranks=ranks,
+        peaks={phase: moment for phase, moment in played.memory.peaks.items() if phase is not Phase.OVER},
+        course=tuple(played.memory.course),
+        device_bytes=device_bytes,
+        **vars(outcome),
+    )
+
+
+def _train(module: Module, batch: Any, strategy: ZeroStrategy, steps: int, trainer: Mapping[str, Any]) -> None:
+    batches = [batch() if callable(batch) else batch] * (steps * trainer.get("accumulate_grad_batches", 1))
+    pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        **trainer,
+    ).fit(_made(module), DataLoader(cast(Any, batches), batch_size=None))
+
+
+def _answers_of(module: Module, batch: Any, trainer: Mapping[str, Any]) -> list[Any]:
+    """Computes one step on one rank, and returns what the model has asked for that a rehearsal does not know."""
+    played = Rank(0, 1, steps=1, computes=True)
+    computing = ImaginedStrategy(0)
+    computing.played = played
+    one_batch = {name: value for name, value in trainer.items() if name != "accumulate_grad_batches"}
+    with _quiet(), isolate_rng(), played.watching():
+        _train(module, batch, computing, 1, one_batch)
+    return played.hollow.answers
+
+
+def _imagined(strategy: ZeroStrategy | Mapping[str, Any] | int) -> ImaginedStrategy:
+    if not isinstance(strategy, ZeroStrategy):  # one that the user knows tells what is wrong with the arguments
+        strategy = ZeroStrategy(strategy) if isinstance(strategy, int) else ZeroStrategy(**strategy)
+    return ImaginedStrategy(**strategy._arguments)
+
+
+def _made(module: Module) -> pl.LightningModule:
+    """Returns a module of which nobody else knows."""
+    if isinstance(module, pl.LightningModule):
+        return copy.deepcopy(module)
+    make = found_at(module) if isinstance(module, str) else module
+    made = make()
+    if not isinstance(made, pl.LightningModule):
+        raise TypeError(f"{module!r} makes a {type(made).__name__}. Name what makes a LightningModule.")
+    return made
+
+
+def found_at(path: str) -> Any:
+    """Returns what stands at an import path: ``"package.module:Name"`` or ``"package.module.Name"``.
+
+    Raises:
+        ImportError: if nothing does.
+    """
+    name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    try:
+        found: Any = importlib.import_module(name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ImportError(f"{path!r} cannot be imported: {error}. Write it as 'package.module:Name'.") from error
+    return found
+
+
+def batch_like(text: str) -> Callable[[], Any]:
+    """Returns what makes a batch of what a command line says: an import path, or shapes such as
+    ``"8x1024:int64,8"``, of which several are a tuple.
+
+    Raises:
+        ValueError: for what is neither.
+        ImportError: for a path that does not import.
+    """
+    parts = [re.fullmatch(r"(\d+(?:x\d+)*)(?::(\w+))?", part) for part in text.split(",")]
+    shapes = [(tuple(map(int, part[1].split("x"))), dtype_named(part[2] or "float32")) for part in parts if part]
+    if len(shapes) == len(parts):
+        made = tuple(partial(torch.zeros, shape, dtype=dtype) for shape, dtype in shapes)
+        return made[0] if len(made) == 1 else lambda: tuple(make() for make in made)
+    if not re.fullmatch(r"[A-Za-z_][\w.]*[:.]\w+", text):
+        raise ValueError(f"{text!r} is no batch. Write shapes, such as 8x1024:int64,8:int64, or an import path.")
+    found = found_at(text)
+    return found if callable(found) else lambda: found
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leaves out what Lightning and the strategy tell of a run that does not take place."""
+    levels = {name: logging.getLogger(name).level for name in LOUD}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in LOUD:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for name, level in levels.items():
+                logging.getLogger(name).setLevel(level)
+
+
+def _size(nbytes: int) -> str:
+    return sized(nbytes) if nbytes else "-"

@@ -1,0 +1,117 @@
+"""Tensors whose memory nobody touches behave as others do, but for their values."""
+
+import resource
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero.rehearsal.hollow import SMALL, Hollow, NeedsValuesError
+
+LARGE = (256, 1024)  # more than SMALL
+
+
+def test_a_tensor_larger_than_this_machine_takes_no_memory() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with Hollow():
+        layers = [torch.zeros(2**30) + 1 for _ in range(64)]  # 256 GiB
+        total = sum(layer.sum() for layer in layers)
+    assert isinstance(total, torch.Tensor)
+    assert total.shape == ()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB
+
+
+def test_shapes_strides_and_dtypes_are_those_of_torch() -> None:
+    def run() -> list[torch.Tensor]:
+        x = torch.ones(LARGE)
+        half, stacked = x.bfloat16(), torch.stack([x, x.mul(2)])
+        return [
+            x.t() @ x,
+            half * 2.0,
+            half + x,
+            stacked.permute(2, 0, 1).contiguous(),
+            x.t().clone(),
+            torch.empty_like(x.t()),
+            x.argmax(0),
+            *x.topk(5),
+            torch.cat([x, x[:3]]),
+            nn.functional.layer_norm(x, [1024]).to(torch.float64),
+        ]
+
+    expected = run()
+    with Hollow():
+        found = run()
+    for one, other in zip(found, expected, strict=True):
+        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+
+
+def test_what_is_small_and_known_is_computed() -> None:
+    with Hollow() as mode:
+        small = torch.arange(SMALL // 2)
+        assert int(small.sum()) == small.numel() * (small.numel() - 1) // 2
+        small[3] = 7
+        assert small.tolist()[:5] == [0, 1, 2, 7, 4]
+        assert mode.knows(small)
+        large = torch.ones(LARGE)
+        assert not mode.knows(large)
+        small[0] = large.sum()  # from here on nobody knows
+        assert not mode.knows(small)
+
+
+def test_views_share_memory_and_edits_count() -> None:
+    with Hollow():
+        x = torch.zeros(LARGE)
+        view = x[3:].view(-1)
+        version = x._version
+        view.add_(1)
+    assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    assert view.data_ptr() == x.data_ptr() + 3 * 1024 * 4
+    assert x._version == version + 1
+
+
+def test_autograd_saves_and_frees_as_ever() -> None:
+    made: list[int] = []
+    with Hollow(lambda tensor: made.append(tensor.nbytes)):
+        model = nn.Sequential(nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 1))
+        model(torch.ones(LARGE)).mean().backward()
+    assert all(
+        parameter.grad is not None and parameter.grad.shape == parameter.shape for parameter in model.parameters()
+    )
+    assert made.count(1024 * 1024 * 4) >= 2  # the weight, its gradient
+
+
+def branches(x: torch.Tensor) -> torch.Tensor:
+    picked = x[x > 0]
+    return picked * 2 if float(picked.sum()) > 3 else x
+
+
+def test_code_that_asks_for_values_is_told_what_helps() -> None:
+    with Hollow() as mode, mode.asking(), pytest.raises(NeedsValuesError, match=r"knows shapes only.*on_cpu=True"):
+        branches(torch.ones(LARGE))
+
+
+def test_outside_of_the_models_code_an_unknown_value_is_zero() -> None:
+    with Hollow():
+        assert torch.ones(LARGE).sum().item() == 0
+        assert not torch.equal(torch.ones(LARGE), torch.ones(LARGE))
+
+
+def test_answers_of_a_run_that_computes_are_given_again_each_time() -> None:
+    x = torch.zeros(LARGE)
+    x[:5] = 1
+    with Hollow(computes=True) as computing, computing.asking():
+        assert branches(x + 0).shape == (5 * 1024,)
+    assert computing.answers == [[((5 * 1024,), torch.float32)], 5 * 1024.0]
+    with Hollow(answers=computing.answers) as mode:
+        for _ in range(2):
+            with mode.asking():
+                assert branches(x + 0).shape == (5 * 1024,)
+        with mode.asking():
+            branches(x + 0)
+            with pytest.raises(NeedsValuesError, match="was asked for fewer"):
+                branches(x + 0)
+
+
+def test_a_wrong_shape_is_torchs_own_error() -> None:
+    with Hollow() as mode, mode.asking(), pytest.raises(RuntimeError, match=r"reduction dim|cannot be multiplied"):
+        torch.ones(LARGE) @ torch.ones(LARGE)

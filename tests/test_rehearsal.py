@@ -1,0 +1,251 @@
+"""What a rehearsal says of a training is what that training takes, to the byte."""
+
+import itertools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import rehearsal_jobs
+from lightning_zero import ZeroStrategy, cli
+from lightning_zero.rehearsal.hollow import NeedsValuesError
+from lightning_zero.rehearsal.memory import Other, Phase
+from lightning_zero.rehearsal.planning import plan
+from lightning_zero.rehearsal.rehearsal import Rehearsal, rehearse
+from ranks import RankPool
+
+UNITS = {"units": "modules"}  # a small model stays whole at stage 3 otherwise
+
+STATES = ["parameter", "gradient", "master", "optimizer state"]
+
+LAST = 4 * rehearsal_jobs.WORDS * rehearsal_jobs.WIDTH // 2  # bytes of a rank's part of the embedding, of two
+
+
+def rehearsed(
+    strategy: dict[str, Any],
+    ranks: int,
+    rank: int = 0,
+    make: type[rehearsal_jobs.Model] = rehearsal_jobs.Model,
+    **trainer: Any,
+) -> Rehearsal:
+    return rehearse(
+        make,
+        rehearsal_jobs.batch_of,
+        strategy,
+        ranks=ranks,
+        rank=rank,
+        host_is_apart=False,
+        **trainer,
+    )
+
+
+def without_small(device: Mapping[str, int]) -> dict[str, int]:
+    return {name: nbytes for name, nbytes in device.items() if name != Other.BUFFER}
+
+
+def assert_told(found: list[dict[str, Any]], strategy: dict[str, Any], ranks: int, **trainer: Any) -> None:
+    for rank in {0, ranks - 1}:
+        real = found[rank]
+        told = rehearsed(strategy, ranks, rank, **trainer)
+        assert told.at_rest == real["at_rest"]
+        assert told.sent == real["sent"]
+        assert str(told.program) == real["program"]
+        assert told.saved == real["saved"]
+        # What DTensor's own collectives need for a moment is gloo's matter.
+        for phase, moment in real["peaks"].items() if strategy.get("tensor_parallel_size", 1) == 1 else ():
+            if strategy.get("step_in_backward") and phase is Phase.STEP:
+                # The wire still holds the average that it was the last to write.
+                assert 0 <= moment.nbytes - told.peaks[phase].nbytes <= LAST, phase
+            elif phase is Phase.SET_UP:  # small tensors of real messages come and go
+                assert without_small(told.peaks[phase].device) == without_small(moment.device), phase
+            else:
+                assert told.peaks[phase] == moment, phase
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (1, 2), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (4, 2), (4, 3)])
+def test_bytes_messages_and_program_are_those_of_real_ranks(
+    ranks: int, stage: int, pool_of: Callable[[int], RankPool]
+) -> None:
+    strategy = {"stage": stage, **(UNITS if stage == 3 else {})}
+    assert_told(pool_of(ranks).run(rehearsal_jobs.train, strategy, ranks), strategy, ranks)
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "clipped": ({"stage": 2}, {"gradient_clip_val": 0.1}),
+    "micro-batches": ({"stage": 3, **UNITS}, {"accumulate_grad_batches": 2}),
+    "local micro-batches": ({"stage": 2, "accumulation": "local"}, {"accumulate_grad_batches": 2}),
+    "two bytes": ({"stage": 3, **UNITS}, {"precision": "bf16-mixed"}),
+    "small buckets": ({"stage": 1, "bucket_size_mb": 0.01}, {}),
+    "optimizer on the host": ({"stage": 2, "offload": "cpu"}, {"precision": "bf16-mixed"}),
+    "everything on disk": ({"stage": 3, **UNITS, "offload": {"optimizer": "nvme", "parameters": "nvme"}}, {}),
+    "stepped in backward": ({"stage": 3, **UNITS, "step_in_backward": True}, {}),
+    "recomputed": ({"stage": 3, **UNITS, "activation_checkpointing": True}, {}),
+    "activations on the host": ({"stage": 2, "activation_checkpointing": {"offload": True}}, {}),
+    "replicas": ({"stage": 3, **UNITS, "replicate_size": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_options_take_what_they_take_on_real_ranks(setting: str, two_ranks: RankPool, tmp_path: Path) -> None:
+    strategy, trainer = SETTINGS[setting]
+    if "nvme" in str(strategy):
+        strategy = {**strategy, "offload": {**strategy["offload"], "path": str(tmp_path)}}
+    assert_told(two_ranks.run(rehearsal_jobs.train, strategy, 2, **trainer), strategy, 2, **trainer)
+
+
+def test_tensor_parallel_ranks_take_what_they_take(pool_of: Callable[[int], RankPool]) -> None:
+    strategy = {"stage": 2, "tensor_parallel_size": 2}
+    setting = {"make": rehearsal_jobs.Divided}
+    assert_told(pool_of(4).run(rehearsal_jobs.train, strategy, 4, **setting), strategy, 4, **setting)
+
+
+def test_a_rank_of_thousands_takes_seconds_and_has_its_part() -> None:
+    few, many = (rehearsed({"stage": 3, **UNITS}, ranks) for ranks in (64, 4096))
+    assert many.at_rest["optimizer state"] < few.at_rest["optimizer state"] / 8  # pieces are padded
+    assert few.sent["reduce_scatter"].calls == many.sent["reduce_scatter"].calls
+
+
+def test_a_module_of_the_users_stays_as_it_is() -> None:
+    model = rehearsal_jobs.Model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    rehearse(model, rehearsal_jobs.batch_of(), ZeroStrategy(stage=3), ranks=2)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Undecided(rehearsal_jobs.Model):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * 2 if loss > 0 else loss
+
+
+def test_a_model_that_asks_for_values_is_answered_by_a_step_on_the_cpu() -> None:
+    with pytest.raises(NeedsValuesError, match="on_cpu=True"):
+        rehearse(Undecided, rehearsal_jobs.batch_of, 2, ranks=2)
+    told = rehearse(Undecided, rehearsal_jobs.batch_of, 2, ranks=2, on_cpu=True)
+    assert told.at_rest == rehearse(rehearsal_jobs.Model, rehearsal_jobs.batch_of, 2, ranks=2).at_rest
+
+
+def test_the_table_says_what_made_the_peak_and_whether_it_fits() -> None:
+    told = rehearse(rehearsal_jobs.Model, rehearsal_jobs.batch_of, 2, ranks=2, device_bytes=2 * 10**6)
+    assert not told.fits
+    assert re.search(r"Most in \w+.*: 2\.\d+ MB, [\d.]+ kB MORE than the device has", " ".join(str(told).split()))
+    assert str(told).startswith("ZeroStrategy(stage=2) on 2 ranks, rank 0: 136,896 parameters\n")
+
+
+def test_a_plan_has_the_fastest_that_fits_first_and_tells_why_faster_ones_do_not() -> None:
+    everything = plan(rehearsal_jobs.Model, rehearsal_jobs.batch_of, ranks=4, device_bytes=10**9)
+    seconds = [one.seconds for one in everything.fitting]
+    assert everything.best.seconds == min(seconds)
+    assert seconds == sorted(seconds)
+    assert "strategy=zero" in str(everything)
+    needed = sorted(one.device_bytes for one in everything.candidates)
+    tight = replace(everything, device_bytes=needed[0])
+    assert tight.best.device_bytes == needed[0]
+    assert ("faster, but does not fit" in str(tight)) == (tight.best is not everything.candidates[0])
+    with pytest.raises(ValueError, match="The smallest device on which this model can be trained has"):
+        replace(everything, device_bytes=needed[0] - 1).best  # noqa: B018
+
+
+MODEL = ["rehearsal_jobs:Model", "--batch", "4x16:int64", "--ranks", "2"]
+
+
+def test_the_command_line_rehearses_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["rehearse", *MODEL, "--set", "bucket_size_mb=1", "--plot", str(tmp_path / "a.png")]) == 0
+    assert "Most in" in capsys.readouterr().out
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+    assert cli.main(["rehearse", *MODEL, "--device-memory", "1MB", "--program"]) == 1
+    assert "publish #0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["no.such:Model", *MODEL[1:]], "'no.such:Model' cannot be imported"),
+        ([*MODEL, "--device-memory", "80"], "80 is not a size with a unit, such as 80GB"),
+        ([*MODEL[:4], "0"], "Write at least one rank"),
+        ([*MODEL[:2], "4y16", *MODEL[3:]], "'4y16' is no batch"),
+        ([*MODEL[:2], "4x16:float32", *MODEL[3:]], "Expected tensor for argument #1 'indices'"),
+        ([*MODEL, "--set", "stages=3"], "ZeroStrategy has no argument 'stages'"),
+        ([MODEL[0], *MODEL[3:]], "a rehearsal needs --batch"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["rehearse", *arguments])
+    assert told in capsys.readouterr().err
+
+
+class Drawn(L.LightningModule):
+    """Layers of all kinds, some of them frozen."""
+
+    def __init__(self, layers: list[tuple[str, int, bool]]) -> None:
+        super().__init__()
+        made: list[nn.Module] = [nn.Embedding(100, layers[0][1])]
+        for (kind, width, frozen), (_, following, _) in zip(layers, [*layers[1:], layers[0]], strict=True):
+            after = {"plain": nn.Identity(), "norm": nn.LayerNorm(following), "bias": nn.Linear(following, following)}
+            block = nn.Sequential(nn.Linear(width, following, bias=False), after[kind])
+            made.append(block.requires_grad_(not frozen))
+        self.layers = nn.Sequential(*made)
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        return self.layers(batch).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        # Frozen ones that an optimizer had would have room for gradients, too: they may train later.
+        return torch.optim.AdamW(one for one in self.parameters() if one.requires_grad)
+
+
+LAYERS = st.tuples(st.sampled_from(["plain", "norm", "bias"]), st.integers(100, 300), st.booleans())
+
+
+@given(
+    layers=st.lists(LAYERS, min_size=1, max_size=4),
+    ranks=st.sampled_from([1, 2, 3, 4, 8]),
+    stage=st.sampled_from([1, 2, 3]),
+    two_bytes=st.booleans(),
+    reduces_two_bytes=st.booleans(),
+)
+@settings(max_examples=20, deadline=None, derandomize=True)
+def test_what_rests_falls_or_stays_from_stage_to_stage_and_with_twice_the_ranks(
+    layers: list[tuple[str, int, bool]], ranks: int, stage: int, two_bytes: bool, reduces_two_bytes: bool
+) -> None:
+    """But for padding: a rank's part of each tensor is a multiple of 64 bytes in the dtype in which it rests."""
+
+    def at_rest(stage: int, ranks: int) -> int:
+        strategy = {"stage": stage, **(UNITS if stage == 3 else {})}
+        if reduces_two_bytes:
+            strategy["reduce_dtype"] = "bfloat16"
+        precision = "bf16-mixed" if two_bytes else "32-true"
+        told = rehearse(
+            lambda: Drawn(layers), lambda: torch.arange(4), strategy, ranks=ranks, steps=1, precision=precision
+        )
+        return sum(told.at_rest.get(name, 0) for name in STATES)
+
+    tensors = sum(1 for _ in Drawn(layers).parameters())
+    padding = tensors * 2 * ranks * (64 // 2) * 16  # elements, and the most bytes that one has in all its states
+    found = [at_rest(stage, ranks) for stage in range(4)]
+    for before, after in itertools.pairwise(found):
+        assert after <= before + padding
+    assert at_rest(stage, 2 * ranks) <= found[stage] + padding
+    if ranks > 1:
+        assert found[3] < found[2] < found[1] < found[0]
+
+
+def test_a_first_step_gathers_as_often_as_those_that_follow_a_plan() -> None:
+    """Backward runs without gradients, as an evaluation does: a unit that it uses again begins no other batch."""
+    first, last = (
+        rehearse(rehearsal_jobs.Model, rehearsal_jobs.batch_of, {"stage": 3, **UNITS}, ranks=2, steps=steps)
+        for steps in (1, 3)
+    )
+    assert first.sent["all_gather"].nbytes <= last.sent["all_gather"].nbytes
