@@ -146,7 +146,7 @@ class Rank:
         self.memory.is_last = self._is_in_last
 
     def end_step(self) -> None:
-        """Notes what was sent so far: at the end of a fit ranks meet, and leave the plan of a step that does not come."""
+        """Notes what was sent so far. At the end of a fit ranks leave the plan of a step that does not come."""
         assert self._engine is not None
         self._after = traffic_of(self._engine.mesh)
 
