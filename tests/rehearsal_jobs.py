@@ -63,11 +63,12 @@ def batch_of() -> Tensor:
 
 def train(strategy: dict[str, Any], world: int, make: type[Model] = Model, **trainer: Any) -> dict[str, Any]:
     """Trains for real, and returns what `rehearse` returns of it."""
-    played = Rank(0, world, steps=STEPS, host_is_apart=False, computes=True)
+    micro = trainer.get("accumulate_grad_batches", 1)
+    played = Rank(0, world, steps=STEPS, micro_batches=micro, host_is_apart=False, computes=True)
     watched = WatchedStrategy(**strategy)
     watched.played = played
     with played.watching():
-        batches = [batch_of()] * (STEPS * trainer.get("accumulate_grad_batches", 1))
+        batches = [batch_of()] * (STEPS * micro)
         fitting = L.Trainer(
             accelerator="cpu",
             devices=world,

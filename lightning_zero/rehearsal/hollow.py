@@ -20,7 +20,6 @@ from lightning_zero.torch_private import (
     is_faking,
     schema_of,
     storage_key,
-    tree_leaves,
     tree_map_only,
 )
 
@@ -33,6 +32,7 @@ _RESHAPES = {
 }  # fmt: skip
 # Return a number or a truth that depends on values.
 _READS = {"_local_scalar_dense", "equal", "is_nonzero", "allclose", "item"}
+_REDUCES = {torch.ops.aten.any.default, torch.ops.aten.all.default, torch.ops.aten.clone.default}
 _CHECKS = {"_assert_async", "_assert_scalar", "_functional_assert_async"}
 
 
@@ -174,6 +174,8 @@ class Hollow(TorchDispatchMode):
             shapes = self._answer(f"The shape of what {func} returns depends on values.")
             made = [self._hollow(torch.empty(shape, dtype=dtype, device="meta")) for shape, dtype in shapes]
             return made[0] if len(made) == 1 else tuple(made)
+        if known and _stays_small(func, given):
+            return self._note(func(*args, **kwargs))
         metas: dict[int, Tensor] = {}
 
         def as_meta(tensor: Tensor) -> Tensor:  # one that is given twice stays the same
@@ -221,8 +223,19 @@ def _as_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
+def _stays_small(func: Any, given: list[Tensor]) -> bool:
+    """Whether the result is certainly small: then its shape need not be asked for first, which takes longer than the
+    operation itself. Most of these are in the messages of ranks."""
+    is_element_wise = torch.Tag.pointwise in func.tags and len({one.shape for one in given if one.dim()}) == 1
+    return (is_element_wise or func in _REDUCES) and all(one.numel() <= SMALL for one in given)
+
+
 def _tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """Returns the tensors in arguments or results of an operation, which are lists and tuples at most."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    return [tensor for item in items for tensor in _tensors_in(item)]
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -94,6 +94,7 @@ class Rank:
         ranks: int,
         *,
         steps: int,
+        micro_batches: int = 1,
         host_is_apart: bool = True,
         computes: bool = False,
         answers: list[Any] | None = None,
@@ -105,16 +106,16 @@ class Rank:
         self.memory.place = self._place
         self.memory.whole_gradients = self._whole_gradients
         self.hollow = Hollow(self.memory.born, self._ran, computes=computes, answers=answers)
-        self.sent: dict[str, Traffic] = {}  # in the last step
         self.outcome: Outcome | None = None
-        self._steps_left = steps
+        self._micro_batches = micro_batches  # of a step
+        self._batches_left = steps * micro_batches
         self._is_in_last = False  # the last step is under way, or over
         self._engine: Engine | None = None
         self._names: dict[int, str] = {}
         self._running: list[Module] = []
         self._before: dict[str, Traffic] = {}
-        self._work: defaultdict[int, Work] = defaultdict(Work)  # by the use in which it was done, in the last step
         self._after: dict[str, Traffic] = {}
+        self._work: defaultdict[int, Work] = defaultdict(Work)  # by the use in which it was done, in the last step
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -136,18 +137,18 @@ class Rank:
         self._engine = engine
         self._names = {id(module): name for name, module in engine.module.named_modules()}
 
-    def begin_step(self) -> None:
+    def begin_batch(self) -> None:
         assert self._engine is not None
-        if self._steps_left == 1 and not self._is_in_last:
+        if self._batches_left == self._micro_batches:
             self._is_in_last, self._before = True, traffic_of(self._engine.mesh)
+        self._batches_left -= 1
         self.memory.phase = Phase.FORWARD
         self.memory.is_last = self._is_in_last
 
     def end_step(self) -> None:
+        """Notes what was sent so far. At the end of a fit ranks leave the plan of a step that does not come."""
         assert self._engine is not None
-        self._steps_left -= 1
-        if self._steps_left == 0:  # at the end of a fit ranks meet, and leave the plan of a step that does not come
-            self._after = traffic_of(self._engine.mesh)
+        self._after = traffic_of(self._engine.mesh)
 
     def end(self) -> None:
         """Takes down what the last step has left. What comes after it is no training."""
@@ -228,7 +229,7 @@ class WatchedStrategy(ZeroStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.played.begin_step()
+        self.played.begin_batch()
         with self.played.hollow.asking():
             return super().training_step(*args, **kwargs)
 
@@ -255,6 +256,8 @@ class WatchedStrategy(ZeroStrategy):
 class ImaginedStrategy(WatchedStrategy):
     """`ZeroStrategy` on a rank of an imagined world."""
 
+    _is_connected = False  # torch's process group is that of the imagined world
+
     @property
     @override
     def world_size(self) -> int:
@@ -276,7 +279,13 @@ class ImaginedStrategy(WatchedStrategy):
     @property
     @override
     def device_mesh(self) -> DeviceMesh:
-        if not is_initialized():
+        if not self._is_connected:
+            if is_initialized():
+                raise RuntimeError(
+                    "The module has configure_model, which asks for the ranks of the run, and torch.distributed is "
+                    "already initialised here for others. Rehearse it in a process of its own."
+                )
+            self._is_connected = True
             join_imagined_world(self.played.rank, self.played.ranks)
             self._undo.callback(leave_imagined_world)
         return super().device_mesh

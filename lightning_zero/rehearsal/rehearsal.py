@@ -143,20 +143,29 @@ def rehearse(
             ``gradient_clip_val``.
 
     Raises:
-        ValueError: for less than one rank, a rank that is none of them, or a strategy that refuses the model.
+        ValueError: for less than one rank, a rank that is none of them, a strategy that refuses the model, or a model
+            that takes no step.
         NeedsValuesError: if the model's control flow asks for values of tensors.
         ImportError: for a path that does not import.
     """
     if ranks < 1 or not 0 <= rank < ranks:
         raise ValueError(f"ranks={ranks} and rank={rank}: there are ranks 0 to {ranks - 1}. Write at least one rank.")
     answers = _answers_of(module, batch, trainer) if on_cpu else None
-    played = Rank(rank, ranks, steps=steps, host_is_apart=host_is_apart, answers=answers)
+    played = Rank(
+        rank,
+        ranks,
+        steps=steps,
+        micro_batches=trainer.get("accumulate_grad_batches", 1),
+        host_is_apart=host_is_apart,
+        answers=answers,
+    )
     imagined = _imagined(strategy)
     imagined.played = played
     with _quiet(), isolate_rng(), played.watching():
         _train(module, batch, imagined, steps, trainer)
     outcome = played.outcome
-    assert outcome is not None
+    if outcome is None:
+        raise ValueError("No step was taken: training_step has returned nothing, or no optimizer was stepped.")
     return Rehearsal(
         strategy=repr(imagined).replace(type(imagined).__name__, ZeroStrategy.__name__, 1),
         rank=rank,
