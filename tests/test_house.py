@@ -26,7 +26,12 @@ def test_the_top_level_is_what_was_agreed() -> None:
 
 def test_conf_holds_every_config_group_and_no_other_folder_holds_one() -> None:
     groups = {"strategy", "hydra", "data", "model", "trainer", "experiment"}
-    assert {path.name for path in (ROOT / "conf").iterdir()} - {"__pycache__"} == {*groups, "__init__.py", "train.yaml"}
+    assert {path.name for path in (ROOT / "conf").iterdir()} - {"__pycache__"} == {
+        *groups,
+        "__init__.py",
+        "train.yaml",
+        "paper.yaml",
+    }
     assert [path for folder in ("lightning_zero", "examples") for path in (ROOT / folder).rglob("*.yaml")] == []
     assert [path for path in (PACKAGE / "conf", ROOT / "examples" / "conf") if path.exists()] == []
 

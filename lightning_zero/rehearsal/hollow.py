@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from lightning_zero.device import HOST
 from lightning_zero.torch_private import (
     SHARES,
     TorchDispatchMode,
@@ -197,7 +198,7 @@ class Hollow(TorchDispatchMode):
         return tree_map_only(Tensor, self._hollow, shaped)
 
     def _hollow(self, shaped: Tensor) -> Tensor:
-        made = torch.empty_strided(shaped.size(), shaped.stride(), dtype=shaped.dtype)
+        made = torch.empty_strided(shaped.size(), shaped.stride(), dtype=shaped.dtype, device=HOST)
         self._forget(made)
         self._born(made)
         return made
