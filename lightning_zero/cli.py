@@ -172,10 +172,15 @@ def _add_run(one: argparse.ArgumentParser) -> None:
     one.add_argument("--on-cpu", action="store_true", help=about)
 
 
-def _plan(options: argparse.Namespace) -> None:
+def _plan(options: argparse.Namespace) -> bool:
+    of_model: dict[str, Any] = {"batch": None, "arg": [], "device_memory": None, "host_memory": None, "on_cpu": False}
+    of_number = {"offload": None, "offload_parameters": None, "state_tensors": 2, "averages": 0}
+    chosen, others = ("MODEL", of_number) if options.model is not None else ("--parameters", of_model)
+    for name, default in others.items():
+        if getattr(options, name) != default:
+            options.refuse(f"--{name.replace('_', '-')} has nothing to do with {chosen}")
     if options.model is not None:
-        _plan_model(options)
-        return
+        return _plan_model(options)
     from lightning_zero.config import Offload
     from lightning_zero.pl.planning import plan_text
 
@@ -188,9 +193,10 @@ def _plan(options: argparse.Namespace) -> None:
         print(plan_text(int(options.parameters), stages, **setting))
     except ValueError as error:
         options.refuse(str(error))
+    return False
 
 
-def _plan_model(options: argparse.Namespace) -> None:
+def _plan_model(options: argparse.Namespace) -> bool:
     from lightning_zero.rehearsal.planning import plan
 
     if options.device_memory is None:
@@ -208,17 +214,19 @@ def _plan_model(options: argparse.Namespace) -> None:
             precision=options.precision,
         )
         print(found)
+    return not found.fitting
 
 
 def _rehearse(options: argparse.Namespace) -> bool:
-    from lightning_zero.rehearsal.rehearsal import rehearse
+    from lightning_zero.rehearsal.rehearsal import answers_of, rehearse
 
     given: dict[str, Any] = {"accumulate_grad_batches": options.accumulate, "precision": options.precision}
     given |= {} if options.clip is None else {"gradient_clip_val": options.clip}
     given |= {"ranks": options.ranks, "rank": options.rank, "device_bytes": options.device_memory}
-    given["on_cpu"] = options.on_cpu
     with _refusing(options):
         model, batch = _model_and_batch(options)
+        if options.on_cpu:
+            given["on_cpu"] = answers_of(model, batch, precision=options.precision)
         found = rehearse(model, batch, {"stage": options.stage, **dict(options.set)}, **given)
         print(found)
         if options.program:
@@ -234,11 +242,9 @@ def _rehearse(options: argparse.Namespace) -> bool:
 @contextmanager
 def _refusing(options: argparse.Namespace) -> Iterator[None]:
     """Says what is wrong with a model, a batch or a setting in one line."""
-    from lightning_zero.rehearsal.hollow import NeedsValuesError
-
     try:
         yield
-    except (ValueError, TypeError, ImportError, NotImplementedError, NeedsValuesError, RuntimeError) as error:
+    except (ValueError, TypeError, ImportError, RuntimeError) as error:
         options.refuse(f"{type(error).__name__}: {error}")
 
 
@@ -265,14 +271,10 @@ def _setting(text: str) -> tuple[str, Any]:
 
 def _nbytes(text: str) -> int:
     """Reads a size with its unit, such as ``80GB`` or ``1.5 TiB``."""
-    units = {f"{prefix}{kind}": base**power for power, prefix in enumerate("KMGT", 1) for kind, base in _KINDS.items()}
-    found = re.fullmatch(r"([0-9.e+]+)\s*([KMGT]i?B)", text.strip(), re.IGNORECASE)
+    found = re.fullmatch(r"([0-9.e+]+)\s*([KMGT])(i?)B", text.strip(), re.IGNORECASE)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text} is not a size with a unit, such as 80GB or 80GiB")
-    return int(_positive(found[1]) * units[found[2].upper()])
-
-
-_KINDS = {"B": 1000, "IB": 1024}
+    return int(_positive(found[1]) * (1024 if found[3] else 1000) ** (1 + "KMGT".index(found[2].upper())))
 
 
 def _place(text: str) -> str:

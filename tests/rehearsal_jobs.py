@@ -6,8 +6,8 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.data import DataLoader
 
+from lightning_zero.rehearsal import rehearsal
 from lightning_zero.rehearsal.imagined import Rank, WatchedStrategy
 from lightning_zero.rehearsal.rehearsal import STEPS
 
@@ -68,22 +68,7 @@ def train(strategy: dict[str, Any], world: int, make: type[Model] = Model, **tra
     watched = WatchedStrategy(**strategy)
     watched.played = played
     with played.watching():
-        batches = [batch_of()] * (STEPS * micro)
-        fitting = L.Trainer(
-            accelerator="cpu",
-            devices=world,
-            strategy=watched,
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            limit_val_batches=0,
-            use_distributed_sampler=False,
-            **trainer,
-        )
-        played.rank = fitting.global_rank
-        fitting.fit(make(), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+        rehearsal.train(make, batch_of, watched, STEPS, devices=world, **trainer)
     outcome = played.outcome
     assert outcome is not None
     return {**vars(outcome), "peaks": played.memory.peaks, "program": str(outcome.program)}

@@ -249,3 +249,34 @@ def test_a_first_step_gathers_as_often_as_those_that_follow_a_plan() -> None:
         for steps in (1, 3)
     )
     assert first.sent["all_gather"].nbytes <= last.sent["all_gather"].nbytes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([*MODEL, "--device-memory", "1GB", "--offload", "cpu"], "--offload has nothing to do with MODEL"),
+        (
+            ["--parameters", "7e9", "--ranks", "8", "--host-memory", "1GB"],
+            "--host-memory has nothing to do with",
+        ),
+        (MODEL, "plan MODEL needs --device-memory"),
+    ],
+)
+def test_a_plan_refuses_what_it_would_not_heed(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["plan", *arguments])
+    assert told in capsys.readouterr().err
+
+
+def test_a_plan_rehearses_nothing_twice_when_an_argument_is_fixed() -> None:
+    told = plan(
+        rehearsal_jobs.Model,
+        rehearsal_jobs.batch_of,
+        ranks=2,
+        device_bytes=10**9,
+        fixed={"stage": 2, "offload": "cpu", "activation_checkpointing": False},
+    )
+    (one,) = told.candidates
+    assert one.overrides == "strategy=zero2 strategy/offload=cpu strategy.activation_checkpointing=False"

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
-from torch import Tensor
-
+from lightning_zero.rehearsal.hollow import tensors_in
 from lightning_zero.run.program import LOCAL, Kind, Op, Program
-from lightning_zero.torch_private import flop_registry, tree_leaves
+from lightning_zero.torch_private import flop_registry
 
 CYCLES = 3  # the first step has nothing left from a step before
 STEPPED = 3  # master and two tensors of state: what a window of Adam moves, for each element
@@ -34,10 +33,9 @@ class Work(NamedTuple):
 
 def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
     """Returns the work of one operation of torch, by the shapes of its tensors."""
-    tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
     formula = flop_registry.get(func.overloadpacket)
     flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
-    return Work(flops, sum(tensor.nbytes for tensor in tensors))
+    return Work(flops, sum(tensor.nbytes for tensor in tensors_in((args, kwargs, result))))
 
 
 @dataclass(frozen=True, kw_only=True)

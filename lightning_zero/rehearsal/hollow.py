@@ -92,7 +92,7 @@ class Hollow(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(one.__torch_dispatch__ is not Tensor.__torch_dispatch__ for one in types):
             return NotImplemented  # the class says first what it is made of
-        given = _tensors_in((args, kwargs))
+        given = tensors_in((args, kwargs))
         if any(one.is_meta or one.layout != torch.strided for one in given):
             return func(*args, **kwargs)
         is_view, writes = self._kind_of(func)
@@ -140,7 +140,7 @@ class Hollow(TorchDispatchMode):
     def _compute(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], known: bool) -> Any:
         """Does an operation, and keeps in mind what would be known otherwise."""
         result = func(*args, **kwargs)
-        made, written = _tensors_in(result), _written(func, args, kwargs)
+        made, written = tensors_in(result), _written(func, args, kwargs)
         if not known and self._is_asking and torch.Tag.dynamic_output_shape in func.tags:
             self.answers.append([(tuple(one.shape), one.dtype) for one in made])
         if not (known and all(one.numel() <= SMALL for one in (*given, *made))):
@@ -193,7 +193,7 @@ class Hollow(TorchDispatchMode):
             if known:
                 return self._note(func(*args, **kwargs))
             raise NeedsValuesError(f"{func} cannot tell the shape of its result without values: {error}") from error
-        if known and all(one.numel() <= SMALL for one in (*given, *_tensors_in(shaped))):
+        if known and all(one.numel() <= SMALL for one in (*given, *tensors_in(shaped))):
             return self._note(func(*args, **kwargs))
         return tree_map_only(Tensor, self._hollow, shaped)
 
@@ -204,7 +204,7 @@ class Hollow(TorchDispatchMode):
         return made
 
     def _note(self, result: Any) -> Any:
-        for one in _tensors_in(result):
+        for one in tensors_in(result):
             self._born(one)
         return result
 
@@ -231,16 +231,16 @@ def _stays_small(func: Any, given: list[Tensor]) -> bool:
     return (is_element_wise or func in _REDUCES) and all(one.numel() <= SMALL for one in given)
 
 
-def _tensors_in(tree: Any) -> list[Tensor]:
+def tensors_in(tree: Any) -> list[Tensor]:
     """Returns the tensors in arguments or results of an operation, which are lists and tuples at most."""
     if isinstance(tree, Tensor):
         return [tree]
     items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
-    return [tensor for item in items for tensor in _tensors_in(item)]
+    return [tensor for item in items for tensor in tensors_in(item)]
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Returns the arguments of an operation that it writes to."""
     values = dict(zip((one.name for one in schema_of(func).arguments), args, strict=False)) | kwargs
     places = [one for one in schema_of(func).arguments if one.alias_info is not None and one.alias_info.is_write]
-    return _tensors_in([values.get(one.name) for one in places])
+    return tensors_in([values.get(one.name) for one in places])

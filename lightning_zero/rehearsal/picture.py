@@ -40,9 +40,12 @@ def draw(path: str | os.PathLike[str], module: Module, batch: Any, chosen: Rehea
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("A picture needs matplotlib: pip install 'lightning-zero[plots]'.") from error
-    bars = {f"stage {stage}": rehearse(module, batch, stage, **setting) for stage in range(4)}
-    told = chosen.strategy.removeprefix("ZeroStrategy(").removesuffix(")").replace(", ", "\n")
-    bars |= {} if told in ("stage=0", "stage=1", "stage=2", "stage=3") else {told: chosen}
+    bars = {}
+    for stage in range(4):
+        is_chosen = chosen.strategy == f"ZeroStrategy(stage={stage})"
+        bars[f"stage {stage}"] = chosen if is_chosen else rehearse(module, batch, stage, **setting)
+    if chosen not in bars.values():
+        bars[chosen.strategy.removeprefix("ZeroStrategy(").removesuffix(")").replace(", ", "\n")] = chosen
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     states, step = figure.subplots(1, 2, width_ratios=(len(bars), 6))

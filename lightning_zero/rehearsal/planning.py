@@ -5,9 +5,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
+from lightning_zero.config import Offload, policy_from
 from lightning_zero.pl.table import aligned, ranks_told, sized, wrapped
 from lightning_zero.rehearsal.cost import Rates
-from lightning_zero.rehearsal.rehearsal import Module, Rehearsal, rehearse
+from lightning_zero.rehearsal.rehearsal import Module, Rehearsal, answers_of, rehearse
 
 MARGIN = 0.1  # of the device, left for what a rehearsal does not count
 SHOWN = 3  # of the strategies that fit
@@ -40,13 +41,14 @@ class Candidate:
         for name, value in self.strategy.items():
             if name == "stage":
                 told.append(f"strategy=zero{value}")
-            elif name == "offload":
-                told.append(f"strategy/offload={value['optimizer']}")
-                told += [f"strategy.offload.parameters={value['parameters']}"] if "parameters" in value else []
-            elif name == "activation_checkpointing":
+            elif name == "offload" and (offload := policy_from(Offload, value, name)) is not None:
+                told.append(f"strategy/offload={offload.optimizer or 'cpu'}")
+                told += ["strategy.offload.optimizer=null"] if offload.optimizer is None else []
+                told += [f"strategy.offload.parameters={offload.parameters}"] if offload.parameters else []
+            elif name == "activation_checkpointing" and value is True:
                 told.append("strategy/activation_checkpointing=recompute")
             else:
-                told.append(f"strategy.{name}={value}")
+                told.append(f"strategy.{name}={'null' if value is None else value}")
         return " ".join(told)
 
     def __str__(self) -> str:
@@ -138,6 +140,7 @@ def plan(
     ranks: int,
     device_bytes: int,
     host_bytes: int | None = None,
+    on_cpu: bool = False,
     rates: Rates | None = None,
     fixed: Mapping[str, Any] | None = None,
     **trainer: Any,
@@ -151,6 +154,7 @@ def plan(
         ranks: of the run.
         device_bytes: that the device of each rank has; a tenth of it is left free.
         host_bytes: that each rank may use of its host; None: as many as it takes.
+        on_cpu: as `rehearse` takes it; one step is computed for all rehearsals.
         rates: of the machine.
         fixed: arguments of `ZeroStrategy` that are not to be chosen.
         trainer: what else the Trainer would be given.
@@ -160,10 +164,11 @@ def plan(
     """
     if device_bytes <= 0:
         raise ValueError(f"device_bytes={device_bytes} is to be the bytes of a device, such as 80 * 10**9.")
+    known = answers_of(module, batch, **trainer) if on_cpu else False
     found, refused = [], {}
     for strategy in _strategies(fixed or {}):
         try:
-            one = rehearse(module, batch, strategy, ranks=ranks, device_bytes=device_bytes, **trainer)
+            one = rehearse(module, batch, strategy, ranks=ranks, device_bytes=device_bytes, on_cpu=known, **trainer)
         except (ValueError, NotImplementedError) as error:
             refused[str(strategy)] = str(error)
             continue
@@ -175,6 +180,7 @@ def plan(
 
 def _strategies(fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields the arguments of strategies, simpler ones first: of two that take the same time, the first one counts."""
+    yielded: list[dict[str, Any]] = []
     offloads: list[dict[str, str]] = [{}, {"optimizer": "cpu"}, {"optimizer": "cpu", "parameters": "cpu"}]
     for recomputes, offload, stage, prefetch in itertools.product((False, True), offloads, (1, 2, 3), (1, 2)):
         if stage < 3 and (prefetch > 1 or "parameters" in offload):
@@ -183,5 +189,8 @@ def _strategies(fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         chosen |= {"prefetch": prefetch} if prefetch > 1 else {}
         chosen |= {"offload": offload} if offload else {}
         chosen |= {"activation_checkpointing": True} if recomputes else {}
-        if all(chosen.get(name, value) == value for name, value in fixed.items()):
-            yield chosen | dict(fixed)
+        strategy = chosen | dict(fixed)
+        # Two that differ only in what is fixed are one.
+        if all(chosen.get(name, value) == value for name, value in fixed.items()) and strategy not in yielded:
+            yielded.append(strategy)
+            yield strategy

@@ -27,6 +27,15 @@ from lightning_zero.run.program import Program
 STEPS = 3  # the first one makes the optimizer's state, and the second one learns what follows
 LOUD = ("lightning.pytorch", "lightning.fabric", "lightning_zero")
 
+
+@final
+@dataclass(frozen=True)
+class Answers:
+    """What a model has asked for in a step that was computed; one serves any number of rehearsals."""
+
+    found: list[Any]
+
+
 Module = pl.LightningModule | Callable[[], pl.LightningModule] | str
 
 
@@ -116,7 +125,7 @@ def rehearse(
     rank: int = 0,
     device_bytes: int | None = None,
     host_is_apart: bool = True,
-    on_cpu: bool = False,
+    on_cpu: bool | Answers = False,
     steps: int = STEPS,
     **trainer: Any,
 ) -> Rehearsal:
@@ -137,7 +146,7 @@ def rehearse(
         device_bytes: how many the device has, to be told whether they suffice.
         host_is_apart: whether the device is a GPU, so that host memory is another tier.
         on_cpu: whether one step is first computed for real on one rank, here, to know the values that the model's own
-            code asks for. The model and its activations must fit into memory.
+            code asks for. The model and its activations must fit into memory. Or what `answers_of` found before.
         steps: how many are taken, of which the last one is told; one is enough for what rests between steps.
         trainer: what else the Trainer would be given: ``precision``, ``accumulate_grad_batches``,
             ``gradient_clip_val``.
@@ -150,19 +159,19 @@ def rehearse(
     """
     if ranks < 1 or not 0 <= rank < ranks:
         raise ValueError(f"ranks={ranks} and rank={rank}: there are ranks 0 to {ranks - 1}. Write at least one rank.")
-    answers = _answers_of(module, batch, trainer) if on_cpu else None
+    known = answers_of(module, batch, **trainer) if on_cpu is True else on_cpu
     played = Rank(
         rank,
         ranks,
         steps=steps,
         micro_batches=trainer.get("accumulate_grad_batches", 1),
         host_is_apart=host_is_apart,
-        answers=answers,
+        answers=known.found if known else None,
     )
     imagined = _imagined(strategy)
     imagined.played = played
     with _quiet(), isolate_rng(), played.watching():
-        _train(module, batch, imagined, steps, trainer)
+        train(module, batch, imagined, steps, **trainer)
     outcome = played.outcome
     if outcome is None:
         raise ValueError("No step was taken: training_step has returned nothing, or no optimizer was stepped.")
@@ -170,18 +179,19 @@ def rehearse(
         strategy=repr(imagined).replace(type(imagined).__name__, ZeroStrategy.__name__, 1),
         rank=rank,
         ranks=ranks,
-        peaks={phase: moment for phase, moment in played.memory.peaks.items() if phase is not Phase.OVER},
+        peaks=played.memory.peaks,
         course=tuple(played.memory.course),
         device_bytes=device_bytes,
         **vars(outcome),
     )
 
 
-def _train(module: Module, batch: Any, strategy: ZeroStrategy, steps: int, trainer: Mapping[str, Any]) -> None:
+def train(module: Module, batch: Any, strategy: ZeroStrategy, steps: int, *, devices: int = 1, **trainer: Any) -> None:
+    """Trains with the same batch again and again, and with nothing beside it."""
     batches = [batch() if callable(batch) else batch] * (steps * trainer.get("accumulate_grad_batches", 1))
     pl.Trainer(
         accelerator="cpu",
-        devices=1,
+        devices=devices,
         strategy=strategy,
         max_epochs=1,
         logger=False,
@@ -195,15 +205,16 @@ def _train(module: Module, batch: Any, strategy: ZeroStrategy, steps: int, train
     ).fit(_made(module), DataLoader(cast(Any, batches), batch_size=None))
 
 
-def _answers_of(module: Module, batch: Any, trainer: Mapping[str, Any]) -> list[Any]:
-    """Computes one step on one rank, and returns what the model has asked for that a rehearsal does not know."""
+def answers_of(module: Module, batch: Any, **trainer: Any) -> Answers:
+    """Computes one step on one rank, and returns what the model has asked for that a rehearsal does not know. The
+    arguments are those of `rehearse`."""
     played = Rank(0, 1, steps=1, computes=True)
     computing = ImaginedStrategy(0)
     computing.played = played
     one_batch = {name: value for name, value in trainer.items() if name != "accumulate_grad_batches"}
     with _quiet(), isolate_rng(), played.watching():
-        _train(module, batch, computing, 1, one_batch)
-    return played.hollow.answers
+        train(module, batch, computing, 1, **one_batch)
+    return Answers(played.hollow.answers)
 
 
 def _imagined(strategy: ZeroStrategy | Mapping[str, Any] | int) -> ImaginedStrategy:

@@ -350,9 +350,7 @@ class Engine:
         self._bytes_at_close = self.bytes_by_category()
         self._facts_at_close = None
         if whole and self.journal.has_step:
-            with suppress(
-                RuntimeError
-            ):  # an optimizer has a parameter that is not the module's, which has ended the run
+            with suppress(RuntimeError):  # an optimizer's parameter is not the module's, which has ended the run
                 self._facts_at_close = self._facts()
         self.stepping.leave()
         if self.parts.recompute is not None:
