@@ -170,7 +170,7 @@ def rehearse(
     )
     imagined = _imagined(strategy)
     imagined.played = played
-    with _quiet(), isolate_rng(), played.watching():
+    with _quiet(), isolated(), played.watching():
         train(module, batch, imagined, steps, **trainer)
     outcome = played.outcome
     if outcome is None:
@@ -212,7 +212,7 @@ def answers_of(module: Module, batch: Any, **trainer: Any) -> Answers:
     computing = ImaginedStrategy(0)
     computing.played = played
     one_batch = {name: value for name, value in trainer.items() if name != "accumulate_grad_batches"}
-    with _quiet(), isolate_rng(), played.watching():
+    with _quiet(), isolated(), played.watching():
         train(module, batch, computing, 1, **one_batch)
     return Answers(played.hollow.answers)
 
@@ -220,6 +220,8 @@ def answers_of(module: Module, batch: Any, **trainer: Any) -> Answers:
 def _imagined(strategy: ZeroStrategy | Mapping[str, Any] | int) -> ImaginedStrategy:
     if not isinstance(strategy, ZeroStrategy):  # one that the user knows tells what is wrong with the arguments
         strategy = ZeroStrategy(strategy) if isinstance(strategy, int) else ZeroStrategy(**strategy)
+    if strategy._is_open:
+        raise ValueError("stage='auto' is what a rehearsal helps to choose. Write a stage, or have `plan` choose.")
     return ImaginedStrategy(**strategy._arguments)
 
 
@@ -267,6 +269,19 @@ def batch_like(text: str) -> Callable[[], Any]:
         raise ValueError(f"{text!r} is no batch. Write shapes, such as 8x1024:int64,8:int64, or an import path.")
     found = found_at(text)
     return found if callable(found) else lambda: found
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Leaves random numbers as they were, also after an error, as Lightning's `isolate_rng` does not."""
+    error = None
+    with isolate_rng():
+        try:
+            yield
+        except BaseException as caught:
+            error = caught
+    if error is not None:
+        raise error
 
 
 @contextmanager
