@@ -18,7 +18,7 @@ import rehearsal_jobs
 from lightning_zero import ZeroStrategy, cli
 from lightning_zero.rehearsal.hollow import NeedsValuesError
 from lightning_zero.rehearsal.memory import Other, Phase
-from lightning_zero.rehearsal.planning import plan
+from lightning_zero.rehearsal.planning import TIE, plan
 from lightning_zero.rehearsal.rehearsal import Rehearsal, rehearse
 from ranks import RankPool
 
@@ -145,14 +145,16 @@ def test_the_table_says_what_made_the_peak_and_whether_it_fits() -> None:
 
 def test_a_plan_has_the_fastest_that_fits_first_and_tells_why_faster_ones_do_not() -> None:
     everything = plan(rehearsal_jobs.Model, rehearsal_jobs.batch_of, ranks=4, device_bytes=10**9)
-    seconds = [one.seconds for one in everything.fitting]
-    assert everything.best.seconds == min(seconds)
+    tie = (1 + TIE) * min(one.seconds for one in everything.candidates)
+    equal = [one for one in everything.candidates if one.seconds <= tie]  # simpler ones come first
+    assert everything.fitting[: len(equal)] == equal
+    seconds = [one.seconds for one in everything.fitting[len(equal) :]]
     assert seconds == sorted(seconds)
     assert "strategy=zero" in str(everything)
     needed = sorted(one.device_bytes for one in everything.candidates)
     tight = replace(everything, device_bytes=needed[0])
     assert tight.best.device_bytes == needed[0]
-    assert ("faster, but does not fit" in str(tight)) == (tight.best is not everything.candidates[0])
+    assert ("faster, but does not fit" in str(tight)) == bool(tight.faster(tight.best))
     with pytest.raises(ValueError, match="The smallest device on which this model can be trained has"):
         replace(everything, device_bytes=needed[0] - 1).best  # noqa: B018
 
