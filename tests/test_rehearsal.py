@@ -22,6 +22,7 @@ from lightning_zero.rehearsal.planning import TIE, plan
 from lightning_zero.rehearsal.rehearsal import Rehearsal, rehearse
 from ranks import RankPool
 
+FIXED = {"bucket_size_mb": 1}
 UNITS = {"units": "modules"}  # a small model stays whole at stage 3 otherwise
 
 STATES = ["parameter", "gradient", "master", "optimizer state"]
@@ -159,6 +160,20 @@ def test_a_plan_has_the_fastest_that_fits_first_and_tells_why_faster_ones_do_not
         replace(everything, device_bytes=needed[0] - 1).best  # noqa: B018
 
 
+def test_a_plan_tries_other_buckets_near_the_limit_and_offload_only_where_it_must_if_it_is_in_a_hurry() -> None:
+    made = (rehearsal_jobs.Model, rehearsal_jobs.batch_of)
+    thorough = plan(*made, ranks=2, device_bytes=10**9)
+    assert {5, 100} == {one.strategy.get("bucket_size_mb") for one in thorough.candidates} - {None}
+    assert {5, 100}.isdisjoint(
+        one.strategy.get("bucket_size_mb") for one in plan(*made, ranks=2, device_bytes=10**9, fixed=FIXED).candidates
+    )
+    quick = plan(*made, ranks=2, device_bytes=10**9, thorough=False)
+    assert quick.best.strategy == thorough.best.strategy
+    assert not [one for one in quick.candidates if "offload" in one.strategy]
+    least = min(one.device_bytes for one in quick.candidates)
+    assert "offload" in plan(*made, ranks=2, device_bytes=least - 1, thorough=False).best.strategy
+
+
 MODEL = ["rehearsal_jobs:Model", "--batch", "4x16:int64", "--ranks", "2"]
 
 
@@ -280,5 +295,6 @@ def test_a_plan_rehearses_nothing_twice_when_an_argument_is_fixed() -> None:
         device_bytes=10**9,
         fixed={"stage": 2, "offload": "cpu", "activation_checkpointing": False},
     )
-    (one,) = told.candidates
+    one, *others = told.candidates
+    assert [other.strategy.get("bucket_size_mb") for other in others] == [5, 100]
     assert one.overrides == "strategy=zero2 strategy/offload=cpu strategy.activation_checkpointing=False"

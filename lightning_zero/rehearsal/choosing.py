@@ -51,6 +51,7 @@ def choose(trainer: "pl.Trainer", fixed: Mapping[str, Any], means: Means) -> Cho
         host_bytes=means.host_bytes,
         host_is_apart=means.host_is_apart,
         fixed=fixed,
+        thorough=False,
         **setting,
     )
     try:
