@@ -48,6 +48,7 @@ def add_rehearse(one: argparse.ArgumentParser) -> None:
     one.add_argument("--clip", type=positive, default=None, help="gradient norm that gradients are clipped to")
     one.add_argument("--program", action="store_true", help="also print what is done at each use of the step")
     one.add_argument("--plot", metavar="OUT.png", help="draw bytes per rank at each stage, and over the step")
+    one.add_argument("--html", metavar="OUT.html", help="write a page with these, what is done when, and the tables")
 
 
 def _add_run(one: argparse.ArgumentParser) -> None:
@@ -124,11 +125,17 @@ def run_rehearse(options: argparse.Namespace) -> bool:
         print(found)
         if options.program:
             print(f"\n{found.program}")
-        if options.plot:
+        if options.plot or options.html:
+            from lightning_zero.rehearsal.comparison import compare
+            from lightning_zero.rehearsal.page import write_page
             from lightning_zero.rehearsal.picture import draw
 
-            draw(options.plot, model, batch, found, **given)
-            print(f"\n  {options.plot}")
+            shown = compare(model, batch, found, **given)
+            if options.plot:
+                draw(options.plot, shown)
+            if options.html:
+                write_page(options.html, shown, options.model)
+            print("", *filter(None, (options.plot, options.html)), sep="\n  ")
     return not found.fits
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import final
+from typing import NamedTuple, final
 
 from torch import Tensor, UntypedStorage
 from typing_extensions import override
@@ -57,6 +57,18 @@ class Moment:
         return sum(self.device.values())
 
 
+class Station(NamedTuple):
+    """Where a rank was in a step, and the bytes on its device when it had most there."""
+
+    phase: Phase
+    place: str
+    device: Mapping[str, int]  # by category
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.device.values())
+
+
 @final
 class Memory(Ledger):
     """A ledger that also follows the storages of all other tensors that are made. `born` is told of each."""
@@ -66,7 +78,8 @@ class Memory(Ledger):
         self.peaks: dict[Phase, Moment] = {}  # the moment of each phase with most bytes on the device
         self.place: Callable[[], str] = str  # names where the rank is
         self.whole_gradients: Callable[[], int] = int  # bytes of gradients that autograd has made, and keeps
-        self.course: list[tuple[Phase, str, int]] = []  # of the last step: where the rank was, and most bytes there
+        self.course: list[Station] = []  # of the last step
+        self._most_here = 0  # bytes at the last of these
         self.is_last = False  # the step under way is the last one
         self._phase = Phase.BUILD
         self._made: Counter[Phase] = Counter()  # live bytes beside the ledger, by the phase in which they were made
@@ -118,14 +131,18 @@ class Memory(Ledger):
         total = self.tiers[Tier.DEVICE] + self._made.total() - (self._made[Phase.BUILD] if self._is_built else 0)
         is_step = self._phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
         if is_step and self.is_last:
-            place, before = self.place(), self.course[-1] if self.course else (None, "", 0)
-            if before[:2] == (self._phase, place):
-                self.course[-1] = self._phase, place, max(total, before[2])
-            else:
-                self.course.append((self._phase, place, total))
+            self._follow(self.place(), total)
         part = Phase.FIRST if is_step and not self.is_last else self._phase
         if part not in self.peaks or total > self.peaks[part].nbytes:
             self.peaks[part] = self.now()
+
+    def _follow(self, place: str, total: int) -> None:
+        """Keeps this moment of the last step, if it is the first one at its place or the one with most bytes there."""
+        is_same = bool(self.course) and self.course[-1][:2] == (self._phase, place)
+        if is_same and total <= self._most_here:
+            return
+        self.course[len(self.course) - is_same :] = [Station(self._phase, place, self.now().device)]
+        self._most_here = total
 
     def now(self) -> Moment:
         """Returns this moment."""
