@@ -80,6 +80,7 @@ class Memory(Ledger):
         self.whole_gradients: Callable[[], int] = int  # bytes of gradients that autograd has made, and keeps
         self.course: list[Station] = []  # of the last step
         self._most_here = 0  # bytes at the last of these
+        self._gradients = 0  # what `whole_gradients` has said last
         self.is_last = False  # the step under way is the last one
         self._phase = Phase.BUILD
         self._made: Counter[Phase] = Counter()  # live bytes beside the ledger, by the phase in which they were made
@@ -106,7 +107,8 @@ class Memory(Ledger):
             weakref.finalize(storage, self._died, key)
 
     def _died(self, key: int) -> None:
-        self._look()
+        # A gradient that dies may still be that of its parameter, which nobody must ask for it.
+        self._look(may_ask=False)
         self._leave_out(key)
 
     def _leave_out(self, key: int) -> None:
@@ -124,28 +126,28 @@ class Memory(Ledger):
         """Whether what was made in `BUILD` is on the host: it moves to the device when the engine is set up."""
         return self._phase in (Phase.BUILD, Phase.SET_UP)
 
-    def _look(self) -> None:
-        """Keeps this moment, if its phase has never had more bytes on the device."""
+    def _look(self, *, may_ask: bool = True) -> None:
+        """Keeps this moment, if its phase has never had more bytes on the device. `may_ask`: for gradients."""
         if self._phase is Phase.OVER:
             return
         total = self.tiers[Tier.DEVICE] + self._made.total() - (self._made[Phase.BUILD] if self._is_built else 0)
         is_step = self._phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
         if is_step and self.is_last:
-            self._follow(self.place(), total)
+            self._follow(self.place(), total, may_ask)
         part = Phase.FIRST if is_step and not self.is_last else self._phase
         if part not in self.peaks or total > self.peaks[part].nbytes:
-            self.peaks[part] = self.now()
+            self.peaks[part] = self._now(may_ask)
 
-    def _follow(self, place: str, total: int) -> None:
+    def _follow(self, place: str, total: int, may_ask: bool) -> None:
         """Keeps this moment of the last step, if it is the first one at its place or the one with most bytes there."""
         is_same = bool(self.course) and self.course[-1][:2] == (self._phase, place)
         if is_same and total <= self._most_here:
             return
-        self.course[len(self.course) - is_same :] = [Station(self._phase, place, self.now().device)]
+        self.course[len(self.course) - is_same :] = [Station(self._phase, place, self._now(may_ask).device)]
         self._most_here = total
 
-    def now(self) -> Moment:
-        """Returns this moment."""
+    def _now(self, may_ask: bool) -> Moment:
+        """Returns this moment, with the gradients of now, or of when they were asked for last."""
         tiers: dict[Tier, Counter[str]] = {tier: Counter() for tier in Tier}
         for (category, tier), nbytes in self.live_in.items():
             tiers[tier][category] += nbytes
@@ -155,7 +157,8 @@ class Memory(Ledger):
                 tiers[Tier.HOST][Other.MODULE] += nbytes
             else:
                 device[_MADE_IN.get(phase, Other.TEMPORARY)] += nbytes
-        gradients = self.whole_gradients()
+        self._gradients = self.whole_gradients() if may_ask else self._gradients
+        gradients = min(self._gradients, device[Other.TEMPORARY])
         device[Category.GRADIENT] += gradients
         device[Other.TEMPORARY] -= gradients
         found = {tier: {str(name): nbytes for name, nbytes in there.items() if nbytes} for tier, there in tiers.items()}
