@@ -81,7 +81,7 @@ class Page(HTMLParser):
 def shown() -> Comparison:
     setting: dict[str, Any] = {"ranks": 4, "device_bytes": 5 * 10**6}
     chosen = rehearse(Named, rehearsal_jobs.batch_of, STRATEGY, **setting)
-    return compare(Named, rehearsal_jobs.batch_of, chosen, **setting)
+    return compare(Named, rehearsal_jobs.batch_of, STRATEGY, chosen, **setting)
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +132,17 @@ def test_bytes_are_those_of_the_rehearsals(shown: Comparison, page: Page) -> Non
     assert max(one.nbytes for one in chosen.course) == max(
         chosen.peaks[phase].nbytes for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
     )
+
+
+def test_growth_is_told_for_each_number_of_ranks(shown: Comparison, page: Page) -> None:
+    cells = page.texts["td"]
+    for one in shown.growth:
+        assert one.batches is not None
+        row = [sized(one.rehearsal.peak.nbytes), f"{one.seconds:.3g}", f"{one.batches:.3g}", f"{one.throughput:.3g}"]
+        assert any(cells[at : at + len(row)] == row for at in range(len(cells))), one.ranks
+    dots = [value for tag, name, value in page.attributes if (tag, name) == ("i", "title") and "rank" in value]
+    told = [f"{one.seconds:.3g}" for one in shown.growth]
+    assert [dot.rpartition(": ")[2] for dot in dots][len(told) : 2 * len(told)] == told
 
 
 def test_bars_are_as_long_as_what_they_stand_for(shown: Comparison, page: Page) -> None:
@@ -262,7 +273,7 @@ def long_page(shown: Comparison) -> str:
         Station(Phase.FORWARD, f"layers.{at}", {"parameter": 10**9, "activations": at * 10**6}) for at in range(6000)
     )
     chosen = replace(shown.chosen, program=Program(facts, uses, ops), work=work, course=course)
-    return page_of(Comparison(chosen=chosen, stages=shown.stages), "large")
+    return page_of(replace(shown, chosen=chosen), "large")
 
 
 def test_a_step_of_thousands_of_uses_is_a_page_of_a_few_megabytes(long_page: str) -> None:

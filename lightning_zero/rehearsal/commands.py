@@ -47,7 +47,7 @@ def add_rehearse(one: argparse.ArgumentParser) -> None:
     one.add_argument("--accumulate", type=int, default=1, help="micro-batches in a step (default 1)")
     one.add_argument("--clip", type=positive, default=None, help="gradient norm that gradients are clipped to")
     one.add_argument("--program", action="store_true", help="also print what is done at each use of the step")
-    one.add_argument("--plot", metavar="OUT.png", help="draw bytes per rank at each stage, and over the step")
+    one.add_argument("--plot", metavar="OUT.png", help="draw bytes at each stage, over the step, by ranks")
     one.add_argument("--html", metavar="OUT.html", help="write a page with these, what is done when, and the tables")
 
 
@@ -121,7 +121,8 @@ def run_rehearse(options: argparse.Namespace) -> bool:
         model, batch = _model_and_batch(options)
         if options.on_cpu:
             given["on_cpu"] = answers_of(model, batch, precision=options.precision)
-        found = rehearse(model, batch, {"stage": options.stage, **dict(options.set)}, **given)
+        strategy = {"stage": options.stage, **dict(options.set)}
+        found = rehearse(model, batch, strategy, **given)
         print(found)
         if options.program:
             print(f"\n{found.program}")
@@ -130,7 +131,7 @@ def run_rehearse(options: argparse.Namespace) -> bool:
             from lightning_zero.rehearsal.page import write_page
             from lightning_zero.rehearsal.picture import draw
 
-            shown = compare(model, batch, found, **given)
+            shown = compare(model, batch, strategy, found, **given)
             if options.plot:
                 draw(options.plot, shown)
             if options.html:

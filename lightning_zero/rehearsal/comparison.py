@@ -1,9 +1,11 @@
-"""What the pictures of a rehearsal show: the chosen strategy beside the plain stages."""
+"""What the pictures of a rehearsal show: the chosen strategy beside the plain stages, and on more ranks and fewer."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
+from lightning_zero.pl.strategy import ZeroStrategy
+from lightning_zero.rehearsal.growth import Scaled, growth_of
 from lightning_zero.rehearsal.memory import Other
 from lightning_zero.rehearsal.rehearsal import Module, Rehearsal, rehearse
 from lightning_zero.tiers.ledger import Category
@@ -28,10 +30,11 @@ OTHER = "#888888"  # of a category that is not one of these
 @final
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A rehearsal beside those of the stages."""
+    """A rehearsal beside others."""
 
     chosen: Rehearsal
     stages: Mapping[str, Rehearsal]  # ``"stage 0"`` to ``"stage 3"``; then the chosen one, unless it is one of these
+    growth: tuple[Scaled, ...]  # the chosen strategy on other numbers of ranks, fewest first
 
     @property
     def categories(self) -> list[str]:
@@ -45,12 +48,15 @@ def in_order(categories: Iterable[str]) -> list[str]:
     return sorted(dict.fromkeys(categories), key=lambda name: known.index(name) if name in COLOURS else len(known))
 
 
-def compare(module: Module, batch: Any, chosen: Rehearsal, **setting: Any) -> Comparison:
-    """Rehearses the stages.
+def compare(
+    module: Module, batch: Any, strategy: ZeroStrategy | Mapping[str, Any] | int, chosen: Rehearsal, **setting: Any
+) -> Comparison:
+    """Rehearses the stages, and the chosen strategy on other numbers of ranks.
 
     Args:
         module: as `rehearse` takes it.
         batch: as `rehearse` takes it.
+        strategy: the one that `chosen` was rehearsed with.
         chosen: what was rehearsed before; if it is a plain stage, that is not rehearsed again.
         setting: what `rehearse` was given besides.
     """
@@ -60,4 +66,5 @@ def compare(module: Module, batch: Any, chosen: Rehearsal, **setting: Any) -> Co
         stages[f"stage {stage}"] = chosen if is_chosen else rehearse(module, batch, stage, **setting)
     if all(one is not chosen for one in stages.values()):
         stages[chosen.strategy.removeprefix("ZeroStrategy(").removesuffix(")")] = chosen
-    return Comparison(chosen=chosen, stages=stages)
+    growth = growth_of(module, batch, strategy, chosen, **setting)
+    return Comparison(chosen=chosen, stages=stages, growth=growth)

@@ -10,6 +10,7 @@ from typing import NamedTuple, final
 from torch import Tensor, UntypedStorage
 from typing_extensions import override
 
+from lightning_zero.run.program import Cause, Program
 from lightning_zero.tiers.ledger import Category, Ledger, Tier
 from lightning_zero.torch_private import storage_key
 
@@ -35,6 +36,17 @@ class Other(StrEnum):
     TEMPORARY = "temporary"
 
 
+def phases_of(program: Program) -> list[Phase]:
+    """Returns the phase of each use of a step. Between two micro-batches, and after the last one, that is `STEP`."""
+    phases, phase = [], Phase.STEP
+    for cause, _ in program.uses:
+        if cause not in _ANYWHERE:
+            phase = {Cause.FORWARD: Phase.FORWARD, Cause.BACKWARD: Phase.BACKWARD}.get(cause, Phase.STEP)
+        phases.append(phase)
+    return phases
+
+
+_ANYWHERE = (Cause.UNIT, Cause.CALL, Cause.READ, Cause.GRADIENT, Cause.LOOK)  # uses that may be in any phase
 _MADE_IN = {
     Phase.BUILD: Other.BUFFER,
     Phase.SET_UP: Other.BUFFER,

@@ -7,7 +7,7 @@ at a place of the course, and lays out the lanes, of which it draws what is in v
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -16,10 +16,12 @@ from typing import Any
 from lightning_zero.pl.table import ranks_told, sized
 from lightning_zero.rehearsal.comparison import COLOURS, OTHER, Comparison, in_order
 from lightning_zero.rehearsal.cost import Lane, Rates, Span
-from lightning_zero.rehearsal.memory import Phase
+from lightning_zero.rehearsal.growth import Scaled
+from lightning_zero.rehearsal.memory import Phase, phases_of
 from lightning_zero.rehearsal.rehearsal import Rehearsal
-from lightning_zero.run.program import Cause, Program
+from lightning_zero.run.program import Program
 
+ABOVE = 1.1  # how much higher than its highest value a drawing is
 FAR = 4  # a device that has more than so many times what is shown is told of, and not drawn
 HEIGHT = 1000  # of a drawing, in its own units
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
@@ -48,6 +50,7 @@ def page_of(shown: Comparison, name: str) -> str:
         f"<header><h1>What a step of {escape(name)} takes</h1>{_summary(chosen)}</header>",
         _peaks(shown),
         _course(chosen),
+        _growth(shown.growth),
         _lanes(chosen),
         _tables(chosen),
         f'<script type="application/json" id="step">{_as_json(data_of(chosen))}</script>',
@@ -132,7 +135,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _course(chosen: Rehearsal) -> str:
     """Returns bytes by category, stacked, from the first place in the step to the last."""
-    course, most = chosen.course, max([one.nbytes for one in chosen.course], default=1)
+    course, most = chosen.course, ABOVE * max([1, *(one.nbytes for one in chosen.course)])
     names = in_order(name for one in course for name in one.device)
     marks = _marks(most)
     lines = "".join(
@@ -166,11 +169,11 @@ def _course(chosen: Rehearsal) -> str:
     )
 
 
-def _up(nbytes: float, most: int) -> int:
-    return round(HEIGHT - HEIGHT * nbytes / max(1, most))
+def _up(value: float, most: float) -> int:
+    return round(HEIGHT - HEIGHT * value / most)
 
 
-def _outline(heights: Sequence[int], most: int) -> str:
+def _outline(heights: Sequence[int], most: float) -> str:
     """Returns the path of an area with steps; heights that do not change need no letters."""
     path, before = [f"M0,{HEIGHT}"], HEIGHT
     for at, height in enumerate(heights):
@@ -181,8 +184,8 @@ def _outline(heights: Sequence[int], most: int) -> str:
 
 
 def _marks(most: float) -> list[float]:
-    """Returns round numbers up to `most`, three to six."""
-    power = 10.0 ** math.floor(math.log10(max(1, most)))
+    """Returns round numbers up to `most`, which is more than zero: three to six."""
+    power = 10.0 ** math.floor(math.log10(most))
     every = next(step * power for step in (0.2, 0.5, 1, 2) if most / (step * power) < 6)
     return [every * at for at in range(1, int(most / every) + 1)]
 
@@ -193,6 +196,69 @@ def _stretches(phases: Sequence[Phase]) -> list[tuple[Phase, int, int]]:
     return [
         (phases[begin], begin, end) for begin, end in zip(begins, [*begins[1:], len(phases)], strict=True) if phases
     ]
+
+
+# -- on more ranks and fewer
+
+
+def _growth(growth: Sequence[Scaled]) -> str:
+    """Returns bytes, seconds and, where the device is known, throughput by the number of ranks."""
+    panels = {
+        "most bytes on the device": _by_ranks({one.ranks: one.rehearsal.peak.nbytes for one in growth}, sized),
+        "seconds per step, modelled": _by_ranks({one.ranks: one.seconds for one in growth}, _digits),
+    }
+    head, rows = (
+        ["ranks", "on the device", "s/step (model)"],
+        [[f"{one.ranks:,}", sized(one.rehearsal.peak.nbytes), _digits(one.seconds)] for one in growth],
+    )
+    grown = {one.ranks: one.throughput for one in growth if one.throughput is not None}
+    told = ""
+    if grown:
+        panels["batches per second of a rank that has filled its device, modelled"] = _by_ranks(grown, _digits)
+        head += ["batches that fit", "batches/s of a rank (model)"]
+        for row, one in zip(rows, growth, strict=True):
+            row += ["-" if one.throughput is None else _digits(each or 0) for each in (one.batches, one.throughput)]
+        told = (
+            " Memory that more ranks free can hold a larger batch, so that less of a step is sending: then each rank "
+            "does more in a second, and the run grows faster than its ranks. In this model what forward and backward "
+            "make, and their work, grow as the batch does, and a tenth of the device stays free."
+        )
+    drawn = "".join(f"<div><h3>{title}</h3>{panel}</div>" for title, panel in panels.items())
+    return (
+        "<section><h2>On more ranks and fewer</h2><figure><figcaption>The same strategy and the same batch for each "
+        f"rank, rehearsed for each number of ranks. The link is as fast for any of them.{told}</figcaption>"
+        f'<div class="panels">{drawn}</div></figure>{_table(head, rows)}</section>'
+    )
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _by_ranks(values: Mapping[int, float], told: Callable[[float], str]) -> str:
+    """Returns a line over the number of ranks, which doubles from step to step of the axis."""
+    most = ABOVE * max(values.values()) or 1
+    first, last = math.log2(min(values)), math.log2(max(values))
+    places = {ranks: (math.log2(ranks) - first) / max(1, last - first) for ranks in values}
+    marks = _marks(most)
+    axis = "".join(f'<span style="bottom:{100 * mark / most:.2f}%">{told(mark)}</span>' for mark in marks)
+    lines = "".join(
+        f'<path d="M0,{_up(mark, most)}H{HEIGHT}" stroke="var(--line)" vector-effect="non-scaling-stroke"/>'
+        for mark in marks
+    )
+    line = "L".join(f"{round(HEIGHT * places[ranks])},{_up(value, most)}" for ranks, value in values.items())
+    dots = "".join(
+        f'<i style="left:{100 * places[ranks]:.2f}%;bottom:{100 * value / most:.2f}%" '
+        f'title="{ranks_told(ranks)}: {told(value)}"></i>'
+        for ranks, value in values.items()
+    )
+    ranks_axis = "".join(f'<span style="left:{100 * places[ranks]:.2f}%">{ranks:,}</span>' for ranks in values)
+    return (
+        f'<div class="chart small" aria-hidden="true"><div class="axis">{axis}</div><div class="plot">'
+        f'<svg viewBox="0 0 {HEIGHT} {HEIGHT}" preserveAspectRatio="none">{lines}<path d="M{line}" fill="none" '
+        f'stroke="var(--accent)" stroke-width="2" vector-effect="non-scaling-stroke"/></svg>{dots}</div>'
+        f'<div class="below ranks">{ranks_axis}</div></div>'
+    )
 
 
 # -- lanes
@@ -272,24 +338,8 @@ def _parts(program: Program, spans: Iterable[Span], seconds: float) -> list[list
     begins: dict[int, float] = {}  # of what begins first at each use
     for span in spans:
         begins[span.use] = min(span.begin, begins.get(span.use, span.begin))
-    parts: list[list[int]] = []
-    for use, (cause, _) in enumerate(program.uses):
-        phase = _phase_after(cause)
-        if phase is not None and (not parts or PHASES[parts[-1][0]] is not phase or phase is Phase.FORWARD):
-            begin = round(begins[use] * 1e9)
-            if parts:
-                parts[-1].append(begin)
-            parts.append([PHASES.index(phase), begin])
-    if parts:
-        parts[-1].append(round(seconds * 1e9))
-    return parts
-
-
-def _phase_after(cause: Cause) -> Phase | None:
-    """Returns the phase that a use is the first of; None: it may be in any."""
-    if cause in (Cause.UNIT, Cause.CALL, Cause.READ, Cause.GRADIENT, Cause.LOOK):
-        return None
-    return {Cause.FORWARD: Phase.FORWARD, Cause.BACKWARD: Phase.BACKWARD}.get(cause, Phase.STEP)
+    times = [*(round(begins[use] * 1e9) for use in range(len(program.uses))), round(seconds * 1e9)]
+    return [[PHASES.index(phase), times[begin], times[end]] for phase, begin, end in _stretches(phases_of(program))]
 
 
 # -- text
