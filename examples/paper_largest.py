@@ -1,6 +1,6 @@
 """The ZeRO paper's configurations C1 to C5 (arXiv 1910.02054, table 3): the largest GPT of each under one limit.
 
-    python examples/paper.py                                     rehearsed, in the paper's proportions
+    python examples/paper.py                                        rehearsed, in the paper's proportions
     python examples/paper.py largest.run=true largest.limit_mb=8    trained on four ranks
 
 Rehearsed is one rank of the paper's 400, 16 of them tensor-parallel, and counted is every tensor on its device. Trained
@@ -82,8 +82,8 @@ class Scale(NamedTuple):
     data_ranks: int
 
 
-# The paper's, but for the width and the tokens, which are 8192 and 1024 there. Each tensor of a block is a 64th of the
-# paper's, and so is the device: as many blocks fit as there.
+# The paper's, but for the width and the tokens, which are 8192 and 1024 there. Each matrix and activation of a block is
+# a 64th of the paper's, and so is the device: as many blocks fit as there.
 FACTOR = 64
 SMALL = Scale(width=1024, context=128, batch=16, tensor_ranks=16, data_ranks=25)
 DEVICE_BYTES = 32 * 10**9 // FACTOR

@@ -192,6 +192,17 @@ def test_what_is_printed_stands_on_it(shown: Comparison, page: Page) -> None:
     assert page.texts["pre"] == [str(shown.chosen), str(shown.chosen.program)]
 
 
+def test_a_model_that_tensor_parallel_ranks_divide_is_divided_at_every_stage() -> None:
+    """Ranks that the strategy cannot be on are left out."""
+    strategy, setting = {"stage": 2, "tensor_parallel_size": 2}, {"ranks": 4, "steps": 1}
+    chosen = rehearse(rehearsal_jobs.Divided, rehearsal_jobs.batch_of, strategy, **setting)
+    found = compare(rehearsal_jobs.Divided, rehearsal_jobs.batch_of, strategy, chosen, **setting)
+    assert {one.numel for one in found.stages.values()} == {chosen.numel}
+    assert list(found.stages) == ["stage 0", "stage 1", "stage 2", "stage 3"]
+    assert found.stages["stage 2"] is chosen
+    assert [one.ranks for one in found.growth] == [4, 8, 64, 1024]
+
+
 def test_the_command_line_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "step.html"
     arguments = ["rehearsal_jobs:Model", "--batch", "4x16:int64", "--ranks", "2", "--html", str(out)]

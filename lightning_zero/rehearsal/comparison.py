@@ -62,9 +62,17 @@ def compare(
     """
     stages = {}
     for stage in range(4):
-        is_chosen = chosen.strategy == f"ZeroStrategy(stage={stage})"
-        stages[f"stage {stage}"] = chosen if is_chosen else rehearse(module, batch, stage, **setting)
+        plain = {"stage": stage, **_of_the_model(strategy)}
+        is_chosen = chosen.strategy == repr(ZeroStrategy(**plain))
+        stages[f"stage {stage}"] = chosen if is_chosen else rehearse(module, batch, plain, **setting)
     if all(one is not chosen for one in stages.values()):
         stages[chosen.strategy.removeprefix("ZeroStrategy(").removesuffix(")")] = chosen
     growth = growth_of(module, batch, strategy, chosen, **setting)
     return Comparison(chosen=chosen, stages=stages, growth=growth)
+
+
+def _of_the_model(strategy: ZeroStrategy | Mapping[str, Any] | int) -> dict[str, Any]:
+    """Returns those arguments that are no choice, because the model's own code divides it by them."""
+    given = strategy._arguments if isinstance(strategy, ZeroStrategy) else strategy
+    size = given.get("tensor_parallel_size", 1) if isinstance(given, Mapping) else 1
+    return {"tensor_parallel_size": size} if size > 1 else {}

@@ -81,6 +81,9 @@ def growth_of(
         if ranks != chosen.ranks:
             try:
                 told.append(rehearse(module, batch, strategy, **{**setting, "ranks": ranks, "rank": 0}))
-            except ValueError:  # a strategy may want at least so many ranks, or a multiple of a number
+            except (
+                ValueError,
+                NotImplementedError,
+            ):  # a strategy may want at least so many ranks, or a multiple of a number
                 continue
     return tuple(Scaled(one, one.timing(Rates()).seconds) for one in sorted(told, key=lambda one: one.ranks))

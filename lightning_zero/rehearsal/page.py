@@ -26,7 +26,7 @@ FAR = 4  # a device that has more than so many times what is shown is told of, a
 HEIGHT = 1000  # of a drawing, in its own units
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
 # What the lanes' rows are called. What takes the device no time has a row of its own, or it would be hidden by work.
-ROWS = {"compute": Lane.DEVICE, "at once": Lane.DEVICE, "link": Lane.LINK, "host": Lane.HOST}
+ROWS = ("compute", "at once", "link", "host")
 
 
 def write_page(path: str | os.PathLike[str], shown: Comparison, name: str) -> None:
