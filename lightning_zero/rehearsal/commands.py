@@ -47,7 +47,8 @@ def add_rehearse(one: argparse.ArgumentParser) -> None:
     one.add_argument("--accumulate", type=int, default=1, help="micro-batches in a step (default 1)")
     one.add_argument("--clip", type=positive, default=None, help="gradient norm that gradients are clipped to")
     one.add_argument("--program", action="store_true", help="also print what is done at each use of the step")
-    one.add_argument("--plot", metavar="OUT.png", help="draw bytes per rank at each stage, and over the step")
+    one.add_argument("--plot", metavar="OUT.png", help="draw bytes at each stage, over the step, by ranks")
+    one.add_argument("--html", metavar="OUT.html", help="write a page with these, what is done when, and the tables")
 
 
 def _add_run(one: argparse.ArgumentParser) -> None:
@@ -120,15 +121,22 @@ def run_rehearse(options: argparse.Namespace) -> bool:
         model, batch = _model_and_batch(options)
         if options.on_cpu:
             given["on_cpu"] = answers_of(model, batch, precision=options.precision)
-        found = rehearse(model, batch, {"stage": options.stage, **dict(options.set)}, **given)
+        strategy = {"stage": options.stage, **dict(options.set)}
+        found = rehearse(model, batch, strategy, **given)
         print(found)
         if options.program:
             print(f"\n{found.program}")
-        if options.plot:
+        if options.plot or options.html:
+            from lightning_zero.rehearsal.comparison import compare
+            from lightning_zero.rehearsal.page import write_page
             from lightning_zero.rehearsal.picture import draw
 
-            draw(options.plot, model, batch, found, **given)
-            print(f"\n  {options.plot}")
+            shown = compare(model, batch, strategy, found, **given)
+            if options.plot:
+                draw(options.plot, shown)
+            if options.html:
+                write_page(options.html, shown, options.model)
+            print("", *filter(None, (options.plot, options.html)), sep="\n  ")
     return not found.fits
 
 

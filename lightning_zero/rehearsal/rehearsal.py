@@ -21,7 +21,7 @@ from lightning_zero.pl.strategy import ZeroStrategy
 from lightning_zero.pl.table import aligned, ranks_told, sized, wrapped
 from lightning_zero.rehearsal.cost import Rates, Timing, Work, timing_of
 from lightning_zero.rehearsal.imagined import ImaginedStrategy, Rank, Traffic
-from lightning_zero.rehearsal.memory import Moment, Phase
+from lightning_zero.rehearsal.memory import Moment, Phase, Station
 from lightning_zero.run.program import Program
 
 STEPS = 3  # the first one makes the optimizer's state, and the second one learns what follows
@@ -50,7 +50,7 @@ class Rehearsal:
     numel: int  # parameters of the model; with tensor parallelism, of this rank's part of it
     at_rest: Mapping[str, int]  # bytes between steps by category, as `ZeroStrategy.memory_report` has them in training
     peaks: Mapping[Phase, Moment]  # the moment of each phase with most bytes on the device
-    course: tuple[tuple[Phase, str, int], ...]  # of the last step: phase, where the rank was, and most bytes there
+    course: tuple[Station, ...]  # of the last step: where the rank was, one place after the other
     sent: Mapping[str, Traffic]  # by this rank in one step, by kind of operation
     saved: int  # bytes of tensors that this rank writes into a checkpoint of shards
     program: Program  # the step as data
