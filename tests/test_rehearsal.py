@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import rehearsal_jobs
 from lightning_zero import ZeroStrategy, cli
+from lightning_zero.rehearsal.cost import Rates
 from lightning_zero.rehearsal.hollow import NeedsValuesError
 from lightning_zero.rehearsal.memory import Other, Phase
 from lightning_zero.rehearsal.planning import TIE, plan
@@ -174,6 +175,26 @@ def test_a_plan_tries_other_buckets_near_the_limit_and_offload_only_where_it_mus
     assert "offload" in plan(*made, ranks=2, device_bytes=least - 1, thorough=False).best.strategy
 
 
+def test_a_plan_tries_tensor_parallelism_where_the_module_divides_its_layers() -> None:
+    def degrees_of(make: type[rehearsal_jobs.Model], **kwargs: Any) -> set[int]:
+        found = plan(make, rehearsal_jobs.batch_of, ranks=8, device_bytes=10**9, thorough=False, **kwargs)
+        return {one.strategy.get("tensor_parallel_size", 1) for one in found.candidates}
+
+    assert degrees_of(rehearsal_jobs.Divided, fixed=FIXED) == {1, 2, 4, 8}
+    assert degrees_of(rehearsal_jobs.Divided, fixed=FIXED, divides=False) == {1}
+    assert degrees_of(rehearsal_jobs.Model, fixed=FIXED) == {1}
+
+
+def test_what_a_model_sends_by_itself_takes_its_time() -> None:
+    told = rehearsed({"tensor_parallel_size": 2}, 4, make=rehearsal_jobs.Divided)
+    # In each of three blocks the outputs of one layer are added in forward, and the gradients of another's inputs.
+    assert sum(work.messages for work in told.work.values()) == 2 * 3
+    activations = 4 * rehearsal_jobs.LENGTH * rehearsal_jobs.WIDTH * 4
+    assert sum(work.sent for work in told.work.values()) == 2 * 3 * 2 * activations
+    slow, fast = (told.timing(Rates(link=link)).seconds for link in (1e6, 1e12))
+    assert slow - fast > 2 * 3 * 2 * activations / 1e6
+
+
 MODEL = ["rehearsal_jobs:Model", "--batch", "4x16:int64", "--ranks", "2"]
 
 
@@ -257,6 +278,12 @@ def test_what_rests_falls_or_stays_from_stage_to_stage_and_with_twice_the_ranks(
     assert at_rest(stage, 2 * ranks) <= found[stage] + padding
     if ranks > 1:
         assert found[3] < found[2] < found[1] < found[0]
+
+
+def test_layers_divided_among_one_rank_train_at_stage_3(pool_of: Callable[[int], RankPool]) -> None:
+    strategy = {"stage": 3, **UNITS}
+    made = (strategy, 2, rehearsal_jobs.Divided)
+    assert_told(pool_of(2).run(rehearsal_jobs.train, *made), strategy, 2, make=rehearsal_jobs.Divided)
 
 
 def test_a_first_step_gathers_as_often_as_those_that_follow_a_plan() -> None:

@@ -52,6 +52,7 @@ def choose(trainer: "pl.Trainer", fixed: Mapping[str, Any], means: Means) -> Cho
         host_is_apart=means.host_is_apart,
         fixed=fixed,
         thorough=False,
+        divides=False,
         **setting,
     )
     try:

@@ -2,7 +2,8 @@
 
 Work of a use takes ``flops / rates.flops + bytes / rates.memory`` seconds; a collective ``latency + bytes / link``; a
 window of what is offloaded its bytes by the rate of the host. Lanes run beside each other, and what stands
-on one lane comes one after the other. A use begins when the ops that it waits for are done. `Timing` has the
+on one lane comes one after the other. A use begins when the ops that it waits for are done; collectives of the model's
+own, as those of tensor parallelism, are waited for where they are called. `Timing` has the
 sums, and where each use and op lies on its lane.
 
 What it leaves out: the time that Python takes, kernels that are slow for their size, and links that are shared.
@@ -16,8 +17,9 @@ from typing import Any, NamedTuple, final
 
 from lightning_zero.rehearsal.hollow import tensors_in
 from lightning_zero.run.program import LOCAL, Kind, Op, Program
-from lightning_zero.torch_private import flop_registry
+from lightning_zero.torch_private import flop_registry, schema_of
 
+_SENDS = {"all_reduce": 2, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1, "all_to_all_single": 1}
 CYCLES = 3  # the first step has nothing left from a step before
 STEPPED = 3  # master and two tensors of state: what a window of Adam moves, for each element
 MASTER_BYTES = 4
@@ -28,13 +30,19 @@ class Work(NamedTuple):
 
     flops: int = 0
     nbytes: int = 0  # read and written
+    messages: int = 0  # collectives of the model's own, as DTensor's, which it waits for
+    sent: int = 0  # bytes of these
 
     def __add__(self, other: tuple[int, ...]) -> "Work":  # type: ignore[override]
-        return Work(self.flops + other[0], self.nbytes + other[1])
+        return Work(*(one + more for one, more in zip(self, other, strict=True)))
 
 
 def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
     """Returns the work of one operation of torch, by the shapes of its tensors."""
+    space, _, name = schema_of(func).name.partition("::")
+    if space == "_c10d_functional":  # sends the larger of what goes in and comes out, and an all-reduce both ways
+        nbytes = max((tensor.nbytes for tensor in tensors_in((args, kwargs, result))), default=0)
+        return Work(messages=int(name in _SENDS), sent=_SENDS.get(name, 0) * nbytes)
     formula = flop_registry.get(func.overloadpacket)
     flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
     return Work(flops, sum(tensor.nbytes for tensor in tensors_in((args, kwargs, result))))
@@ -49,10 +57,11 @@ class Rates:
     link: float = 100e9  # bytes per second that a rank sends
     latency: float = 30e-6  # seconds of a collective, beside its bytes
     host: float = 20e9  # bytes per second between the device and where the optimizer is offloaded to
+    shares: bool = False  # what is sent and moved takes the device's time, as between ranks that are CPU cores
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not value > 0 and name != "latency":
+            if not value > 0 and name not in ("latency", "shares"):
                 raise ValueError(f"Rates({name}={value!r}) is to be more than 0.")
 
 
@@ -119,20 +128,28 @@ def timing_of(program: Program, work: Mapping[int, Work], rates: Rates) -> Timin
                 spans.append(Span(lane, begin - start, begin + seconds - start, use, number, nbytes))
                 if lane is Lane.DEVICE:  # what it comes after must be there now
                     waited, now = waited + begin - now, begin
+                elif rates.shares:
+                    waited, now = waited + seconds, max(now, begin + seconds)
             until = max([now, *(done.get((cycle - ago, number), 0.0) for number, ago in awaited[use])])
             waited += until - now
             here = work.get(use, Work())
-            now = until + _seconds_of(here, rates)
+            now = until + _seconds_of(here, rates) + _seconds_to_send(here, rates)
+            waited += _seconds_to_send(here, rates)
             spans.append(Span(Lane.DEVICE, until - start, now - start, use, None, here.nbytes))
     lanes: dict[Lane, float] = defaultdict(float)
     for lane, seconds, _ in placed:
         lanes[lane] += seconds
     compute = sum(_seconds_of(one, rates) for one in work.values())
-    return Timing(now - start, compute, lanes[Lane.LINK], lanes[Lane.HOST], waited, tuple(spans))
+    sent = lanes[Lane.LINK] + sum(_seconds_to_send(one, rates) for one in work.values())
+    return Timing(now - start, compute, sent, lanes[Lane.HOST], waited, tuple(spans))
 
 
 def _seconds_of(work: Work, rates: Rates) -> float:
     return work.flops / rates.flops + work.nbytes / rates.memory
+
+
+def _seconds_to_send(work: Work, rates: Rates) -> float:
+    return work.messages * rates.latency + work.sent / rates.link
 
 
 def _place_of(op: Op, program: Program, rates: Rates) -> tuple[Lane, float, int]:

@@ -57,10 +57,14 @@ class Scaled:
             return None
         phases = phases_of(self.rehearsal.program)
         work = {
-            use: Work(round(done.flops * batches), round(done.nbytes * batches)) if phases[use] in PASSES else done
-            for use, done in self.rehearsal.work.items()
+            use: _grown(done, batches) if phases[use] in PASSES else done for use, done in self.rehearsal.work.items()
         }
         return batches / replace(self.rehearsal, work=work).timing(Rates()).seconds
+
+
+def _grown(done: Work, batches: float) -> Work:
+    flops, nbytes, sent = (round(amount * batches) for amount in (done.flops, done.nbytes, done.sent))
+    return done._replace(flops=flops, nbytes=nbytes, sent=sent)
 
 
 def growth_of(

@@ -13,6 +13,7 @@ from lightning_zero.rehearsal.rehearsal import Module, Rehearsal, answers_of, re
 MARGIN = 0.1  # of the device, left for what a rehearsal does not count
 SHOWN = 3  # of the strategies that fit
 BUCKETS = (5, 100)  # MiB, beside the default
+DEGREES = (2, 4, 8)  # of tensor parallelism
 TIE = 0.125  # strategies whose modelled times differ by less count as equally fast
 
 
@@ -23,7 +24,7 @@ class Candidate:
 
     strategy: Mapping[str, Any]
     rehearsal: Rehearsal
-    seconds: float  # of a step, modelled
+    seconds: float  # of a step, modelled; with tensor parallelism, of steps that see as many samples
     hidden: float  # part of what is sent and moved that runs beside work
 
     @property
@@ -153,10 +154,12 @@ def plan(
     rates: Rates | None = None,
     fixed: Mapping[str, Any] | None = None,
     thorough: bool = True,
+    divides: bool = True,
     **trainer: Any,
 ) -> Plan:
     """Rehearses stages 1 to 3 with and without offload and activation checkpointing, and at stage 3 with one and two
-    units gathered ahead, then those near the limit with smaller and larger buckets, and models the time of each.
+    units gathered ahead, then those near the limit with smaller and larger buckets and, where the module divides its
+    layers in `configure_model`, with tensor parallelism; and models the time of each.
 
     Args:
         module: as `rehearse` takes it.
@@ -169,6 +172,7 @@ def plan(
         rates: of the machine.
         fixed: arguments of `ZeroStrategy` that are not to be chosen.
         thorough: whether offload and recomputation are rehearsed also where something fits without them.
+        divides: whether tensor parallelism is tried. It changes which ranks see the same batch.
         trainer: what else the Trainer would be given.
 
     Raises:
@@ -190,18 +194,35 @@ def plan(
                 refused[str(strategy)] = str(error)
                 continue
             timing = one.timing(rates or Rates())
-            found.append(Candidate(strategy=strategy, rehearsal=one, seconds=timing.seconds, hidden=timing.hidden))
+            seconds = timing.seconds * strategy.get("tensor_parallel_size", 1)  # so many ranks see the same batch
+            found.append(Candidate(strategy=strategy, rehearsal=one, seconds=seconds, hidden=timing.hidden))
         return replace(so_far, candidates=tuple(found), refused=refused)
 
     for _, strategies in itertools.groupby(_strategies(fixed), key=_spends_time):
         if thorough or not made.fitting:
             made = extended(made, strategies)
-    return made if "bucket_size_mb" in fixed else extended(made, _with_other_buckets(made))
+    if "bucket_size_mb" not in fixed:
+        made = extended(made, _with_other_buckets(made))
+    for strategy in _divided(made, ranks) if divides and "tensor_parallel_size" not in fixed else ():
+        longer = extended(made, [strategy])
+        if longer.candidates and longer.candidates[-1].rehearsal.numel == made.candidates[0].rehearsal.numel:
+            break  # the module does not divide its layers
+        made = longer
+    return made
 
 
 def _spends_time(strategy: Mapping[str, Any]) -> tuple[Any, Any]:
     """Returns what a strategy saves memory by that costs time whatever the model: each is slower than without it."""
     return strategy.get("activation_checkpointing"), strategy.get("offload")
+
+
+def _divided(made: Plan, ranks: int) -> Iterator[dict[str, Any]]:
+    """Yields the fastest strategy that fits, and the one that takes the least, with tensor parallelism."""
+    least = min(made.candidates, key=lambda one: one.device_bytes, default=None)
+    near = [*made.fitting[:1], *([] if least is None else [least])]
+    for one, degree in itertools.product({id(one): one for one in near}.values(), DEGREES):
+        if ranks % degree == 0:
+            yield {**one.strategy, "tensor_parallel_size": degree}
 
 
 def _with_other_buckets(made: Plan) -> Iterator[dict[str, Any]]:

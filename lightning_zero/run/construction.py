@@ -22,6 +22,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -358,5 +359,8 @@ def _early(parameter: Tensor) -> EarlyParameter:
 
 
 def _is_built(parameter: Parameter) -> bool:
-    """Whether the parameter is of an ordinary kind, and has values."""
-    return not is_lazy(parameter) and is_plain(parameter) and not parameter.is_meta and parameter.numel() > 0
+    """Whether the parameter is of an ordinary kind, and has values. A DTensor on a mesh of one rank has a tensor inside
+    of it, which the engine takes over."""
+    if is_lazy(parameter) or isinstance(parameter, DTensor):
+        return False
+    return is_plain(parameter) and not parameter.is_meta and parameter.numel() > 0
