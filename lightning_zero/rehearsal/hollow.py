@@ -6,6 +6,7 @@ memory, counts edits or frees storages works on it as it does in training. What 
 there is computed: messages between ranks, step counts, masks.
 """
 
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -119,6 +120,8 @@ class Hollow(TorchDispatchMode):
         self._unknown: set[int] = set()  # storages whose values are not known, by `storage_key`
         self._operations: dict[Any, _Operation] = {}
         self._is_asking = False
+        self.clock: Callable[[], float] = time.perf_counter
+        self.took = 0.0  # seconds of the last operation that was computed
 
     @contextmanager
     def asking(self) -> Iterator[None]:
@@ -184,7 +187,9 @@ class Hollow(TorchDispatchMode):
         self, func: Any, operation: _Operation, args: Any, kwargs: Any, given: list[Tensor], known: bool
     ) -> Any:
         """Does an operation, and keeps in mind what would be known otherwise."""
+        begun = self.clock()
         result = func(*args, **kwargs)
+        self.took = self.clock() - begun
         made, written = tensors_in(result), operation.written(args, kwargs)
         if not known and self._is_asking and operation.has_dynamic_shape:
             self.answers.append([(tuple(one.shape), one.dtype) for one in made])

@@ -170,7 +170,7 @@ def rehearse(
     )
     imagined = _imagined(strategy)
     imagined.played = played
-    with _quiet(), isolated(), played.watching():
+    with quiet(), isolated(), played.watching():
         train(module, batch, imagined, steps, **trainer)
     outcome = played.outcome
     if outcome is None:
@@ -186,11 +186,20 @@ def rehearse(
     )
 
 
-def train(module: Module, batch: Any, strategy: ZeroStrategy, steps: int, *, devices: int = 1, **trainer: Any) -> None:
+def train(
+    module: Module,
+    batch: Any,
+    strategy: ZeroStrategy,
+    steps: int,
+    *,
+    devices: int = 1,
+    accelerator: str = "cpu",
+    **trainer: Any,
+) -> None:
     """Trains with the same batch again and again, and with nothing beside it."""
     batches = [batch() if callable(batch) else batch] * (steps * trainer.get("accumulate_grad_batches", 1))
     pl.Trainer(
-        accelerator="cpu",
+        accelerator=accelerator,
         devices=devices,
         strategy=strategy,
         max_epochs=1,
@@ -212,7 +221,7 @@ def answers_of(module: Module, batch: Any, **trainer: Any) -> Answers:
     computing = ImaginedStrategy(0)
     computing.played = played
     one_batch = {name: value for name, value in trainer.items() if name != "accumulate_grad_batches"}
-    with _quiet(), isolated(), played.watching():
+    with quiet(), isolated(), played.watching():
         train(module, batch, computing, 1, **one_batch)
     return Answers(played.hollow.answers)
 
@@ -285,7 +294,7 @@ def isolated() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Leaves out what Lightning and the strategy tell of a run that does not take place."""
     levels = {name: logging.getLogger(name).level for name in LOUD}
     with warnings.catch_warnings():
