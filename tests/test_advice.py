@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,10 +23,12 @@ from lightning_zero.pl.advice import (
     Held,
     Option,
     advice_for,
+    advise,
     command_for,
     held_by,
     host_options_of,
     is_out_of_memory,
+    memory_of,
     options_of,
     tell_once,
 )
@@ -316,6 +319,22 @@ def test_other_errors_are_no_business_of_it() -> None:
     assert is_out_of_memory(MemoryError())
     lost = RankTimeoutError("Rank 1 failed (OutOfMemoryError: CUDA out of memory)", "key")
     assert not is_out_of_memory(lost), "that rank has told it"
+
+
+def test_whose_memory_has_run_out_is_told_by_the_error() -> None:
+    gpu = torch.device("cuda", 0)
+    assert memory_of(torch.OutOfMemoryError("CUDA out of memory"), gpu) == gpu
+    assert memory_of(RuntimeError("CUDA error: out of memory"), gpu) == gpu
+    assert memory_of(RuntimeError("DefaultCPUAllocator: can't allocate memory"), gpu) == HOST
+    assert memory_of(MemoryError(), gpu) == HOST
+
+
+def test_at_set_up_two_lines_say_what_to_try() -> None:
+    strategy = Mock(_engines=[], root_device=HOST, world_size=2)
+    assert advise(strategy, MemoryError(), "on rank 0, in step 0", jobs.Greedy()).splitlines() == [
+        "Out of memory on rank 0, in step 0, at set-up",
+        "  to try without a GPU: lightning-zero plan advice_jobs:Greedy --batch ... --ranks 2 --device-memory ...",
+    ]
 
 
 def test_advice_is_given_once_and_raises_nothing() -> None:

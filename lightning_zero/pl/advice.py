@@ -1,9 +1,9 @@
 """Advice when memory has run out: what has grown, what is held beside what was planned, and which options free most.
 
-    Out of memory on rank 1, in step 12: 1.07 GB more were asked for
+    Out of memory on rank 1, in step 0: 1.07 GB more were asked for
       grew most: activations and what else a step makes, by 61.2 GB
-      holds parameter 2.5 GB, gradient 0 of 1.25 GB to come, optimizer state 2.5 GB; 61.3 GB beside them, of 80 GB
-      frees most: activation_checkpointing=True (at most 61.2 GB), half the batch with ... (30.6 GB), stage=3 (1.6 GB)
+      holds parameter 2.5 GB, gradient 625 MB, optimizer state 0 B of 1.25 GB to come; 60.2 GB beside them, of 80 GB
+      frees most: activation_checkpointing=True (at most 61.2 GB), half the batch with ... (30.6 GB), stage=3 (1.77 GB)
       to try without a GPU: lightning-zero plan my.models:GPT --batch ... --ranks 4 --device-memory 80GB
 
 It is computed from what engines have booked, when an error is there, and allocates nothing on a device.
@@ -101,6 +101,12 @@ def asked_bytes(error: BaseException) -> int:
     return int(float(found[1]) * _UNITS[found[2]]) if found else 0
 
 
+def memory_of(error: BaseException, device: torch.device) -> torch.device:
+    """Returns whose memory has run out in a training on `device`: that device's, or the host's."""
+    is_hosts = isinstance(error, MemoryError) or "CPUAllocator" in str(error)
+    return HOST if is_hosts else device
+
+
 def asked_for(error: BaseException) -> str:
     """Returns the category of what could not be allocated: in an optimizer's own step its state, else `BESIDE`."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -187,7 +193,7 @@ def _stages_of(engine: Engine, stage: int, planned: Mapping[str, int]) -> list[O
         "parameter": planned.get(Category.PARAMETER, 0),
     }
     if ranks == 1:
-        return [Option("Trainer(devices=2) and stage=3", sum(parts.values()) // 2)]
+        return [Option(f"Trainer(devices={2 * engine.mesh.world.size}) and stage=3", sum(parts.values()) // 2)]
     options = []
     for higher in range(stage + 1, max(STAGES) + 1):
         newly = [name for name in parts if getattr(STAGES[higher], name) and not getattr(engine.partition, name)]
@@ -323,7 +329,10 @@ def advise(strategy: Any, error: BaseException, where: str, module: Module | Non
     """Returns advice on an error of one of this package's strategies; `trains` says whether a backward would follow."""
     engines = [engine for engine in strategy._engines if not engine.closed]
     device = strategy.root_device
-    memory = device if isinstance(error, torch.OutOfMemoryError) else HOST
+    command = command_for(module, strategy.world_size, device)
+    if not engines:  # nothing has rested yet
+        return f"Out of memory {where}, at set-up\n  to try without a GPU: {command}"
+    memory = memory_of(error, device)
     held = held_by(engines, device, memory, strategy._beside_before.get(memory, 0))
     activations = held.grown[BESIDE] + (asked_bytes(error) if asked_for(error) == BESIDE else 0)
     options: list[Option] = []
@@ -333,4 +342,4 @@ def advise(strategy: Any, error: BaseException, where: str, module: Module | Non
             options = options_of(engine, strategy.stage, planned, activations, trains=trains)
         else:
             options = host_options_of(engine, held.by_category)
-    return advice_for(error, where, held, options, command_for(module, strategy.world_size, device))
+    return advice_for(error, where, held, options, command)
