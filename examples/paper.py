@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from gpt import GPT, VOCABULARY
 from lightning_zero.rehearsal.rehearsal import Rehearsal, rehearse
+from paper_largest import Trial, measure, show_rehearsed
 
 GB = 10**9
 STATES = {"parameters": ["parameter"], "gradients": ["gradient"], "optimizer": ["master", "optimizer state"]}
@@ -290,9 +291,8 @@ def main(cfg: DictConfig) -> None:
         path = Path(HydraConfig.get().runtime.output_dir) / "figure1.png"
         draw_figure_1(path)
         print(f"\nFigure 1: {path}")
+        show_rehearsed()
     if cfg.largest.run:
-        from paper_largest import Trial, measure
-
         setting = {name: value for name, value in cfg.largest.items() if name != "run"}
         measure(Trial(**setting))
 

@@ -1,28 +1,35 @@
 """The ZeRO paper's configurations C1 to C5 (arXiv 1910.02054, table 3): the largest GPT of each under one limit.
 
-    python examples/paper.py largest.run=true largest.limit_mb=8
+    python examples/paper.py                                        rehearsed, in the paper's proportions
+    python examples/paper.py largest.run=true largest.limit_mb=8    trained on four ranks
 
-Four ranks on this machine's CPU: two tensor-parallel, times two data-parallel. Counted is what the engine's ledger
-books on the device of the rank that has most there: model states, buckets and activation checkpoints, with host memory
+Rehearsed is one rank of the paper's 400, 16 of them tensor-parallel, and counted is every tensor on its device. Trained
+are four ranks on this machine's CPU: two tensor-parallel, times two data-parallel. There counted is what the engine's
+ledger books on the device of the rank that has most: model states, buckets and activation checkpoints, with host memory
 as a tier of its own, as beside a GPU. (Not what one block computes between its checkpoint and the next, which is the
 same for all five.) Each can be trained: python examples/train.py experiment=c1 and so on, up to c5.
 """
 
+import functools
 import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
+import lightning as L
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gpt import GPT, VOCABULARY, Block
 from lightning_zero import ActivationCheckpointing
+from lightning_zero.rehearsal.rehearsal import Rehearsal, rehearse
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.offload import Machine
 from lightning_zero.tiers.ledger import Tier
@@ -42,6 +49,16 @@ class Configuration:
     offload: bool  # P_a+cpu
     billions: int  # the paper's largest model, figure 6: 400 GPUs of 32 GB, 16 of them tensor-parallel
 
+    @property
+    def checkpointing(self) -> ActivationCheckpointing:
+        return ActivationCheckpointing(modules={Block}, partition=self.partition, offload=self.offload, contiguous=True)
+
+    @property
+    def told(self) -> str:
+        """Its columns in a table."""
+        marks = "".join(f"{'x' if is_on else '-':>6}" for is_on in (self.partition, self.offload))
+        return f"{self.stage:>6}{marks}"
+
 
 PAPER = {
     "C1": Configuration(stage=1, partition=False, offload=False, billions=40),
@@ -50,6 +67,104 @@ PAPER = {
     "C4": Configuration(stage=2, partition=True, offload=False, billions=140),
     "C5": Configuration(stage=2, partition=True, offload=True, billions=150),
 }
+
+
+# --- rehearsed
+
+
+class Scale(NamedTuple):
+    """The size of a run: of its model but for its depth, of its batch, and of its ranks."""
+
+    width: int
+    context: int  # tokens of a sequence
+    batch: int  # sequences of each data-parallel rank
+    tensor_ranks: int
+    data_ranks: int
+
+
+# The paper's, but for the width and the tokens, which are 8192 and 1024 there. Each matrix and activation of a block is
+# a 64th of the paper's, and so is the device: as many blocks fit as there.
+FACTOR = 64
+SMALL = Scale(width=1024, context=128, batch=16, tensor_ranks=16, data_ranks=25)
+DEVICE_BYTES = 32 * 10**9 // FACTOR
+DEPTHS = (4, 8)  # that are rehearsed: each block takes as much as another
+
+
+class Divided(L.LightningModule):
+    """A transformer whose layers are divided among tensor-parallel ranks."""
+
+    def __init__(self, depth: int, scale: Scale) -> None:
+        super().__init__()
+        heads = max(scale.tensor_ranks, scale.width // 128)
+        self.gpt = GPT(width=scale.width, depth=depth, heads=heads, context=scale.context)
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        self.gpt.parallelize(self.device_mesh["tensor_parallel"])
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        return F.cross_entropy(self.gpt(batch).flatten(0, 1), batch.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def rehearsed(
+    depth: int, stage: int, checkpointing: ActivationCheckpointing | None, scale: Scale = SMALL, steps: int = 2
+) -> Rehearsal:
+    """Two steps of a rank: the second one has optimizer state from its beginning. Weights, gradients and activations
+    have two bytes, as in the paper."""
+    strategy = {
+        "stage": stage,
+        "tensor_parallel_size": scale.tensor_ranks,
+        "activation_checkpointing": checkpointing,
+        "reduce_dtype": "bfloat16",
+        "bucket_size_mb": 1,
+    }
+    return rehearse(
+        lambda: Divided(depth, scale),
+        lambda: torch.zeros(scale.batch, scale.context, dtype=torch.long),
+        strategy,
+        ranks=scale.tensor_ranks * scale.data_ranks,
+        precision="bf16-true",
+        steps=steps,
+    )
+
+
+class Largest(NamedTuple):
+    """The largest model of a configuration."""
+
+    depth: int
+    billions: float  # parameters of its blocks, of the paper's width
+
+
+@functools.cache
+def configured(how: Configuration, depth: int) -> Rehearsal:
+    return rehearsed(depth, how.stage, how.checkpointing)
+
+
+def largest_rehearsed(how: Configuration) -> Largest:
+    """Returns the deepest model that fits into `DEVICE_BYTES`, on the line through those of `DEPTHS`."""
+    few, many = (configured(how, depth) for depth in DEPTHS)
+    blocks = DEPTHS[1] - DEPTHS[0]
+    each = (many.peak.nbytes - few.peak.nbytes) / blocks
+    numel = (many.numel - few.numel) * SMALL.tensor_ranks * FACTOR / blocks
+    depth = int(DEPTHS[0] + (DEVICE_BYTES - few.peak.nbytes) / each)
+    return Largest(depth, depth * numel / 1e9)
+
+
+def show_rehearsed() -> None:
+    found = {name: largest_rehearsed(how) for name, how in PAPER.items()}
+    print("\nThe largest models of C1 to C5 with 32 GB, on 400 ranks, 16 of them tensor-parallel")
+    print(f"{'':4}{'stage':>6}{'P_a':>6}{'+cpu':>6}{'blocks':>8}{'ours':>7}{'paper':>7}{'x C1':>7}{'paper':>7}")
+    for name, (depth, billions) in found.items():
+        told = PAPER[name].billions
+        ratios = f"{billions / found['C1'].billions:>7.2f}{told / PAPER['C1'].billions:>7.2f}"
+        print(f"{name:4}{PAPER[name].told}{depth:>8}{billions:>6.0f}B{told:>6}B{ratios}")
+    print("The paper's devices also held what a rehearsal does not count, and twelve bytes of optimizer, not four.")
+
+
+# --- trained on four ranks
 
 
 @dataclass(frozen=True)
@@ -75,12 +190,11 @@ def show(found: dict[str, tuple[int, int, int]], limit: float) -> None:
     print(f"{'':4}{'stage':>6}{'P_a':>6}{'+cpu':>6}{'blocks':>8}{'parameters':>12}{'MiB':>8}{'x C1':>7}{'paper':>8}")
     for name, (depth, numel, peak) in found.items():
         how = PAPER[name]
-        marks = "".join(f"{'x' if is_on else '-':>6}" for is_on in (how.partition, how.offload))
         ratios = f"{numel / max(1, found['C1'][1]):>7.2f}{how.billions / PAPER['C1'].billions:>8.2f}"
-        print(f"{name:4}{how.stage:>6}{marks}{depth:>8}{numel:>12,}{peak / MIB:>8.2f}{ratios}")
+        print(f"{name:4}{how.told}{depth:>8}{numel:>12,}{peak / MIB:>8.2f}{ratios}")
 
 
-# --- on each rank
+# --- ... on each rank
 
 
 def on_rank(rank: int, folder: Path, setting: Trial) -> None:
@@ -123,13 +237,10 @@ def train(depth: int, how: Configuration, tensor_mesh: DeviceMesh, comm: Comm, s
     numel = sum(parameter.numel() for parameter in model.parameters())
     model.parallelize(tensor_mesh)
     optimizer = torch.optim.AdamW(model.parameters())
-    checkpointing = ActivationCheckpointing(
-        modules={Block}, partition=how.partition, offload=how.offload, contiguous=True
-    )
     engine = Engine(
         model, [optimizer], stage=how.stage, comm=comm,
         options=Options(
-            tensor_parallel_size=TENSOR_RANKS, activation_checkpointing=checkpointing,
+            tensor_parallel_size=TENSOR_RANKS, activation_checkpointing=how.checkpointing,
             machine=Machine(host_is_apart=True), bucket_bytes=BUCKET_BYTES,
         ),
     )  # fmt: skip

@@ -32,13 +32,15 @@ if TYPE_CHECKING or not _comes_later:
     from lightning_zero.checkpoint import CheckpointError, verify
     from lightning_zero.checkpoint.export import consolidate, export_safetensors
     from lightning_zero.config import ActivationCheckpointing, Checkpoint, Offload
-    from lightning_zero.pl import interop
+    from lightning_zero.pl import automatic, interop
     from lightning_zero.pl.ema import ZeroEMA
     from lightning_zero.pl.monitor import ZeroMonitor
     from lightning_zero.pl.other_name import serve_pytorch_lightning
     from lightning_zero.pl.strategy import ZeroStrategy
+    from lightning_zero.rehearsal import choosing
     from lightning_zero.rehearsal.rehearsal import rehearse
 
+    automatic.install(choosing.choose)
     clone.install()
     interop.install()
 else:

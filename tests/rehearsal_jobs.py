@@ -1,12 +1,16 @@
 """Trains on real ranks as a rehearsal does, and takes down the same."""
 
-from typing import Any
+import ctypes
+from pathlib import Path
+from typing import Any, cast
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader
 
+import jobs
 from lightning_zero.rehearsal import rehearsal
 from lightning_zero.rehearsal.imagined import Rank, WatchedStrategy
 from lightning_zero.rehearsal.rehearsal import STEPS
@@ -72,3 +76,42 @@ def train(strategy: dict[str, Any], world: int, make: type[Model] = Model, **tra
     outcome = played.outcome
     assert outcome is not None
     return {**vars(outcome), "peaks": played.memory.peaks, "program": str(outcome.program)}
+
+
+class Deep(L.LightningModule):
+    """84M parameters, 336 MB: far more than what a process takes for other things while it trains."""
+
+    def __init__(self, width: int = 1024, depth: int = 80) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for layer in self.layers:
+            batch = layer(batch).tanh()
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+def deep_batch_of() -> Tensor:
+    return torch.zeros(64, 1024)
+
+
+def resident_bytes(strategy: dict[str, Any]) -> int:
+    """Returns what training has added at most to the resident memory of this rank."""
+    # What a first fit leaves, modules that are imported and threads, is no tensor.
+    jobs.trainer(strategy, 2, max_steps=2).fit(Deep(8, 3), DataLoader(cast(Any, [torch.zeros(2, 8)] * 2)))
+    # glibc keeps freed blocks of tens of MB for later; with a fixed threshold what is resident is what is live.
+    assert ctypes.CDLL(None).mallopt(jobs.M_MMAP_THRESHOLD, 1_000_000) == 1
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
+    before = jobs._resident_peak()
+    peaks = []
+
+    class Peaks(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            peaks.append(jobs._resident_peak())  # not that of the end, when the model is made whole
+
+    run = jobs.trainer(strategy, 2, callbacks=[Peaks()])
+    run.fit(Deep(), DataLoader(cast(Any, [deep_batch_of()] * STEPS), batch_size=None))
+    return max(peaks) - before

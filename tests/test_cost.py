@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.rehearsal.cost import Rates, Work, timing_of
+from lightning_zero.rehearsal.cost import Lane, Rates, Span, Work, timing_of
 from lightning_zero.rehearsal.rehearsal import rehearse
 from lightning_zero.run.program import Cause, Facts, GroupFacts, Kind, Op, Program, Use
 
@@ -48,6 +48,21 @@ def test_what_a_step_leaves_is_waited_for_in_the_next_one() -> None:
     late = Op(Kind.PUBLISH, 0, at=3, by=0, nbytes=7)
     timing = timing_of(step_of(late), {2: Work(flops=2), 3: Work(flops=3)}, RATES)
     assert timing.seconds == 2 + 7  # three of the seven seconds lie beside the work of its own use
+
+
+def test_spans_say_from_when_to_when_each_use_and_op_lies_on_its_lane() -> None:
+    ops = [Op(Kind.REDUCE, 0, at=1, nbytes=8), Op(Kind.STORE, 0, at=2, after=(0,)), Op(Kind.PUT, 0, at=3)]
+    timing = timing_of(step_of(*ops), {0: Work(flops=2), 1: Work(flops=5), 3: Work(flops=1, nbytes=6)}, RATES)
+    assert timing.spans == (
+        Span(Lane.DEVICE, 0, 2, 0, None, 0),
+        Span(Lane.LINK, 2, 10, 1, 0, 8),
+        Span(Lane.DEVICE, 2, 7, 1, None, 0),
+        Span(Lane.DEVICE, 10, 10, 2, 1, 0),
+        Span(Lane.DEVICE, 10, 10, 2, None, 0),
+        Span(Lane.HOST, 12, 24, 3, 2, 12),  # behind that of the step before, and into the step after
+        Span(Lane.DEVICE, 10, 11, 3, None, 6),
+    )
+    assert timing.seconds == 11
 
 
 @pytest.mark.parametrize("name", ["flops", "memory", "link", "host"])

@@ -6,14 +6,24 @@ master, and small tensors, which are padded; the last test says how much that is
 """
 
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "examples"))
 
 import paper  # noqa: E402
+import paper_largest  # noqa: E402
+from gpt import Block  # noqa: E402
+from lightning_zero import ActivationCheckpointing  # noqa: E402
+from lightning_zero.rehearsal.memory import Phase  # noqa: E402
+from lightning_zero.rehearsal.rehearsal import Rehearsal  # noqa: E402
 from lightning_zero.tiers.ledger import Category  # noqa: E402
 
 BILLION = 10**9
@@ -91,3 +101,106 @@ def test_a_gpt_holds_the_same_but_for_what_rests_in_fp32(stage: int, most: float
     found, stack = paper.gpt_of(8192, 9, stage, 64), paper.stack_of(paper.MODELS["7.5B"], stage, 64)
     ratio = (paper.total(found) / found.numel) / (paper.total(stack) / stack.numel)
     assert 0 < abs(ratio - 1) < most
+
+
+# --- section 6.1 and 8: activation checkpoints that tensor-parallel ranks divide (P_a)
+
+DEPTH = 3
+WHOLE, PARTED = (ActivationCheckpointing(modules={Block}, partition=partition) for partition in (False, True))
+
+
+def scale_of(tensor_ranks: int) -> paper_largest.Scale:
+    return paper_largest.Scale(width=256, context=128, batch=4, tensor_ranks=tensor_ranks, data_ranks=2)
+
+
+def input_of(scale: paper_largest.Scale) -> int:
+    """Elements of what a block is given: batch x sequence x hidden size."""
+    return scale.batch * scale.context * scale.width
+
+
+@pytest.mark.parametrize("tensor_ranks", [2, 4])
+def test_a_rank_keeps_its_part_of_an_activation_checkpoint_under_p_a(tensor_ranks: int) -> None:
+    """Exactly 1/MP. The paper's "33 GB" (100B, section 6.1) are 33.55 billion elements, which take 67 GB."""
+    scale = scale_of(tensor_ranks)
+
+    def kept(checkpointing: ActivationCheckpointing) -> int:
+        found = paper_largest.rehearsed(DEPTH, 1, checkpointing, scale)
+        return found.peaks[Phase.FORWARD].device[Category.ACTIVATION_CHECKPOINT]
+
+    assert kept(WHOLE) == DEPTH * input_of(scale) * 2
+    assert kept(PARTED) * tensor_ranks == kept(WHOLE)
+
+
+class Messages(TorchDispatchMode):
+    """Counts elements that DTensor's layers sum over tensor-parallel ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.summed: Counter[tuple[int, ...]] = Counter()  # by shape
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops._c10d_functional.all_reduce.default:
+            self.summed[tuple(args[0].shape)] += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def sums_of_a_block(checkpointing: ActivationCheckpointing | None, scale: paper_largest.Scale) -> int:
+    """Returns elements that one more block sums over tensor-parallel ranks, in inputs of blocks."""
+    found = []
+    for depth in (1, 2):
+        with Messages() as messages:
+            paper_largest.rehearsed(depth, 1, checkpointing, scale, steps=1)
+        found.append(messages.summed.total())
+    inputs, rest = divmod(found[1] - found[0], input_of(scale))
+    assert not rest
+    return inputs
+
+
+@pytest.mark.parametrize("tensor_ranks", [2, 4])
+def test_p_a_sends_one_all_gather_for_each_block_a_twelfth_of_what_the_paper_counts_beside_it(
+    tensor_ranks: int,
+) -> None:
+    """Section 8. An all-reduce sends its message twice. Forward and backward have two each, and recomputation as many
+    as forward: twelve messages. Torch ends recomputation when backward has what it needs, before the last all-reduce:
+    that makes ten here, of which P_a's is the tenth part, and not less."""
+    scale = scale_of(tensor_ranks)
+
+    def gathered(found: Rehearsal) -> tuple[int, int]:
+        return found.sent["all_gather"]
+
+    (calls, nbytes), (more_calls, more) = (
+        gathered(paper_largest.rehearsed(DEPTH, 1, checkpointing, scale)) for checkpointing in (WHOLE, PARTED)
+    )
+    assert more_calls - calls == DEPTH
+    # Of N parts a rank sends N-1; the paper counts N.
+    sent = (more - nbytes) // 2 * tensor_ranks // (tensor_ranks - 1) // DEPTH
+    assert sent == input_of(scale)
+    plain, recomputing = (sums_of_a_block(checkpointing, scale) for checkpointing in (None, WHOLE))
+    assert plain == 4
+    forward = plain // 2
+    assert 2 * (plain + forward) == 12
+    assert recomputing == plain + forward - 1
+
+
+# --- table 3 and figure 6
+
+
+def test_the_largest_models_of_c1_to_c5_are_in_the_papers_order() -> None:
+    """With 32 GB, on 400 ranks. None is smaller than the paper's, whose devices hold more than is counted here."""
+    found = {name: paper_largest.largest_rehearsed(how) for name, how in paper_largest.PAPER.items()}
+    order = ["C1", "C3", "C2", "C4", "C5"]
+    assert sorted(found, key=lambda name: found[name].billions) == order
+    assert sorted(order, key=lambda name: paper_largest.PAPER[name].billions) == order
+    assert len({one.depth for one in found.values()}) == len(order)
+    for name, one in found.items():
+        assert one.billions >= paper_largest.PAPER[name].billions
+
+
+@pytest.mark.parametrize("name", ["C1", "C4"])
+def test_each_block_takes_as_much_as_another(name: str) -> None:
+    """What the largest models are found with."""
+    how = paper_largest.PAPER[name]
+    depths = *paper_largest.DEPTHS, 12
+    few, many, more = (paper_largest.configured(how, depth).peak.nbytes for depth in depths)
+    assert more - many == pytest.approx(many - few, rel=1e-3)

@@ -46,10 +46,10 @@ TORCH = set(
 LIGHTNING = set(
     """
     _accelerator_connector _batches_that_stepped _broadcast_sigterm_tensor _call_callback_hooks
-    _convert_stateful_objects_in_state _device_mesh _EvaluationLoop _find_last_checkpoints _fs _last_checkpoint_saved
-    _layer_sync _log_model _logger_connector _max_depth _ModelCheckpoint__resolve_ckpt_dir _optimizers_to_device
-    _original_handlers _parse_ckpt_path _results _should_accumulate _signal_connector _slurm_sigusr_handler_fn
-    _store_dataloader_outputs _TrainingEpochLoop _unwrap_compiled _update_properties
+    _convert_stateful_objects_in_state _data_source _device_mesh _EvaluationLoop _find_last_checkpoints _fs
+    _last_checkpoint_saved _layer_sync _log_model _logger_connector _max_depth _ModelCheckpoint__resolve_ckpt_dir
+    _optimizers_to_device _original_handlers _parse_ckpt_path _results _should_accumulate _signal_connector
+    _slurm_sigusr_handler_fn _store_dataloader_outputs _TrainingEpochLoop _unwrap_compiled _update_properties
     """.split()
 )
 # Methods and attributes of Lightning's classes that those over them define: where Lightning looks for them.

@@ -71,6 +71,11 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
             )
         if of._settings.options.tensor_parallel_size > 1:
             raise NotImplementedError("tensor_parallel_size is there under a Trainer alone. Leave it out.")
+        if of._is_open:
+            raise NotImplementedError(
+                "stage='auto' is there under a Trainer alone, which knows a batch before it trains. Write a stage; "
+                "lightning_zero.rehearse(module, batch, stage, ranks=...) tells what each takes."
+            )
         super().__init__(
             accelerator=of.accelerator,
             parallel_devices=of.parallel_devices,

@@ -150,6 +150,13 @@ def show_mesh(module: "pl.LightningModule", mesh: DeviceMesh) -> None:
     module._device_mesh = mesh
 
 
+def train_source(trainer: "pl.Trainer") -> Any:
+    """Returns where the training data come from: what was given to `fit`, or the hook of a module or data module. Its
+    `dataloader()` asks for them. Nothing public tells before the first epoch. Without it ``stage="auto"`` would have no
+    batch to rehearse with. Private: `_data_source`."""
+    return trainer.fit_loop._data_source
+
+
 def handlers_before(trainer: "pl.Trainer") -> Any:
     """Returns the signal handlers that Lightning has replaced by its own. Without it handlers of users would not be
     called. Private: `_signal_connector`, `_original_handlers`."""

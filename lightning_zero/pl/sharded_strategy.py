@@ -381,3 +381,6 @@ class ShardedStrategy:
         for prefix, stage, (suffix, told, others) in itertools.product(("", "ddp_"), (1, 2, 3), kinds):
             name, description = f"{prefix}zero_stage_{stage}{suffix}", f"ZeRO stage {stage}{told}"
             strategy_registry.register(name, cls, description, override=True, stage=stage, **others)
+        for prefix in ("", "ddp_"):
+            told = "ZeRO, the stage chosen when a fit begins"
+            strategy_registry.register(f"{prefix}zero_auto", cls, told, override=True, stage="auto")

@@ -27,6 +27,7 @@ from lightning_zero.checkpoint import randomness
 from lightning_zero.config import ActivationCheckpointing, Checkpoint, Offload
 from lightning_zero.device import HOST
 from lightning_zero.pl import other_name
+from lightning_zero.pl.automatic import chosen
 from lightning_zero.pl.callbacks import OwnCallbacks
 from lightning_zero.pl.checkpointing import CheckpointingStrategy, trainer_of
 from lightning_zero.pl.elsewhere import answers
@@ -45,6 +46,8 @@ from lightning_zero.stage import STAGES
 from lightning_zero.tiers.disk import DiskError
 from lightning_zero.wire.comm import RankTimeoutError
 from lightning_zero.wire.mesh import shape_of
+
+UNTIL_CHOSEN = 2  # the stage of a strategy with stage="auto" that evaluates before it has trained
 
 
 def _in_forward(theirs: Callable[..., Any]) -> Any:
@@ -69,7 +72,10 @@ class ZeroStrategy(CheckpointingStrategy):
 
     Args:
         stage: what rests as shards, 1/N on each of N ranks: 1 the optimizer state, 2 also the gradients, 3 also the
-            parameters; 0 nothing (DDP by this package's engine).
+            parameters; 0 nothing (DDP by this package's engine). ``"auto"``: when a fit begins, rehearsals choose the
+            stage, `offload`, `prefetch` and `activation_checkpointing`, as far as these have their defaults: the
+            fastest that fit with a tenth of the device left. Bits are DDP's all the same (`docs/rehearsal.md`).
+            Evaluations before the first fit have stage 2.
         units: stage 3: classes (or names, or import paths) of modules, each of which is a unit: its parameters are
             gathered together. ``"modules"``: the elements of module lists are units, and modules outside of lists one
             by one. ``"auto"``: the same, but small neighbours are gathered together, up to `bucket_size_mb`, and of
@@ -168,11 +174,12 @@ class ZeroStrategy(CheckpointingStrategy):
         config.one_of("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
         config.one_of("process_group_backend", process_group_backend, (None, "gloo", "nccl", "xccl"))
         config.at_least("max_skipped_steps", max_skipped_steps, 1)
-        if stage == "auto":
-            raise NotImplementedError("stage='auto' is not there yet. Write stage=1, 2 or 3.")
-        self.stage = config.stage_from(stage, STAGES)
+        self._stage_written = stage
+        self._is_open = stage == "auto"  # chosen when a fit begins
+        self.stage = UNTIL_CHOSEN if self._is_open else config.stage_from(stage, STAGES)
         self.offload = config.policy_from(Offload, offload, "offload")
-        if self.offload is not None and self.offload.parameters is not None and not STAGES[self.stage].parameter:
+        offloads_parameters = self.offload is not None and self.offload.parameters is not None
+        if offloads_parameters and not self._is_open and not STAGES[self.stage].parameter:
             raise ValueError(
                 f"{self.offload} offloads parameters, which are whole on every rank at stage={self.stage}. Write "
                 "stage=3, or leave parameters out."
@@ -230,6 +237,7 @@ class ZeroStrategy(CheckpointingStrategy):
     @override
     def model_sharded_context(self) -> Iterator[None]:
         """Surrounds `configure_model`. At stage 3 it builds a model that is never whole."""
+        self._choose()
         with self._constructing() as self._construction:
             yield
 
@@ -246,8 +254,21 @@ class ZeroStrategy(CheckpointingStrategy):
         unshare(module, self._settings.start_method)
         super().setup_environment()
         shape_of(self.world_size, options.replicate_size, options.tensor_parallel_size)  # raises where it must
-        if options.tensor_parallel_size > 1 or is_overridden("configure_model", module):
+        if options.tensor_parallel_size > 1 or self._may_parallelize(module):
             show_mesh(module, self.device_mesh)
+
+    def _may_parallelize(self, module: "pl.LightningModule") -> bool:
+        return is_overridden("configure_model", module)
+
+    def _choose(self) -> None:
+        """Takes what rank 0 has chosen, if the user has left the stage open. Collective."""
+        module = self.lightning_module
+        if not self._is_open or module is None or module.trainer.state.fn != TrainerFn.FITTING:
+            return
+        made = ZeroStrategy(**chosen(self, module.trainer, self._arguments))
+        self.stage, self.offload, self._settings = made.stage, made.offload, made._settings
+        self.activation_checkpointing = made.activation_checkpointing
+        self._is_open = False
 
     @property
     @override
@@ -270,6 +291,7 @@ class ZeroStrategy(CheckpointingStrategy):
         assert self.accelerator is not None
         assert module is not None
         self.accelerator.setup(trainer)
+        self._choose()
         if self.world_size == 1:  # one rank draws its data as one device does, or it could not equal strategy="auto"
             use_sampler(trainer, False)
         self._own_callbacks = OwnCallbacks(self, trainer)
@@ -476,7 +498,7 @@ class ZeroStrategy(CheckpointingStrategy):
     @property
     def _arguments(self) -> dict[str, Any]:
         """What the user has written."""
-        return {"stage": self.stage, **vars(self).get("_written", {})}  # not there yet while it is made
+        return {"stage": self._stage_written, **vars(self).get("_written", {})}  # not there yet while it is made
 
     def __repr__(self) -> str:
         written = ", ".join(f"{name}={value!r}" for name, value in self._arguments.items())

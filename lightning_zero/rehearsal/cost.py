@@ -2,7 +2,8 @@
 
 Work of a use takes ``flops / rates.flops + bytes / rates.memory`` seconds; a collective ``latency + bytes / link``; a
 window of what is offloaded its bytes by the rate of the host. Lanes run beside each other, and what stands
-on one lane comes one after the other. A use begins when the ops that it waits for are done.
+on one lane comes one after the other. A use begins when the ops that it waits for are done. `Timing` has the
+sums, and where each use and op lies on its lane.
 
 What it leaves out: the time that Python takes, kernels that are slow for their size, and links that are shared.
 """
@@ -10,6 +11,7 @@ What it leaves out: the time that Python takes, kernels that are slow for their 
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, NamedTuple, final
 
 from lightning_zero.rehearsal.hollow import tensors_in
@@ -54,6 +56,25 @@ class Rates:
                 raise ValueError(f"Rates({name}={value!r}) is to be more than 0.")
 
 
+class Lane(StrEnum):
+    """What does one thing after the other."""
+
+    DEVICE = "device"
+    LINK = "link"
+    HOST = "host"  # between the device and where the optimizer is offloaded to
+
+
+class Span(NamedTuple):
+    """Where a use, or an op that begins at it, lies on its lane."""
+
+    lane: Lane
+    begin: float  # seconds since the step began
+    end: float  # may be in the step after
+    use: int
+    op: int | None  # number of the op; None: the work of the use itself
+    nbytes: int  # that the device reads and writes, the link sends or the host moves
+
+
 @final
 @dataclass(frozen=True)
 class Timing:
@@ -64,6 +85,7 @@ class Timing:
     sent: float  # of the link
     moved: float  # between the device and where the optimizer is offloaded to
     waited: float  # in which the device had nothing to do
+    spans: tuple[Span, ...]  # of that step, in the order in which they were laid out
 
     @property
     def hidden(self) -> float:
@@ -80,40 +102,45 @@ def timing_of(program: Program, work: Mapping[int, Work], rates: Rates) -> Timin
         begins[op.at].append((number, op))
         if op.by is not None:
             awaited[op.by].append((number, int(op.by < op.at)))
+    placed = [_place_of(op, program, rates) for op in program.ops]
     done: dict[tuple[int, int], float] = {}
-    free: dict[str, float] = defaultdict(float)
+    free: dict[Lane, float] = defaultdict(float)
+    spans: list[Span] = []
     now = start = waited = 0.0
     for cycle in range(CYCLES):
         start, waited = now, 0.0
+        spans.clear()
         for use in range(len(program.uses)):
             for number, op in begins[use]:
                 ready = [done.get((cycle, other), done.get((cycle - 1, other), 0.0)) for other in op.after]
-                lane, seconds = _lane_of(op, program, rates)
+                lane, seconds, nbytes = placed[number]
                 begin = max([now, free[lane], *ready])
                 free[lane] = done[cycle, number] = begin + seconds
-                if lane == "device":  # what it comes after must be there now
+                spans.append(Span(lane, begin - start, begin + seconds - start, use, number, nbytes))
+                if lane is Lane.DEVICE:  # what it comes after must be there now
                     waited, now = waited + begin - now, begin
             until = max([now, *(done.get((cycle - ago, number), 0.0) for number, ago in awaited[use])])
             waited += until - now
-            now = until + _seconds_of(work.get(use, Work()), rates)
-    lanes: dict[str, float] = defaultdict(float)
-    for op in program.ops:
-        lane, seconds = _lane_of(op, program, rates)
+            here = work.get(use, Work())
+            now = until + _seconds_of(here, rates)
+            spans.append(Span(Lane.DEVICE, until - start, now - start, use, None, here.nbytes))
+    lanes: dict[Lane, float] = defaultdict(float)
+    for lane, seconds, _ in placed:
         lanes[lane] += seconds
     compute = sum(_seconds_of(one, rates) for one in work.values())
-    return Timing(now - start, compute, lanes["link"], lanes["host"], waited)
+    return Timing(now - start, compute, lanes[Lane.LINK], lanes[Lane.HOST], waited, tuple(spans))
 
 
 def _seconds_of(work: Work, rates: Rates) -> float:
     return work.flops / rates.flops + work.nbytes / rates.memory
 
 
-def _lane_of(op: Op, program: Program, rates: Rates) -> tuple[str, float]:
-    """Returns the lane of an op, and how long it takes there."""
+def _place_of(op: Op, program: Program, rates: Rates) -> tuple[Lane, float, int]:
+    """Returns the lane of an op, how long it takes there, and the bytes that it moves."""
     if op.kind in (Kind.FETCH, Kind.PUT):
         group = program.facts.groups[op.target]
         nbytes = STEPPED * MASTER_BYTES * group.shard / max(1, program.facts.windows_of(op.target))
-        return "host", nbytes / rates.host
+        return Lane.HOST, nbytes / rates.host, round(nbytes)
     if op.kind in LOCAL:
-        return "device", 0.0
-    return "link", rates.latency + op.nbytes / rates.link if program.facts.ranks > 1 else 0.0
+        return Lane.DEVICE, 0.0, 0
+    return Lane.LINK, rates.latency + op.nbytes / rates.link if program.facts.ranks > 1 else 0.0, op.nbytes

@@ -7,8 +7,9 @@ there is computed: messages between ranks, step counts, masks.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import Enum, auto
 from typing import Any, final
 
 import torch
@@ -32,13 +33,60 @@ _RESHAPES = {
     "squeeze_", "detach_", "rename_", "record_stream",
 }  # fmt: skip
 # Return a number or a truth that depends on values.
-_READS = {"_local_scalar_dense", "equal", "is_nonzero", "allclose", "item"}
+_NUMBERS = {"_local_scalar_dense", "item"}
+_READS = _NUMBERS | {"equal", "is_nonzero", "allclose"}
 _REDUCES = {torch.ops.aten.any.default, torch.ops.aten.all.default, torch.ops.aten.clone.default}
 _CHECKS = {"_assert_async", "_assert_scalar", "_functional_assert_async"}
 
 
 class NeedsValuesError(RuntimeError):
     """The code asks for values of tensors, which a rehearsal does not compute."""
+
+
+class _Kind(Enum):
+    """What is to be done with an operation."""
+
+    PASS = auto()  # done as it is: it returns views, or changes shape or memory of a tensor and none of its values
+    READ = auto()  # returns a number or a truth that depends on values
+    CHECK = auto()
+    WRITE = auto()  # to its arguments
+    MAKE = auto()  # new tensors
+    TELL = auto()  # a shape or a dtype; or marks a place for a profiler
+
+
+@final
+class _Operation:
+    """How an operation of torch is declared. It is looked up once, since a large model runs millions of them."""
+
+    def __init__(self, func: Any) -> None:
+        schema = schema_of(func)
+        self.returns = len(schema.returns)
+        self.writes_to = [
+            (number, one.name)
+            for number, one in enumerate(schema.arguments)
+            if one.alias_info is not None and one.alias_info.is_write
+        ]
+        self.has_dynamic_shape = torch.Tag.dynamic_output_shape in func.tags
+        self.is_pointwise = torch.Tag.pointwise in func.tags
+        self.reduces = func in _REDUCES
+        self.kind = self._kind_of(func, schema)
+
+    def _kind_of(self, func: Any, schema: Any) -> _Kind:
+        name = schema.name.rpartition("::")[2]
+        is_view = not self.writes_to and any(one.alias_info is not None for one in schema.returns)
+        if is_view or name in _RESHAPES or func in SHARES:
+            return _Kind.PASS
+        if name in _READS:
+            return _Kind.READ
+        if name in _CHECKS:
+            return _Kind.CHECK
+        if self.writes_to:
+            return _Kind.WRITE
+        return _Kind.MAKE if any("Tensor" in str(one.type) for one in schema.returns) else _Kind.TELL
+
+    def written(self, args: Any, kwargs: Any) -> list[Tensor]:
+        """Returns the arguments that it writes to."""
+        return tensors_in([args[at] if at < len(args) else kwargs.get(name) for at, name in self.writes_to])
 
 
 @final
@@ -69,7 +117,7 @@ class Hollow(TorchDispatchMode):
         self._can_answer = answers is not None
         self._left: Iterator[Any] = iter(())  # the answers that have not been given in this `asking`
         self._unknown: set[int] = set()  # storages whose values are not known, by `storage_key`
-        self._kinds: dict[Any, tuple[bool, bool]] = {}
+        self._operations: dict[Any, _Operation] = {}
         self._is_asking = False
 
     @contextmanager
@@ -92,41 +140,36 @@ class Hollow(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(one.__torch_dispatch__ is not Tensor.__torch_dispatch__ for one in types):
             return NotImplemented  # the class says first what it is made of
+        operation = self._operations.get(func) or self._operations.setdefault(func, _Operation(func))
+        kind = operation.kind
+        if kind is _Kind.PASS:
+            return func(*args, **kwargs)
         given = tensors_in((args, kwargs))
         if any(one.is_meta or one.layout != torch.strided for one in given):
             return func(*args, **kwargs)
-        is_view, writes = self._kind_of(func)
-        name = schema_of(func).name.rpartition("::")[2]
-        if is_view or name in _RESHAPES or func in SHARES:
-            return func(*args, **kwargs)
         known = all(map(self.knows, given))
-        if name in _READS or name in _CHECKS:
-            return self._read(func, name, args, kwargs, known)
-        do = self._compute if self._computes else self._write if writes else self._make
-        result = do(func, args, kwargs, given, known)
+        if kind is _Kind.READ or kind is _Kind.CHECK:
+            return self._read(func, kind, args, kwargs, known)
+        if self._computes:
+            result = self._compute(func, operation, args, kwargs, given, known)
+        elif kind is _Kind.WRITE:
+            result = self._write(func, operation, args, kwargs, given, known)
+        else:
+            result = self._make(func, operation, args, kwargs, given, known)
         self._ran(func, args, kwargs, result)
         return result
 
-    def _kind_of(self, func: Any) -> tuple[bool, bool]:
-        """Returns whether an operation returns views, and whether it writes to arguments."""
-        if func not in self._kinds:
-            schema = schema_of(func)
-            writes = any(one.alias_info is not None and one.alias_info.is_write for one in schema.arguments)
-            shares = any(one.alias_info is not None for one in schema.returns)
-            self._kinds[func] = (shares and not writes, writes)
-        return self._kinds[func]
-
-    def _read(self, func: Any, name: str, args: Any, kwargs: Any, known: bool) -> Any:
+    def _read(self, func: Any, kind: _Kind, args: Any, kwargs: Any, known: bool) -> Any:
         if known or self._computes:
             found = func(*args, **kwargs)
             if not known and self._is_asking:
                 self.answers.append(found)
             return found
-        if name in _CHECKS:
+        if kind is _Kind.CHECK:
             return None
         if self._is_asking:
             return self._answer(f"The model asks for the values of a tensor ({func}), which may decide what it does.")
-        return 0 if name in ("_local_scalar_dense", "item") else False
+        return 0 if schema_of(func).name.rpartition("::")[2] in _NUMBERS else False
 
     def _answer(self, question: str) -> Any:
         """Returns what was found where everything was computed."""
@@ -137,45 +180,47 @@ class Hollow(TorchDispatchMode):
             + ("The run on the CPU was asked for fewer." if self._can_answer else "Rehearse it with on_cpu=True.")
         )
 
-    def _compute(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], known: bool) -> Any:
+    def _compute(
+        self, func: Any, operation: _Operation, args: Any, kwargs: Any, given: list[Tensor], known: bool
+    ) -> Any:
         """Does an operation, and keeps in mind what would be known otherwise."""
         result = func(*args, **kwargs)
-        made, written = tensors_in(result), _written(func, args, kwargs)
-        if not known and self._is_asking and torch.Tag.dynamic_output_shape in func.tags:
+        made, written = tensors_in(result), operation.written(args, kwargs)
+        if not known and self._is_asking and operation.has_dynamic_shape:
             self.answers.append([(tuple(one.shape), one.dtype) for one in made])
-        if not (known and all(one.numel() <= SMALL for one in (*given, *made))):
+        if not (known and _are_small(given) and _are_small(made)):
             for one in (*made, *written):
                 self._forget(one)
         if not written:
             self._note(result)
         return result
 
-    def _write(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], known: bool) -> Any:
-        if known and all(one.numel() <= SMALL for one in given):
+    def _write(self, func: Any, operation: _Operation, args: Any, kwargs: Any, given: list[Tensor], known: bool) -> Any:
+        if known and _are_small(given):
             return func(*args, **kwargs)
-        written = _written(func, args, kwargs)
+        written = operation.written(args, kwargs)
         if "out" in kwargs and not kwargs["out"].numel():  # takes the shape of the result
             meta_args, meta_kwargs = tree_map_only(Tensor, _as_meta, (args, kwargs))
             func(*meta_args, **meta_kwargs)
             kwargs["out"].resize_(meta_kwargs["out"].shape)
         for one in written:
             self._forget(one)
-        returned = written[: len(schema_of(func).returns)]
-        return returned[0] if len(returned) == 1 else tuple(returned) if schema_of(func).returns else None
+        returned = written[: operation.returns]
+        return returned[0] if len(returned) == 1 else tuple(returned) if operation.returns else None
 
-    def _make(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], known: bool) -> Any:
+    def _make(self, func: Any, operation: _Operation, args: Any, kwargs: Any, given: list[Tensor], known: bool) -> Any:
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "meta":
             return func(*args, **kwargs)
-        if not any("Tensor" in str(one.type) for one in schema_of(func).returns):
-            return func(*args, **kwargs)  # asks for a shape or a dtype, or marks a place for a profiler
-        if torch.Tag.dynamic_output_shape in func.tags:
+        if operation.kind is _Kind.TELL:
+            return func(*args, **kwargs)
+        if operation.has_dynamic_shape:
             if known:
                 return self._note(func(*args, **kwargs))
             shapes = self._answer(f"The shape of what {func} returns depends on values.")
             made = [self._hollow(torch.empty(shape, dtype=dtype, device="meta")) for shape, dtype in shapes]
             return made[0] if len(made) == 1 else tuple(made)
-        if known and _stays_small(func, given):
+        if known and _stays_small(operation, given):
             return self._note(func(*args, **kwargs))
         metas: dict[int, Tensor] = {}
 
@@ -193,7 +238,7 @@ class Hollow(TorchDispatchMode):
             if known:
                 return self._note(func(*args, **kwargs))
             raise NeedsValuesError(f"{func} cannot tell the shape of its result without values: {error}") from error
-        if known and all(one.numel() <= SMALL for one in (*given, *tensors_in(shaped))):
+        if known and _are_small(given) and _are_small(tensors_in(shaped)):
             return self._note(func(*args, **kwargs))
         return tree_map_only(Tensor, self._hollow, shaped)
 
@@ -224,23 +269,25 @@ def _as_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _stays_small(func: Any, given: list[Tensor]) -> bool:
+def _are_small(tensors: Iterable[Tensor]) -> bool:
+    return all(one.numel() <= SMALL for one in tensors)
+
+
+def _stays_small(operation: _Operation, given: list[Tensor]) -> bool:
     """Whether the result is certainly small: then its shape need not be asked for first, which takes longer than the
     operation itself. Most of these are in the messages of ranks."""
-    is_element_wise = torch.Tag.pointwise in func.tags and len({one.shape for one in given if one.dim()}) == 1
-    return (is_element_wise or func in _REDUCES) and all(one.numel() <= SMALL for one in given)
+    is_element_wise = operation.is_pointwise and len({one.shape for one in given if one.dim()}) == 1
+    return (is_element_wise or operation.reduces) and _are_small(given)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Returns the tensors in arguments or results of an operation, which are lists and tuples at most."""
     if isinstance(tree, Tensor):
         return [tree]
-    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
-    return [tensor for item in items for tensor in tensors_in(item)]
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Returns the arguments of an operation that it writes to."""
-    values = dict(zip((one.name for one in schema_of(func).arguments), args, strict=False)) | kwargs
-    places = [one for one in schema_of(func).arguments if one.alias_info is not None and one.alias_info.is_write]
-    return tensors_in([values.get(one.name) for one in places])
+    found: list[Tensor] = []
+    for item in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ():
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, list | tuple | dict):
+            found += tensors_in(item)
+    return found

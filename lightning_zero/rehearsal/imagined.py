@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.distributed import is_initialized
 from torch.distributed.device_mesh import DeviceMesh
@@ -275,6 +276,11 @@ class ImaginedStrategy(WatchedStrategy):
     @override
     def _configure_launcher(self) -> None:
         """Starts nobody."""
+
+    @override
+    def _may_parallelize(self, module: LightningModule) -> bool:
+        # In a run that chooses its stage there are process groups already. A module that is not divided needs none.
+        return super()._may_parallelize(module) and not is_initialized()
 
     @property
     @override

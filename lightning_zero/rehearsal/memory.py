@@ -5,11 +5,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import final
+from typing import NamedTuple, final
 
 from torch import Tensor, UntypedStorage
 from typing_extensions import override
 
+from lightning_zero.run.program import Cause, Program
 from lightning_zero.tiers.ledger import Category, Ledger, Tier
 from lightning_zero.torch_private import storage_key
 
@@ -35,6 +36,17 @@ class Other(StrEnum):
     TEMPORARY = "temporary"
 
 
+def phases_of(program: Program) -> list[Phase]:
+    """Returns the phase of each use of a step. Between two micro-batches, and after the last one, that is `STEP`."""
+    phases, phase = [], Phase.STEP
+    for cause, _ in program.uses:
+        if cause not in _ANYWHERE:
+            phase = {Cause.FORWARD: Phase.FORWARD, Cause.BACKWARD: Phase.BACKWARD}.get(cause, Phase.STEP)
+        phases.append(phase)
+    return phases
+
+
+_ANYWHERE = (Cause.UNIT, Cause.CALL, Cause.READ, Cause.GRADIENT, Cause.LOOK)  # uses that may be in any phase
 _MADE_IN = {
     Phase.BUILD: Other.BUFFER,
     Phase.SET_UP: Other.BUFFER,
@@ -57,6 +69,18 @@ class Moment:
         return sum(self.device.values())
 
 
+class Station(NamedTuple):
+    """Where a rank was in a step, and the bytes on its device when it had most there."""
+
+    phase: Phase
+    place: str
+    device: Mapping[str, int]  # by category
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.device.values())
+
+
 @final
 class Memory(Ledger):
     """A ledger that also follows the storages of all other tensors that are made. `born` is told of each."""
@@ -66,7 +90,9 @@ class Memory(Ledger):
         self.peaks: dict[Phase, Moment] = {}  # the moment of each phase with most bytes on the device
         self.place: Callable[[], str] = str  # names where the rank is
         self.whole_gradients: Callable[[], int] = int  # bytes of gradients that autograd has made, and keeps
-        self.course: list[tuple[Phase, str, int]] = []  # of the last step: where the rank was, and most bytes there
+        self.course: list[Station] = []  # of the last step
+        self._most_here = 0  # bytes at the last of these
+        self._gradients = 0  # what `whole_gradients` has said last
         self.is_last = False  # the step under way is the last one
         self._phase = Phase.BUILD
         self._made: Counter[Phase] = Counter()  # live bytes beside the ledger, by the phase in which they were made
@@ -93,7 +119,8 @@ class Memory(Ledger):
             weakref.finalize(storage, self._died, key)
 
     def _died(self, key: int) -> None:
-        self._look()
+        # A gradient that dies may still be that of its parameter, which nobody must ask for it.
+        self._look(may_ask=False)
         self._leave_out(key)
 
     def _leave_out(self, key: int) -> None:
@@ -111,24 +138,28 @@ class Memory(Ledger):
         """Whether what was made in `BUILD` is on the host: it moves to the device when the engine is set up."""
         return self._phase in (Phase.BUILD, Phase.SET_UP)
 
-    def _look(self) -> None:
-        """Keeps this moment, if its phase has never had more bytes on the device."""
+    def _look(self, *, may_ask: bool = True) -> None:
+        """Keeps this moment, if its phase has never had more bytes on the device. `may_ask`: for gradients."""
         if self._phase is Phase.OVER:
             return
         total = self.tiers[Tier.DEVICE] + self._made.total() - (self._made[Phase.BUILD] if self._is_built else 0)
         is_step = self._phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
         if is_step and self.is_last:
-            place, before = self.place(), self.course[-1] if self.course else (None, "", 0)
-            if before[:2] == (self._phase, place):
-                self.course[-1] = self._phase, place, max(total, before[2])
-            else:
-                self.course.append((self._phase, place, total))
+            self._follow(self.place(), total, may_ask)
         part = Phase.FIRST if is_step and not self.is_last else self._phase
         if part not in self.peaks or total > self.peaks[part].nbytes:
-            self.peaks[part] = self.now()
+            self.peaks[part] = self._now(may_ask)
 
-    def now(self) -> Moment:
-        """Returns this moment."""
+    def _follow(self, place: str, total: int, may_ask: bool) -> None:
+        """Keeps this moment of the last step, if it is the first one at its place or the one with most bytes there."""
+        is_same = bool(self.course) and self.course[-1][:2] == (self._phase, place)
+        if is_same and total <= self._most_here:
+            return
+        self.course[len(self.course) - is_same :] = [Station(self._phase, place, self._now(may_ask).device)]
+        self._most_here = total
+
+    def _now(self, may_ask: bool) -> Moment:
+        """Returns this moment, with the gradients of now, or of when they were asked for last."""
         tiers: dict[Tier, Counter[str]] = {tier: Counter() for tier in Tier}
         for (category, tier), nbytes in self.live_in.items():
             tiers[tier][category] += nbytes
@@ -138,7 +169,8 @@ class Memory(Ledger):
                 tiers[Tier.HOST][Other.MODULE] += nbytes
             else:
                 device[_MADE_IN.get(phase, Other.TEMPORARY)] += nbytes
-        gradients = self.whole_gradients()
+        self._gradients = self.whole_gradients() if may_ask else self._gradients
+        gradients = min(self._gradients, device[Other.TEMPORARY])
         device[Category.GRADIENT] += gradients
         device[Other.TEMPORARY] -= gradients
         found = {tier: {str(name): nbytes for name, nbytes in there.items() if nbytes} for tier, there in tiers.items()}

@@ -1,8 +1,8 @@
 """`plan`: rehearses strategies, and finds the fastest ones that fit on a device."""
 
 import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 from lightning_zero.config import Offload, policy_from
@@ -12,6 +12,8 @@ from lightning_zero.rehearsal.rehearsal import Module, Rehearsal, answers_of, re
 
 MARGIN = 0.1  # of the device, left for what a rehearsal does not count
 SHOWN = 3  # of the strategies that fit
+BUCKETS = (5, 100)  # MiB, beside the default
+TIE = 0.125  # strategies whose modelled times differ by less count as equally fast
 
 
 @final
@@ -58,7 +60,7 @@ class Candidate:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Strategies, the fastest first. Prints those that fit, and why each faster one does not."""
+    """Strategies, simpler ones first. Prints the fastest ones that fit, and why each faster one does not."""
 
     candidates: tuple[Candidate, ...]
     refused: Mapping[str, str]  # strategies that cannot train the model -> why
@@ -72,7 +74,14 @@ class Plan:
 
     @property
     def fitting(self) -> list[Candidate]:
-        return [candidate for candidate in self.candidates if self.fits(candidate)]
+        """Those that fit: the simplest among the fastest, then by their time."""
+        found = [candidate for candidate in self.candidates if self.fits(candidate)]
+        tie = (1 + TIE) * min((one.seconds for one in found), default=0.0)
+        return sorted(found, key=lambda one: max(tie, one.seconds))
+
+    def faster(self, than: Candidate) -> list[Candidate]:
+        """Returns those that are faster, and do not fit."""
+        return [one for one in self.candidates if not self.fits(one) and one.seconds < than.seconds]
 
     @property
     def best(self) -> Candidate:
@@ -115,10 +124,9 @@ class Plan:
         for number, one in enumerate(fitting, 1):
             lines += wrapped(f"{number}. {one}")
             lines.append(f"   {one.overrides}")
-        last = self.candidates.index(fitting[-1]) if fitting else len(self.candidates)
-        for one in self.candidates[:last]:
-            if not self.fits(one):
-                lines += wrapped(f"faster, but does not fit: {one} takes {self._what_is_too_much(one)}")
+        for one in self.faster(fitting[-1]) if fitting else self.candidates:
+            told = "faster, but does not fit" if fitting else "does not fit"
+            lines += wrapped(f"{told}: {one} takes {self._what_is_too_much(one)}")
         for why in dict.fromkeys(self.refused.values()):
             names = [name for name, reason in self.refused.items() if reason == why]
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -140,13 +148,15 @@ def plan(
     ranks: int,
     device_bytes: int,
     host_bytes: int | None = None,
+    host_is_apart: bool = True,
     on_cpu: bool = False,
     rates: Rates | None = None,
     fixed: Mapping[str, Any] | None = None,
+    thorough: bool = True,
     **trainer: Any,
 ) -> Plan:
     """Rehearses stages 1 to 3 with and without offload and activation checkpointing, and at stage 3 with one and two
-    units gathered ahead, and puts them in the order of their modelled time.
+    units gathered ahead, then those near the limit with smaller and larger buckets, and models the time of each.
 
     Args:
         module: as `rehearse` takes it.
@@ -154,9 +164,11 @@ def plan(
         ranks: of the run.
         device_bytes: that the device of each rank has; a tenth of it is left free.
         host_bytes: that each rank may use of its host; None: as many as it takes.
+        host_is_apart: as `rehearse` takes it.
         on_cpu: as `rehearse` takes it; one step is computed for all rehearsals.
         rates: of the machine.
         fixed: arguments of `ZeroStrategy` that are not to be chosen.
+        thorough: whether offload and recomputation are rehearsed also where something fits without them.
         trainer: what else the Trainer would be given.
 
     Raises:
@@ -164,18 +176,42 @@ def plan(
     """
     if device_bytes <= 0:
         raise ValueError(f"device_bytes={device_bytes} is to be the bytes of a device, such as 80 * 10**9.")
+    fixed = fixed or {}
     known = answers_of(module, batch, **trainer) if on_cpu else False
-    found, refused = [], {}
-    for strategy in _strategies(fixed or {}):
-        try:
-            one = rehearse(module, batch, strategy, ranks=ranks, device_bytes=device_bytes, on_cpu=known, **trainer)
-        except (ValueError, NotImplementedError) as error:
-            refused[str(strategy)] = str(error)
-            continue
-        timing = one.timing(rates or Rates())
-        found.append(Candidate(strategy=strategy, rehearsal=one, seconds=timing.seconds, hidden=timing.hidden))
-    found.sort(key=lambda one: one.seconds)
-    return Plan(candidates=tuple(found), refused=refused, ranks=ranks, device_bytes=device_bytes, host_bytes=host_bytes)
+    given = {"ranks": ranks, "device_bytes": device_bytes, "host_is_apart": host_is_apart, "on_cpu": known, **trainer}
+    made = Plan(candidates=(), refused={}, ranks=ranks, device_bytes=device_bytes, host_bytes=host_bytes)
+
+    def extended(so_far: Plan, strategies: Iterable[dict[str, Any]]) -> Plan:
+        found, refused = [*so_far.candidates], {**so_far.refused}
+        for strategy in strategies:
+            try:
+                one = rehearse(module, batch, strategy, **given)
+            except (ValueError, NotImplementedError) as error:
+                refused[str(strategy)] = str(error)
+                continue
+            timing = one.timing(rates or Rates())
+            found.append(Candidate(strategy=strategy, rehearsal=one, seconds=timing.seconds, hidden=timing.hidden))
+        return replace(so_far, candidates=tuple(found), refused=refused)
+
+    for _, strategies in itertools.groupby(_strategies(fixed), key=_spends_time):
+        if thorough or not made.fitting:
+            made = extended(made, strategies)
+    return made if "bucket_size_mb" in fixed else extended(made, _with_other_buckets(made))
+
+
+def _spends_time(strategy: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Returns what a strategy saves memory by that costs time whatever the model: each is slower than without it."""
+    return strategy.get("activation_checkpointing"), strategy.get("offload")
+
+
+def _with_other_buckets(made: Plan) -> Iterator[dict[str, Any]]:
+    """Yields strategies for which other buckets may decide: the fastest that fits, the one that takes the least, and
+    those that are faster and nearly fit."""
+    fitting, by_need = made.fitting[:1], sorted(made.candidates, key=lambda one: one.device_bytes)
+    nearly = [one for one in by_need if fitting and one in made.faster(fitting[0])]
+    near = {id(one): one.strategy for one in (*fitting, *by_need[:1], *nearly[:1])}
+    for strategy, bucket in itertools.product(near.values(), BUCKETS):
+        yield {**strategy, "bucket_size_mb": bucket}
 
 
 def _strategies(fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -21,7 +21,7 @@ from lightning_zero.pl.strategy import ZeroStrategy
 from lightning_zero.pl.table import aligned, ranks_told, sized, wrapped
 from lightning_zero.rehearsal.cost import Rates, Timing, Work, timing_of
 from lightning_zero.rehearsal.imagined import ImaginedStrategy, Rank, Traffic
-from lightning_zero.rehearsal.memory import Moment, Phase
+from lightning_zero.rehearsal.memory import Moment, Phase, Station
 from lightning_zero.run.program import Program
 
 STEPS = 3  # the first one makes the optimizer's state, and the second one learns what follows
@@ -50,7 +50,7 @@ class Rehearsal:
     numel: int  # parameters of the model; with tensor parallelism, of this rank's part of it
     at_rest: Mapping[str, int]  # bytes between steps by category, as `ZeroStrategy.memory_report` has them in training
     peaks: Mapping[Phase, Moment]  # the moment of each phase with most bytes on the device
-    course: tuple[tuple[Phase, str, int], ...]  # of the last step: phase, where the rank was, and most bytes there
+    course: tuple[Station, ...]  # of the last step: where the rank was, one place after the other
     sent: Mapping[str, Traffic]  # by this rank in one step, by kind of operation
     saved: int  # bytes of tensors that this rank writes into a checkpoint of shards
     program: Program  # the step as data
@@ -170,7 +170,7 @@ def rehearse(
     )
     imagined = _imagined(strategy)
     imagined.played = played
-    with _quiet(), isolate_rng(), played.watching():
+    with _quiet(), isolated(), played.watching():
         train(module, batch, imagined, steps, **trainer)
     outcome = played.outcome
     if outcome is None:
@@ -212,7 +212,7 @@ def answers_of(module: Module, batch: Any, **trainer: Any) -> Answers:
     computing = ImaginedStrategy(0)
     computing.played = played
     one_batch = {name: value for name, value in trainer.items() if name != "accumulate_grad_batches"}
-    with _quiet(), isolate_rng(), played.watching():
+    with _quiet(), isolated(), played.watching():
         train(module, batch, computing, 1, **one_batch)
     return Answers(played.hollow.answers)
 
@@ -220,6 +220,8 @@ def answers_of(module: Module, batch: Any, **trainer: Any) -> Answers:
 def _imagined(strategy: ZeroStrategy | Mapping[str, Any] | int) -> ImaginedStrategy:
     if not isinstance(strategy, ZeroStrategy):  # one that the user knows tells what is wrong with the arguments
         strategy = ZeroStrategy(strategy) if isinstance(strategy, int) else ZeroStrategy(**strategy)
+    if strategy._is_open:
+        raise ValueError("stage='auto' is what a rehearsal helps to choose. Write a stage, or have `plan` choose.")
     return ImaginedStrategy(**strategy._arguments)
 
 
@@ -267,6 +269,19 @@ def batch_like(text: str) -> Callable[[], Any]:
         raise ValueError(f"{text!r} is no batch. Write shapes, such as 8x1024:int64,8:int64, or an import path.")
     found = found_at(text)
     return found if callable(found) else lambda: found
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Leaves random numbers as they were, also after an error, as Lightning's `isolate_rng` does not."""
+    error = None
+    with isolate_rng():
+        try:
+            yield
+        except BaseException as caught:
+            error = caught
+    if error is not None:
+        raise error
 
 
 @contextmanager

@@ -9,7 +9,7 @@ A program is a cycle. What is left for later by a step (an offloaded step, a pub
 use that needs it in the next step, with `lag` 1.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -186,22 +186,32 @@ class Program:
     def __str__(self) -> str:
         """Returns which parameters the `#` numbers are, and a line for each use at which anything happens. A prime
         marks what the step before has left."""
-        waits: dict[int, list[Op]] = {}
+        begins: defaultdict[int, list[Op]] = defaultdict(list)
+        waits: defaultdict[int, list[Op]] = defaultdict(list)
         for op in self.ops:
+            begins[op.at].append(op)
             if op.by is not None and op.by != op.at:
-                waits.setdefault(op.by, []).append(op)
-        rows, micro = [], -1
-        for number, use in enumerate(self.uses):
-            micro += use.cause is Cause.FORWARD
-            does, awaits = self._told(self.at(number)), self._told(waits.get(number, ()))
+                waits[op.by].append(op)
+        rows = []
+        for number, (use, name) in enumerate(zip(self.uses, self.names, strict=True)):
+            does, awaits = self.told(begins[number]), self.told(waits[number])
             if does or awaits or use.cause in (Cause.FORWARD, Cause.BACKWARD):
                 told = [does, f"waits: {awaits}" if awaits else ""]
-                rows.append((self._name(use, micro), "; ".join(filter(None, told))))
+                rows.append((name, "; ".join(filter(None, told))))
         width = max((len(name) for name, _ in rows), default=0)
         lines = [f"{name:{width}} | {told}".rstrip(" |") for name, told in rows]
         named = {op.target for op in self.ops if self._label_of(op).startswith("#")}
         legend = [f"#{number} is {self.facts.groups[number].holds}" for number in sorted(named)]
         return "\n".join([*legend, *lines])
+
+    @property
+    def names(self) -> list[str]:
+        """What each use is called in print: indented but for those that a step has in any model."""
+        names, micro = [], -1
+        for use in self.uses:
+            micro += use.cause is Cause.FORWARD
+            names.append(self._name(use, micro))
+        return names
 
     def _name(self, use: Use, micro: int) -> str:
         if use.cause is Cause.UNIT:
@@ -213,7 +223,8 @@ class Program:
         is_pass = use.cause in (Cause.FORWARD, Cause.BACKWARD)
         return f"{use.cause} {micro}" if is_pass and self.micro_batches > 1 else str(use.cause)
 
-    def _told(self, ops: Iterable[Op]) -> str:
+    def told(self, ops: Iterable[Op]) -> str:
+        """Returns what ops do, as it is printed."""
         told = []
         for (kind, lag), alike in groupby(ops, lambda op: (op.kind, op.lag)):
             labels = ", ".join(filter(None, map(self._label_of, alike)))

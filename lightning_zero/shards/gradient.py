@@ -376,7 +376,9 @@ def _pack_columns(packed: Tensor, grad: Tensor, chunk: Chunk) -> None:
     """Fills `packed` ``(N, width)`` with the columns of a chunk, whose slice holds one gradient padded with zeros."""
     flat, width = grad.reshape(-1), chunk.of.width
     rows, rest = divmod(flat.numel(), width)
-    packed[:rows] = flat[: rows * width].view(rows, width)[:, chunk.start : chunk.stop]
+    packed[:rows].copy_(flat[: rows * width].view(rows, width)[:, chunk.start : chunk.stop])
+    if rows == len(packed):
+        return
     packed[rows:].zero_()
     stop = max(chunk.start, min(rest, chunk.stop))
-    packed[rows : rows + 1, : stop - chunk.start] = flat[rows * width + chunk.start : rows * width + stop]
+    packed[rows, : stop - chunk.start].copy_(flat[rows * width + chunk.start : rows * width + stop])

@@ -1,0 +1,190 @@
+"""The commands ``lightning-zero rehearse`` and ``lightning-zero plan``: what they take, and what they print."""
+
+import argparse
+import ast
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# Each command imports what it needs, so that --help does not wait for torch.
+
+
+def add_plan(one: argparse.ArgumentParser) -> None:
+    """Adds what `run_plan` takes."""
+    one.usage = (
+        "lightning-zero plan --parameters N --ranks RANKS [options]\n"
+        "       lightning-zero plan MODEL --batch BATCH --ranks RANKS\n"
+        "                           --device-memory SIZE [options]"
+    )
+    tiers = ("cpu", "nvme")
+    what = one.add_mutually_exclusive_group(required=True)
+    what.add_argument("model", metavar="MODEL", nargs="?", help="rehearses it: the import path of what makes it")
+    what.add_argument("--parameters", type=_numel, help="without a model: how many, such as 7e9 or 7B")
+    _add_run(one)
+    one.add_argument("--host-memory", type=_nbytes, help="with MODEL: of the host for each rank, such as 100GB")
+    one.add_argument("--stage", type=int, choices=(1, 2, 3), help="all three by default")
+    one.add_argument("--offload", choices=tiers, help="where the optimizer state is kept, and at stages 2, 3 gradients")
+    one.add_argument("--offload-parameters", choices=tiers, help="where parameters are kept at stage 3")
+    one.add_argument("--replicas", type=int, default=1, help="as replicate_size (default 1)")
+    one.add_argument("--state-tensors", type=int, default=2, help="of the optimizer (default 2, as Adam; SGD has 0)")
+    one.add_argument("--averages", type=int, default=0, help="of the weights, as ZeroEMA keeps one (default 0)")
+
+
+def add_rehearse(one: argparse.ArgumentParser) -> None:
+    """Adds what `run_rehearse` takes."""
+    one.usage = "lightning-zero rehearse MODEL --batch BATCH --ranks RANKS [options]"
+    one.add_argument("model", metavar="MODEL", help="the import path of what makes a LightningModule")
+    _add_run(one)
+    one.add_argument("--rank", type=int, default=0, help="which one rehearses (default 0)")
+    one.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=2, help="of ZeRO (default 2)")
+    about = "another argument of ZeroStrategy, such as bucket_size_mb=50 or offload=cpu; may be repeated"
+    one.add_argument("--set", action="append", type=_setting, default=[], metavar="NAME=VALUE", help=about)
+    one.add_argument("--accumulate", type=int, default=1, help="micro-batches in a step (default 1)")
+    one.add_argument("--clip", type=positive, default=None, help="gradient norm that gradients are clipped to")
+    one.add_argument("--program", action="store_true", help="also print what is done at each use of the step")
+    one.add_argument("--plot", metavar="OUT.png", help="draw bytes at each stage, over the step, by ranks")
+    one.add_argument("--html", metavar="OUT.html", help="write a page with these, what is done when, and the tables")
+
+
+def _add_run(one: argparse.ArgumentParser) -> None:
+    """Adds what `rehearse` and `plan` have in common."""
+    precisions = "32-true bf16-mixed 16-mixed bf16-true 16-true 64-true".split()
+    batch = "one batch: an import path, or shapes, such as 8x1024:int64,8:int64 (float32 without a dtype)"
+    one.add_argument("--batch", help=batch)
+    one.add_argument("--arg", action="append", type=_setting, default=[], metavar="NAME=VALUE", help="of the model")
+    one.add_argument("--ranks", type=int, required=True, help="processes, one for each GPU")
+    one.add_argument("--device-memory", type=_nbytes, help="of one device, such as 80GB or 80GiB")
+    one.add_argument("--precision", choices=precisions, default="32-true", help="as the Trainer has it")
+    about = "first compute one step here, to answer what the model's code asks for"
+    one.add_argument("--on-cpu", action="store_true", help=about)
+
+
+def run_plan(options: argparse.Namespace) -> bool:
+    """Prints a plan, and returns whether nothing fits."""
+    of_model: dict[str, Any] = {"batch": None, "arg": [], "device_memory": None, "host_memory": None, "on_cpu": False}
+    of_number = {"offload": None, "offload_parameters": None, "state_tensors": 2, "averages": 0}
+    chosen, others = ("MODEL", of_number) if options.model is not None else ("--parameters", of_model)
+    for name, default in others.items():
+        if getattr(options, name) != default:
+            options.refuse(f"--{name.replace('_', '-')} has nothing to do with {chosen}")
+    if options.model is not None:
+        return _plan_model(options)
+    from lightning_zero.config import Offload
+    from lightning_zero.pl.planning import plan_text
+
+    tiers = {"optimizer": options.offload, "parameters": options.offload_parameters}
+    setting = {"precision": options.precision, "ranks": options.ranks, "replicate_size": options.replicas}
+    try:
+        setting["offload"] = Offload(**tiers, path="." if "nvme" in tiers.values() else None)
+        stages = (1, 2, 3) if options.stage is None else (options.stage,)
+        setting |= {"state_tensors": options.state_tensors, "averages": options.averages}
+        print(plan_text(int(options.parameters), stages, **setting))
+    except ValueError as error:
+        options.refuse(str(error))
+    return False
+
+
+def _plan_model(options: argparse.Namespace) -> bool:
+    from lightning_zero.rehearsal.planning import plan
+
+    if options.device_memory is None:
+        options.refuse("plan MODEL needs --device-memory, such as --device-memory 80GB")
+    fixed: dict[str, Any] = {} if options.stage is None else {"stage": options.stage}
+    fixed |= {} if options.replicas == 1 else {"replicate_size": options.replicas}
+    with _refusing(options):
+        found = plan(
+            *_model_and_batch(options),
+            ranks=options.ranks,
+            device_bytes=options.device_memory,
+            host_bytes=options.host_memory,
+            fixed=fixed,
+            on_cpu=options.on_cpu,
+            precision=options.precision,
+        )
+        print(found)
+    return not found.fitting
+
+
+def run_rehearse(options: argparse.Namespace) -> bool:
+    """Prints a rehearsal, and returns whether the device has too little memory."""
+    from lightning_zero.rehearsal.rehearsal import answers_of, rehearse
+
+    given: dict[str, Any] = {"accumulate_grad_batches": options.accumulate, "precision": options.precision}
+    given |= {} if options.clip is None else {"gradient_clip_val": options.clip}
+    given |= {"ranks": options.ranks, "rank": options.rank, "device_bytes": options.device_memory}
+    with _refusing(options):
+        model, batch = _model_and_batch(options)
+        if options.on_cpu:
+            given["on_cpu"] = answers_of(model, batch, precision=options.precision)
+        strategy = {"stage": options.stage, **dict(options.set)}
+        found = rehearse(model, batch, strategy, **given)
+        print(found)
+        if options.program:
+            print(f"\n{found.program}")
+        if options.plot or options.html:
+            from lightning_zero.rehearsal.comparison import compare
+            from lightning_zero.rehearsal.page import write_page
+            from lightning_zero.rehearsal.picture import draw
+
+            shown = compare(model, batch, strategy, found, **given)
+            if options.plot:
+                draw(options.plot, shown)
+            if options.html:
+                write_page(options.html, shown, options.model)
+            print("", *filter(None, (options.plot, options.html)), sep="\n  ")
+    return not found.fits
+
+
+@contextmanager
+def _refusing(options: argparse.Namespace) -> Iterator[None]:
+    """Says what is wrong with a model, a batch or a setting in one line."""
+    try:
+        yield
+    except (ValueError, TypeError, ImportError, RuntimeError) as error:
+        options.refuse(f"{type(error).__name__}: {error}")
+
+
+def _model_and_batch(options: argparse.Namespace) -> tuple[Callable[[], Any], Any]:
+    from lightning_zero.rehearsal.rehearsal import batch_like, found_at
+
+    if options.batch is None:
+        options.refuse("a rehearsal needs --batch: an import path, or shapes, such as --batch 8x1024:int64")
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: a model of one's own lies here
+    return partial(found_at(options.model), **dict(options.arg)), batch_like(options.batch)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """Reads ``name=value``; the value as Python writes it, or a text."""
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"{text} is not of the form NAME=VALUE")
+    with suppress(ValueError, SyntaxError):
+        return name, ast.literal_eval(value)
+    return name, value
+
+
+def _nbytes(text: str) -> int:
+    """Reads a size with its unit, such as ``80GB`` or ``1.5 TiB``."""
+    found = re.fullmatch(r"([0-9.e+]+)\s*([KMGT])(i?)B", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text} is not a size with a unit, such as 80GB or 80GiB")
+    return int(positive(found[1]) * (1024 if found[3] else 1000) ** (1 + "KMGT".index(found[2].upper())))
+
+
+def positive(text: str) -> float:
+    """Reads a finite number above 0."""
+    with suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+
+
+def _numel(text: str) -> float:
+    """Reads a number of parameters, such as ``7e9``, ``7B`` or ``350M``."""
+    size = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper())
+    return positive(text) if size is None else positive(text[:-1]) * size

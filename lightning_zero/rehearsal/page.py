@@ -1,0 +1,358 @@
+"""Writes a rehearsal as a page: one file, which needs no network and nothing beside a browser.
+
+Bars, the course of memory and tables are plain HTML and SVG, and can be read without scripts. `page.js` tells what is
+at a place of the course, and lays out the lanes, of which it draws what is in view: a step may have thousands of uses.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from lightning_zero.pl.table import ranks_told, sized
+from lightning_zero.rehearsal.comparison import COLOURS, OTHER, Comparison, in_order
+from lightning_zero.rehearsal.cost import Lane, Rates, Span
+from lightning_zero.rehearsal.growth import Scaled
+from lightning_zero.rehearsal.memory import Phase, phases_of
+from lightning_zero.rehearsal.rehearsal import Rehearsal
+from lightning_zero.run.program import Program
+
+ABOVE = 1.1  # how much higher than its highest value a drawing is
+FAR = 4  # a device that has more than so many times what is shown is told of, and not drawn
+HEIGHT = 1000  # of a drawing, in its own units
+PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
+# What the lanes' rows are called. What takes the device no time has a row of its own, or it would be hidden by work.
+ROWS = ("compute", "at once", "link", "host")
+
+
+def write_page(path: str | os.PathLike[str], shown: Comparison, name: str) -> None:
+    """Writes the page.
+
+    Args:
+        path: of the file, which is overwritten.
+        shown: what is on it.
+        name: of the model, in the title.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    Path(path).write_text(page_of(shown, name), encoding="utf-8")
+
+
+def page_of(shown: Comparison, name: str) -> str:
+    """Returns the page as HTML; see `write_page`."""
+    chosen, room = shown.chosen, files(__package__)
+    parts = [
+        f"<header><h1>What a step of {escape(name)} takes</h1>{_summary(chosen)}</header>",
+        _peaks(shown),
+        _course(chosen),
+        _growth(shown.growth),
+        _lanes(chosen),
+        _tables(chosen),
+        f'<script type="application/json" id="step">{_as_json(data_of(chosen))}</script>',
+        f"<script>{room.joinpath('page.js').read_text('utf-8')}</script>",
+    ]
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(name)}: {escape(chosen.strategy)} on {ranks_told(chosen.ranks)}</title>"
+        f"<style>{room.joinpath('page.css').read_text('utf-8')}</style>"
+    )
+    body = "\n".join(parts)
+    return f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body><main>\n{body}\n</main></body>\n</html>\n'
+
+
+def _summary(chosen: Rehearsal) -> str:
+    strategy = escape(chosen.strategy)
+    most = f"<strong>{sized(chosen.peak.nbytes)}</strong>"
+    fits = "" if chosen.device_bytes is None else f", and the device has {sized(chosen.device_bytes)}"
+    return (
+        f"<p><code>{strategy}</code> on {ranks_told(chosen.ranks)}: rank {chosen.rank} has {chosen.numel:,} parameters "
+        f"to train with, at most {most} on its device{fits}. Bytes are counted, in a rehearsal in which nothing is "
+        "computed; times are modelled, and not measured.</p>"
+    )
+
+
+# -- bytes by category
+
+
+def _peaks(shown: Comparison) -> str:
+    """Returns a bar for each stage."""
+    totals = {name: one.peak.nbytes for name, one in shown.stages.items()}
+    limit = shown.chosen.device_bytes
+    is_near = limit is not None and limit <= FAR * max(totals.values())
+    full = max(*totals.values(), limit if limit is not None and is_near else 0, 1)
+    bars = "".join(
+        f"<p{' class=chosen' if one is shown.chosen else ''}><span>{escape(name)}</span>"
+        f"<span>{sized(totals[name])}</span></p>"
+        f'<div class="bar" aria-hidden="true">{_segments(one.peak.device, shown.categories, full)}'
+        + (f'<b style="left:{100 * limit / full:.3f}%"></b>' if limit is not None and is_near else "")
+        + "</div>"
+        for name, one in shown.stages.items()
+    )
+    has = "" if limit is None else f" The device has {sized(limit)}{' (dashed)' if is_near else ''}."
+    rows = [
+        [name, *(sized(one.peak.device.get(name, 0)) for one in shown.stages.values())] for name in shown.categories
+    ]
+    rows.append(["all", *map(sized, totals.values())])
+    return (
+        "<section><h2>Bytes on the device, by stage</h2><figure>"
+        f"<figcaption>The most that one of {ranks_told(shown.chosen.ranks)} ever has on its device, by what it is "
+        f"for. The higher the stage, the more is divided among ranks.{has}</figcaption>"
+        f'{_legend(shown.categories)}<div class="bars">{bars}</div></figure>'
+        f"<details><summary>The same as numbers</summary>{_table(['on the device', *totals], rows)}</details></section>"
+    )
+
+
+def _segments(device: Mapping[str, int], categories: Sequence[str], full: int) -> str:
+    return "".join(
+        f'<i style="width:{100 * device[name] / full:.3f}%;background:{COLOURS.get(name, OTHER)}" '
+        f'title="{escape(name)}: {sized(device[name])}"></i>'
+        for name in categories
+        if device.get(name)
+    )
+
+
+def _legend(categories: Iterable[str]) -> str:
+    items = (f'<li><i style="background:{COLOURS.get(name, OTHER)}"></i>{escape(name)}</li>' for name in categories)
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    top = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
+    lines = "".join(
+        f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
+        for first, *cells in rows
+    )
+    return f'<div class="wide" tabindex="0"><table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>'
+
+
+# -- bytes over the step
+
+
+def _course(chosen: Rehearsal) -> str:
+    """Returns bytes by category, stacked, from the first place in the step to the last."""
+    course, most = chosen.course, ABOVE * max([1, *(one.nbytes for one in chosen.course)])
+    names = in_order(name for one in course for name in one.device)
+    marks = _marks(most)
+    lines = "".join(
+        f'<path d="M0,{_up(mark, most)}H{len(course)}" stroke="var(--line)" vector-effect="non-scaling-stroke"/>'
+        for mark in marks
+    )
+    # What lies on top is drawn first, down to the ground, and what lies below is drawn over it.
+    areas = "".join(
+        f'<path d="{_outline([sum(one.device.get(each, 0) for each in names[: at + 1]) for one in course], most)}" '
+        f'fill="{COLOURS.get(names[at], OTHER)}"/>'
+        for at in reversed(range(len(names)))
+    )
+    bands = "".join(
+        f'<span class="{phase}" style="left:{100 * begin / len(course):.3f}%;'
+        f'width:{100 * (end - begin) / len(course):.3f}%">{phase}</span>'
+        for phase, begin, end in _stretches([one.phase for one in course])
+    )
+    axis = "".join(f'<span style="bottom:{100 * mark / most:.2f}%">{sized(mark)}</span>' for mark in marks)
+    top = max(range(len(course)), key=lambda at: course[at].nbytes, default=0)
+    return (
+        "<section><h2>Bytes over a step</h2><figure>"
+        "<figcaption>Where the rank is, one module after the other, and the most that it has on its device while it "
+        "is there. Point at a place, or move the slider with the arrow keys.</figcaption>"
+        f'{_legend(names)}<div class="chart"><div class="axis" aria-hidden="true">{axis}</div>'
+        f'<div class="plot" id="course-plot"><div class="phases" aria-hidden="true">{bands}</div>'
+        f'<svg viewBox="0 0 {max(1, len(course))} {HEIGHT}" preserveAspectRatio="none" aria-hidden="true">'
+        f'{lines}{areas}</svg><div class="cursor scripted" id="course-cursor"></div></div>'
+        '<div class="below scripted"><input type="range" id="course-at" aria-label="place in the step" min="0" '
+        f'max="{max(0, len(course) - 1)}" value="{top}"></div></div>'
+        '<output class="scripted" id="course-told" for="course-at"></output></figure></section>'
+    )
+
+
+def _up(value: float, most: float) -> int:
+    return round(HEIGHT - HEIGHT * value / most)
+
+
+def _outline(heights: Sequence[int], most: float) -> str:
+    """Returns the path of an area with steps; heights that do not change need no letters."""
+    path, before = [f"M0,{HEIGHT}"], HEIGHT
+    for at, height in enumerate(heights):
+        if (up := _up(height, most)) != before:
+            path.append(f"H{at}V{up}")
+            before = up
+    return "".join(path) + f"H{len(heights)}V{HEIGHT}Z"
+
+
+def _marks(most: float) -> list[float]:
+    """Returns round numbers up to `most`, which is more than zero: three to six."""
+    power = 10.0 ** math.floor(math.log10(most))
+    every = next(step * power for step in (0.2, 0.5, 1, 2) if most / (step * power) < 6)
+    return [every * at for at in range(1, int(most / every) + 1)]
+
+
+def _stretches(phases: Sequence[Phase]) -> list[tuple[Phase, int, int]]:
+    """Returns where each phase begins and ends; with micro-batches there are several of one kind."""
+    begins = [at for at, phase in enumerate(phases) if at == 0 or phases[at - 1] is not phase]
+    return [
+        (phases[begin], begin, end) for begin, end in zip(begins, [*begins[1:], len(phases)], strict=True) if phases
+    ]
+
+
+# -- on more ranks and fewer
+
+
+def _growth(growth: Sequence[Scaled]) -> str:
+    """Returns bytes, seconds and, where the device is known, throughput by the number of ranks."""
+    panels = {
+        "most bytes on the device": _by_ranks({one.ranks: one.rehearsal.peak.nbytes for one in growth}, sized),
+        "seconds per step, modelled": _by_ranks({one.ranks: one.seconds for one in growth}, _digits),
+    }
+    head, rows = (
+        ["ranks", "on the device", "s/step (model)"],
+        [[f"{one.ranks:,}", sized(one.rehearsal.peak.nbytes), _digits(one.seconds)] for one in growth],
+    )
+    grown = {one.ranks: one.throughput for one in growth if one.throughput is not None}
+    told = ""
+    if grown:
+        panels["batches per second of a rank that has filled its device, modelled"] = _by_ranks(grown, _digits)
+        head += ["batches that fit", "batches/s of a rank (model)"]
+        for row, one in zip(rows, growth, strict=True):
+            row += ["-" if one.throughput is None else _digits(each or 0) for each in (one.batches, one.throughput)]
+        told = (
+            " Memory that more ranks free can hold a larger batch, so that less of a step is sending: then each rank "
+            "does more in a second, and the run grows faster than its ranks. In this model what forward and backward "
+            "make, and their work, grow as the batch does, and a tenth of the device stays free."
+        )
+    drawn = "".join(f"<div><h3>{title}</h3>{panel}</div>" for title, panel in panels.items())
+    return (
+        "<section><h2>On more ranks and fewer</h2><figure><figcaption>The same strategy and the same batch for each "
+        f"rank, rehearsed for each number of ranks. The link is as fast for any of them.{told}</figcaption>"
+        f'<div class="panels">{drawn}</div></figure>{_table(head, rows)}</section>'
+    )
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _by_ranks(values: Mapping[int, float], told: Callable[[float], str]) -> str:
+    """Returns a line over the number of ranks, which doubles from step to step of the axis."""
+    most = ABOVE * max(values.values()) or 1
+    first, last = math.log2(min(values)), math.log2(max(values))
+    places = {ranks: (math.log2(ranks) - first) / max(1, last - first) for ranks in values}
+    marks = _marks(most)
+    axis = "".join(f'<span style="bottom:{100 * mark / most:.2f}%">{told(mark)}</span>' for mark in marks)
+    lines = "".join(
+        f'<path d="M0,{_up(mark, most)}H{HEIGHT}" stroke="var(--line)" vector-effect="non-scaling-stroke"/>'
+        for mark in marks
+    )
+    line = "L".join(f"{round(HEIGHT * places[ranks])},{_up(value, most)}" for ranks, value in values.items())
+    dots = "".join(
+        f'<i style="left:{100 * places[ranks]:.2f}%;bottom:{100 * value / most:.2f}%" '
+        f'title="{ranks_told(ranks)}: {told(value)}"></i>'
+        for ranks, value in values.items()
+    )
+    ranks_axis = "".join(f'<span style="left:{100 * places[ranks]:.2f}%">{ranks:,}</span>' for ranks in values)
+    return (
+        f'<div class="chart small" aria-hidden="true"><div class="axis">{axis}</div><div class="plot">'
+        f'<svg viewBox="0 0 {HEIGHT} {HEIGHT}" preserveAspectRatio="none">{lines}<path d="M{line}" fill="none" '
+        f'stroke="var(--accent)" stroke-width="2" vector-effect="non-scaling-stroke"/></svg>{dots}</div>'
+        f'<div class="below ranks">{ranks_axis}</div></div>'
+    )
+
+
+# -- lanes
+
+
+def _lanes(chosen: Rehearsal) -> str:
+    return (
+        "<section><h2>What is done when</h2>"
+        "<figure><figcaption>The program of a step in which another one came before, laid out by a model of its time "
+        "with the rates of about an A100: what the device computes, what it does at once, what the rank sends, and "
+        "what moves between the device and where the optimizer rests. These lanes run beside each other. A gap in "
+        "<em>compute</em> is time in which the device waits.</figcaption>"
+        '<div class="scripted"><div class="keys"><button type="button" id="nearer">zoom in</button>'
+        '<button type="button" id="farther">zoom out</button><button type="button" id="whole">whole step</button>'
+        '</div><div class="lanes"><div class="names" id="rows" aria-hidden="true"></div>'
+        '<div class="view" id="view" tabindex="0" role="group" aria-describedby="lanes-told" aria-label="lanes: left '
+        'and right go from one to the next, up and down to another lane, plus and minus zoom, 0 shows all">'
+        '<div class="strip" id="strip"></div></div></div><output id="lanes-told"></output></div>'
+        "<noscript><p>The lanes are drawn by a script. The program stands below as text.</p></noscript>"
+        f"</figure>{_times(chosen)}</section>"
+    )
+
+
+def _times(chosen: Rehearsal) -> str:
+    timing = chosen.timing(Rates())
+    told = {
+        "a step": timing.seconds,
+        "computing": timing.compute,
+        "sending": timing.sent,
+        "moving to and from the host": timing.moved,
+        "waiting": timing.waited,
+    }
+    return _table(["modelled", "seconds"], [[name, f"{seconds:.3g}"] for name, seconds in told.items()])
+
+
+def data_of(chosen: Rehearsal) -> dict[str, Any]:
+    """Returns what the script reads. Times are in ns, `names` and `phases` are referred to by their numbers."""
+    program, timing = chosen.program, chosen.timing(Rates())
+    numbers: dict[str, int] = {}
+
+    def number(name: str) -> int:
+        return numbers.setdefault(name, len(numbers))
+
+    uses = [name.strip() for name in program.names]
+    rows: dict[str, list[list[int]]] = {row: [] for row in ROWS}
+    for span in timing.spans:
+        op = None if span.op is None else program.ops[span.op]
+        name = uses[span.use] if op is None else program.told([op])
+        waiting = -1 if op is None or op.by is None else number(uses[op.by])
+        times = [round(span.begin * 1e9), round(span.end * 1e9)]
+        rows[_row_of(span)].append([*times, number(name), span.nbytes, waiting])
+    categories = in_order(name for one in chosen.course for name in one.device)
+    course = [
+        [PHASES.index(one.phase), number(one.place), [one.device.get(name, 0) for name in categories]]
+        for one in chosen.course
+    ]
+    return {
+        "ns": round(timing.seconds * 1e9),
+        "phases": PHASES,
+        "parts": _parts(program, timing.spans, timing.seconds),
+        "rowNames": list(ROWS),
+        "rows": list(rows.values()),
+        "categories": categories,
+        "course": course,
+        "names": list(numbers),
+    }
+
+
+def _row_of(span: Span) -> str:
+    if span.lane is Lane.DEVICE:
+        return "compute" if span.op is None else "at once"
+    return str(span.lane)
+
+
+def _parts(program: Program, spans: Iterable[Span], seconds: float) -> list[list[int]]:
+    """Returns the phases of the step: number, begin and end in ns."""
+    begins: dict[int, float] = {}  # of what begins first at each use
+    for span in spans:
+        begins[span.use] = min(span.begin, begins.get(span.use, span.begin))
+    times = [*(round(begins[use] * 1e9) for use in range(len(program.uses))), round(seconds * 1e9)]
+    return [[PHASES.index(phase), times[begin], times[end]] for phase, begin, end in _stretches(phases_of(program))]
+
+
+# -- text
+
+
+def _tables(chosen: Rehearsal) -> str:
+    return (
+        f'<section><h2>As it is printed</h2><pre tabindex="0">{escape(str(chosen))}</pre>'
+        "<details><summary>The program: what is done at each use of the step</summary>"
+        f'<pre tabindex="0">{escape(str(chosen.program))}</pre></details></section>'
+    )
+
+
+def _as_json(data: Any) -> str:
+    """Returns JSON that no name in it can end the script's element with."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
