@@ -311,6 +311,16 @@ def allocated_bytes(device: torch.device) -> int:
     return int(module_of(device).max_memory_allocated(device))
 
 
+def held_bytes(device: torch.device) -> int:
+    """Returns the bytes that tensors have on a device now."""
+    return int(module_of(device).memory_allocated(device))
+
+
+def total_bytes(device: torch.device) -> int:
+    """Returns the bytes of a device."""
+    return int(module_of(device).mem_get_info(device)[1])
+
+
 def free_bytes(device: torch.device) -> int:
     """Returns the bytes of a device that are free."""
     return int(module_of(device).mem_get_info(device)[0])

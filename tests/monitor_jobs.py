@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
@@ -58,15 +57,6 @@ class WithoutMetrics(Recorder):
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         if "zero/peak_bytes" in metrics:
             raise NotImplementedError
-
-
-class Greedy(Classifier):
-    """Asks for more memory than there is address space, in the forward of its second step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if batch_idx == 1:
-            torch.empty(10**15, dtype=torch.uint8)
-        return super().training_step(batch, batch_idx)
 
 
 @contextmanager
@@ -123,13 +113,3 @@ def watch(strategy: Any, *, asked: bool = True, summary: int | None = None, **kw
         "report": dict(report),
         "printed": str(report),
     }
-
-
-def run_out(strategy: Any, *, asked: bool) -> dict[str, Any]:
-    """A fit that runs out of memory, with a `ZeroMonitor` if `asked`."""
-    with listening("lightning_zero.pl.monitor") as said:
-        try:
-            trainer(strategy, 2, callbacks=[ZeroMonitor()] if asked else []).fit(Greedy(), loader())
-        except RuntimeError as error:
-            return {"said": said, "error": str(error)}
-    return {"said": said, "error": None}

@@ -1,8 +1,14 @@
 """The time of a step, as its lanes are laid out."""
 
+from typing import Any
+
+import lightning as L
 import pytest
+import torch
+from torch import Tensor, nn
 
 from lightning_zero.rehearsal.cost import Lane, Rates, Span, Work, timing_of
+from lightning_zero.rehearsal.rehearsal import rehearse
 from lightning_zero.run.program import Cause, Facts, GroupFacts, Kind, Op, Program, Use
 
 RATES = Rates(flops=1.0, memory=1e30, link=1.0, latency=0.0, host=1.0)
@@ -63,3 +69,43 @@ def test_spans_say_from_when_to_when_each_use_and_op_lies_on_its_lane() -> None:
 def test_a_rate_is_more_than_nothing(name: str) -> None:
     with pytest.raises(ValueError, match=rf"Rates\({name}=0\) is to be more than 0"):
         Rates(**{name: 0})
+
+
+WIDTH, BLOCKS = 512, 48
+BLOCK_MIB = 8 * WIDTH**2 * 4 / 2**20
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Tower(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.blocks(batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_r63_four_fifths_are_hidden_where_communication_takes_as_long_as_computation(stage: int) -> None:
+    """At stages 1 and 2 more cannot be: half of what is sent are new weights, which nothing but the next forward can
+    hide, and that is a third of the computation. So a sixth stays, and what is sent before the first block and after
+    the last one."""
+    strategy = {"stage": stage, "units": {Block}, "bucket_size_mb": BLOCK_MIB}
+    told = rehearse(Tower, lambda: torch.ones(64, WIDTH), strategy, ranks=8)
+    computed = sum(work.flops for work in told.work.values())
+    rates = Rates(flops=computed, memory=1e30, link=told.program.bytes_sent, latency=0.0)  # each takes a second
+    timing = told.timing(rates)
+    assert (timing.compute, timing.sent) == pytest.approx((1.0, 1.0))
+    assert timing.hidden >= 0.8
+    assert timing.seconds == pytest.approx(2.0 - timing.hidden)

@@ -119,6 +119,44 @@ def test_a_kernel_past_torch_sees_the_latest_weights_of_a_child(stage: int, make
     assert_same_bits(found, expected)
 
 
+class Noting(nn.Linear):
+    """Notes how many groups are still without their latest weights when it is called."""
+
+    engine: Engine | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.engine is not None:
+            self.noted = sum(group.is_behind for group in self.engine.groups)
+        return super().forward(x)
+
+
+class Around(nn.Sequential):
+    """May do anything with the weights of its children."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("kind", "noted"), [(nn.Sequential, [2, 1, 0]), (Around, [0, 0, 0])])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_sequence_of_layers_has_each_wait_for_its_own_weights(stage: int, kind: Any, noted: list[int]) -> None:
+    def run(comm: Comm) -> list[int]:
+        layers = [Noting(4, 4, bias=False) for _ in range(3)]
+        module = kind(*layers)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        options = Options(bucket_bytes=64, late_publish_bytes=0)
+        engine = Engine(module, [optimizer], stage=stage, comm=comm, options=options)
+        backward(engine)
+        optimizer.step()
+        for layer in layers:
+            layer.engine = engine
+        backward(engine)
+        engine.close()
+        return [layer.noted for layer in layers]
+
+    assert ThreadWorld(2).run(run) == [noted] * 2
+
+
 class Ones(Stored):
     def __init__(self, parameter: torch.Tensor) -> None:
         super().__init__("ones", tuple(parameter.shape), torch.float32)

@@ -1,4 +1,4 @@
-"""`ZeroMonitor`: the table at the start, what loggers get, the summary, and what is said when memory runs out."""
+"""`ZeroMonitor`: the table at the start, what loggers get, and the summary at the end."""
 
 import copy
 import pickle
@@ -13,20 +13,11 @@ from torch.optim.swa_utils import get_ema_avg_fn
 import monitor_jobs as jobs
 from jobs import Classifier, loader, trainer
 from lightning_zero import ZeroEMA, ZeroMonitor
-from lightning_zero.pl.advice import (
-    BESIDE,
-    Held,
-    Option,
-    advice_for,
-    is_out_of_memory,
-    options_beside_ddp,
-    options_of,
-)
+from lightning_zero.pl.advice import options_beside_ddp
 from lightning_zero.pl.table import WIDTH, MemoryReport, sized, table_of
 from lightning_zero.run.average import Average, room_for_average
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.run.forecast import Forecast, bytes_to_save, bytes_under_ddp, forecast
-from lightning_zero.tiers.ledger import Category
 from lightning_zero.wire.comm import Comm
 from models import seeded
 from ranks import RankPool
@@ -316,54 +307,6 @@ def test_a_run_without_loggers_says_the_same(two_ranks: RankPool) -> None:
     assert run["printed"].splitlines()[-1].startswith("all ")
 
 
-# --- out of memory
-
-
-@pytest.mark.parametrize(("strategy", "asked"), [({"stage": 1}, True), ({"stage": 2}, False), (DDP, True)])
-def test_five_lines_say_what_has_grown_and_what_frees_most(strategy: Any, asked: bool, two_ranks: RankPool) -> None:
-    for rank, run in enumerate(two_ranks.run(jobs.run_out, strategy, asked=asked)):
-        assert "can't allocate memory" in run["error"]
-        (said,) = run["said"]
-        lines = said.splitlines()
-        assert len(lines) <= 5
-        assert lines[0] == f"Out of memory on rank {rank}, in step 1: 1,000 TB more were asked for"
-        assert lines[1].startswith(f"  grew most: {BESIDE}, by 1,000 TB")
-        assert lines[2].startswith("  here: parameter ")
-        assert lines[3].startswith("  frees most: ")
-
-
-def test_what_frees_most_comes_from_what_rests_here() -> None:
-    def job(comm: Comm) -> list[Option]:
-        engine, optimizer = begin(comm, 1)
-        return options_of(engine, 1, forecast(engine, [optimizer]), beside=7)
-
-    psi = 43_520
-    two, three, offloaded, again = ThreadWorld(2, 20).run(job)[0]
-    assert (two.write, three.write) == ("stage=2", "stage=3")
-    assert two.nbytes == pytest.approx(4 * psi / 2, rel=0.01)
-    assert three.nbytes == pytest.approx(8 * psi / 2, rel=0.01)
-    assert offloaded.write == "offload=Offload(optimizer='nvme', path=...)"
-    assert offloaded.nbytes == pytest.approx(8 * psi / 2, rel=0.01)
-    assert again == Option("activation_checkpointing=True or a smaller batch", 7)
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_an_average_is_divided_and_offloaded_with_the_optimizers_state(stage: int) -> None:
-    def job(comm: Comm) -> list[Option]:
-        engine, optimizer = begin(comm, stage)
-        average = Average(engine, get_ema_avg_fn(0.9))
-        options = options_of(engine, stage, forecast(engine, [optimizer]), beside=7)
-        assert not average.updates
-        return options
-
-    options = {option.write: option.nbytes for option in ThreadWorld(2, 20).run(job)[0]}
-    both = 12 * 43_520  # bytes of Adam's state and the average
-    rests = both if stage == 0 else both / 2
-    assert options["offload=Offload(optimizer='nvme', path=...)"] == pytest.approx(rests, rel=0.01)
-    if stage == 0:
-        assert options["stage=1"] == pytest.approx(both / 2, rel=0.01)
-
-
 def test_lightnings_average_counts_where_there_is_no_zero_strategy() -> None:
     told: list[dict[str, Any]] = []
     monitor = ZeroMonitor(log=False)
@@ -378,27 +321,3 @@ def test_lightnings_average_counts_where_there_is_no_zero_strategy() -> None:
     under = bytes_under_ddp(module, run.optimizers, averages=1)
     whole, _, _ = options_beside_ddp(under, 2, 7)
     assert whole.nbytes == (sum(under.values()) - under["bucket"]) // 2
-
-
-def test_an_optimizers_own_request_counts_as_its_state() -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.AdamW([parameter], foreach=False)
-    parameter.grad = torch.ones(2)
-
-    def zeros_like(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes.")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "zeros_like", zeros_like)
-        with pytest.raises(RuntimeError) as caught:
-            optimizer.step()
-    assert is_out_of_memory(caught.value)
-    told = advice_for(caught.value, "here", Held({}, 0), Held({Category.PARAMETER: 8}, 0), [])
-    assert "grew most: optimizer state, by 4.1 kB" in told
-    assert told.endswith("frees most: a smaller batch")
-
-
-def test_other_errors_are_no_business_of_it() -> None:
-    assert not is_out_of_memory(RuntimeError("shapes do not match"))
-    assert not is_out_of_memory(ValueError("out of memory"))
-    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.checkpoint import resume
+from lightning_zero.pl.advice import advise, advise_on_uncaught, tell_once
 from lightning_zero.pl.lightning_private import states_in
 from lightning_zero.pl.precision import ShardedGradients, SkippedSteps
 from lightning_zero.pl.sharded_module import ShardedModule, SyncControl
@@ -92,6 +93,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         self._steps = 0  # of all optimizers
         self._overflows: dict[Optimizer, Overflow] = {}  # what unscaling has found for steps that are to come
         self._skipped = SkippedSteps(of._settings.max_skipped_steps)
+        advise_on_uncaught(self)
 
     # -- ranks
 
@@ -390,6 +392,12 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
             rank_zero_warn(f"strict=False: {left}. These stay as they are.")
 
     # -- the end
+
+    def advise_on(self, error: BaseException) -> None:
+        """Says, if memory has run out, what has grown, and which options free most; of each error once."""
+        module = self._modules[0].module if self._modules else None
+        where = f"on rank {self.global_rank}, in step {self._steps}"
+        tell_once(error, lambda: advise(self, error, where, module))
 
     @override
     def teardown(self) -> None:

@@ -1,12 +1,8 @@
 """`ZeroMonitor`: reports what a run holds, sends and waits for, at its start, in its loggers and at its end."""
 
-import logging
 import re
-import resource
 import statistics
-import sys
 from collections.abc import Callable
-from contextlib import suppress
 from functools import wraps
 from typing import Any, final
 
@@ -17,20 +13,27 @@ from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_zero.device import allocated_bytes, is_host
-from lightning_zero.pl.advice import Held, advice_for, is_out_of_memory, options_beside_ddp, options_of
+from lightning_zero.device import allocated_bytes, held_bytes, is_host
+from lightning_zero.pl.advice import (
+    BESIDE,
+    Held,
+    advice_for,
+    advise,
+    asked_bytes,
+    command_for,
+    options_beside_ddp,
+    tell_once,
+)
 from lightning_zero.pl.checkpointing import CheckpointingStrategy
 from lightning_zero.pl.lightning_private import accumulates, logged_step, should_log
 from lightning_zero.pl.precision import ShardedGradients
 from lightning_zero.pl.table import bytes_table, ranks_told, sized
-from lightning_zero.run.forecast import bytes_under_ddp, forecast
+from lightning_zero.run.forecast import bytes_under_ddp
+from lightning_zero.tiers.host_memory import peak_resident_bytes, resident_bytes
 from lightning_zero.tiers.ledger import Category
 from lightning_zero.wire.clock import Clock, Mark
 
-log = logging.getLogger(__name__)
-
 KEPT = 1000  # number of latest steps whose median time is reported
-MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024  # unit of getrusage's ru_maxrss
 
 
 @final
@@ -38,15 +41,25 @@ class MemoryAdvice(pl.Callback):
     """Says, when memory runs out, what has grown, and which option frees most."""
 
     def __init__(self) -> None:
-        self._before = Held({}, 0)  # at the start of fit
+        self._before = 0  # bytes of the device that no category has, at the start of fit
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        self._before = _held(trainer, pl_module)
+        if not isinstance(trainer.strategy, CheckpointingStrategy):
+            self._before = _beside_ddp(trainer, pl_module)
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        if is_out_of_memory(exception):
-            with suppress(Exception):  # an error here must not replace the one of the run
-                log.error(_advice(trainer, pl_module, exception, self._before))
+        tell_once(exception, lambda: self._advice(trainer, pl_module, exception))
+
+    def _advice(self, trainer: "pl.Trainer", module: "pl.LightningModule", error: BaseException) -> str:
+        strategy, where = trainer.strategy, f"on rank {trainer.global_rank}, in step {trainer.global_step}"
+        if isinstance(strategy, CheckpointingStrategy):
+            return advise(strategy, error, where, module, trains=trainer.training)
+        beside = _beside_ddp(trainer, module)
+        grown = max(beside - self._before, 0)
+        under_ddp = bytes_under_ddp(module, trainer.optimizers, averages=_averages(trainer))
+        options = options_beside_ddp(under_ddp, trainer.world_size, grown + asked_bytes(error))
+        held = Held(bytes_at_rest(trainer, module), {BESIDE: grown}, beside)
+        return advice_for(error, where, held, options, command_for(module, trainer.world_size, strategy.root_device))
 
 
 class ZeroMonitor(pl.Callback):
@@ -171,7 +184,7 @@ class ZeroMonitor(pl.Callback):
             "seconds_per_step": statistics.median(latest) * per_step if latest else None,
             "wait_seconds_per_step": self._waited * per_step / self._batches if counts else None,
             "memory_bytes": {str(category): nbytes for category, nbytes in bytes_at_rest(trainer, module).items()},
-            "peak_resident_bytes": resident_bytes(),
+            "peak_resident_bytes": peak_resident_bytes(),
             "peak_device_bytes": _peak_bytes(trainer) if _is_on_device(trainer) else None,
             "wire_bytes_per_step": self._sent * per_step // self._batches if counts else _formula(trainer, module),
         }
@@ -229,17 +242,12 @@ def _averages(trainer: "pl.Trainer") -> int:
     return sum(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
-def resident_bytes() -> int:
-    """Returns the most that this process has had in host memory."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES
-
-
 def _is_on_device(trainer: "pl.Trainer") -> bool:
     return not is_host(trainer.strategy.root_device)
 
 
 def _peak_bytes(trainer: "pl.Trainer") -> int:
-    return allocated_bytes(trainer.strategy.root_device) if _is_on_device(trainer) else resident_bytes()
+    return allocated_bytes(trainer.strategy.root_device) if _is_on_device(trainer) else peak_resident_bytes()
 
 
 def _communicated(trainer: "pl.Trainer") -> tuple[int, float]:
@@ -271,18 +279,7 @@ def _summary(costs: dict[str, Any]) -> str:
     return f"Trained {costs['steps']} steps. Rank 0:\n  " + "\n  ".join(told)
 
 
-def _held(trainer: "pl.Trainer", module: "pl.LightningModule") -> Held:
-    report = {name: nbytes for name, nbytes in bytes_at_rest(trainer, module).items() if "(" not in name}
-    return Held(report, max(_peak_bytes(trainer) - sum(report.values()), 0))
-
-
-def _advice(trainer: "pl.Trainer", module: "pl.LightningModule", error: BaseException, before: Held) -> str:
-    strategy, now = trainer.strategy, _held(trainer, module)
-    beside = max(now.beside - before.beside, 0)
-    if isinstance(strategy, CheckpointingStrategy) and strategy.engine is not None:
-        expected = forecast(strategy.engine, trainer.optimizers)
-        options = options_of(strategy.engine, strategy.stage, expected, beside)
-    else:
-        under_ddp = bytes_under_ddp(module, trainer.optimizers, averages=_averages(trainer))
-        options = options_beside_ddp(under_ddp, trainer.world_size, beside)
-    return advice_for(error, f"on rank {trainer.global_rank}, in step {trainer.global_step}", before, now, options)
+def _beside_ddp(trainer: "pl.Trainer", module: "pl.LightningModule") -> int:
+    """Returns the bytes of the device, or without a GPU of the process, that are in no category."""
+    there = held_bytes(trainer.strategy.root_device) if _is_on_device(trainer) else resident_bytes()
+    return max(there - sum(bytes_at_rest(trainer, module).values()), 0)

@@ -23,6 +23,7 @@ from lightning_zero.checkpoint.single import write_at_once
 from lightning_zero.config import Checkpoint, Offload
 from lightning_zero.device import HOST, free_bytes, is_host, untested
 from lightning_zero.pl import ranks
+from lightning_zero.pl.advice import bytes_beside
 from lightning_zero.pl.lightning_private import move_states
 from lightning_zero.pl.single_file import choose_format, format_beside, is_plugin, refuse_place
 from lightning_zero.pl.table import MemoryReport, table_of, told_of_whole
@@ -82,6 +83,7 @@ class ShardedStrategy:
     _settings: Settings
     _comm: Comm | None = None
     _keeper: CheckpointKeeper | None = None
+    _beside_before: Mapping[torch.device, int] = {}  # bytes that no engine has booked, before training
     _goes_on_from_shards = False  # the run has resumed from a sharded checkpoint
 
     def _engine_of(self, what: Module | Parameter | None) -> Engine:
@@ -244,10 +246,11 @@ class ShardedStrategy:
             param_dtype=None if options.param_dtype == torch.float32 else options.param_dtype,
             machine=self._machine(),
         )
-        ledger = self._new_ledger()
-        return Engine(
-            module, optimizers, stage=self.stage, comm=comm, device=self.root_device, options=options, ledger=ledger
-        )
+        ledger, device = self._new_ledger(), self.root_device
+        engine = Engine(module, optimizers, stage=self.stage, comm=comm, device=device, options=options, ledger=ledger)
+        report = engine.bytes_by_category()
+        self._beside_before = {memory: bytes_beside(report, device, memory) for memory in (HOST, device)}
+        return engine
 
     def _machine(self) -> Machine:
         """Returns what each rank of this machine may use of it."""

@@ -1,5 +1,6 @@
 """`Engine`: trains one module with its optimizers at a stage of ZeRO. Knows nothing of Lightning."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, final
@@ -135,6 +136,7 @@ class Engine:
         for group in self.groups:
             if not group.is_plain:
                 self._interception.hide(group)
+        self.ledger.note_rest()
 
     # -- forward
 
@@ -250,6 +252,7 @@ class Engine:
             yield
             self.journal.end_step(optimizer)
         self.averages.forget()
+        self.ledger.note_rest()
 
     def expect_step(self) -> None:
         """Notes that gradients have just been clipped, and that the step comes next, before any code of users, on every
@@ -323,6 +326,18 @@ class Engine:
                 with no_interception():
                     live[Category.GRADIENT] += 0 if parameter.grad is None else local_of(parameter.grad).nbytes
         return live
+
+    def bytes_grown(self) -> Counter[str]:
+        """Returns by how many bytes each category in memory has grown since it rested after the last step, or since
+        set-up. Allocates nothing."""
+        grown: Counter[str] = Counter()
+        for (category, tier), nbytes in self.ledger.live_in.items():
+            if tier is not Tier.DISK:
+                grown[category_in(category, tier)] = nbytes - self.ledger.rested.get((category, tier), 0)
+        if not self.journal.has_step:  # later, what autograd has left in `p.grad` has been there after the step before
+            booked = self.ledger.live_in[Category.GRADIENT, Tier.DEVICE]
+            grown[Category.GRADIENT] += self.bytes_by_category()[Category.GRADIENT] - booked
+        return grown
 
     @property
     def optimizers(self) -> list[Optimizer]:

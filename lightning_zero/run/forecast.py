@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -41,16 +42,26 @@ def forecast(
     That is gradients that autograd will leave, state that each optimizer makes when it is tried, and `averages` of the
     model (see `average.room_for_average`)."""
     optimizers = list(optimizers)
-    here = Counter(engine.bytes_by_category())
+    here = bytes_to_rest(engine, optimizers)
     for room in averages:
         here.update({category_in(*where): nbytes for where, nbytes in room.items()})
+    numel = sum(local_of(parameter).numel() for parameter in engine.module.parameters())
+    return Forecast(numel, here, bytes_under_ddp(engine.module, optimizers, averages=len(averages)))
+
+
+def bytes_to_rest(
+    engine: Engine, optimizers: Iterable[Optimizer], tried_on: torch.device | None = None
+) -> Counter[str]:
+    """Returns the bytes of `Forecast.here` without averages that are still to come. Optimizers are tried on the device
+    `tried_on`; None: where each one steps."""
+    here = Counter(engine.bytes_by_category())
     for shard in engine.reductions.shards:
         if not shard.travels and not engine.options.step_in_backward:
             with no_interception():
                 to_come = [slot for slot in shard.group.slots if slot.parameter.grad is None]
             here[Category.GRADIENT] += sum(slot.numel for slot in to_come) * shard.dtype.itemsize
     for optimizer in optimizers:
-        tensors, made = _state_tensors_of(optimizer), optimizer.state
+        tensors, made = _state_tensors_of(optimizer, tried_on), optimizer.state
         for parameter in _stepped(optimizer):
             if isinstance(made, dict) and dict.get(made, parameter):  # not `made.get`: it may take postponed steps
                 continue
@@ -62,8 +73,7 @@ def forecast(
                 itemsize = (places.state_dtype or slot.group.kind.declared).itemsize
                 tier, nbytes = places.optimizer.tier, slot.state_piece.numel * itemsize
             here[category_in(Category.OPTIMIZER_STATE, tier)] += tensors * nbytes
-    numel = sum(local_of(parameter).numel() for parameter in engine.module.parameters())
-    return Forecast(numel, here, bytes_under_ddp(engine.module, optimizers, averages=len(averages)))
+    return here
 
 
 def bytes_under_ddp(
@@ -104,8 +114,9 @@ def _whole_nbytes_of(tensor: Tensor) -> int:
     return math.prod(tensor.shape) * itemsize
 
 
-def _state_tensors_of(optimizer: Optimizer) -> int:
-    return state_tensors_of(optimizer, next((parameter.device for parameter in _stepped(optimizer)), HOST))
+def _state_tensors_of(optimizer: Optimizer, tried_on: torch.device | None = None) -> int:
+    device = tried_on or next((parameter.device for parameter in _stepped(optimizer)), HOST)
+    return state_tensors_of(optimizer, device)
 
 
 def _stepped(optimizer: Optimizer) -> list[Parameter]:

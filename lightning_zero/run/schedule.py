@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Module, Parameter
 
 from lightning_zero.run.loans import Loans
@@ -124,10 +124,13 @@ class Schedule:
 
     def _surround_late(self, shards: Iterable[GradientShard]) -> None:
         """Has modules catch up with weights of `shards` before each call, as a kernel may read them past torch. So does
-        a module around leaf modules, as it may hand their weights to one kernel."""
+        a module around leaf modules, as it may hand their weights to one kernel; not `Sequential`, which only calls
+        them, and would wait for the last one's weights before the first one is called."""
         groups = {shard.group for shard in shards if shard.group.stays_full}
         for module in () if self._late is None else self._late.modules():
-            leaves = [child for child in module.children() if not any(True for _ in child.children())]
+            only_calls = type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
+            children = () if only_calls else module.children()
+            leaves = [child for child in children if not any(True for _ in child.children())]
             slots = [slot_of(parameter) for near in (module, *leaves) for parameter in near.parameters(recurse=False)]
             own = dict.fromkeys(slot.group for slot in slots if slot is not None and slot.group in groups)
             if own:

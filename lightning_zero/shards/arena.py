@@ -38,8 +38,8 @@ class Arena:
     makes temporary ones."""
 
     def __init__(self, count: int, nbytes: int, ledger: Ledger, place: Place, comm: Comm | None = None) -> None:
-        self._count = count
-        self._nbytes = nbytes
+        self.count = count
+        self.nbytes = nbytes
         self._ledger = ledger
         self._place = place
         self._free = [Buffer(nbytes, ledger, place, comm) for _ in range(count)]
@@ -49,14 +49,14 @@ class Arena:
         which is in use for longer than they are."""
         if apart is None and self._free:
             return self._free.pop()
-        return Buffer(self._nbytes if apart is None else apart, self._ledger, self._place)
+        return Buffer(self.nbytes if apart is None else apart, self._ledger, self._place)
 
     def give_back(self, buffer: Buffer, *, apart: bool) -> None:
         """Undoes one `take`. A buffer that anything else still refers to is not used again."""
-        if not apart and not buffer.is_held_beside(0) and len(self._free) < self._count:
+        if not apart and not buffer.is_held_beside(0) and len(self._free) < self.count:
             self._free.append(buffer)
 
     def close(self) -> None:
         """Frees the buffers permanently."""
         self._free.clear()
-        self._count = 0
+        self.count = 0

@@ -155,6 +155,27 @@ def _choose_units(module: Module, setting: Setting, options: Options) -> tuple[l
     return specs, [units.as_one(resident)] if resident else []
 
 
+class UnitBytes(NamedTuple):
+    """Bytes of a model whose parameters are sharded, in the dtypes in which they rest."""
+
+    resident: int  # of what stays whole on every rank
+    buffers: int  # that units are gathered into
+
+
+def unit_bytes(module: Module, setting: Setting, options: Options) -> UnitBytes:
+    """Returns what would stay whole, and what units would be gathered into, if the parameters of `module`, which an
+    engine trains at another stage, were sharded. Raises ValueError where its units cannot be found."""
+    specs, resident = _choose_units(module, setting, options)
+    sizes = [sum(map(_resting_bytes, spec.parameters.values())) for spec in specs if spec.is_leaf]
+    kept = sum(_resting_bytes(parameter) for spec in resident for parameter in spec.parameters.values())
+    return UnitBytes(kept, min(1 + options.prefetch, len(sizes)) * max(sizes, default=0))
+
+
+def _resting_bytes(parameter: Parameter) -> int:
+    slot = slot_of(parameter)
+    return local_of(parameter).nbytes if slot is None else slot.numel * slot.group.kind.resting.itemsize
+
+
 def _make_groups(
     unit: str, kinds: Mapping[Kind, Mapping[str, Parameter]], setting: Setting, stays_full: bool
 ) -> list[ShardGroup]:

@@ -53,12 +53,22 @@ class BucketPool:
         """Whether chunks of `width` can be reduced in the buckets; with `packs`, also be packed there."""
         bucket = self._buckets[0]
         is_wide = bucket.total.dtype == dtype and bucket.total.numel() >= width
-        return is_wide and (bucket.full.numel() > 0 or not packs)
+        return is_wide and (self.packs or not packs)
 
     @property
     def size(self) -> int:
         """Number of chunks that can be in flight."""
         return len(self._buckets)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one rank's row of the widest chunk."""
+        return self._buckets[0].total.nbytes
+
+    @property
+    def packs(self) -> bool:
+        """Whether gradients are copied into the buckets."""
+        return self._buckets[0].full.numel() > 0
 
     def beside(self) -> AbstractContextManager[None]:
         """Inside, work goes to the stream of the pool, after what the current one has been given so far."""

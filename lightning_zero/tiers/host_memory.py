@@ -1,9 +1,12 @@
-"""How much memory of the host a process may still take: of the machine, and of the container that it runs in."""
+"""How much memory of the host a process has, and may still take: of the machine, and of the container around it."""
 
+import resource
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT = Path("/")
+_MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024  # unit of getrusage's ru_maxrss
 _UNLIMITED = 2**60  # bytes; cgroups of version 1 write a number near 2**63 where there is no limit
 
 
@@ -15,6 +18,17 @@ def available_host_bytes(root: Path = _ROOT) -> int | None:
     """
     found = [*_of_machine(root), *_of_groups(root)]
     return max(0, min(found)) if found else None
+
+
+def resident_bytes(root: Path = _ROOT) -> int:
+    """Returns the bytes that this process has in memory; the most that it has had where the system does not say."""
+    fields = next(iter(_lines(root / "proc/self/statm")), "").split()
+    return int(fields[1]) * resource.getpagesize() if fields else peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """Returns the most that this process has had in memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_BYTES
 
 
 def _of_machine(root: Path) -> Iterator[int]:

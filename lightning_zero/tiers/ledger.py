@@ -3,6 +3,7 @@
 import ctypes
 import weakref
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -90,6 +91,7 @@ class Ledger:
         self.tier_peak: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self.live_in: Counter[tuple[Category, Tier]] = Counter()
         self.peak_in: Counter[tuple[Category, Tier]] = Counter()
+        self.rested: Mapping[tuple[Category, Tier], int] = {}  # see `note_rest`
         self._booked: set[int] = set()  # addresses of storages
         self.pinned = PinnedMemory()
 
@@ -132,6 +134,10 @@ class Ledger:
         """Books bytes for as long as `owner` is alive."""
         self._add(category, tier, nbytes)
         weakref.finalize(owner, self._add, category, tier, -nbytes)
+
+    def note_rest(self) -> None:
+        """Notes what is live as what rests between steps: what grows from here on is of the step that comes."""
+        self.rested = self.live_in.copy()
 
     def _add(self, category: Category, tier: Tier, nbytes: int) -> None:
         self.live[category] += nbytes
