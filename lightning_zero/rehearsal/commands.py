@@ -60,13 +60,34 @@ def _add_run(one: argparse.ArgumentParser) -> None:
     one.add_argument("--ranks", type=int, required=True, help="processes, one for each GPU")
     one.add_argument("--device-memory", type=_nbytes, help="of one device, such as 80GB or 80GiB")
     one.add_argument("--precision", choices=precisions, default="32-true", help="as the Trainer has it")
+    about = "of the machine, for the time that is modelled: flops=300e12, memory, link, host in bytes/s, latency in s"
+    one.add_argument("--rate", action="append", type=_setting, default=[], metavar="NAME=VALUE", help=about)
+    about = "measure the rates in some steps of two ranks on this machine's processors"
+    one.add_argument("--calibrate", action="store_true", help=about)
     about = "first compute one step here, to answer what the model's code asks for"
     one.add_argument("--on-cpu", action="store_true", help=about)
+
+
+def _rates_from(options: argparse.Namespace, model: Callable[[], Any], batch: Any) -> Any:
+    """Returns the rates by which time is modelled."""
+    from dataclasses import fields, replace
+
+    from lightning_zero.rehearsal.calibration import calibrate
+    from lightning_zero.rehearsal.cost import Rates
+
+    rates, given = Rates(), dict(options.rate)
+    if unknown := set(given) - {one.name for one in fields(Rates)}:
+        options.refuse(f"--rate has no {', '.join(sorted(unknown))}; rates are those of {rates}")
+    if options.calibrate:
+        rates = calibrate(model, batch, precision=options.precision)
+        print(rates)
+    return replace(rates, **given)
 
 
 def run_plan(options: argparse.Namespace) -> bool:
     """Prints a plan, and returns whether nothing fits."""
     of_model: dict[str, Any] = {"batch": None, "arg": [], "device_memory": None, "host_memory": None, "on_cpu": False}
+    of_model |= {"rate": [], "calibrate": False}
     of_number = {"offload": None, "offload_parameters": None, "state_tensors": 2, "averages": 0}
     chosen, others = ("MODEL", of_number) if options.model is not None else ("--parameters", of_model)
     for name, default in others.items():
@@ -97,8 +118,11 @@ def _plan_model(options: argparse.Namespace) -> bool:
     fixed: dict[str, Any] = {} if options.stage is None else {"stage": options.stage}
     fixed |= {} if options.replicas == 1 else {"replicate_size": options.replicas}
     with _refusing(options):
+        model, batch = _model_and_batch(options)
         found = plan(
-            *_model_and_batch(options),
+            model,
+            batch,
+            rates=_rates_from(options, model, batch),
             ranks=options.ranks,
             device_bytes=options.device_memory,
             host_bytes=options.host_memory,
@@ -121,6 +145,7 @@ def run_rehearse(options: argparse.Namespace) -> bool:
         model, batch = _model_and_batch(options)
         if options.on_cpu:
             given["on_cpu"] = answers_of(model, batch, precision=options.precision)
+        given["rates"] = _rates_from(options, model, batch)
         strategy = {"stage": options.stage, **dict(options.set)}
         found = rehearse(model, batch, strategy, **given)
         print(found)

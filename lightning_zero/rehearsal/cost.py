@@ -102,6 +102,12 @@ class Timing:
     waited: float  # in which the device had nothing to do
     spans: tuple[Span, ...]  # of that step, in the order in which they were laid out
 
+    def __str__(self) -> str:
+        beside = f"; {self.sent:.3g} s of sending" if self.sent else ""
+        beside += f"; {self.moved:.3g} s of moving to and from the host" if self.moved else ""
+        hidden = f", of both {self.hidden:.0%} hidden" if self.sent and self.moved else f", {self.hidden:.0%} hidden"
+        return f"{self.seconds:.3g} s per step: {self.compute:.3g} s of computing{beside}{hidden if beside else ''}"
+
     @property
     def hidden(self) -> float:
         """The part of what is sent and moved that runs beside work."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from lightning_zero.pl.strategy import ZeroStrategy
-from lightning_zero.rehearsal.cost import Rates, Work
+from lightning_zero.rehearsal.cost import Work
 from lightning_zero.rehearsal.memory import Other, Phase, phases_of
 from lightning_zero.rehearsal.planning import MARGIN
 from lightning_zero.rehearsal.rehearsal import Module, Rehearsal, rehearse
@@ -59,7 +59,7 @@ class Scaled:
         work = {
             use: _grown(done, batches) if phases[use] in PASSES else done for use, done in self.rehearsal.work.items()
         }
-        return batches / replace(self.rehearsal, work=work).timing(Rates()).seconds
+        return batches / replace(self.rehearsal, work=work).timing().seconds
 
 
 def _grown(done: Work, batches: float) -> Work:
@@ -90,4 +90,4 @@ def growth_of(
                 NotImplementedError,
             ):  # a strategy may want at least so many ranks, or a multiple of a number
                 continue
-    return tuple(Scaled(one, one.timing(Rates()).seconds) for one in sorted(told, key=lambda one: one.ranks))
+    return tuple(Scaled(one, one.timing().seconds) for one in sorted(told, key=lambda one: one.ranks))

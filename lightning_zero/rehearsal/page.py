@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_zero.pl.table import ranks_told, sized
 from lightning_zero.rehearsal.comparison import COLOURS, OTHER, Comparison, in_order
-from lightning_zero.rehearsal.cost import Lane, Rates, Span
+from lightning_zero.rehearsal.cost import Lane, Span
 from lightning_zero.rehearsal.growth import Scaled
 from lightning_zero.rehearsal.memory import Phase, phases_of
 from lightning_zero.rehearsal.rehearsal import Rehearsal
@@ -283,7 +283,7 @@ def _lanes(chosen: Rehearsal) -> str:
 
 
 def _times(chosen: Rehearsal) -> str:
-    timing = chosen.timing(Rates())
+    timing = chosen.timing()
     told = {
         "a step": timing.seconds,
         "computing": timing.compute,
@@ -296,7 +296,7 @@ def _times(chosen: Rehearsal) -> str:
 
 def data_of(chosen: Rehearsal) -> dict[str, Any]:
     """Returns what the script reads. Times are in ns, `names` and `phases` are referred to by their numbers."""
-    program, timing = chosen.program, chosen.timing(Rates())
+    program, timing = chosen.program, chosen.timing()
     numbers: dict[str, int] = {}
 
     def number(name: str) -> int:

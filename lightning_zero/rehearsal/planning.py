@@ -182,7 +182,8 @@ def plan(
         raise ValueError(f"device_bytes={device_bytes} is to be the bytes of a device, such as 80 * 10**9.")
     fixed = fixed or {}
     known = answers_of(module, batch, **trainer) if on_cpu else False
-    given = {"ranks": ranks, "device_bytes": device_bytes, "host_is_apart": host_is_apart, "on_cpu": known, **trainer}
+    given: dict[str, Any] = {"ranks": ranks, "device_bytes": device_bytes, "host_is_apart": host_is_apart}
+    given |= {"on_cpu": known, "rates": rates, **trainer}
     made = Plan(candidates=(), refused={}, ranks=ranks, device_bytes=device_bytes, host_bytes=host_bytes)
 
     def extended(so_far: Plan, strategies: Iterable[dict[str, Any]]) -> Plan:
@@ -193,7 +194,7 @@ def plan(
             except (ValueError, NotImplementedError) as error:
                 refused[str(strategy)] = str(error)
                 continue
-            timing = one.timing(rates or Rates())
+            timing = one.timing()
             seconds = timing.seconds * strategy.get("tensor_parallel_size", 1)  # so many ranks see the same batch
             found.append(Candidate(strategy=strategy, rehearsal=one, seconds=seconds, hidden=timing.hidden))
         return replace(so_far, candidates=tuple(found), refused=refused)

@@ -56,6 +56,7 @@ class Rehearsal:
     program: Program  # the step as data
     work: Mapping[int, Work]  # of the last step, by the use of `program` in which it was done
     device_bytes: int | None = None  # that a device has
+    rates: Rates = Rates()  # noqa: RUF009  # of the machine, by which time is modelled; it is frozen
 
     @property
     def peak(self) -> Moment:
@@ -67,9 +68,9 @@ class Rehearsal:
         """Whether the device has that much; true if nothing is known of the device."""
         return self.device_bytes is None or self.peak.nbytes <= self.device_bytes
 
-    def timing(self, rates: Rates) -> Timing:
+    def timing(self, rates: Rates | None = None) -> Timing:
         """Returns how long a step would take on a machine of these rates: a model, and no measurement."""
-        return timing_of(self.program, self.work, rates)
+        return timing_of(self.program, self.work, rates or self.rates)
 
     def __str__(self) -> str:
         peaks = {phase: moment for phase, moment in self.peaks.items() if phase is not Phase.BUILD}
@@ -97,6 +98,7 @@ class Rehearsal:
             *aligned([["sent in a step", "times", "bytes"], *self._sent_rows]),
             "",
             f"written to a checkpoint of shards: {sized(self.saved)}",
+            *wrapped(f"modelled: {self.timing()}"),
         ]
         return "\n  ".join(lines).replace("\n  \n", "\n\n")
 
@@ -127,6 +129,7 @@ def rehearse(
     host_is_apart: bool = True,
     on_cpu: bool | Answers = False,
     steps: int = STEPS,
+    rates: Rates | None = None,
     **trainer: Any,
 ) -> Rehearsal:
     """Takes three training steps of one rank of a run, and returns what they take. Nothing is computed and nothing is
@@ -148,6 +151,7 @@ def rehearse(
         on_cpu: whether one step is first computed for real on one rank, here, to know the values that the model's own
             code asks for. The model and its activations must fit into memory. Or what `answers_of` found before.
         steps: how many are taken, of which the last one is told; one is enough for what rests between steps.
+        rates: of the machine, by which the time of a step is modelled; about those of an A100 by default.
         trainer: what else the Trainer would be given: ``precision``, ``accumulate_grad_batches``,
             ``gradient_clip_val``.
 
@@ -182,6 +186,7 @@ def rehearse(
         peaks=played.memory.peaks,
         course=tuple(played.memory.course),
         device_bytes=device_bytes,
+        rates=rates or Rates(),
         **vars(outcome),
     )
 
