@@ -61,10 +61,11 @@ class Engine:
     2. `backward`, at stage 3, gathers a unit again when autograd asks for values that it has saved of it. A hook
        collects each gradient as soon as autograd has written it. When all gradients of a group are complete, they are
        reduce-scattered, bucket by bucket, while backward goes on. All ranks reduce the groups in the same order.
-    3. `optimizer.step()` enters `step` through a hook. First, all ranks agree on which parameters have a gradient. This
-       is the only message of a step beside its data. (At stages 0 to 2 there is one more before the first reduction, if
-       not all buckets can travel at once.) During the call, the values and the gradient of each parameter are the piece
-       that this rank owns, so the optimizer makes state for this piece only.
+    3. `optimizer.step()` enters `step` through a hook. First, all ranks agree on which parameters have a gradient. At
+       stage 3 this is the only message of a step beside its data, also where each of several micro-batches is reduced.
+       (At stages 0 to 2 there is one more in each backward before the first reduction, if not all buckets can travel at
+       once; if they can, one more between two micro-batches that are reduced.) During the call, the values and the
+       gradient of each parameter are the piece that this rank owns, so the optimizer makes state for this piece only.
     4. After the call, at stages 1 and 2, the new values are all-gathered. At stage 3, the next forward gathers them.
 
     All ranks start from rank 0's parameters and buffers. Without optimizers, only parameters are sharded. On one rank
@@ -210,9 +211,9 @@ class Engine:
         with no_interception(), torch.no_grad():
             self.loans.take_back_gradients()  # keeps edits of the old gradients, before this backward stores new ones
         if self.reductions.stage is Stage.UNSETTLED or self.rendezvous.is_awaited:
-            self.rendezvous.meet_all()
+            self.rendezvous.settle_last_backward()
         self.schedule.start_pass()
-        self.reductions.stage = Stage.COLLECTING
+        self.reductions.begin_backward()
         self._phases.enter(Phase.BACKWARD)
 
     def _end_backward(self) -> None:
@@ -222,6 +223,7 @@ class Engine:
             if self.reductions.has_gradients:
                 self.rendezvous.start_reductions(len(self.reductions.shards))
             self.reductions.end_backward()
+            self.rendezvous.end_backward()
             is_settled_now = not self.partition.optimizer or self.options.step_in_backward
             if is_settled_now and self.reductions.stage is Stage.UNSETTLED:
                 self.rendezvous.meet()  # `p.grad` is reduced in place, and must not be added to before; or is stepped
@@ -234,6 +236,7 @@ class Engine:
             self._phases.leave(Phase.BACKWARD)
             with no_interception():
                 self.reductions.forget()
+            self.rendezvous.forget_backward()
             self.stepping.forget_backward()
             self.journal.forget()
 
