@@ -33,7 +33,7 @@ from lightning_zero.wire.mesh import Mesh
 from models import seeded
 from ranks import RankPool
 from thread_world import ThreadWorld
-from unit_jobs import WIDTH, assert_same_bits, on_engine, on_one_device, state_of, tower, x
+from unit_jobs import WIDTH, assert_as_on_one_device, assert_same_bits, on_engine, on_one_device, state_of, tower, x
 
 DDP = "ddp_find_unused_parameters_true"
 STAGES = [0, 1, 2, 3]
@@ -654,20 +654,21 @@ def momentum(parameters: Any) -> Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("between", "rests", "order", "zeroes", "prefetch", "world", "clips"),
-    pairwise(BETWEEN, [*RESTS, "disk"], [*ORDERS], ZEROES, [0, 1, 2], [1, 2], [False, True]),
+    ("between", "rests", "order", "zeroes", "prefetch", "world", "clips", "odd"),
+    pairwise(BETWEEN, [*RESTS, "disk"], [*ORDERS], ZEROES, [0, 1, 2], [1, 2], [False, True], [1, 2]),
     ids=name_of,
 )
 def test_a_round_that_spans_micro_batches_keeps_the_bits_whatever_user_code_does_between_them(
-    between: Any, rests: str, order: str, zeroes: str, prefetch: int, world: int, clips: bool, tmp_path: Path
+    between: Any, rests: str, order: str, zeroes: str, prefetch: int, world: int, clips: bool, odd: int, tmp_path: Path
 ) -> None:
-    """On one rank those of one device; on two those of rounds that do not span."""
+    """Before one of three micro-batches, which may also go another way. On one rank the bits are those of one device;
+    on two those of rounds that do not span."""
 
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
         rank = 0 if comm is None else comm.rank
         for step in range(6):
             for micro in range(3):
-                is_odd = step == 3 and micro == 1
+                is_odd = (step, micro) == (3, odd)
                 if is_odd:
                     between(model, optimizer, rank)
                 if micro == 0 and zeroes == "before forward":
@@ -704,6 +705,31 @@ def test_a_round_that_spans_micro_batches_keeps_the_bits_whatever_user_code_does
     options |= {"offload": offload, "machine": APART}
     for found in on_engine(tower(4), act, 3, momentum, world=world, **options):
         assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_round_that_spans_micro_batches_goes_on_after_an_evaluation_between_a_forward_and_its_backward(
+    world: int, prefetch: int
+) -> None:
+    """The evaluation follows a plan of its own from its second batch on."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        for step in range(6):
+            for micro in range(3):
+                loss = model(x(1.0 + step + micro)).square().mean()
+                if (step, micro) == (3, 2):
+                    evaluates(model, optimizer, 0)
+                    evaluates(model, optimizer, 0)
+                accumulates = micro < 2 and engine is not None
+                with engine.accumulating() if accumulates else nullcontext():
+                    loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return state_of(model, engine)
+
+    options = {"unit_classes": ("Linear",), "prefetch": prefetch}
+    assert_as_on_one_device(tower(4), act, 3, momentum, world=world, **options)
 
 
 @pytest.mark.parametrize("rests", RESTS)

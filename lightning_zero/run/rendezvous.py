@@ -100,6 +100,7 @@ class _Round:
     digest: int = 0  # of the uses
     begins: tuple[int, bool] | None = None  # the first use, and whether gradients were enabled then
     complete: dict[int, int] = field(default_factory=dict)  # use -> gradient groups that were complete on all ranks
+    ended: dict[int, int] = field(default_factory=dict)  # end of a backward -> `Reductions.pattern` of this rank
     reduced: int = 0  # gradient groups of the micro-batches of this round that are over
     in_flight: dict[int, Gather] = field(default_factory=dict)  # unit -> its gather, until it tells who diverges
     reduces: bool = False  # all ranks are known to reduce the gradients of this backward
@@ -125,7 +126,7 @@ class _Span:
         for at, use in enumerate(done.uses):
             if use == NEXT_BACKWARD:  # by the plan
                 end = _last_end(done.uses[:at])
-                self.patterns[len(self.uses) + end] = done.patterns[end - done.start]
+                self.patterns[len(self.uses) + end] = done.ended[end]
         self.uses += done.uses
         self.reduced += done.reduced
 
@@ -336,7 +337,7 @@ class Rendezvous:
             kind = self._beginnings.get((number, torch.is_grad_enabled()), 0)
             plan, self._round.patterns = self._plans.get(kind), self._patterns.get(kind, {})
         elif number in uses and not (torch.is_grad_enabled() or self._is_in_backward):  # one batch after another
-            plan = self._plan_of(uses[len(uses) - uses[::-1].index(number) - 1 :], {})
+            plan, self._round.patterns = self._plan_of(uses[len(uses) - uses[::-1].index(number) - 1 :], {}), {}
             self._cache.discard_all(but=number)  # as the plan expects
         if plan is None:
             return
@@ -404,6 +405,7 @@ class Rendezvous:
             self._diverge(plan, at)
         elif plan is not None:
             self._follow(plan, END)
+        self._round.ended[len(self._round.uses)] = pattern
         self._note(END)
 
     def settle_last_backward(self) -> None:
