@@ -420,8 +420,15 @@ class Rendezvous:
                 if self._follow(plan, NEXT_BACKWARD):
                     self._note(NEXT_BACKWARD)
                     return
-        if self.meet(continues=self.spans):
+        if not self._settles_by_leaving() and self.meet(continues=self.spans):
             self.meet_all()
+
+    def _settles_by_leaving(self) -> bool:
+        """Leaves the plan. Returns whether the last backward is settled then, as the others begin the next one before
+        they learn that this rank has left: they meet no more for it."""
+        with no_interception(), torch.no_grad():
+            self._leave_plan()
+        return self._reductions.stage is not Stage.UNSETTLED and not self.is_awaited
 
     def _settle_alone(self) -> None:
         """Settles gradients whose reductions all ranks start by themselves, as each has said that it has some. If every
@@ -540,7 +547,7 @@ class Rendezvous:
                 self.meet_all()
             elif is_unsettled and self._round.all_reduce:
                 self._settle_alone()
-            elif is_unsettled:
+            elif is_unsettled and not self._settles_by_leaving():
                 self.meet(early=True)
 
     def forget_backward(self) -> None:
