@@ -577,6 +577,40 @@ def test_micro_batches_agree_again_from_where_a_rank_has_no_gradient_or_looks_at
         assert_same_bits(mine, theirs)
 
 
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("left_out", [0, 1, 2])
+def test_a_rank_that_leaves_a_layer_out_meets_no_more_for_a_micro_batch_that_the_others_have_settled(
+    left_out: int, prefetch: int
+) -> None:
+    """With prefetch 1 and without the last layer, that rank begins the next backward after the gather in which the
+    others would have heard of it in time. If it waits for them there, the error tells that rank 1 never came."""
+    start = seeded(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)]))
+
+    def act_with(skips: bool) -> Any:
+        def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+            for step in range(5):
+                for micro in range(3):
+                    hidden = x(1.0 + step + comm.rank)
+                    is_odd = comm.rank == 0 and (step, micro) == (3, 1)
+                    for at, layer in enumerate(model):
+                        if not (is_odd and at == left_out):
+                            hidden = layer(hidden)
+                        elif not skips:
+                            hidden = hidden + 0 * layer(hidden)
+                    with engine.accumulating() if micro < 2 else nullcontext():
+                        hidden.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return state_of(model, engine)
+
+        return act
+
+    options = {"unit_classes": ("Linear",), "bucket_bytes": FEW_BUCKETS, "prefetch": prefetch}
+    found, expected = (on_engine(start, act_with(skips), 3, **options) for skips in (True, False))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_same_bits(mine, theirs)
+
+
 # What user code does between two micro-batches.
 
 
