@@ -112,6 +112,39 @@ def test_training_goes_on_after_a_backward_that_failed_on_all_ranks(stage: int, 
     assert_as_on_one_device(tower(), act, stage)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1), (2, 0, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize("fails_in", [0, 1])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_a_plan_that_a_failed_backward_has_left_reduces_nothing_in_the_next_one(
+    prefetch: int, fails_in: int, order: tuple[int, ...]
+) -> None:
+    """What ranks do from there on is not what they had planned, whether or not the next micro-batches go the old way.
+    The step with the failure is not learnt either: the one after the next goes the same way, and fails nowhere."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        def backward(micro: int, order: tuple[int, ...], *, fails: bool = False) -> None:
+            hidden = x(1.0 + micro)
+            for at in order:
+                hidden = model[at](hidden)
+                hidden = Fails.apply(hidden) if fails and at == order[0] else hidden
+            with engine.accumulating() if engine is not None and micro == 0 else nullcontext():
+                hidden.square().mean().backward()
+
+        one_way = (0, 1, 2, 3)
+        for step in range(8):
+            for micro in range(2):
+                if step in (4, 6) and micro == fails_in:
+                    with pytest.raises(RuntimeError, match="out of memory"):
+                        backward(micro, one_way, fails=True)
+                    optimizer.zero_grad()
+                backward(micro, order if step in (4, 5, 6) else one_way)
+            optimizer.step()
+            optimizer.zero_grad()
+        return state_of(model, engine)
+
+    assert_as_on_one_device(tower(4), act, 3, prefetch=prefetch, unit_classes=("Linear",))
+
+
 def test_a_backward_after_a_failed_one_is_reduced() -> None:
     """The ranks' batches differ: gradients that nobody averages would make their weights differ."""
 

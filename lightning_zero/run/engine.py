@@ -234,9 +234,9 @@ class Engine:
         self.stepping.recover()
         if self._phases.now is Phase.BACKWARD and not self.schedule.backward_is_known:
             self._phases.leave(Phase.BACKWARD)
+            self.rendezvous.forget_backward()
             with no_interception():
                 self.reductions.forget()
-            self.rendezvous.forget_backward()
             self.stepping.forget_backward()
             self.journal.forget()
 

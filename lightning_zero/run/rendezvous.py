@@ -105,6 +105,7 @@ class _Round:
     in_flight: dict[int, Gather] = field(default_factory=dict)  # unit -> its gather, until it tells who diverges
     reduces: bool = False  # all ranks are known to reduce the gradients of this backward
     all_reduce: bool = False  # ... and each of them has some of its own
+    has_failed: bool = False  # a backward in it, on every rank
     replicas_reduce: bool | None = None  # whether any replica does; None until they have told each other
 
 
@@ -360,7 +361,7 @@ class Rendezvous:
             wants[number] = 1
         want = known if number is None else number
         is_unsettled = self._reductions.stage is Stage.UNSETTLED
-        modes = torch.is_grad_enabled() + 2 * self._is_in_backward + 4 * is_unsettled
+        modes = torch.is_grad_enabled() + 2 * self._is_in_backward + 4 * is_unsettled + 8 * self._round.has_failed
         state = (want + continues, len(self._round.uses), self._round.digest, modes)
         same = b"".join(value.to_bytes(8, "little") for value in state)
         # Where ranks differ in a byte of `same`, its maximum and that of its complement do not add up to 255.
@@ -551,8 +552,12 @@ class Rendezvous:
                 self.meet(early=True)
 
     def forget_backward(self) -> None:
-        """Forgets what was known of a backward, which has failed on every rank."""
+        """Forgets what was known of a backward, which has failed on every rank. Its plan would start reductions in the
+        next one, before that has gradients; and a plan of this round would count its gradients."""
+        with no_interception(), torch.no_grad():
+            self._leave_plan()
         self._round.reduces = self._round.all_reduce = False
+        self._round.has_failed = True
 
     def expect_nothing(self) -> None:
         """Drops the plan of this round: all ranks are known to be here, and not to follow it."""
@@ -571,7 +576,7 @@ class Rendezvous:
     def _learn(self, agree: bool, *, continues: bool) -> None:
         """Remembers the round that is over, and begins the next one with the plan of what came next the last time. It
         `continues` if that is of the same step, and all ranks had gradients of the same parameters."""
-        agree &= self._makes_plans
+        agree &= self._makes_plans and not self._round.has_failed
         done, before = self._round, self._before
         if agree:
             self._remember(before, done.uses)
