@@ -145,6 +145,26 @@ def test_a_plan_that_a_failed_backward_has_left_reduces_nothing_in_the_next_one(
     assert_as_on_one_device(tower(4), act, 3, prefetch=prefetch, unit_classes=("Linear",))
 
 
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_ranks_may_go_different_ways_right_after_a_failed_backward(prefetch: int) -> None:
+    """One of them ends its next backward while the other one is still in forward: what that had collected when it
+    failed is not taken for complete."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> dict[str, Tensor]:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model[2](model[1](Fails.apply(model[0](x())))).sum().backward()
+        optimizer.zero_grad()
+        hidden = model[0](model[0](x(0.5)))
+        if comm.rank:
+            hidden = model[2](model[1](hidden))
+        hidden.square().mean().backward()
+        optimizer.step()
+        return state_of(model, engine)
+
+    first, second = on_engine(tower(), act, 3, prefetch=prefetch, unit_classes=("Linear",), bucket_bytes=2 * 8 * WIDTH)
+    assert all(torch.equal(second[name], value) for name, value in first.items())
+
+
 def test_a_backward_after_a_failed_one_is_reduced() -> None:
     """The ranks' batches differ: gradients that nobody averages would make their weights differ."""
 

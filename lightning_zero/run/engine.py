@@ -118,7 +118,8 @@ class Engine:
         move_replicated(module, device)
         self.stepping = Stepping(module, optimizers, self.parts, self.options, self.reductions, self._interception)
         late = module if self.stepping.may_be_late else None
-        self.schedule = Schedule(made, self.reductions, self.loans, self._begin_backward, self._end_backward, late=late)
+        around_backward = self._begin_backward, self._end_backward, self._recover
+        self.schedule = Schedule(made, self.reductions, self.loans, *around_backward, late=late)
         if self.parts.recompute is not None:
             self.parts.recompute.begin()
         steppers, whole = self.stepping.steppers, self.parts.stepped.whole
