@@ -61,11 +61,12 @@ class Engine:
     2. `backward`, at stage 3, gathers a unit again when autograd asks for values that it has saved of it. A hook
        collects each gradient as soon as autograd has written it. When all gradients of a group are complete, they are
        reduce-scattered, bucket by bucket, while backward goes on. All ranks reduce the groups in the same order.
-    3. `optimizer.step()` enters `step` through a hook. First, all ranks agree on which parameters have a gradient. At
-       stage 3 this is the only message of a step beside its data, also where each of several micro-batches is reduced.
-       (At stages 0 to 2 there is one more in each backward before the first reduction, if not all buckets can travel at
-       once; if they can, one more between two micro-batches that are reduced.) During the call, the values and the
-       gradient of each parameter are the piece that this rank owns, so the optimizer makes state for this piece only.
+    3. `optimizer.step()` enters `step` through a hook. First, all ranks agree on which parameters have a gradient (at
+       stage 0, they do so at the end of backward). At stage 3 this is the only message of a step beside its data, also
+       where each of several micro-batches is reduced. (At stages 0 to 2 there is one more in each backward before the
+       first reduction, if not all buckets can travel at once; if they can, one more between two micro-batches that are
+       reduced.) During the call, the values and the gradient of each parameter are the piece that this rank owns, so
+       the optimizer makes state for this piece only.
     4. After the call, at stages 1 and 2, the new values are all-gathered. At stage 3, the next forward gathers them.
 
     All ranks start from rank 0's parameters and buffers. Without optimizers, only parameters are sharded. On one rank
@@ -225,10 +226,14 @@ class Engine:
                 self.rendezvous.start_reductions(len(self.reductions.shards))
             self.reductions.end_backward()
             self.rendezvous.end_backward()
-            is_settled_now = not self.partition.optimizer or self.options.step_in_backward
-            if is_settled_now and self.reductions.stage is Stage.UNSETTLED:
+            if self._settles_at_end and self.reductions.stage is Stage.UNSETTLED:
                 self.rendezvous.meet()  # `p.grad` is reduced in place, and must not be added to before; or is stepped
             self.stepping.publish_stepped_in_backward()
+
+    @property
+    def _settles_at_end(self) -> bool:
+        """Whether ranks agree on gradients at the end of a backward, and not as late as in the step."""
+        return not self.partition.optimizer or self.options.step_in_backward
 
     def _recover(self) -> None:
         """Forgets what a failed backward or step has left half done. It must have failed on every rank."""
@@ -270,7 +275,7 @@ class Engine:
         """Makes ranks agree on which parameters have gradients, and takes over edits."""
         self._recover()
         self.catch_up()
-        if not self._steps_next:
+        if not self._steps_next and (self.rendezvous.may_be_wanted or not self._settles_at_end):
             # Before edits are taken over: a rank that diverges may still gather the old values.
             self.rendezvous.meet_all()
         self._steps_next = False

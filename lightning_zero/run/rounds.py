@@ -37,17 +37,17 @@ def rounds_of(facts: Facts, uses: Sequence[Use]) -> list[Round]:
 def _meetings(facts: Facts, uses: Sequence[Use]) -> list[int]:
     """Returns the uses at which ranks meet, if no round spans micro-batches."""
     found, is_unsettled = [], False
-    may_be_wanted = bool(facts.units or facts.calls)
+    may_be_wanted, settles_at_end = bool(facts.units or facts.calls), facts.gathers_gradients or facts.steps_in_backward
     alone = settled_alone(facts, uses)
     for at, (cause, _) in enumerate(uses):
         is_unsettled &= at not in alone
         meets = {
             Cause.BACKWARD: is_unsettled,
-            Cause.END: facts.gathers_gradients or facts.steps_in_backward,
+            Cause.END: settles_at_end,
             Cause.UNSCALE: is_unsettled or may_be_wanted,
             Cause.CLIP: is_unsettled or may_be_wanted,
             Cause.LOOK: is_unsettled or may_be_wanted,
-            Cause.STEP: True,
+            Cause.STEP: may_be_wanted or not settles_at_end,
         }.get(cause, False)
         is_unsettled = (is_unsettled or cause is Cause.END) and not meets
         if meets:
