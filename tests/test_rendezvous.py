@@ -741,6 +741,32 @@ def test_a_round_that_spans_micro_batches_keeps_the_bits_whatever_user_code_does
         assert_same_bits(found, expected)
 
 
+def test_a_plan_that_begins_with_the_end_of_a_backward_is_not_taken_for_one_that_begins_with_a_unit() -> None:
+    """In the first step, ranks meet before the one layer of the second micro-batch, which needs no unit in backward. A
+    plan of that and the third one was followed from the first unit of the third one's backward on."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> dict[str, Tensor]:
+        usual = (1, 0, 2)
+        for step, micros in enumerate([[usual, (2,), usual], [(2, 1, 1), usual, usual, usual]]):
+            for micro, order in enumerate(micros):
+                hidden = x(1.0 + step + comm.rank)
+                for at in order:
+                    hidden = model[at](hidden)
+                with engine.accumulating():
+                    hidden.square().mean().backward()
+                if (step, micro) == (0, 0):
+                    reads_a_gradient(model, optimizer, comm.rank)
+            optimizer.step()
+            optimizer.zero_grad()
+        return state_of(model, engine)
+
+    options = {"unit_classes": ("Linear",), "prefetch": 1}
+    with patch.object(Rendezvous, "spans", False):
+        expected = on_engine(tower(3), act, 3, **options)
+    for found, theirs in zip(on_engine(tower(3), act, 3, **options), expected, strict=True):
+        assert_same_bits(found, theirs)
+
+
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_round_that_spans_micro_batches_goes_on_after_an_evaluation_between_a_forward_and_its_backward(

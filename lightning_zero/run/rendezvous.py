@@ -115,14 +115,15 @@ class _Span:
     have met with gradients of the same parameters. Planned as one round, they need no such meetings."""
 
     before: _Before  # what came before the first one
-    begins: tuple[int, bool] | None = None  # see `_Round`; also the others
+    begins: tuple[int, bool] | None = None  # see `_Round`, of the first one with uses; also the others
     uses: list[int] = field(default_factory=list)
     complete: dict[int, int] = field(default_factory=dict)
     reduced: int = 0
     patterns: dict[int, int] = field(default_factory=dict)  # end of a backward -> `Reductions.pattern`, of all ranks
 
     def add(self, done: _Round) -> None:
-        self.begins = self.begins or done.begins
+        if not self.uses:
+            self.begins = done.begins
         self.complete |= {len(self.uses) + at: self.reduced + count for at, count in done.complete.items()}
         for at, use in enumerate(done.uses):
             if use == NEXT_BACKWARD:  # by the plan
