@@ -145,6 +145,44 @@ def test_a_plan_that_a_failed_backward_has_left_reduces_nothing_in_the_next_one(
     assert_as_on_one_device(tower(4), act, 3, prefetch=prefetch, unit_classes=("Linear",))
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("bucket_bytes", [2 * 8 * WIDTH, 2**20])
+@pytest.mark.parametrize("micro", [0, 1])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_may_fail_on_each_rank_in_another_layer(
+    stage: int, micro: int, bucket_bytes: int, goes_on: bool
+) -> None:
+    """Reductions may be under way on one rank that the other one has not come to. Training goes on, or ends there."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        def backward(scale: float, at: int, *, fails: bool) -> None:
+            hidden = x(scale)
+            for number, layer in enumerate(model):
+                hidden = layer(hidden)
+                if fails and number == (0 if comm is None else comm.rank):
+                    hidden = Fails.apply(hidden)
+            with engine.accumulating() if engine is not None and at == 0 else nullcontext():
+                hidden.square().mean().backward()
+
+        for step in range(4 if goes_on else 3):
+            for at in range(2):
+                if (step, at) != (2, micro):
+                    backward(1.0 + step, at, fails=False)
+                    continue
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    backward(1.0 + step, at, fails=True)
+                optimizer.zero_grad()
+                if not goes_on:
+                    if engine is not None:
+                        engine.close()
+                    return state_of(model, engine)
+            optimizer.step()
+            optimizer.zero_grad()
+        return state_of(model, engine)
+
+    assert_as_on_one_device(tower(4), act, stage, unit_classes=("Linear",), bucket_bytes=bucket_bytes)
+
+
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_ranks_may_go_different_ways_right_after_a_failed_backward(prefetch: int) -> None:
     """One of them ends its next backward while the other one is still in forward: what that had collected when it

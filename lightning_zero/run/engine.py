@@ -355,6 +355,7 @@ class Engine:
             self.mesh.abandon()  # first: until then, all that follows could wait behind a collective that never ends
         if whole:
             self.stepping.interrupt()
+            self._recover()
             self.catch_up()
         self._bytes_at_close = self.bytes_by_category()
         self._facts_at_close = None

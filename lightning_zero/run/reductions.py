@@ -58,6 +58,7 @@ class Reductions:
         self.stage = Stage.CLEAR
         self._alone: bytes | None = None  # flags of parameters with gradients, if this rank has settled them alone
         self.is_on = True  # False: backwards only accumulate gradients, on this rank
+        self.reduces = True  # the latest backward was begun while `is_on`
         self.notices = Notices()  # told to the other ranks with each statement
         self.step: Callable[[Sequence[Slot]], None] | None = None  # steps averaged gradients in backward, if set
         self._unstepped: list[GradientShard] = []  # complete on this rank, being reduced, and to be stepped
@@ -95,6 +96,7 @@ class Reductions:
     def begin_backward(self) -> None:
         """Notes that a backward begins, and that the last one is settled."""
         self.stage = Stage.COLLECTING
+        self.reduces = self.is_on
         self._ready_order = []
         self.forget_settled()
 
