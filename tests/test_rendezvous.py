@@ -175,6 +175,7 @@ USES = st.lists(st.integers(0, 6), max_size=12)
             st.lists(st.integers(0, 3), max_size=12),  # gradient groups that become complete at each use
             st.integers(1, 3),  # micro-batches, each with these uses
             st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=1),  # rank, micro-batch: lacks some
+            st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=1),  # rank, use: without gradients there
         ),
         min_size=1,
         max_size=8,
@@ -189,10 +190,10 @@ def test_every_rank_gets_what_it_wants_whichever_way_the_others_go(
 ) -> None:
     """Rounds of uses: all ranks do the same as in the round before or something new, save for some that cut in."""
 
-    def rank_main(comm: Comm) -> None:
+    def rank_main(comm: Comm) -> Any:
         things = Things(comm, prefetch)
         common: tuple[list[int], bool, list[int], int] = ([], False, [], 1)
-        for uses, repeats, trains, detours, becoming, micros, lacking in rounds:
+        for uses, repeats, trains, detours, becoming, micros, lacking, apart in rounds:
             common = common if repeats else (uses, trains, becoming, micros)
             shared, trains, becoming, micros = common
             with torch.set_grad_enabled(trains):
@@ -207,7 +208,8 @@ def test_every_rank_gets_what_it_wants_whichever_way_the_others_go(
                             things.rendezvous.settle_last_backward()
                             things.reductions.stage = Stage.COLLECTING
                         if which is not None:
-                            things.use(which)
+                            with torch.no_grad() if (comm.rank, at) in apart else nullcontext():
+                                things.use(which)
                         if trains and begins <= at < len(becoming):
                             things.reductions.complete = min(9, things.reductions.complete + becoming[at])
                     if trains:
@@ -216,8 +218,11 @@ def test_every_rank_gets_what_it_wants_whichever_way_the_others_go(
                         things.reductions.stage = Stage.UNSETTLED
                         things.rendezvous.end_backward()
                 things.end_round()
+        found = things.rendezvous
+        return copy.deepcopy((found._plans, found._patterns, found._beginnings, found._next))
 
-    ThreadWorld(world, 5, learns_late=late).run(rank_main)
+    first, *others = ThreadWorld(world, 5, learns_late=late).run(rank_main)
+    assert all(other == first for other in others), "ranks have learnt different things"
 
 
 def forward_and_backward(layers: int) -> list[int]:
@@ -395,6 +400,28 @@ def test_a_rank_that_is_not_ready_in_time_diverges_and_nothing_starts_too_early(
         return things.served
 
     assert len(set(ThreadWorld(2, 5).run(rank_main))) == 1
+
+
+@pytest.mark.parametrize("apart", ["without gradients", "not ready"])
+def test_what_ranks_have_not_done_alike_is_learnt_by_none(apart: str) -> None:
+    """Rank 0 begins a round without gradients, or leaves its plan as its gradients come late. Both ranks use the same
+    in it, and would make plans of it, or look for one, by what each knows alone."""
+
+    def rank_main(comm: Comm) -> tuple[Any, ...]:
+        things = Things(comm, 1)
+        for tail, is_odd in [([], False)] * 3 + [([3, 2], True), ([4], False)]:
+            for at, which in enumerate([*forward_and_backward(6), *tail]):
+                is_apart = is_odd and comm.rank == 0
+                with torch.no_grad() if is_apart and apart == "without gradients" and at == 0 else nullcontext():
+                    things.use(which)
+                late = 4 if is_apart and apart == "not ready" else 0
+                things.reductions.complete = max(0, at - 5 - late)
+            things.end_round()
+        found = things.rendezvous
+        return found._plans, found._beginnings, found._next
+
+    first, second = ThreadWorld(2, 5).run(rank_main)
+    assert first == second
 
 
 def test_a_rank_that_never_comes_is_told_with_what_was_wanted() -> None:

@@ -100,6 +100,7 @@ class _Round:
     digest: int = 0  # of the uses
     begins: tuple[int, bool] | None = None  # the first use, and whether gradients were enabled then
     complete: dict[int, int] = field(default_factory=dict)  # use -> gradient groups that were complete on all ranks
+    counts: int = 0  # a digest of them: a rank that leaves a plan early does not know what the others go by
     ended: dict[int, int] = field(default_factory=dict)  # end of a backward -> `Reductions.pattern` of this rank
     reduced: int = 0  # gradient groups of the micro-batches of this round that are over
     in_flight: dict[int, Gather] = field(default_factory=dict)  # unit -> its gather, until it tells who diverges
@@ -252,7 +253,7 @@ class Rendezvous:
             return False
         if not self._take(step, keep=True):
             return False
-        self._round.complete[len(self._round.uses)] = step.due
+        self._note_complete(len(self._round.uses), step.due)
         if 0 <= number < len(self._units) and not self._units[number].is_gathered:  # an edit has made it stale
             self._diverge(plan, at + 1)
             return False
@@ -327,9 +328,12 @@ class Rendezvous:
         its end."""
         uses, complete = self._round.uses, self._reductions.count_complete_in(statement)
         is_over = self._reductions.stage is Stage.UNSETTLED and END in uses
-        at = _last_end(uses) if is_over else len(uses)
-        self._round.complete[at] = self._round.reduced + complete
+        self._note_complete(_last_end(uses) if is_over else len(uses), self._round.reduced + complete)
         return complete
+
+    def _note_complete(self, at: int, count: int) -> None:
+        self._round.complete[at] = count
+        self._round.counts = _kind_of([at, count], self._round.counts)
 
     def _look_for_plan(self, number: int) -> None:
         """Follows a plan from here on, if there is one. All ranks want `number`, and have used the same before it, so
@@ -354,6 +358,11 @@ class Rendezvous:
         """Whether a backward is under way. It may use a unit again, but is no batch after another."""
         return self._reductions.stage is Stage.COLLECTING
 
+    @property
+    def _began_on(self) -> bool:
+        """Whether gradients were enabled when the round began. On a rank that evaluates first, they may not be."""
+        return self._round.begins is not None and self._round.begins[1]
+
     def _exchange(self, number: int | None, *, early: bool = False, continues: bool = False) -> _Heard:
         """Says what this rank wants (None: nothing more in this round), and hears what the others want. Collective."""
         known = self._to_settle + 1
@@ -362,8 +371,9 @@ class Rendezvous:
             wants[number] = 1
         want = known if number is None else number
         is_unsettled = self._reductions.stage is Stage.UNSETTLED
-        modes = torch.is_grad_enabled() + 2 * self._is_in_backward + 4 * is_unsettled + 8 * self._round.has_failed
-        state = (want + continues, len(self._round.uses), self._round.digest, modes)
+        modes = (torch.is_grad_enabled(), self._is_in_backward, is_unsettled, self._round.has_failed, self._began_on)
+        flags = sum(mode << at for at, mode in enumerate(modes))
+        state = (want + continues, len(self._round.uses), self._round.digest, self._round.counts, flags)
         same = b"".join(value.to_bytes(8, "little") for value in state)
         # Where ranks differ in a byte of `same`, its maximum and that of its complement do not add up to 255.
         pattern = self._reductions.pattern.to_bytes(8, "little")
