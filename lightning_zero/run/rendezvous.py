@@ -59,7 +59,7 @@ class _Heard(NamedTuple):
     """What all ranks have said in one exchange; the same on all of them."""
 
     wants: list[int]  # numbers that any rank wants, in order; empty if all have come to the end of the round
-    agree: bool  # all want the same, and have used the same before
+    agree: bool  # all want the same, have used the same before, and know the same of it
     early: bool  # a rank will meet the others once more before the step
     alike: bool  # all have gradients of the same parameters
     ended: bool  # a rank has come to the end of the round
