@@ -889,6 +889,26 @@ def test_a_replica_may_go_its_own_way_while_another_one_waits_for_its_reductions
         assert_same_bits(mine, theirs)
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_rank_without_gradients_reduces_no_sooner_than_all_others_are_about_to(stage: int) -> None:
+    """Rank 1 has none, and rank 0 still looks at a two-byte weight when rank 2 is about to reduce."""
+    start = seeded(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(5)]))
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        ways = [looks_in_forward, has_no_gradient, nn.Module.__call__]
+        with engine.forward(), torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            loss = ways[comm.rank](model, x()).sum()
+        with engine.backward():
+            loss.backward()
+        optimizer.step()
+        return state_of(model, engine)
+
+    options = {"autocast_dtype": torch.bfloat16, "bucket_bytes": FEW_BUCKETS}
+    first, *others = on_engine(start, act, stage, world=3, **options)
+    for other in others:
+        assert_same_bits(other, first)
+
+
 @pytest.mark.parametrize("does", [has_no_gradient, leaves_a_layer_out])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_replica_may_have_no_gradients_where_backward_steps_them(stage: int, does: Any) -> None:

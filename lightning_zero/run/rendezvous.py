@@ -17,7 +17,7 @@ So a head that only one rank uses, uneven evaluation, `generate` of different le
 draws all work.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
@@ -220,11 +220,11 @@ class Rendezvous:
         """The number that a rank wants when it must know which parameters have gradients on the others."""
         return self._to_reduce + 1
 
-    def _serve(self, wants: Iterable[int], own: int | None) -> None:
+    def _serve(self, wants: Sequence[int], own: int | None) -> None:
         """Takes part in everything that is wanted, and keeps the results of what this rank wants (`own`)."""
         for want in wants:
             if want == self._to_reduce:
-                if own is None:  # this rank has no gradients, and contributes zeros
+                if own is None and len(wants) == 1:  # this rank has no gradients, and contributes zeros
                     self._reductions.forget_settled()
                     self._start(len(self._reductions.shards))
             elif want == self._to_settle:
