@@ -310,8 +310,8 @@ class LooksOnceClipped(Classifier):
             self.seen.append(float(self.net[4].weight.norm()))
 
 
-def exchanges_of_steps(strategy: Any, clip: float | None, looks: bool = False) -> dict[str, Any]:
-    """How often ranks tell each other what they want, in each step of an epoch."""
+def exchanges_of_steps(strategy: Any, clip: float | None, looks: bool = False, accumulate: int = 1) -> dict[str, Any]:
+    """How often ranks tell each other what they want, in each batch of an epoch."""
     L.seed_everything(1, verbose=False)
     model = LooksOnceClipped() if looks else Classifier()
     counts: list[int] = []
@@ -327,7 +327,8 @@ def exchanges_of_steps(strategy: Any, clip: float | None, looks: bool = False) -
 
     exchange = Rendezvous._exchange
     with patch.object(Rendezvous, "_exchange", counted):
-        trainer(strategy, 2, callbacks=[Counts()], gradient_clip_val=clip).fit(model, loader())
+        settings = {"gradient_clip_val": clip, "accumulate_grad_batches": accumulate}
+        trainer(strategy, 2, callbacks=[Counts()], **settings).fit(model, loader(samples=SAMPLES * accumulate))
     return {"losses": model.losses, "seen": getattr(model, "seen", []), "exchanges": counts[2:]}
 
 

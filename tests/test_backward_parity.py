@@ -112,6 +112,97 @@ def test_training_goes_on_after_a_backward_that_failed_on_all_ranks(stage: int, 
     assert_as_on_one_device(tower(), act, stage)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1), (2, 0, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize("fails_in", [0, 1])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_a_plan_that_a_failed_backward_has_left_reduces_nothing_in_the_next_one(
+    prefetch: int, fails_in: int, order: tuple[int, ...]
+) -> None:
+    """What ranks do from there on is not what they had planned, whether or not the next micro-batches go the old way.
+    The step with the failure is not learnt either: the one after the next goes the same way, and fails nowhere."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        def backward(micro: int, order: tuple[int, ...], *, fails: bool = False) -> None:
+            hidden = x(1.0 + micro)
+            for at in order:
+                hidden = model[at](hidden)
+                hidden = Fails.apply(hidden) if fails and at == order[0] else hidden
+            with engine.accumulating() if engine is not None and micro == 0 else nullcontext():
+                hidden.square().mean().backward()
+
+        one_way = (0, 1, 2, 3)
+        for step in range(8):
+            for micro in range(2):
+                if step in (4, 6) and micro == fails_in:
+                    with pytest.raises(RuntimeError, match="out of memory"):
+                        backward(micro, one_way, fails=True)
+                    optimizer.zero_grad()
+                backward(micro, order if step in (4, 5, 6) else one_way)
+            optimizer.step()
+            optimizer.zero_grad()
+        return state_of(model, engine)
+
+    assert_as_on_one_device(tower(4), act, 3, prefetch=prefetch, unit_classes=("Linear",))
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("bucket_bytes", [2 * 8 * WIDTH, 2**20])
+@pytest.mark.parametrize("micro", [0, 1])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_may_fail_on_each_rank_in_another_layer(
+    stage: int, micro: int, bucket_bytes: int, goes_on: bool
+) -> None:
+    """Reductions may be under way on one rank that the other one has not come to. Training goes on, or ends there."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        def backward(scale: float, at: int, *, fails: bool) -> None:
+            hidden = x(scale)
+            for number, layer in enumerate(model):
+                hidden = layer(hidden)
+                if fails and number == (0 if comm is None else comm.rank):
+                    hidden = Fails.apply(hidden)
+            with engine.accumulating() if engine is not None and at == 0 else nullcontext():
+                hidden.square().mean().backward()
+
+        for step in range(4 if goes_on else 3):
+            for at in range(2):
+                if (step, at) != (2, micro):
+                    backward(1.0 + step, at, fails=False)
+                    continue
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    backward(1.0 + step, at, fails=True)
+                optimizer.zero_grad()
+                if not goes_on:
+                    if engine is not None:
+                        engine.close()
+                    return state_of(model, engine)
+            optimizer.step()
+            optimizer.zero_grad()
+        return state_of(model, engine)
+
+    assert_as_on_one_device(tower(4), act, stage, unit_classes=("Linear",), bucket_bytes=bucket_bytes)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_ranks_may_go_different_ways_right_after_a_failed_backward(prefetch: int) -> None:
+    """One of them ends its next backward while the other one is still in forward: what that had collected when it
+    failed is not taken for complete."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> dict[str, Tensor]:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model[2](model[1](Fails.apply(model[0](x())))).sum().backward()
+        optimizer.zero_grad()
+        hidden = model[0](model[0](x(0.5)))
+        if comm.rank:
+            hidden = model[2](model[1](hidden))
+        hidden.square().mean().backward()
+        optimizer.step()
+        return state_of(model, engine)
+
+    first, second = on_engine(tower(), act, 3, prefetch=prefetch, unit_classes=("Linear",), bucket_bytes=2 * 8 * WIDTH)
+    assert all(torch.equal(second[name], value) for name, value in first.items())
+
+
 def test_a_backward_after_a_failed_one_is_reduced() -> None:
     """The ranks' batches differ: gradients that nobody averages would make their weights differ."""
 

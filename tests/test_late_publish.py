@@ -1,20 +1,26 @@
 """At stages 1 and 2 new weights arrive while the next forward runs, and no bit is another."""
 
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from compare import assert_same_bits
+from lightning_zero.config import Offload
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.extents import Extent
+from lightning_zero.shards.offload import Machine
 from lightning_zero.views.lazy import LazyTensor, Stored
 from lightning_zero.wire.comm import Comm
 from models import seeded, weights
 from test_offload import WAYS, assert_same_run, on_ranks
 from thread_world import ThreadWorld
+from unit_jobs import on_engine, state_of, tower, x
+
+ALL, PART = (0, 1, 2, 3, 4), (0, 1, 3, 4)  # layers that a micro-batch uses
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -196,3 +202,31 @@ def test_a_small_model_has_its_weights_at_once() -> None:
         return behind
 
     assert ThreadWorld(2).run(run) == [[False], [False]]
+
+
+@pytest.mark.parametrize("edits", [False, True])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_plan_may_publish_what_no_step_has_changed_and_keeps_what_users_have_edited(stage: int, edits: bool) -> None:
+    """The layer that the second step leaves out is not stepped in it. Its values are on their way when rank 0 leaves
+    the plan, in which it is published, and have arrived on rank 1 when that does."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> dict[str, Tensor]:
+        for step, micros in enumerate([[ALL, ALL], [PART, PART], [PART if comm.rank else (0, 3, 4), PART], [ALL]]):
+            for micro, layers in enumerate(micros):
+                hidden = x(1.0 + step)
+                for at in layers:
+                    hidden = model[at](hidden)
+                    if edits and (step, micro, at) == (2, 0, 0):
+                        with torch.no_grad():
+                            model[2][0].weight.mul_(0.5)
+                with engine.accumulating() if micro < len(micros) - 1 else nullcontext():
+                    hidden.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return state_of(model, engine)
+
+    expected = on_engine(tower(5), act, stage, bucket_bytes=256)
+    offload = {"offload": Offload(optimizer="cpu"), "machine": Machine(host_is_apart=True)}
+    found = on_engine(tower(5), act, stage, bucket_bytes=256, late_publish_bytes=0, **offload)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_same_bits(mine, theirs)

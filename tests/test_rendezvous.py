@@ -1,8 +1,11 @@
 """Ranks that go different ways where no gradients are computed; all come to the end, and nothing is mixed up."""
 
+import copy
 import os
+from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -11,19 +14,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import user_jobs
 from cover import name_of, pairwise
+from lightning_zero.config import Offload
 from lightning_zero.run import rendezvous
+from lightning_zero.run.engine import Engine
 from lightning_zero.run.plan import Residents
+from lightning_zero.run.reductions import Stage
 from lightning_zero.run.rendezvous import Rendezvous
+from lightning_zero.shards.offload import Machine
+from lightning_zero.shards.options import Options
 from lightning_zero.wire.comm import Comm, Gather, RankTimeoutError
+from lightning_zero.wire.local import LocalComm
 from lightning_zero.wire.mesh import Mesh
 from models import seeded
 from ranks import RankPool
 from thread_world import ThreadWorld
-from unit_jobs import WIDTH, assert_same_bits, on_engine, on_one_device, state_of, tower, x
+from unit_jobs import WIDTH, assert_as_on_one_device, assert_same_bits, on_engine, on_one_device, state_of, tower, x
 
 DDP = "ddp_find_unused_parameters_true"
 STAGES = [0, 1, 2, 3]
@@ -118,25 +128,37 @@ class Readiness:
     """Reductions of which a test says how many are complete, and notes when they start."""
 
     complete = 0
+    shards = range(9)
+    stage = Stage.CLEAR
 
     def __init__(self) -> None:
         self.started = 0
 
+    @property
+    def pattern(self) -> int:
+        return self.complete  # the same where the same is complete
+
     def count_complete(self) -> int:
-        return self.complete
+        return self.complete if self.stage is not Stage.UNSETTLED else len(self.shards)
 
     def start(self, number: int) -> None:
-        assert number <= self.complete, "started before it was complete here"
+        assert number <= self.count_complete(), "started before it was complete here"
         self.started = max(self.started, number)
 
     def statement(self) -> torch.Tensor:
-        return torch.tensor([9 - self.complete], dtype=torch.uint8)  # over all ranks the largest counts
+        return torch.tensor([9 - self.count_complete()], dtype=torch.uint8)  # over all ranks the largest counts
 
     def count_complete_in(self, said: torch.Tensor) -> int:
         return 9 - int(said[0])
 
     def settle(self, said: torch.Tensor) -> None:
         self.complete = self.started = 0
+        self.stage = Stage.CLEAR
+
+    def settle_alike(self) -> None:
+        assert self.stage is Stage.UNSETTLED
+        assert self.started == 9
+        self.settle(torch.empty(0))
 
 
 CAMPAIGN = int(os.environ.get("RANDOM_ROUNDS", "0"))
@@ -149,8 +171,11 @@ USES = st.lists(st.integers(0, 6), max_size=12)
             USES,
             st.booleans(),  # as in the round before
             st.booleans(),  # with gradients
-            st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12), USES), max_size=2),
+            st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 12), USES), max_size=2),
             st.lists(st.integers(0, 3), max_size=12),  # gradient groups that become complete at each use
+            st.integers(1, 3),  # micro-batches, each with these uses
+            st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=1),  # rank, micro-batch: lacks some
+            st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=1),  # rank, use: without gradients there
         ),
         min_size=1,
         max_size=8,
@@ -165,23 +190,39 @@ def test_every_rank_gets_what_it_wants_whichever_way_the_others_go(
 ) -> None:
     """Rounds of uses: all ranks do the same as in the round before or something new, save for some that cut in."""
 
-    def rank_main(comm: Comm) -> None:
+    def rank_main(comm: Comm) -> Any:
         things = Things(comm, prefetch)
-        common: tuple[list[int], bool, list[int]] = ([], False, [])
-        for uses, repeats, trains, detours, becoming in rounds:
-            common = common if repeats else (uses, trains, becoming)
-            mine = list(common[0])
-            for rank, at, other in detours:
-                if rank == comm.rank:
-                    mine[at : at + len(other) // 2] = other
-            with torch.set_grad_enabled(common[1]):
-                for at, which in enumerate(mine):
-                    things.use(which)
-                    if common[1] and at < len(common[2]):
-                        things.reductions.complete = min(9, things.reductions.complete + common[2][at])
+        common: tuple[list[int], bool, list[int], int] = ([], False, [], 1)
+        for uses, repeats, trains, detours, becoming, micros, lacking, apart in rounds:
+            common = common if repeats else (uses, trains, becoming, micros)
+            shared, trains, becoming, micros = common
+            with torch.set_grad_enabled(trains):
+                for micro in range(micros if trains else 1):
+                    mine = list(shared)
+                    for rank, of, at, other in detours:
+                        if rank == comm.rank and of == micro:
+                            mine[at : at + len(other) // 2] = other
+                    begins = len(mine) // 2 if micro else 0  # the use before which forward is over
+                    for at, which in enumerate([*mine, None]):
+                        if micro and at == begins:
+                            things.rendezvous.settle_last_backward()
+                            things.reductions.stage = Stage.COLLECTING
+                        if which is not None:
+                            with torch.no_grad() if (comm.rank, at) in apart else nullcontext():
+                                things.use(which)
+                        if trains and begins <= at < len(becoming):
+                            things.reductions.complete = min(9, things.reductions.complete + becoming[at])
+                    if trains:
+                        if micro < micros - 1 and (comm.rank, micro) not in lacking:
+                            things.reductions.complete = 9
+                        things.reductions.stage = Stage.UNSETTLED
+                        things.rendezvous.end_backward()
                 things.end_round()
+        found = things.rendezvous
+        return copy.deepcopy((found._plans, found._patterns, found._beginnings, found._next))
 
-    ThreadWorld(world, 5, learns_late=late).run(rank_main)
+    first, *others = ThreadWorld(world, 5, learns_late=late).run(rank_main)
+    assert all(other == first for other in others), "ranks have learnt different things"
 
 
 def forward_and_backward(layers: int) -> list[int]:
@@ -262,25 +303,66 @@ def test_what_came_next_is_remembered_of_the_newest_ways_alone() -> None:
             assert messages[-1] == 1
 
 
-@pytest.mark.parametrize("micros", [1, 2, 4])
-def test_ranks_that_use_the_same_units_agree_once_in_each_micro_batch(micros: int) -> None:
-    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> list[int]:
+def messages_of_steps(
+    stage: int, micros: int, clips: bool = False, start: nn.Module | None = None, **options: Any
+) -> list[list[dict[str, int]]]:
+    """What each rank sends beside gathers and reductions, in each of some steps."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> list[dict[str, int]]:
         messages = []
         for step in range(6):
-            calls = comm.calls["all_reduce"]
+            before = Counter(comm._issued)
             for micro in range(micros):
                 with engine.accumulating() if micro < micros - 1 else nullcontext():
                     with engine.forward():
                         loss = model(x(1.0 + step + comm.rank)).sum()
                     with engine.backward():
                         loss.backward()
+            if clips:
+                engine.averages.clip_by_norm_(optimizer, 0.1)
             optimizer.step()
             optimizer.zero_grad()
-            messages.append(comm.calls["all_reduce"] - calls)
+            sent = Counter(comm._issued) - before
+            messages.append({name: n for name, n in sent.items() if not name.startswith(("all_gather", "reduce_sc"))})
         return messages
 
-    for messages in on_engine(tower(5), act, 3, unit_classes=("Linear",)):
-        assert messages[3:] == [micros] * 3
+    options = {"unit_classes": ("Linear",), "bucket_bytes": FEW_BUCKETS, **options}
+    return on_engine(start or tower(5), act, stage, **options)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize(
+    ("stage", "micros", "agreements"),
+    [(0, 1, 2), (0, 4, 2), (1, 1, 2), (1, 4, 2), (2, 1, 2), (2, 4, 5), (3, 1, 1), (3, 4, 1)],
+)
+def test_ranks_that_do_the_same_send_few_messages_beside_their_data(
+    stage: int, micros: int, agreements: int, clips: bool
+) -> None:
+    """Clipping sends a sum of norms. As code of users may come after it, ranks agree once more before the step."""
+    for messages in messages_of_steps(stage, micros, clips):
+        more = clips and stage > 0
+        expected = {"all_reduce rendezvous": agreements + more} | ({"all_reduce norm": 1} if more else {})
+        assert messages[3:] == [expected] * 3
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_micro_batches_of_which_each_is_reduced_need_no_agreement_between_them(prefetch: int, overlap: bool) -> None:
+    for messages in messages_of_steps(3, 3, prefetch=prefetch, overlap=overlap):
+        assert messages[3:] == [{"all_reduce rendezvous": 1}] * 3
+
+
+def test_parameters_that_no_rank_uses_cost_no_agreement() -> None:
+    start = tower(5)
+    start[2].register_module("unused", nn.Linear(WIDTH, WIDTH))
+    for messages in messages_of_steps(3, 3, start=start):
+        assert messages[3:] == [{"all_reduce rendezvous": 1}] * 3
+
+
+def test_micro_batches_agree_one_by_one_where_no_gather_could_tell_that_a_rank_is_not_ready() -> None:
+    """All units stay gathered from one micro-batch to the next."""
+    for messages in messages_of_steps(3, 3, start=tower(2), prefetch=2):
+        assert messages[3:] == [{"all_reduce rendezvous": 3}] * 3
 
 
 def test_reductions_start_on_all_ranks_at_the_same_place_once_all_are_ready() -> None:
@@ -318,6 +400,28 @@ def test_a_rank_that_is_not_ready_in_time_diverges_and_nothing_starts_too_early(
         return things.served
 
     assert len(set(ThreadWorld(2, 5).run(rank_main))) == 1
+
+
+@pytest.mark.parametrize("apart", ["without gradients", "not ready"])
+def test_what_ranks_have_not_done_alike_is_learnt_by_none(apart: str) -> None:
+    """Rank 0 begins a round without gradients, or leaves its plan as its gradients come late. Both ranks use the same
+    in it, and would make plans of it, or look for one, by what each knows alone."""
+
+    def rank_main(comm: Comm) -> tuple[Any, ...]:
+        things = Things(comm, 1)
+        for tail, is_odd in [([], False)] * 3 + [([3, 2], True), ([4], False)]:
+            for at, which in enumerate([*forward_and_backward(6), *tail]):
+                is_apart = is_odd and comm.rank == 0
+                with torch.no_grad() if is_apart and apart == "without gradients" and at == 0 else nullcontext():
+                    things.use(which)
+                late = 4 if is_apart and apart == "not ready" else 0
+                things.reductions.complete = max(0, at - 5 - late)
+            things.end_round()
+        found = things.rendezvous
+        return found._plans, found._beginnings, found._next
+
+    first, second = ThreadWorld(2, 5).run(rank_main)
+    assert first == second
 
 
 def test_a_rank_that_never_comes_is_told_with_what_was_wanted() -> None:
@@ -466,6 +570,295 @@ def train_while(
 
 
 @pytest.mark.parametrize(
+    ("does", "stage", "odd"),
+    pairwise([leaves_a_layer_out, has_no_gradient, looks_at_gradients], [2, 3], [(0,), (0, 1)]),
+    ids=name_of,
+)
+def test_micro_batches_agree_again_from_where_a_rank_has_no_gradient_or_looks_at_one(
+    does: Any, stage: int, odd: tuple[int, ...]
+) -> None:
+    """In one step, on some ranks of three, in the second of three micro-batches."""
+    start = seeded(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(5)]))
+
+    def act_with(does: Any) -> Any:
+        def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> Any:
+            for step in range(5):
+                for micro in range(3):
+                    is_odd = comm.rank in odd and (step, micro) == (3, 1)
+                    with engine.accumulating() if micro < 2 else nullcontext():
+                        with engine.forward():
+                            loss = (does if is_odd else nn.Module.__call__)(model, x(1.0 + step + comm.rank)).mean()
+                        with engine.backward():
+                            loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return state_of(model, engine)
+
+        return act
+
+    found, expected = (
+        on_engine(start, act_with(one), stage, world=3, unit_classes=("Linear",), bucket_bytes=FEW_BUCKETS)
+        for one in (does, SAME.get(does, nn.Module.__call__))
+    )
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("left_out", [0, 1, 2])
+def test_a_rank_that_leaves_a_layer_out_meets_no_more_for_a_micro_batch_that_the_others_have_settled(
+    left_out: int, prefetch: int
+) -> None:
+    """With prefetch 1 and without the last layer, that rank begins the next backward after the gather in which the
+    others would have heard of it in time. If it waits for them there, the error tells that rank 1 never came."""
+    start = seeded(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)]))
+
+    def act_with(skips: bool) -> Any:
+        def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+            for step in range(5):
+                for micro in range(3):
+                    hidden = x(1.0 + step + comm.rank)
+                    is_odd = comm.rank == 0 and (step, micro) == (3, 1)
+                    for at, layer in enumerate(model):
+                        if not (is_odd and at == left_out):
+                            hidden = layer(hidden)
+                        elif not skips:
+                            hidden = hidden + 0 * layer(hidden)
+                    with engine.accumulating() if micro < 2 else nullcontext():
+                        hidden.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return state_of(model, engine)
+
+        return act
+
+    options = {"unit_classes": ("Linear",), "bucket_bytes": FEW_BUCKETS, "prefetch": prefetch}
+    found, expected = (on_engine(start, act_with(skips), 3, **options) for skips in (True, False))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+# What user code does between two micro-batches.
+
+
+def does_nothing(model: Any, optimizer: Any, rank: int) -> None: ...
+
+
+def reads_a_weight(model: Any, optimizer: Any, rank: int) -> None:
+    model[1][0].weight.norm().item()
+
+
+def reads_a_weight_on_one_rank(model: Any, optimizer: Any, rank: int) -> None:
+    if rank == 0:
+        model[1][0].weight.norm().item()
+
+
+def edits_a_weight(model: Any, optimizer: Any, rank: int) -> None:
+    with torch.no_grad():
+        model[2][0].weight.mul_(0.5)
+
+
+def reads_a_gradient(model: Any, optimizer: Any, rank: int) -> None:
+    (model[1][0].weight.grad * 2).sum().item()
+
+
+def edits_a_gradient(model: Any, optimizer: Any, rank: int) -> None:
+    model[3][0].weight.grad.mul_(0.5)
+
+
+def drops_all_gradients(model: Any, optimizer: Any, rank: int) -> None:
+    optimizer.zero_grad()
+
+
+def fills_gradients_with_zeros(model: Any, optimizer: Any, rank: int) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def reads_the_state(model: Any, optimizer: Any, rank: int) -> None:
+    for parameter in model.parameters():
+        for value in optimizer.state[parameter].values():
+            value.sum().item()
+
+
+def evaluates(model: Any, optimizer: Any, rank: int) -> None:
+    with torch.no_grad():
+        model(x(3.0))
+
+
+def evaluates_on_one_rank(model: Any, optimizer: Any, rank: int) -> None:
+    if rank == 0:
+        with torch.no_grad():
+            model(x(3.0))
+
+
+BETWEEN = [
+    does_nothing,
+    reads_a_weight,
+    reads_a_weight_on_one_rank,
+    edits_a_weight,
+    reads_a_gradient,
+    edits_a_gradient,
+    drops_all_gradients,
+    fills_gradients_with_zeros,
+    reads_the_state,
+    evaluates,
+    evaluates_on_one_rank,
+]
+ORDERS = {"one way": (0, 1, 2, 3), "another way": (0, 2, 1, 3), "a part": (0, 1, 3)}  # on rank 0, in the odd step
+RESTS = {"the device": {}, "the host": {"parameters": "cpu", "optimizer": "cpu"}, "parameters": {"parameters": "cpu"}}
+APART = Machine(host_is_apart=True)
+ZEROES = ["before forward", "before backward", "after step"]
+
+
+def momentum(parameters: Any) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
+
+
+@pytest.mark.parametrize(
+    ("between", "rests", "order", "zeroes", "prefetch", "world", "clips", "odd"),
+    pairwise(BETWEEN, [*RESTS, "disk"], [*ORDERS], ZEROES, [0, 1, 2], [1, 2], [False, True], [1, 2]),
+    ids=name_of,
+)
+def test_a_round_that_spans_micro_batches_keeps_the_bits_whatever_user_code_does_between_them(
+    between: Any, rests: str, order: str, zeroes: str, prefetch: int, world: int, clips: bool, odd: int, tmp_path: Path
+) -> None:
+    """Before one of three micro-batches, which may also go another way. On one rank the bits are those of one device;
+    on two those of rounds that do not span."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        rank = 0 if comm is None else comm.rank
+        for step in range(6):
+            for micro in range(3):
+                is_odd = (step, micro) == (3, odd)
+                if is_odd:
+                    between(model, optimizer, rank)
+                if micro == 0 and zeroes == "before forward":
+                    optimizer.zero_grad()
+                hidden = x(1.0 + step + micro + rank)
+                with nullcontext() if engine is None else engine.forward():
+                    for at in ORDERS[order] if is_odd and rank == 0 else ORDERS["one way"]:
+                        hidden = model[at](hidden)
+                    loss = hidden.square().mean()
+                if micro == 0 and zeroes == "before backward":
+                    optimizer.zero_grad()
+                accumulates = micro < 2 and engine is not None
+                with engine.accumulating() if accumulates else nullcontext():
+                    loss.backward()
+            if clips and engine is not None:
+                engine.averages.clip_by_value_(optimizer, 0.01)
+            elif clips:
+                torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+            optimizer.step()
+            if zeroes == "after step":
+                optimizer.zero_grad()
+        if engine is not None:
+            engine.close()
+        return state_of(model, engine)
+
+    on_disk = {"parameters": "nvme", "optimizer": "nvme", "path": tmp_path}
+    offload = Offload(**(on_disk if rests == "disk" else RESTS[rests])) if rests != "the device" else None
+    options = {"unit_classes": ("Linear",), "prefetch": prefetch}
+    if world == 1:
+        expected = on_one_device(tower(4), act, momentum)
+    else:
+        with patch.object(Rendezvous, "spans", False):
+            expected = on_engine(tower(4), act, 3, momentum, **options)[0]
+    options |= {"offload": offload, "machine": APART}
+    for found in on_engine(tower(4), act, 3, momentum, world=world, **options):
+        assert_same_bits(found, expected)
+
+
+def test_a_plan_that_begins_with_the_end_of_a_backward_is_not_taken_for_one_that_begins_with_a_unit() -> None:
+    """In the first step, ranks meet before the one layer of the second micro-batch, which needs no unit in backward. A
+    plan of that and the third one was followed from the first unit of the third one's backward on."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> dict[str, Tensor]:
+        usual = (1, 0, 2)
+        for step, micros in enumerate([[usual, (2,), usual], [(2, 1, 1), usual, usual, usual]]):
+            for micro, order in enumerate(micros):
+                hidden = x(1.0 + step + comm.rank)
+                for at in order:
+                    hidden = model[at](hidden)
+                with engine.accumulating():
+                    hidden.square().mean().backward()
+                if (step, micro) == (0, 0):
+                    reads_a_gradient(model, optimizer, comm.rank)
+            optimizer.step()
+            optimizer.zero_grad()
+        return state_of(model, engine)
+
+    options = {"unit_classes": ("Linear",), "prefetch": 1}
+    with patch.object(Rendezvous, "spans", False):
+        expected = on_engine(tower(3), act, 3, **options)
+    for found, theirs in zip(on_engine(tower(3), act, 3, **options), expected, strict=True):
+        assert_same_bits(found, theirs)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_round_that_spans_micro_batches_goes_on_after_an_evaluation_between_a_forward_and_its_backward(
+    world: int, prefetch: int
+) -> None:
+    """The evaluation follows a plan of its own from its second batch on."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        for step in range(6):
+            for micro in range(3):
+                loss = model(x(1.0 + step + micro)).square().mean()
+                if (step, micro) == (3, 2):
+                    evaluates(model, optimizer, 0)
+                    evaluates(model, optimizer, 0)
+                accumulates = micro < 2 and engine is not None
+                with engine.accumulating() if accumulates else nullcontext():
+                    loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return state_of(model, engine)
+
+    options = {"unit_classes": ("Linear",), "prefetch": prefetch}
+    assert_as_on_one_device(tower(4), act, 3, momentum, world=world, **options)
+
+
+@pytest.mark.parametrize("rests", RESTS)
+@pytest.mark.parametrize("world", [1, 2])
+def test_optimizers_that_step_by_turns_get_what_the_micro_batches_of_a_round_have_added_up(
+    world: int, rests: str
+) -> None:
+    def train(comm: Comm | None, **options: Any) -> dict[str, Tensor]:
+        model = copy.deepcopy(tower(4))
+        optimizers = [momentum(model[:2].parameters()), momentum(model[2:].parameters())]
+        engine = None
+        if comm is not None:
+            engine = Engine(model, optimizers, stage=3, comm=comm, options=Options(unit_classes=("Linear",), **options))
+        rank = 0 if comm is None else comm.rank
+        for step in range(6):
+            for micro in range(3):
+                accumulates = micro < 2 and engine is not None
+                with engine.accumulating() if accumulates else nullcontext():
+                    model(x(1.0 + step + micro + rank)).square().mean().backward()
+            stepping = optimizers if step % 3 else optimizers[:1]  # the other's gradients go on adding up
+            for optimizer in stepping:
+                optimizer.step()
+                optimizer.zero_grad()
+        if engine is not None:
+            engine.close()
+        return state_of(model, engine)
+
+    def on_ranks(**options: Any) -> list[dict[str, Tensor]]:
+        if world == 1:
+            return [train(LocalComm(), **options)]
+        return ThreadWorld(world, 10).run(lambda comm: train(comm, **options))
+
+    if world == 1:
+        expected = train(None)
+    else:
+        with patch.object(Rendezvous, "spans", False):
+            expected = on_ranks()[0]
+    for found in on_ranks(offload=Offload(**RESTS[rests]) if RESTS[rests] else None, machine=APART):
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize(
     ("does", "stage", "dtype", "micros", "overlap"),
     pairwise(LOOKS, STAGES, DTYPES, [1, 2], [True, False]),
     ids=name_of,
@@ -494,6 +887,26 @@ def test_a_replica_may_go_its_own_way_while_another_one_waits_for_its_reductions
     expected = train_while(who, SAME.get(does, nn.Module.__call__), stage, None, micros, **how)
     for mine, theirs in zip(found, expected, strict=True):
         assert_same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_rank_without_gradients_reduces_no_sooner_than_all_others_are_about_to(stage: int) -> None:
+    """Rank 1 has none, and rank 0 still looks at a two-byte weight when rank 2 is about to reduce."""
+    start = seeded(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(5)]))
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        ways = [looks_in_forward, has_no_gradient, nn.Module.__call__]
+        with engine.forward(), torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            loss = ways[comm.rank](model, x()).sum()
+        with engine.backward():
+            loss.backward()
+        optimizer.step()
+        return state_of(model, engine)
+
+    options = {"autocast_dtype": torch.bfloat16, "bucket_bytes": FEW_BUCKETS}
+    first, *others = on_engine(start, act, stage, world=3, **options)
+    for other in others:
+        assert_same_bits(other, first)
 
 
 @pytest.mark.parametrize("does", [has_no_gradient, leaves_a_layer_out])

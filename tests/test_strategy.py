@@ -140,6 +140,14 @@ def test_ranks_that_have_met_to_clip_do_not_meet_again_to_step(stage: int, two_r
     assert min(plain["exchanges"]) == 1
 
 
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_batches_that_accumulate_at_stage_3_need_no_agreement_but_the_one_of_their_step(
+    clip: float | None, two_ranks: RankPool
+) -> None:
+    found, _ = two_ranks.run(jobs.exchanges_of_steps, {"stage": 3}, clip, False, 2)
+    assert found["exchanges"][-4:-1] == [0, 1, 0]  # validation follows the last batch
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_rank_that_looks_at_a_weight_between_clipping_and_step_sees_ddps(stage: int, two_ranks: RankPool) -> None:
     found = two_ranks.run(jobs.exchanges_of_steps, {"stage": stage}, 0.05, True)

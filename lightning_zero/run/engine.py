@@ -62,10 +62,12 @@ class Engine:
     2. `backward`, at stage 3, gathers a unit again when autograd asks for values that it has saved of it. A hook
        collects each gradient as soon as autograd has written it. When all gradients of a group are complete, they are
        reduce-scattered, bucket by bucket, while backward goes on. All ranks reduce the groups in the same order.
-    3. `optimizer.step()` enters `step` through a hook. First, all ranks agree on which parameters have a gradient. This
-       is the only message of a step beside its data. (At stages 0 to 2 there is one more before the first reduction, if
-       not all buckets can travel at once.) During the call, the values and the gradient of each parameter are the piece
-       that this rank owns, so the optimizer makes state for this piece only.
+    3. `optimizer.step()` enters `step` through a hook. First, all ranks agree on which parameters have a gradient (at
+       stage 0, they do so at the end of backward). At stage 3 this is the only message of a step beside its data, also
+       where each of several micro-batches is reduced. (At stages 0 to 2 there is one more in each backward before the
+       first reduction, if not all buckets can travel at once; if they can, one more between two micro-batches that are
+       reduced.) During the call, the values and the gradient of each parameter are the piece that this rank owns, so
+       the optimizer makes state for this piece only.
     4. After the call, at stages 1 and 2, the new values are all-gathered. At stage 3, the next forward gathers them.
 
     All ranks start from rank 0's parameters and buffers. Without optimizers, only parameters are sharded. On one rank
@@ -118,7 +120,8 @@ class Engine:
         move_replicated(module, device)
         self.stepping = Stepping(module, optimizers, self.parts, self.options, self.reductions, self._interception)
         late = module if self.stepping.may_be_late else None
-        self.schedule = Schedule(made, self.reductions, self.loans, self._begin_backward, self._end_backward, late=late)
+        around_backward = self._begin_backward, self._end_backward, self._recover
+        self.schedule = Schedule(made, self.reductions, self.loans, *around_backward, late=late)
         if self.parts.recompute is not None:
             self.parts.recompute.begin()
         steppers, whole = self.stepping.steppers, self.parts.stepped.whole
@@ -212,9 +215,9 @@ class Engine:
         with no_interception(), torch.no_grad():
             self.loans.take_back_gradients()  # keeps edits of the old gradients, before this backward stores new ones
         if self.reductions.stage is Stage.UNSETTLED or self.rendezvous.is_awaited:
-            self.rendezvous.meet_all()
+            self.rendezvous.settle_last_backward()
         self.schedule.start_pass()
-        self.reductions.stage = Stage.COLLECTING
+        self.reductions.begin_backward()
         self._phases.enter(Phase.BACKWARD)
 
     def _end_backward(self) -> None:
@@ -224,16 +227,22 @@ class Engine:
             if self.reductions.has_gradients:
                 self.rendezvous.start_reductions(len(self.reductions.shards))
             self.reductions.end_backward()
-            is_settled_now = not self.partition.optimizer or self.options.step_in_backward
-            if is_settled_now and self.reductions.stage is Stage.UNSETTLED:
+            self.rendezvous.end_backward()
+            if self._settles_at_end and self.reductions.stage is Stage.UNSETTLED:
                 self.rendezvous.meet()  # `p.grad` is reduced in place, and must not be added to before; or is stepped
             self.stepping.publish_stepped_in_backward()
+
+    @property
+    def _settles_at_end(self) -> bool:
+        """Whether ranks agree on gradients at the end of a backward, and not as late as in the step."""
+        return not self.partition.optimizer or self.options.step_in_backward
 
     def _recover(self) -> None:
         """Forgets what a failed backward or step has left half done. It must have failed on every rank."""
         self.stepping.recover()
         if self._phases.now is Phase.BACKWARD and not self.schedule.backward_is_known:
             self._phases.leave(Phase.BACKWARD)
+            self.rendezvous.forget_backward()
             with no_interception():
                 self.reductions.forget()
             self.stepping.forget_backward()
@@ -269,7 +278,7 @@ class Engine:
         """Makes ranks agree on which parameters have gradients, and takes over edits."""
         self._recover()
         self.catch_up()
-        if not self._steps_next:
+        if not self._steps_next and (self.rendezvous.may_be_wanted or not self._settles_at_end):
             # Before edits are taken over: a rank that diverges may still gather the old values.
             self.rendezvous.meet_all()
         self._steps_next = False
@@ -361,6 +370,7 @@ class Engine:
             self.mesh.abandon()  # first: until then, all that follows could wait behind a collective that never ends
         if whole:
             self.stepping.interrupt()
+            self._recover()
             self.catch_up()
         self._bytes_at_close = self.bytes_by_category()
         self._facts_at_close = None

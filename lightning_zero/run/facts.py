@@ -44,6 +44,8 @@ def facts_of(
         gathers_gradients=not partition.optimizer,
         steps_in_backward=options.step_in_backward,
         publishes_late=stepping.publishes_late,
+        spans=bool(units) and rendezvous.spans,
+        settles_alone=not units and rendezvous.spans and reductions.may_settle_alone,
     )
 
 

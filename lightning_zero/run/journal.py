@@ -6,6 +6,8 @@ from typing import final
 from lightning_zero.run.program import Cause, Use
 
 LONGEST = 100_000  # uses of a step; a longer one is not kept
+# An evaluation before one of these is over.
+_TRAINING = {Cause.BACKWARD, Cause.UNSCALE, Cause.CLIP, Cause.LOOK, Cause.STEP, Cause.STEP_AFTER_CLIP}
 
 
 @final
@@ -15,10 +17,11 @@ class Journal:
     def __init__(self) -> None:
         self._now: list[tuple[Cause, object]] = []
         self._last: list[tuple[Cause, object]] = []
-        self.is_on = True
+        self.is_on = True  # False: an evaluation is under way
 
     def note(self, cause: Cause, what: object = 0) -> None:
         """Notes a use; `what` is its number, or the group or the optimizer that has the number."""
+        self.is_on |= cause in _TRAINING
         if self.is_on and len(self._now) < LONGEST:
             self._now.append((cause, what))
 

@@ -104,7 +104,8 @@ class Loans(Lender, GradientLender):
     def _enroll_publishing(self, groups: Iterable[ShardGroup]) -> None:
         for group in groups:
             if group.is_cut and (group.places.optimizer != group.places.gathered or not group.is_plain):
-                self._publishing[group] = self.rendezvous.enroll(f"publish {group.name}", partial(self._publish, group))
+                serve = partial(self._serve_publishing, group)
+                self._publishing[group] = self.rendezvous.enroll(f"publish {group.name}", serve)
 
     @property
     def published(self) -> dict[int, ShardGroup]:
@@ -138,7 +139,18 @@ class Loans(Lender, GradientLender):
             self.catch_up(group)
             group.catch_up()
 
-    def _publish(self, group: ShardGroup, _: bool = True) -> None:
+    def _serve_publishing(self, group: ShardGroup, _: bool) -> None:
+        """Publishes a group together with all ranks. A plan may have that done where nothing has been stepped since;
+        then each rank has the values, unless they are on their way yet, and its user code may have edited them."""
+        if group.is_arriving:
+            self._publish(group)
+        if group.is_behind or group.needs_all or not group.stays_full:
+            self._publish(group)
+        else:
+            with torch.no_grad(), no_interception():
+                group.pass_by(group.owned_param, "publish")
+
+    def _publish(self, group: ShardGroup) -> None:
         with no_interception():
             group.catch_up()
             publish([group])

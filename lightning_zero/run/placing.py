@@ -4,8 +4,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from lightning_zero.run.plan import Residents, Step, make_plan
+from lightning_zero.run.plan import Step
 from lightning_zero.run.program import Cause, Facts, Kind, Op, OptimizerFacts, Program, Use, WindowFacts
+from lightning_zero.run.rounds import Complete, residents, rounds_of, settled_alone
 
 
 def make_program(facts: Facts, uses: Sequence[Use]) -> Program:
@@ -15,88 +16,6 @@ def make_program(facts: Facts, uses: Sequence[Use]) -> Program:
     for at, use in enumerate(uses):
         placing.place(at, use)
     return Program(facts, tuple(uses), tuple(placing.ops))
-
-
-def agreements(facts: Facts, uses: Sequence[Use]) -> list[int]:
-    """Returns the uses at which all ranks meet, and agree on which parameters have gradients."""
-    found, is_unsettled = [], False
-    may_be_wanted = bool(facts.units or facts.calls)
-    for at, (cause, _) in enumerate(uses):
-        meets = {
-            Cause.BACKWARD: is_unsettled,
-            Cause.END: facts.gathers_gradients or facts.steps_in_backward,
-            Cause.UNSCALE: is_unsettled or may_be_wanted,
-            Cause.CLIP: is_unsettled or may_be_wanted,
-            Cause.LOOK: is_unsettled or may_be_wanted,
-            Cause.STEP: True,
-        }.get(cause, False)
-        is_unsettled = (is_unsettled or cause is Cause.END) and not meets
-        if meets:
-            found.append(at)
-    return found
-
-
-def planned(facts: Facts, uses: Sequence[Use]) -> dict[int, Step]:
-    """Returns what ranks that go one way do at each use of a unit, or call: the plans of the rounds of a step."""
-    found: dict[int, Step] = {}
-    start = 0
-    for end in [*agreements(facts, uses), len(uses)]:
-        mine = [at for at in range(start, end) if uses[at].cause in (Cause.UNIT, Cause.CALL)]
-        numbers = [uses[at].number + len(facts.units) * (uses[at].cause is Cause.CALL) for at in mine]
-        complete = _complete_at(facts, uses, mine, numbers)
-        plan = make_plan(numbers, range(len(facts.units)), _residents(facts), complete, facts.learns_late)
-        found.update(zip(mine, plan, strict=True))
-        start = end  # what a backward uses after ranks have met at its beginning belongs to the next round
-    return found
-
-
-def _residents(facts: Facts) -> Residents:
-    return Residents(1 + facts.prefetch, {at for at, unit in enumerate(facts.units) if not unit.is_leaf})
-
-
-def _complete_at(facts: Facts, uses: Sequence[Use], mine: Sequence[int], numbers: Sequence[int]) -> dict[int, int]:
-    """Returns how many groups, of those that are reduced first, have all their gradients at uses of a round (by their
-    place in it): at those at which ranks asked for a unit before they had a plan."""
-    here, found, complete = _residents(facts), {}, _Complete(facts, uses)
-    for place, (at, number) in enumerate(zip(mine, numbers, strict=True)):
-        complete.come_to(at)
-        if number in here:
-            here.touch(number)
-            continue
-        if number < len(facts.units):
-            here.admit(number)
-        found[place] = complete.count
-    return found
-
-
-class _Complete:
-    """Counts the groups that have all their gradients, from the first of those that are reduced."""
-
-    def __init__(self, facts: Facts, uses: Sequence[Use]) -> None:
-        self._facts, self._uses = facts, uses
-        self._seen = 0  # uses
-        self._there: set[int] = set()
-        self._reduced, began = set[int](), 0  # beginnings of backwards whose gradients are reduced
-        for at, (cause, _) in enumerate(uses):
-            began = at if cause is Cause.BACKWARD else began
-            if cause is Cause.END:
-                self._reduced.add(began)
-        self._is_reduced = False  # the last of these backwards
-        self.count = 0
-
-    def come_to(self, at: int) -> None:
-        """Takes in the uses before one."""
-        for seen in range(self._seen, at):
-            use = self._uses[seen]
-            if use.cause is Cause.BACKWARD:
-                self._there.clear()
-                self.count, self._is_reduced = 0, seen in self._reduced
-            elif use.cause is Cause.GRADIENT and self._facts.overlaps and self._is_reduced:
-                self._there.add(use.number)
-                order = self._facts.order
-                while self.count < len(order) and order[self.count] in self._there:
-                    self.count += 1
-        self._seen = max(self._seen, at)
 
 
 class _Flight(NamedTuple):
@@ -130,10 +49,13 @@ class _Placing:
         self._facts, self._uses = facts, uses
         self.ops: list[Op] = []
         self._at = 0
-        self._met = set(agreements(facts, uses))
-        self._plan = planned(facts, uses)
-        self._here = _residents(facts)
-        self._complete = _Complete(facts, uses)
+        rounds = rounds_of(facts, uses)
+        self._met = {at for at in range(len(uses)) if any(at == one.stop for one in rounds)}
+        self._plan = {at: step for one in rounds for at, step in one.steps.items()}
+        self._alone = settled_alone(facts, uses)
+        self._here = residents(facts)
+        self._complete = Complete(facts, uses)
+        self._reduced = 0  # groups of the micro-batches of this round that are over
         self._started = 0  # reductions of this backward
         self._pools = [deque[_Flight | None]([None] * count) for count in facts.buckets]
         self._stores: dict[int, list[int]] = {}  # group -> the ops that have stored its gradient
@@ -182,6 +104,7 @@ class _Placing:
             Cause.BACKWARD: self._begin_backward,
             Cause.GRADIENT: self._start_complete,
             Cause.END: self._end_backward,
+            Cause.KEPT: self._note_end,
             Cause.UNSCALE: self._unscale,
             Cause.CLIP: self._clip,
             Cause.LOOK: lambda _: self._meet(),
@@ -198,7 +121,7 @@ class _Placing:
         self._follow(self._plan[self._at])
 
     def _follow(self, step: Step) -> None:
-        self._start(step.starts)
+        self._start(step.starts - self._reduced)
         for number in step.window:
             self._here.touch(number)
         for number in step.gathers:
@@ -229,7 +152,7 @@ class _Placing:
             return
         if self._facts.ranks > 1 or self._facts.units:
             self._add(Kind.AGREE)
-        self._is_ready = False
+        self._is_ready, self._reduced = False, 0
         for number in self._here:
             self._here.remove(number)
             self._add(Kind.RESHARD, number)
@@ -241,6 +164,13 @@ class _Placing:
 
     def _begin_backward(self, _: int) -> None:
         self._catch_up_all()
+        if self._at in self._plan:  # of a round that goes on
+            self._follow(self._plan[self._at])
+            self._settle()
+            self._reduced += len(self._facts.order)
+        elif self._at in self._alone:
+            self._is_ready = self._is_unsettled = False
+            self._settle()
         self._meet()
         self._started = 0
 
@@ -324,9 +254,14 @@ class _Placing:
         if not self._facts.units:
             self._start_now(len(self._facts.order))
         self._is_unsettled = True
+        self._note_end(0)
         self._meet()
         if self._facts.steps_in_backward:
             self._publish(self._facts.order)
+
+    def _note_end(self, _: int) -> None:
+        if self._at in self._plan:
+            self._follow(self._plan[self._at])
 
     # -- gradients that are averaged
 

@@ -9,7 +9,8 @@ messages. There is room for `room` units at a time, and the least recently used 
 
 A rank that wants something else *diverges*: it marks the next gather of the plan, and takes part in the plan until all
 ranks have learnt of the mark (at the use of the gathered unit, or one use later). A reduction that all ranks were ready
-for at use k therefore starts where a rank that was not ready would have been heard of, and not earlier.
+for at use k therefore starts where a rank that was not ready would have been heard of, and not earlier. If a step has
+several micro-batches that are reduced, a plan may span them, and counts their gradient groups one after another.
 """
 
 from bisect import bisect_left
@@ -59,15 +60,18 @@ class Step:
     """One use of a plan, and what every rank does at it."""
 
     use: int  # the unit or call that is used
-    due: int  # a rank diverges unless so many gradient groups, from the first of the agreed order, are complete on it
+    due: int  # a rank diverges unless so many gradient groups of the round, in their order, are complete on it
     window: tuple[int, ...]  # units that must not be evicted
     gathers: tuple[int, ...]  # units to gather, in order
     # Units whose gathers tell here whether a rank has diverged: before anything else, or last if they begin here.
     learns: tuple[int, ...]
-    starts: int  # reductions of so many groups of the agreed order are started
+    starts: int  # reductions of so many of these groups are started
 
 
 Plan = tuple[Step, ...]  # of one round, in order
+
+# Uses that are no unit and no call: a backward begins, and ranks have not met since the one before it; a backward ends.
+NEXT_BACKWARD, END = -1, -2
 
 
 def make_plan(
@@ -115,3 +119,20 @@ def _starts(length: int, complete: Mapping[int, int], learnt_at: Mapping[int, in
         at = min(length, max(learnt_at.get(marked, 0), marked + 1))
         first[at] = max(first[at], count)
     return list(accumulate(first[:length], max))
+
+
+def ends_in_time(plan: Plan, end: int, following: int, groups: int) -> bool:
+    """Whether all `groups` of each micro-batch but the last are being reduced when its `following` backward begins, and
+    a rank that diverges from the `end` of the micro-batch on would have been heard of by then."""
+    ended = begun = 0
+    for at, step in enumerate(plan):
+        if step.use == end:
+            ended = at
+        elif step.use == following:
+            begun += groups
+            marks = next((place for place in range(ended + 1, at) if plan[place].gathers), at)
+            if step.starts < begun or marks == at:
+                return False
+            if not any(plan[marks].gathers[0] in later.learns for later in plan[marks : at + 1]):
+                return False
+    return True

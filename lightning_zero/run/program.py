@@ -128,6 +128,8 @@ class Facts:
     gathers_gradients: bool = False  # stage 0
     steps_in_backward: bool = False
     publishes_late: bool = False
+    spans: bool = True  # a round may span micro-batches, see `rendezvous`
+    settles_alone: bool = False  # a rank knows, in a backward, that all ranks reduce, and settles it without them
 
     def windows_of(self, group: int) -> int:
         """Returns in how many windows a group is stepped apart from the user's call."""

@@ -4,6 +4,7 @@ The order starts as the reverse of the model's. It is then learnt from rank 0's 
 overlap with the backward of a model whose modules do not run in the order in which they are defined.
 """
 
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
@@ -55,7 +56,9 @@ class Reductions:
         self._ready_order: list[GradientShard] = []  # the order in which this backward has completed groups
         self._order_learnt = False
         self.stage = Stage.CLEAR
+        self._alone: bytes | None = None  # flags of parameters with gradients, if this rank has settled them alone
         self.is_on = True  # False: backwards only accumulate gradients, on this rank
+        self.reduces = True  # the latest backward was begun while `is_on`
         self.notices = Notices()  # told to the other ranks with each statement
         self.step: Callable[[Sequence[Slot]], None] | None = None  # steps averaged gradients in backward, if set
         self._unstepped: list[GradientShard] = []  # complete on this rank, being reduced, and to be stepped
@@ -90,6 +93,17 @@ class Reductions:
 
     # -- in backward
 
+    def begin_backward(self) -> None:
+        """Notes that a backward begins, and that the last one is settled."""
+        self.stage = Stage.COLLECTING
+        self.reduces = self.is_on
+        self._ready_order = []
+        self.forget_settled()
+
+    def forget_settled(self) -> None:
+        """Notes that other ranks have begun another backward than the one that this rank has settled alone."""
+        self._alone = None
+
     def collect(self, slot: Slot) -> bool:
         """Takes the gradient in `p.grad`. Returns whether it completes its group."""
         shard = gradient_of(slot)
@@ -108,7 +122,10 @@ class Reductions:
         return True
 
     def count_complete(self) -> int:
-        """Returns how many groups, from the first of the agreed order, have all their gradients on this rank."""
+        """Returns how many groups, from the first of the agreed order, have all the gradients on this rank that they
+        will have: once backward has ended, those are all groups."""
+        if self.stage is Stage.UNSETTLED and self.has_gradients:
+            return len(self.shards)
         if not (self.is_on and self._overlap):
             return 0
         while self._complete < len(self.shards) and self.shards[self._complete].is_complete:
@@ -175,12 +192,16 @@ class Reductions:
         """Returns what this rank knows of the backward, ``(bytes,)`` uint8, one flag for each question. Ranks combine
         their statements by the maximum: a flag is set if any rank has set it."""
         has_gradients = self.stage is Stage.UNSETTLED and any(shard.used for shard in self.shards)
+        has_gradients |= self._alone is not None
         said = bytearray([has_gradients, *self.notices.flags()])
         complete = self.count_complete()
         said += bytes(at >= complete for at in range(len(self.shards)))
-        for shard in self.shards:
-            said += bytes(index in shard.used for index in range(len(shard.group.slots)))
+        said += self._flags if self._alone is None else self._alone
         return torch.frombuffer(said, dtype=torch.uint8)
+
+    @property
+    def _flags(self) -> bytes:
+        return bytes(index in shard.used for shard in self.shards for index in range(len(shard.group.slots)))
 
     def has_gradients_in(self, said: Tensor) -> bool:
         """Returns whether any rank has gradients to reduce, by the combined statements."""
@@ -195,8 +216,7 @@ class Reductions:
     def settle(self, said: Tensor) -> None:
         """Reduces the remaining gradients, by the combined statements of all ranks, and shows the averaged ones in
         `p.grad` (or steps them). Collective."""
-        sizes = [1, len(Notice), len(self.shards), *(len(shard.group.slots) for shard in self.shards)]
-        has_gradients, noticed, _, *used = said.split(sizes)
+        has_gradients, noticed, _, used = said.split([1, len(Notice), len(self.shards), len(self._flags)])
         self.notices.hear(noticed.tolist())
         if self.notices.are_apart:
             self._refuse_uneven_batches()
@@ -206,17 +226,60 @@ class Reductions:
         self.stage = Stage.CLEAR
         if not has_gradients:  # on any rank
             return
-        with no_interception(), torch.no_grad():
-            having = [
-                [shard.group.slots[index] for index in flags.nonzero().flatten().tolist()]
-                for shard, flags in zip(self.shards, used, strict=True)
-            ]
-            if self.step is None:
-                self._show_averages(having)
-            else:
-                self._step_averages(having)
+        if self._alone is None:
+            with no_interception(), torch.no_grad():
+                if self.step is None:
+                    self._show_averages(self._slots_in(used))
+                else:
+                    self._step_averages(self._slots_in(used))
+        self._alone = None
         self._learn_order()
         self._clear()
+
+    def _slots_in(self, flags: Tensor) -> list[list[Slot]]:
+        """Returns the parameters with a flag, by group."""
+        each = flags.split([len(shard.group.slots) for shard in self.shards])
+        return [
+            [shard.group.slots[index] for index in own.nonzero().flatten().tolist()]
+            for shard, own in zip(self.shards, each, strict=True)
+        ]
+
+    @property
+    def pattern(self) -> int:
+        """A digest of which parameters have gradients on this rank."""
+        return zlib.crc32(self._flags)
+
+    def settle_alike(self) -> None:
+        """Does what `settle` does, where all ranks are known to have gradients of the same parameters. Collective."""
+        self._settle_by(torch.frombuffer(bytearray(self._flags), dtype=torch.uint8))
+
+    @property
+    def may_settle_alone(self) -> bool:
+        """Whether averages are stored without further collectives, and stay as they are until the next ones are."""
+        return self.step is None and all(s.travels and s.group.setting.partition.gradient for s in self.shards)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all parameters have gradients on this rank."""
+        return all(self._flags)
+
+    def settle_alone(self, said: Tensor | None) -> None:
+        """Does what `settle` does, where all reductions are under way on all ranks. Other ranks may settle later. Of
+        `said`, the combined statements, it takes which parameters have gradients; without it, all have."""
+        numel = len(self._flags)
+        flags = torch.ones(numel, dtype=torch.uint8, device=HOST) if said is None else said[len(said) - numel :]
+        self._settle_by(flags)
+        self._alone = bytes(flags.tolist())
+
+    def _settle_by(self, flags: Tensor) -> None:
+        for shard in self._plain:
+            self._interception.show(shard.group)
+        self.stage = Stage.CLEAR
+        with no_interception(), torch.no_grad():
+            self._show_averages(self._slots_in(flags))
+        order = self._ready_order  # `_learn_order` is still to come
+        self._clear()
+        self._ready_order = order
 
     def _refuse_uneven_batches(self) -> None:
         """Raises RuntimeError on every rank. Collective."""
@@ -275,6 +338,7 @@ class Reductions:
         for shard in self.shards:
             shard.forget()
         self.stage = Stage.CLEAR
+        self._alone = None
         self._clear()
 
     def _clear(self) -> None:

@@ -12,7 +12,7 @@ from torch.nn import Module, Parameter
 
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.program import Cause
-from lightning_zero.run.reductions import Reductions
+from lightning_zero.run.reductions import Reductions, Stage
 from lightning_zero.run.surrounding import surround
 from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.casting import Reader
@@ -28,8 +28,9 @@ from lightning_zero.torch_private import backward_number, call_after_backward, p
 class Schedule:
     """Gathers and releases units around the calls of their modules, and collects and reduces gradients in backward.
 
-    It calls `begin_backward` and `end_backward` around a backward that `bracket` has not announced. `late` is the
-    module if its weights may be behind a step: then its modules catch up before each call.
+    It calls `begin_backward` and `end_backward` around a backward that `bracket` has not announced, and `recover` where
+    the next forward shows that it has failed. `late` is the module if its weights may be behind a step: then its
+    modules catch up before each call.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Schedule:
         loans: Loans,
         begin_backward: Callable[[], None],
         end_backward: Callable[[], None],
+        recover: Callable[[], None],
         *,
         late: Module | None = None,
     ) -> None:
@@ -49,6 +51,7 @@ class Schedule:
         self._saved = loans.saved
         self._begin_backward = begin_backward
         self._end_backward = end_backward
+        self._recover = recover
         self._is_bracketed = False  # a backward is under way that `bracket` has announced
         self._end: weakref.ref[Callable[[], None]] | None = None  # autograd's callback: alive while its backward runs
         # Of two-byte weights that one pass uses several times, each with `taken_back` of its group.
@@ -83,6 +86,8 @@ class Schedule:
     # -- parameters: gathered before use, and again when backward asks for them
 
     def _before_forward(self, unit: Unit) -> None:
+        if self._reductions.stage is Stage.COLLECTING and not self.backward_is_known:
+            self._recover()  # before other ranks are told what is complete
         self._rendezvous.use(unit)
         self._loans.show_edits(unit)
         self._cache.pin(unit)
