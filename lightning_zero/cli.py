@@ -10,7 +10,7 @@
     lightning-zero plan MODEL --batch B --ranks 8        the fastest strategies that fit on a device
     lightning-zero rehearse MODEL --batch B --ranks 8    what a step takes on one rank: bytes, peaks, messages
 
-MODEL is an import path (``package.module:Model``) of what makes a LightningModule.
+MODEL is an import path (``package.module:Model``) of what makes a LightningModule, or a config of Hydra.
 
 DIR is a path or a URL (``s3://...``): of a sharded checkpoint, or but for export of a single file. The exit status is 0
 when all is well, 1 when something is wrong with a checkpoint or a device has too little memory, and 2 when the command
@@ -103,10 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     command("export", _export, about, dir="the checkpoint's folder", dcp="the folder to write; new, or empty")
 
     about = "Of a model: the fastest strategies that fit. Of a number of parameters: bytes per rank at each stage."
-    add_plan(command("plan", run_plan, about))
-    add_rehearse(
-        command("rehearse", run_rehearse, "Takes a step of one rank without computing: bytes, peaks, messages.")
-    )
+    add_plan(command("plan", run_plan, about), _composed)
+    about = "Takes a step of one rank without computing: bytes, peaks, messages."
+    add_rehearse(command("rehearse", run_rehearse, about), _composed)
     return parser
 
 
@@ -121,6 +120,12 @@ def _about(width: int) -> str:
         else:  # the list of commands: what each does goes on a line below it
             paragraphs.append(re.sub(r"(?<=\S) {3,}", "\n" + " " * 6, text))
     return "\n\n".join(paragraphs)
+
+
+def _composed(path: str, overrides: Sequence[str]) -> Any:
+    from lightning_zero.sweeps.composed import composed
+
+    return composed(path, overrides)
 
 
 def _place(text: str) -> str:

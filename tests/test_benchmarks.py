@@ -105,6 +105,15 @@ def run_offload_model(options: str, folder: Path) -> Any:
     return json.loads((folder / "found.json").read_text())["found"]
 
 
+def test_calibration_sets_what_is_modelled_beside_what_is_measured(tmp_path: Path) -> None:
+    command = [sys.executable, BENCHMARKS / "calibration.py", *"--size tiny --steps 2 --lines 1".split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rates, _, line = done.stdout.splitlines()[-3:]
+    assert rates.startswith("Rates(flops=")
+    assert re.fullmatch(r" +2 +\d\.\d{3} s +\d\.\d{3} s +[+-][\d.]+%  {'stage': 1}", line)
+
+
 def test_two_nodes_says_why_it_cannot_make_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

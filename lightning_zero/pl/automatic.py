@@ -49,13 +49,8 @@ def chosen(strategy: DDPStrategy, trainer: "pl.Trainer", written: Mapping[str, A
     Raises:
         ValueError: on every rank, where rank 0 could not choose.
     """
-    # A Hydra config writes the defaults, too.
-    defaults = {name: one.default for name, one in signature(type(strategy).__init__).parameters.items()}
-    fixed = {
-        name: value
-        for name, value in written.items()
-        if name not in ("stage", *OF_THE_TRAINER) and value != defaults[name]
-    }
+    fixed = beside_defaults(type(strategy), written)
+    fixed = {name: value for name, value in fixed.items() if name not in ("stage", *OF_THE_TRAINER)}
     means = _least_of_all(strategy)
     told: Choice | str = ""
     if strategy.global_rank == 0:
@@ -68,6 +63,12 @@ def chosen(strategy: DDPStrategy, trainer: "pl.Trainer", written: Mapping[str, A
         raise ValueError(f"stage='auto' cannot be chosen: {told}")
     rank_zero_info(told.reason)
     return {**written, **told.arguments}
+
+
+def beside_defaults(kind: type[DDPStrategy], written: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that are not what they are anyway. A config of Hydra writes all of them."""
+    defaults = {name: one.default for name, one in signature(kind.__init__).parameters.items()}
+    return {name: value for name, value in written.items() if value != defaults[name]}
 
 
 def _least_of_all(strategy: DDPStrategy) -> Means:

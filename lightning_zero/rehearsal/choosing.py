@@ -42,10 +42,12 @@ def choose(trainer: "pl.Trainer", fixed: Mapping[str, Any], means: Means) -> Cho
         "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
         "callbacks": [ZeroEMA(one.decay) for one in trainer.callbacks if isinstance(one, ZeroEMA)],  # type: ignore[attr-defined]
     }
+    with isolated():
+        loaders = train_source(trainer).dataloader()
     find = partial(
         plan,
         trainer.lightning_module,
-        first_batch(trainer),
+        batch_from(loaders),
         ranks=means.ranks,
         device_bytes=PLENTY if means.device_bytes is None else means.device_bytes,
         host_bytes=means.host_bytes,
@@ -79,15 +81,14 @@ def _told(found: Plan, means: Means) -> str:
     return f'stage="auto" is {best}: {peak}{room} on each rank at most, and {MARGIN:.0%} left over{others}.'
 
 
-def first_batch(trainer: "pl.Trainer") -> Any:
-    """Returns a batch such as training will get. Neither the loader's sampler nor its workers are asked for it, so that
-    training draws the same batches as without it.
+def batch_from(loaders: Any) -> Any:
+    """Returns a batch such as training will get from data loaders. Neither their samplers nor their workers are asked
+    for it, so that training draws the same batches as without it.
 
     Raises:
         ValueError: for data that can be read only in its order.
     """
     with isolated():
-        loaders = train_source(trainer).dataloader()
         return tree_map(_batch_of, loaders.iterables if isinstance(loaders, CombinedLoader) else loaders)
 
 

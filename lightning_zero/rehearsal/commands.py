@@ -5,17 +5,21 @@ import ast
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+MODEL = "the import path of what makes a LightningModule, or a config of Hydra (conf/train.yaml)"
+Compose = Callable[[str, Sequence[str]], Any]  # reads a config, in a room above this one
+
 # Each command imports what it needs, so that --help does not wait for torch.
 
 
-def add_plan(one: argparse.ArgumentParser) -> None:
+def add_plan(one: argparse.ArgumentParser, compose: Compose) -> None:
     """Adds what `run_plan` takes."""
+    one.set_defaults(compose=compose)
     one.usage = (
         "lightning-zero plan --parameters N --ranks RANKS [options]\n"
         "       lightning-zero plan MODEL --batch BATCH --ranks RANKS\n"
@@ -23,7 +27,7 @@ def add_plan(one: argparse.ArgumentParser) -> None:
     )
     tiers = ("cpu", "nvme")
     what = one.add_mutually_exclusive_group(required=True)
-    what.add_argument("model", metavar="MODEL", nargs="?", help="rehearses it: the import path of what makes it")
+    what.add_argument("model", metavar="MODEL", nargs="?", help=f"rehearses it: {MODEL}")
     what.add_argument("--parameters", type=_numel, help="without a model: how many, such as 7e9 or 7B")
     _add_run(one)
     one.add_argument("--host-memory", type=_nbytes, help="with MODEL: of the host for each rank, such as 100GB")
@@ -35,16 +39,17 @@ def add_plan(one: argparse.ArgumentParser) -> None:
     one.add_argument("--averages", type=int, default=0, help="of the weights, as ZeroEMA keeps one (default 0)")
 
 
-def add_rehearse(one: argparse.ArgumentParser) -> None:
+def add_rehearse(one: argparse.ArgumentParser, compose: Compose) -> None:
     """Adds what `run_rehearse` takes."""
+    one.set_defaults(compose=compose)
     one.usage = "lightning-zero rehearse MODEL --batch BATCH --ranks RANKS [options]"
-    one.add_argument("model", metavar="MODEL", help="the import path of what makes a LightningModule")
+    one.add_argument("model", metavar="MODEL", help=f"{MODEL}")
     _add_run(one)
     one.add_argument("--rank", type=int, default=0, help="which one rehearses (default 0)")
-    one.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=2, help="of ZeRO (default 2)")
+    one.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="of ZeRO (default 2, or the config's)")
     about = "another argument of ZeroStrategy, such as bucket_size_mb=50 or offload=cpu; may be repeated"
     one.add_argument("--set", action="append", type=_setting, default=[], metavar="NAME=VALUE", help=about)
-    one.add_argument("--accumulate", type=int, default=1, help="micro-batches in a step (default 1)")
+    one.add_argument("--accumulate", type=int, help="micro-batches in a step (default 1)")
     one.add_argument("--clip", type=positive, default=None, help="gradient norm that gradients are clipped to")
     one.add_argument("--program", action="store_true", help="also print what is done at each use of the step")
     one.add_argument("--plot", metavar="OUT.png", help="draw bytes at each stage, over the step, by ranks")
@@ -59,11 +64,13 @@ def _add_run(one: argparse.ArgumentParser) -> None:
     one.add_argument("--arg", action="append", type=_setting, default=[], metavar="NAME=VALUE", help="of the model")
     one.add_argument("--ranks", type=int, required=True, help="processes, one for each GPU")
     one.add_argument("--device-memory", type=_nbytes, help="of one device, such as 80GB or 80GiB")
-    one.add_argument("--precision", choices=precisions, default="32-true", help="as the Trainer has it")
+    one.add_argument("--precision", choices=precisions, help="as the Trainer has it (default 32-true)")
     about = "of the machine, for the time that is modelled: flops=300e12, memory, link, host in bytes/s, latency in s"
     one.add_argument("--rate", action="append", type=_setting, default=[], metavar="NAME=VALUE", help=about)
     about = "measure the rates in some steps of two ranks on this machine's processors"
     one.add_argument("--calibrate", action="store_true", help=about)
+    about = "of a config, as Hydra takes it, such as strategy=zero3 or model.width=1024; may be repeated"
+    one.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help=about)
     about = "first compute one step here, to answer what the model's code asks for"
     one.add_argument("--on-cpu", action="store_true", help=about)
 
@@ -79,7 +86,7 @@ def _rates_from(options: argparse.Namespace, model: Callable[[], Any], batch: An
     if unknown := set(given) - {one.name for one in fields(Rates)}:
         options.refuse(f"--rate has no {', '.join(sorted(unknown))}; rates are those of {rates}")
     if options.calibrate:
-        rates = calibrate(model, batch, precision=options.precision)
+        rates = calibrate(model, batch)
         print(rates)
     return replace(rates, **given)
 
@@ -87,7 +94,7 @@ def _rates_from(options: argparse.Namespace, model: Callable[[], Any], batch: An
 def run_plan(options: argparse.Namespace) -> bool:
     """Prints a plan, and returns whether nothing fits."""
     of_model: dict[str, Any] = {"batch": None, "arg": [], "device_memory": None, "host_memory": None, "on_cpu": False}
-    of_model |= {"rate": [], "calibrate": False}
+    of_model |= {"rate": [], "calibrate": False, "override": []}
     of_number = {"offload": None, "offload_parameters": None, "state_tensors": 2, "averages": 0}
     chosen, others = ("MODEL", of_number) if options.model is not None else ("--parameters", of_model)
     for name, default in others.items():
@@ -99,7 +106,7 @@ def run_plan(options: argparse.Namespace) -> bool:
     from lightning_zero.pl.planning import plan_text
 
     tiers = {"optimizer": options.offload, "parameters": options.offload_parameters}
-    setting = {"precision": options.precision, "ranks": options.ranks, "replicate_size": options.replicas}
+    setting = {"precision": options.precision or "32-true", "ranks": options.ranks, "replicate_size": options.replicas}
     try:
         setting["offload"] = Offload(**tiers, path="." if "nvme" in tiers.values() else None)
         stages = (1, 2, 3) if options.stage is None else (options.stage,)
@@ -118,7 +125,9 @@ def _plan_model(options: argparse.Namespace) -> bool:
     fixed: dict[str, Any] = {} if options.stage is None else {"stage": options.stage}
     fixed |= {} if options.replicas == 1 else {"replicate_size": options.replicas}
     with _refusing(options):
-        model, batch = _model_and_batch(options)
+        model, batch, written, trainer = _training(options)
+        open_to_choice = ("stage", "offload", "prefetch", "activation_checkpointing", "bucket_size_mb")
+        fixed = {name: value for name, value in written.items() if name not in open_to_choice} | fixed
         found = plan(
             model,
             batch,
@@ -128,7 +137,7 @@ def _plan_model(options: argparse.Namespace) -> bool:
             host_bytes=options.host_memory,
             fixed=fixed,
             on_cpu=options.on_cpu,
-            precision=options.precision,
+            **trainer,
         )
         print(found)
     return not found.fitting
@@ -138,15 +147,16 @@ def run_rehearse(options: argparse.Namespace) -> bool:
     """Prints a rehearsal, and returns whether the device has too little memory."""
     from lightning_zero.rehearsal.rehearsal import answers_of, rehearse
 
-    given: dict[str, Any] = {"accumulate_grad_batches": options.accumulate, "precision": options.precision}
-    given |= {} if options.clip is None else {"gradient_clip_val": options.clip}
-    given |= {"ranks": options.ranks, "rank": options.rank, "device_bytes": options.device_memory}
+    given: dict[str, Any] = {"ranks": options.ranks, "rank": options.rank, "device_bytes": options.device_memory}
     with _refusing(options):
-        model, batch = _model_and_batch(options)
+        model, batch, written, trainer = _training(options)
+        trainer |= {} if options.accumulate is None else {"accumulate_grad_batches": options.accumulate}
+        trainer |= {} if options.clip is None else {"gradient_clip_val": options.clip}
         if options.on_cpu:
-            given["on_cpu"] = answers_of(model, batch, precision=options.precision)
-        given["rates"] = _rates_from(options, model, batch)
-        strategy = {"stage": options.stage, **dict(options.set)}
+            given["on_cpu"] = answers_of(model, batch, **trainer)
+        given |= {"rates": _rates_from(options, model, batch), **trainer}
+        strategy = {"stage": 2, **written, **({} if options.stage is None else {"stage": options.stage})}
+        strategy |= dict(options.set)
         found = rehearse(model, batch, strategy, **given)
         print(found)
         if options.program:
@@ -174,13 +184,23 @@ def _refusing(options: argparse.Namespace) -> Iterator[None]:
         options.refuse(f"{type(error).__name__}: {error}")
 
 
-def _model_and_batch(options: argparse.Namespace) -> tuple[Callable[[], Any], Any]:
+def _training(options: argparse.Namespace) -> tuple[Callable[[], Any], Any, dict[str, Any], dict[str, Any]]:
+    """Returns what makes the model, the batch, arguments of the strategy, and arguments of the Trainer."""
     from lightning_zero.rehearsal.rehearsal import batch_like, found_at
 
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: a model of one's own lies here
+    given = {} if options.precision is None else {"precision": options.precision}
+    if options.model.endswith((".yaml", ".yml")):
+        if options.arg:
+            options.refuse("--arg is for an import path; of a config, --override model.NAME=VALUE")
+        found = options.compose(options.model, options.override)
+        batch = found.batch if options.batch is None else batch_like(options.batch)
+        return found.model, batch, found.strategy, {**found.trainer, **given}
+    if options.override:
+        options.refuse("--override is for a config; of an import path, --arg NAME=VALUE")
     if options.batch is None:
         options.refuse("a rehearsal needs --batch: an import path, or shapes, such as --batch 8x1024:int64")
-    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: a model of one's own lies here
-    return partial(found_at(options.model), **dict(options.arg)), batch_like(options.batch)
+    return partial(found_at(options.model), **dict(options.arg)), batch_like(options.batch), {}, given
 
 
 def _setting(text: str) -> tuple[str, Any]:
