@@ -70,7 +70,7 @@ mypy: setup
 ladder: setup
 	$(VENV)/bin/lint-imports
 
-bench: setup  ## time each stage beside ddp
+bench: setup  ## time each stage beside ddp and other peers: a table, a CSV file and a picture
 	OMP_NUM_THREADS=1 $(PY) benchmarks/step_time.py $(ARGS)
 
 .PHONY: docs

@@ -77,3 +77,9 @@ def model_of(size: Size) -> nn.Module:
     model = GPT(size) if size.heads else Stack(size)
     assert sum(p.numel() for p in model.parameters()) == size.parameters
     return model
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model of `model_of` that FSDP2 takes as units, in order: its blocks, or its small modules."""
+    modules = model.blocks if isinstance(model, GPT) else model.children()
+    return [module for module in modules if any(True for _ in module.parameters())]

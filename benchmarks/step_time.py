@@ -1,19 +1,27 @@
-"""Step time, memory and bytes on the wire of each ZeRO stage beside Lightning's own strategy, in one run.
+"""Step time, memory and bytes on the wire of each ZeRO stage beside its peers, in one run.
 
-    python benchmarks/step_time.py --size large --stages ddp,1,2,3 --rounds 3
+    python benchmarks/step_time.py                                              # everybody who is installed
+    python benchmarks/step_time.py --size small --contestants ddp,2,3,fsdp2     # or, as ever, --stages
 
-Every configuration is a process tree of its own under `lightning.Trainer`, and the configurations take turns,
-round after round, so that whatever else the machine does meets all of them. Ratios hold better than seconds.
-The peer "ddp" is Lightning's `ddp`, and on one device the plain single-device strategy ("auto"). A stage with ":tensor"
-steps whole tensors (`granularity="tensor"`) with the same arithmetic, so that its ratio to the stage alone is what an
-optimizer that looks at whole tensors costs beside its own arithmetic: --stages 2,2:tensor --devices 4.
-fp32, AdamW. On a GPU, steps are timed by CUDA events and memory is the CUDA allocator's.
+Every contestant is a process tree of its own, and they take turns, round after round, so that whatever else the machine
+does meets all of them. Ratios hold better than seconds. All train the same model from the same seed on the same tokens,
+and one whose last loss is not that of "ddp" is told. fp32, AdamW. On a GPU, steps are timed by CUDA events and memory
+is the CUDA allocator's.
+
+A stage with ":tensor" steps whole tensors (`granularity="tensor"`) with the same arithmetic, so that its ratio to the
+stage alone is what an optimizer that looks at whole tensors costs beside its own arithmetic: --stages 2,2:tensor
+--devices 4.
+
+What is made: a table, a JSON file with all rounds, beside it the table as CSV and, with matplotlib, a picture.
+
+Contestants:
 """
 
 import argparse
 import contextlib
-import itertools
+import csv
 import json
+import math
 import os
 import platform
 import signal
@@ -21,70 +29,136 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
 
-from benchmark_models import SIZES, Size, model_of
+from benchmark_models import SIZES
+from peers import CONTESTANTS, USUAL, WHOLE
 
-WARM_UP = 3  # steps before anything is measured
-WHOLE = ":tensor"
+SAME_LOSS = 1e-4  # relative; sums in another order differ by some 1e-6
+PER_PARAMETER = 20  # bytes: parameter, gradient, AdamW's two states, and ddp's bucket
+PER_PROCESS = 600_000_000  # bytes on the host: Python, torch, Lightning, activations; measured of `ddp`
 
 
 def main() -> int:
     options = parse()
     if options.child:
-        train(options)
+        CONTESTANTS[options.contestants[0]].train(options)
         return 0
-    rows: dict[str, list[dict[str, Any]]] = {stage: [] for stage in options.stages}
-    failed = False
-    for number in range(options.rounds):
-        for stage in options.stages:
-            measured = run(stage, options)
-            failed |= measured is None
-            if measured is not None:
-                rows[stage].append({"round": number, **measured})
-                print(f"round {number + 1}/{options.rounds}  {stage:>8}  {measured['seconds']:.3f} s/step", flush=True)
-    table = summarize({stage: found for stage, found in rows.items() if found})
+    if refusals := refusals_of(options):
+        print("\n".join(f"Error: {line}" for line in refusals))
+        return 2
+    for line in warnings_for(options):
+        print(f"Warning: {line}")
+    skipped = not_installed(options.contestants)
+    for line in told_skipped(skipped):
+        print(line, flush=True)
+    rows = measure([name for name in options.contestants if name not in skipped], options)
+    table = summarize({name: found for name, found in rows.items() if found})
     show(table, options)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({"setting": setting(options), "table": table, "rounds": rows}, indent=2) + "\n")
-    print(f"written to {options.json}")
-    return int(failed)
+    for line in disagreements(table):
+        print(line)
+    write({"setting": setting(options), "skipped": skipped, "table": table, "rounds": rows}, options.json)
+    return int(any(len(found) < options.rounds for found in rows.values()))
 
 
 def parse() -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    everybody = "\n".join(f"    {name:<16} {contestant.told}" for name, contestant in CONTESTANTS.items())
+    parser = argparse.ArgumentParser(
+        description=f"{__doc__}\n{everybody}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SIZES, default="large")
-    parser.add_argument("--stages", type=lambda text: text.split(","), default=["ddp", "1", "2", "3"])
+    parser.add_argument(
+        "--contestants", "--stages", metavar="NAMES", type=lambda text: text.split(","), default=USUAL,
+        help=f"default: {','.join(USUAL)}",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="measured steps per round")
     parser.add_argument("--devices", type=int, default=torch.cuda.device_count() if on_gpu else 2)
     parser.add_argument("--accelerator", choices=["cpu", "gpu"], default="gpu" if on_gpu else "cpu")
     parser.add_argument("--json", type=Path, default=None, help="default: outputs/step_time-SIZE.json")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds one configuration may take in one round")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds one contestant may take in one round")
     parser.add_argument("--child", type=Path, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.json = options.json or Path("outputs") / f"step_time-{options.size}.json"
-    if unknown := set(options.stages) - {"ddp", *"0123", *(f"{stage}{WHOLE}" for stage in "123")}:
-        parser.error(f"--stages has {sorted(unknown)}; write some of ddp,0,1,2,3,1{WHOLE},2{WHOLE},3{WHOLE}")
+    if unknown := [name for name in options.contestants if name not in CONTESTANTS]:
+        parser.error(f"--contestants has {unknown}; write some of {','.join(CONTESTANTS)}")
     return options
 
 
-# --- the parent: one process tree per configuration ---
+# --- before anything runs
 
 
-def run(stage: str, options: argparse.Namespace) -> dict[str, Any] | None:
-    """Trains one configuration and returns the worst rank's figures, or None when it failed."""
+def refusals_of(options: argparse.Namespace) -> list[str]:
+    """Why this machine cannot hold the run. Estimated are the bytes of `ddp`; some peers take a third more."""
+    from lightning_zero.pl.table import sized
+    from lightning_zero.tiers.host_memory import available_host_bytes
+
+    states = PER_PARAMETER * SIZES[options.size].parameters
+    if options.accelerator == "gpu":
+        if options.devices > torch.cuda.device_count():
+            return [f"--devices {options.devices}, and there are {torch.cuda.device_count()} GPUs"]
+        free = [torch.cuda.mem_get_info(device)[0] for device in range(options.devices)]
+        needed, available, place = states, min(free), "on each GPU"
+    else:
+        needed = (states + PER_PROCESS) * options.devices
+        available, place = available_host_bytes() or needed, f"of memory for {options.devices} ranks"
+    if needed <= available:
+        return []
+    smaller = [name for name, size in SIZES.items() if size.parameters < SIZES[options.size].parameters]
+    advice = f"take fewer --devices or --size {' or '.join(smaller)}" if smaller else "take fewer --devices"
+    return [f"--size {options.size} takes some {sized(needed)} {place}, and {sized(available)} are free: {advice}"]
+
+
+def warnings_for(options: argparse.Namespace) -> list[str]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if options.accelerator == "gpu" or options.devices <= cores:
+        return []
+    return [f"{options.devices} ranks share {cores} cores: what is hidden behind computing elsewhere takes time here"]
+
+
+def not_installed(names: list[str]) -> dict[str, str]:
+    """The package that is missing, by contestant."""
+    return {name: CONTESTANTS[name].package for name in names if not CONTESTANTS[name].is_installed}
+
+
+def told_skipped(skipped: dict[str, str]) -> list[str]:
+    by_package = defaultdict(list)
+    for name, package in skipped.items():
+        by_package[package].append(name)
+    extra = "pip install 'lightning-zero[peers]'"
+    return [
+        f"Skipped: {', '.join(names)}: {package} is not installed ({extra})" for package, names in by_package.items()
+    ]
+
+
+# --- the parent: one process tree per contestant
+
+
+def measure(names: list[str], options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """What each contestant measured, a row for each round in which it did not fail."""
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for number in range(options.rounds):
+        for name in names:
+            measured = run(name, options)
+            if measured is not None:
+                rows[name].append({"round": number, **measured})
+                print(f"round {number + 1}/{options.rounds}  {name:>16}  {measured['seconds']:.3f} s/step", flush=True)
+    return rows
+
+
+def run(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
+    """Trains one contestant and returns the worst rank's figures, or None when it failed."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--child", folder, "--stages", stage, "--size", options.size]
+        command = [sys.executable]
+        if CONTESTANTS[name].loop:  # Lightning starts its ranks itself
+            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.devices}"]
+        command += [__file__, "--child", folder, "--contestants", name, "--size", options.size]
         command += ["--steps", str(options.steps), "--devices", str(options.devices)]
         command += ["--accelerator", options.accelerator]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
@@ -104,13 +178,17 @@ def run(stage: str, options: argparse.Namespace) -> dict[str, Any] | None:
             end_group(process)
         ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
     if process.returncode != 0 or len(ranks) != options.devices:
-        print(f"{stage} failed ({process.returncode}, {len(ranks)} of {options.devices} ranks):\n{output[-3000:]}")
+        print(f"{name} failed ({process.returncode}, {len(ranks)} of {options.devices} ranks):\n{output[-3000:]}")
         return None
     return {key: max(rank[key] for rank in ranks) for key in ranks[0]}
 
 
 def end_group(process: subprocess.Popen[str]) -> None:
-    """Ranks that outlived the first one must not slow down the next configuration."""
+    """Ranks that outlived the first one must not slow down the next contestant."""
+    if process.poll() is None:  # `torch.distributed.run` ends its ranks, which are in sessions of their own
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=10)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -118,19 +196,40 @@ def end_group(process: subprocess.Popen[str]) -> None:
 
 def summarize(rows: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
     """Medians over the rounds; `x_ddp` is the median of the ratios within each round, `x_pieces` that of a stage that
-    steps whole tensors to the stage alone."""
+    steps whole tensors to the stage alone, and what ends in `_min` and `_max` their spread."""
     table = {}
-    peer = {row["round"]: row["seconds"] for row in rows.get("ddp", [])}
-    for stage, found in rows.items():
-        table[stage] = {key: statistics.median(row[key] for row in found) for key in found[0] if key != "round"}
-        ratios = [row["seconds"] / peer[row["round"]] for row in found if row["round"] in peer]
-        if ratios:
-            table[stage] |= {"x_ddp": statistics.median(ratios), "x_ddp_min": min(ratios), "x_ddp_max": max(ratios)}
-        pieces = {row["round"]: row["seconds"] for row in rows.get(stage.removesuffix(WHOLE), [])}
-        if stage.endswith(WHOLE) and pieces:
-            ratios = [row["seconds"] / pieces[row["round"]] for row in found if row["round"] in pieces]
-            table[stage]["x_pieces"] = statistics.median(ratios)
+    for name, found in rows.items():
+        row = {key: statistics.median(one[key] for one in found) for key in found[0] if key != "round"}
+        row |= spread("seconds", [one["seconds"] for one in found])
+        if ratios := ratios_of(found, rows.get("ddp", [])):
+            row |= {"x_ddp": statistics.median(ratios), **spread("x_ddp", ratios)}
+        if name.endswith(WHOLE) and (ratios := ratios_of(found, rows.get(name.removesuffix(WHOLE), []))):
+            row["x_pieces"] = statistics.median(ratios)
+        table[name] = row
     return table
+
+
+def spread(name: str, values: list[float]) -> dict[str, float]:
+    return {f"{name}_min": min(values), f"{name}_max": max(values)}
+
+
+def ratios_of(found: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[float]:
+    """Seconds in relation to those of another contestant, for each round in which both have run."""
+    beside = {row["round"]: row["seconds"] for row in others}
+    return [row["seconds"] / beside[row["round"]] for row in found if row["round"] in beside]
+
+
+def disagreements(table: dict[str, dict[str, float]]) -> list[str]:
+    """A line for each contestant that has trained something else than `ddp`, so that nobody is fast by being wrong."""
+    if "ddp" not in table:
+        return []
+    expected = table["ddp"]["loss"]
+    return [
+        f"{name} does not train as ddp does: after the last step its loss is {row['loss']:.6f}, and ddp's "
+        f"{expected:.6f}. Its time says nothing until the cause is known."
+        for name, row in table.items()
+        if not math.isclose(row["loss"], expected, rel_tol=SAME_LOSS)
+    ]
 
 
 def setting(options: argparse.Namespace) -> dict[str, Any]:
@@ -151,141 +250,48 @@ def setting(options: argparse.Namespace) -> dict[str, Any]:
 
 def show(table: dict[str, dict[str, float]], options: argparse.Namespace) -> None:
     print(f"\n{setting(options)}\n")
-    ddp = f"{'x ddp':>8}{'(min - max)':>16}"
-    print(f"{'stage':<10}{'s/step':>9}{ddp}{'rest MB':>10}{'peak MB':>10}{'wire':>8}{'loss':>10}")
-    for stage, row in table.items():
-        ratio = f"{row['x_ddp']:>8.2f}{row['x_ddp_min']:>9.2f} - {row['x_ddp_max']:.2f}" if "x_ddp" in row else " " * 24
+    told = f"{'s/step':>9}{'(min - max)':>16}{'x ddp':>8}{'(min - max)':>14}"
+    print(f"{'':<16}{told}{'rest MB':>10}{'peak MB':>10}{'wire':>8}{'loss':>10}")
+    for name, row in table.items():
+        ratio = f"{row['x_ddp']:>8.2f}{row['x_ddp_min']:>7.2f} - {row['x_ddp_max']:.2f}" if "x_ddp" in row else " " * 22
         print(
-            f"{stage:<10}{row['seconds']:>9.3f}{ratio}{row['rest_mb']:>10.0f}{row['peak_mb']:>10.0f}"
-            f"{row['wire']:>8.2f}{row['loss']:>10.4f}"
+            f"{name:<16}{row['seconds']:>9.3f}{row['seconds_min']:>8.3f} - {row['seconds_max']:.3f}{ratio}"
+            f"{row['rest_mb']:>10.0f}{row['peak_mb']:>10.0f}{row['wire']:>8.2f}{row['loss']:>10.4f}"
         )
         if "x_pieces" in row:
-            print(f"{'':<10}{row['x_pieces']:.2f} x the same stage that steps pieces")
-    print("rest, peak: MB of the largest rank; wire: bytes that all ranks send per step / bytes of the parameters")
-
-
-# --- the child: one rank of one configuration ---
-
-
-def train(options: argparse.Namespace) -> None:
-    size = SIZES[options.size]
-    steps = WARM_UP + options.steps
-    L.seed_everything(1, verbose=False)
-    trainer = L.Trainer(
-        accelerator=options.accelerator,
-        devices=options.devices,
-        strategy=strategy_for(options.stages[0], options.devices),
-        max_steps=steps,
-        callbacks=[Meter(size, options)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+            print(f"{'':<16}{row['x_pieces']:.2f} x the same stage that steps pieces")
+    print(
+        "rest, peak: MB of the largest rank; wire: bytes that all ranks send per step / bytes of the parameters, as the"
     )
-    trainer.fit(Task(size), DataLoader(RandomTokens(size, steps * options.devices), batch_size=size.batch))
+    print("kernel counts them on the loopback device; our stages use none on one machine, and count themselves")
 
 
-def strategy_for(stage: str, devices: int) -> Any:
-    if stage == "ddp":
-        return "ddp" if devices > 1 else "auto"
-    from lightning_zero import ZeroStrategy  # here, so that the peer's memory holds nothing of ours
-
-    number, is_whole = int(stage.removesuffix(WHOLE)), stage.endswith(WHOLE)
-    return ZeroStrategy(stage=number, granularity="tensor" if is_whole else "auto")
+# --- what is kept
 
 
-class RandomTokens(Dataset[Tensor]):
-    def __init__(self, size: Size, batches: int) -> None:
-        generator = torch.Generator().manual_seed(2)
-        self.tokens = torch.randint(size.vocabulary, (batches * size.batch, size.length), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.tokens[index]
-
-
-class Task(L.LightningModule):
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.model = model_of(size)
-
-    def training_step(self, tokens: Tensor, index: int) -> Tensor:
-        return F.cross_entropy(self.model(tokens).flatten(0, 1), tokens.flatten())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+def write(report: dict[str, Any], path: Path) -> None:
+    """Writes the report, the table as CSV, and a picture where matplotlib is installed; says where."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=2) + "\n")
+    table, picture = path.with_suffix(".csv"), path.with_suffix(".svg")
+    write_csv(report["table"], table)
+    print(f"written to {path}, {table}")
+    try:
+        from step_time_picture import draw
+    except ModuleNotFoundError as missing:
+        print(f"no picture: {missing.name} is not installed (pip install 'lightning-zero[plots]')")
+        return
+    draw(report, picture)
+    print(f"drawn in {picture}")
 
 
-class Meter(L.Callback):
-    """Times whole steps, from one batch's end to the next one's, and writes what this rank saw."""
-
-    def __init__(self, size: Size, options: argparse.Namespace) -> None:
-        self.parameter_bytes = 4 * size.parameters
-        self.folder: Path = options.child
-        self.steps: int = options.steps
-        self.marks: list[Any] = []
-        self.wire_before = 0
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, task: L.LightningModule, outputs: Any, batch: Any, index: int
-    ) -> None:
-        on_gpu = trainer.strategy.root_device.type == "cuda"
-        if trainer.global_step == WARM_UP:
-            self.wire_before = bytes_sent(trainer)
-        if trainer.global_step >= WARM_UP:
-            self.marks.append(cuda_mark() if on_gpu else time.perf_counter())
-        if trainer.global_step == WARM_UP + self.steps:
-            wire = (bytes_sent(trainer) - self.wire_before) / self.steps / self.parameter_bytes
-            found = {
-                "seconds": median_interval(self.marks),
-                "wire": wire,
-                "loss": float(outputs["loss"]),
-                **memory(on_gpu),
-            }
-            (self.folder / f"rank-{trainer.global_rank}.json").write_text(json.dumps(found))
-
-
-def cuda_mark() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def median_interval(marks: list[Any]) -> float:
-    if isinstance(marks[0], float):
-        return statistics.median(after - before for before, after in itertools.pairwise(marks))
-    torch.cuda.synchronize()
-    return statistics.median(b.elapsed_time(a) / 1000 for b, a in itertools.pairwise(marks))
-
-
-def memory(on_gpu: bool) -> dict[str, float]:
-    """What this rank holds between two steps, and the most it ever held, in MB."""
-    if on_gpu:
-        return {"rest_mb": torch.cuda.memory_allocated() / 1e6, "peak_mb": torch.cuda.max_memory_allocated() / 1e6}
-    kilobytes = {
-        line.split(":")[0]: line.split()[1]
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if "kB" in line
-    }
-    return {"rest_mb": int(kilobytes["VmRSS"]) * 1024 / 1e6, "peak_mb": int(kilobytes["VmHWM"]) * 1024 / 1e6}
-
-
-def bytes_sent(trainer: L.Trainer) -> int:
-    """By all ranks so far. Ours do not use the network on one machine, and count themselves."""
-    if hasattr(trainer.strategy, "communication_report"):
-        return sum(trainer.strategy.communication_report().values()) * trainer.world_size
-    return loopback_bytes()
-
-
-def loopback_bytes() -> int:
-    """Bytes sent over the loopback device since boot, by any process; 0 where the kernel does not tell."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == "lo":
-            return int(counters.split()[8])
-    return 0
+def write_csv(table: dict[str, dict[str, float]], path: Path) -> None:
+    """A row for each contestant, and a column for each value that any of them has."""
+    columns = dict.fromkeys(key for row in table.values() for key in row)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["contestant", *columns], restval="")
+        writer.writeheader()
+        writer.writerows({"contestant": name, **row} for name, row in table.items())
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The benchmarks run, and measure the models they say they measure."""
 
+import csv
 import importlib.util
 import json
 import re
@@ -34,12 +35,18 @@ def test_gpt_has_the_number_of_parameters_its_size_states(size: str, millions: f
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 3) == millions
 
 
-def test_step_time_compares_a_stage_with_ddp_in_one_run(tmp_path: Path) -> None:
-    options = "--size tiny --stages ddp,2,2:tensor --rounds 1 --steps 4 --devices 2 --accelerator cpu"
-    command = [sys.executable, BENCHMARKS / "step_time.py", *options.split(), "--json", tmp_path / "found.json"]
+def time_steps(options: str, folder: Path) -> str:
+    """What `step_time.py` prints; `folder` gets found.json, found.csv and found.svg."""
+    command = [sys.executable, BENCHMARKS / "step_time.py", *"--size tiny --rounds 1 --steps 4 --devices 2".split()]
+    command += ["--accelerator", "cpu", *options.split(), "--json", folder / "found.json"]
     with warm.starts():
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_step_time_compares_a_stage_with_ddp_in_one_run(tmp_path: Path) -> None:
+    time_steps("--stages ddp,2,2:tensor", tmp_path)
     table = json.loads((tmp_path / "found.json").read_text())["table"]
     assert table.keys() == {"ddp", "2", "2:tensor"}
     assert table["ddp"]["x_ddp"] == 1.0
@@ -50,6 +57,59 @@ def test_step_time_compares_a_stage_with_ddp_in_one_run(tmp_path: Path) -> None:
         assert 0 < row["seconds"] < 10
         assert 100 < row["rest_mb"] <= row["peak_mb"]
         assert row["wire"] > 1.9  # at least; the counter is the machine's, and others may use it
+
+
+def test_step_time_compares_with_peers_that_train_the_same_and_skips_those_that_are_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers = ["raw_ddp", "zero_redundancy", "fsdp2", "fsdp2_keep", "model_parallel"]
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    has_deepspeed = importlib.util.find_spec("deepspeed") is not None
+    told = time_steps(
+        f"--contestants {','.join(['ddp', *peers, *([] if has_deepspeed else ['deepspeed2'])])}", tmp_path
+    )
+    table = json.loads((tmp_path / "found.json").read_text())["table"]
+    assert list(table) == ["ddp", *peers]
+    for row in table.values():
+        assert row["loss"] == pytest.approx(table["ddp"]["loss"], rel=1e-6)
+        assert row["wire"] > 1.9
+    assert "does not train as ddp does" not in told
+    assert has_deepspeed or "Skipped: deepspeed2: deepspeed is not installed (pip install" in told
+    with (tmp_path / "found.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["contestant"] for row in rows] == list(table)
+    assert all(float(row["x_ddp"]) == table[row["contestant"]]["x_ddp"] for row in rows)
+    drawn = re.findall(r">([^<>]+)</text>", (tmp_path / "found.svg").read_text())
+    assert set(table) <= set(drawn)
+
+
+@pytest.fixture
+def step_time(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return load("step_time")
+
+
+def test_step_time_says_who_trains_something_else(step_time: ModuleType) -> None:
+    table = {"ddp": {"loss": 9.0}, "1": {"loss": 9.0 * (1 + 0.9e-4)}, "fsdp2": {"loss": 9.0 * (1 + 1.1e-4)}}
+    (line,) = step_time.disagreements(table)
+    assert line.startswith("fsdp2 does not train as ddp does: after the last step its loss is 9.000990, and ddp's 9.0")
+
+
+def test_step_time_refuses_what_does_not_fit_and_warns_where_ranks_share_cores(
+    step_time: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = "step_time.py --accelerator cpu --size large --contestants ddp --devices"
+    monkeypatch.setattr("lightning_zero.tiers.host_memory.available_host_bytes", lambda: 5_200_000_000)
+    monkeypatch.setattr(sys, "argv", [*command.split(), "3"])
+    assert step_time.main() == 2
+    fits_not = "Error: --size large takes some 7.66 GB of memory for 3 ranks, and 5.2 GB are free: take fewer --devices"
+    assert capsys.readouterr().out == f"{fits_not} or --size small or modules or tiny\n"
+    monkeypatch.setattr(sys, "argv", [*command.split(), "2"])
+    assert step_time.refusals_of(step_time.parse()) == []  # 5.1 GB
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    assert step_time.warnings_for(step_time.parse()) == []
+    monkeypatch.setattr(sys, "argv", [*command.split(), "4"])
+    assert step_time.warnings_for(step_time.parse())[0].startswith("4 ranks share 2 cores")
 
 
 def test_checkpoint_io_loads_what_each_contestant_saved(tmp_path: Path) -> None:
