@@ -909,6 +909,34 @@ def test_a_rank_without_gradients_reduces_no_sooner_than_all_others_are_about_to
         assert_same_bits(other, first)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_may_fail_before_a_rank_reduces_and_while_another_one_waits_for_that(stage: int) -> None:
+    """Ranks reduce the gradient of the last layer first. Rank 0 has it when backward fails, and rank 1 has another."""
+    start = seeded(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)]))
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        for step, fails in enumerate([False, True, False]):
+            with engine.forward():
+                first, last = (model[0], model[2]) if comm.rank == 0 or not fails else (model[2], model[0])
+                hidden = first(x(1.0 + step + comm.rank))
+                if fails:
+                    hidden.register_hook(fail)
+                loss = last(hidden).sum()
+            with pytest.raises(ArithmeticError) if fails else nullcontext(), engine.backward():
+                loss.backward()
+            if not fails:
+                optimizer.step()
+            optimizer.zero_grad()
+        return state_of(model, engine)
+
+    first, second = on_engine(start, act, stage, unit_classes=("Linear",), bucket_bytes=FEW_BUCKETS)
+    assert_same_bits(first, second)
+
+
+def fail(_: Tensor) -> None:
+    raise ArithmeticError
+
+
 @pytest.mark.parametrize("does", [has_no_gradient, leaves_a_layer_out])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_replica_may_have_no_gradients_where_backward_steps_them(stage: int, does: Any) -> None:

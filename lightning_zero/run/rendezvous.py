@@ -565,11 +565,11 @@ class Rendezvous:
     def forget_backward(self) -> None:
         """Forgets what was known of a backward, which has failed on every rank. Its plan would start reductions in the
         next one, before that has gradients; and a plan of this round would count its gradients. Where ranks start
-        reductions by themselves, others may wait in some that this rank has not come to."""
+        reductions by themselves, others may wait in some that this rank has not come to, or for it to come to any."""
         with no_interception(), torch.no_grad():
             self._leave_plan()
-            if not self._units and self._reductions.reduces and self._reductions.step is None:
-                self._start(len(self._reductions.shards))
+        if self._reductions.reduces and self._reductions.step is None:
+            self.start_reductions(len(self._reductions.shards))
         self._round.reduces = self._round.all_reduce = False
         self._round.has_failed = True
 
