@@ -365,6 +365,36 @@ def test_micro_batches_agree_one_by_one_where_no_gather_could_tell_that_a_rank_i
         assert messages[3:] == [{"all_reduce rendezvous": 3}] * 3
 
 
+@pytest.mark.parametrize("micros", [1, 2])
+def test_reductions_overlap_as_much_where_layers_run_in_another_order_than_they_are_defined_in(micros: int) -> None:
+    start = tower(6)
+
+    def begun(way: Sequence[int]) -> list[list[int]]:
+        """How many reductions had been started at each gradient of each step, on rank 0."""
+
+        def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> list[list[int]]:
+            found: list[list[int]] = []
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(lambda _: found[-1].append(engine.reductions.started))
+            for step in range(5):
+                found.append([])
+                for micro in range(micros):
+                    hidden = x(1.0 + step + comm.rank)
+                    with engine.accumulating() if micro < micros - 1 else nullcontext(), engine.forward():
+                        for at in way:
+                            hidden = model[at](hidden)
+                        hidden.sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return found
+
+        return on_engine(start, act, 3, unit_classes=("Linear",))[0]
+
+    as_defined = begun(range(6))
+    assert max(as_defined[-1]) > 0
+    assert begun(range(5, -1, -1))[3:] == as_defined[3:]
+
+
 def test_reductions_start_on_all_ranks_at_the_same_place_once_all_are_ready() -> None:
     """Rank 0 is ready one use before rank 1 in every round; each start must lie between the same two gathers."""
 

@@ -159,6 +159,7 @@ class Rendezvous:
         self._makes_plans = True
         self._plans: dict[int, Plan] = {}  # kind of a round (the digest of its uses) -> its plan
         self._patterns: dict[int, dict[int, int]] = {}  # ... and which gradients it goes by
+        self._order = reductions.shards  # in which plans count them
         self._next: dict[_Before, int] = {}  # what came before a round -> its kind, the last time
         self._beginnings: dict[tuple[int, bool], int] = {}  # `begins` of a round -> its kind, the last time
         self._before = _Before()
@@ -501,7 +502,18 @@ class Rendezvous:
             if comm.size > 1:
                 said = comm.host.all_reduce(said, "settle", "max")
         self._reductions.settle(said[:-1])
+        if self._order != self._reductions.shards:
+            self._reorder()
         return bool(said[-1])
+
+    def _reorder(self) -> None:
+        """Drops all plans, which count gradient groups in an order that ranks have just changed, or added to."""
+        self._order = self._reductions.shards
+        self._plans.clear()
+        self._patterns.clear()
+        self._round = _Round()
+        if self._span is not None and self._span.uses:
+            self._span = None
 
     # -- reductions
 
