@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -360,9 +360,12 @@ def test_parameters_that_no_rank_uses_cost_no_agreement() -> None:
 
 
 def test_micro_batches_agree_one_by_one_where_no_gather_could_tell_that_a_rank_is_not_ready() -> None:
-    """All units stay gathered from one micro-batch to the next."""
-    for messages in messages_of_steps(3, 3, start=tower(2), prefetch=2):
-        assert messages[3:] == [{"all_reduce rendezvous": 3}] * 3
+    """All units stay gathered from one micro-batch to the next. That is found out once, and not in each step."""
+    with patch.object(rendezvous, "ends_in_time", Mock(wraps=rendezvous.ends_in_time)) as tells:
+        for messages in messages_of_steps(3, 3, start=tower(2), prefetch=2):
+            assert messages[3:] == [{"all_reduce rendezvous": 3}] * 3
+    times = Counter(call.args[0] for call in tells.call_args_list)
+    assert set(times.values()) == {2}  # of each plan once, on each rank
 
 
 @pytest.mark.parametrize("micros", [1, 2])

@@ -157,7 +157,8 @@ class Rendezvous:
         self._result: Any = None  # of the latest call that this rank has wanted
         self._round = _Round()
         self._makes_plans = True
-        self._plans: dict[int, Plan] = {}  # kind of a round (the digest of its uses) -> its plan
+        # Kind of a round (the digest of its uses) -> its plan; None: see `ends_in_time`.
+        self._plans: dict[int, Plan | None] = {}
         self._patterns: dict[int, dict[int, int]] = {}  # ... and which gradients it goes by
         self._order = reductions.shards  # in which plans count them
         self._next: dict[_Before, int] = {}  # what came before a round -> its kind, the last time
@@ -640,20 +641,16 @@ class Rendezvous:
         self._before = before.then(kind if uses else None)
 
     def _make_plan(self, uses: list[int], complete: dict[int, int]) -> bool:
-        """Makes the plan of a round, unless there is one. Returns whether there is."""
+        """Makes the plan of a round, unless it was made before. Returns whether there is one."""
         kind = _kind_of(uses)
-        if kind in self._plans:
-            return True
-        if len(uses) > _LONGEST:
-            return False
-        plan = self._plan_of(uses, complete)
-        if not ends_in_time(plan, END, NEXT_BACKWARD, len(self._reductions.shards)):
-            return False
-        self._plans[kind] = plan
-        for old in list(self._plans)[:-_MOST_PLANS]:
-            del self._plans[old]
-            self._patterns.pop(old, None)
-        return True
+        if kind not in self._plans and len(uses) <= _LONGEST:
+            plan = self._plan_of(uses, complete)
+            is_in_time = ends_in_time(plan, END, NEXT_BACKWARD, len(self._reductions.shards))
+            self._plans[kind] = plan if is_in_time else None
+            for old in list(self._plans)[:-_MOST_PLANS]:
+                del self._plans[old]
+                self._patterns.pop(old, None)
+        return self._plans.get(kind) is not None
 
     def _plan_of(self, uses: list[int], complete: dict[int, int]) -> Plan:
         units, late = range(len(self._units)), self._mesh.shard.learns_late
