@@ -1,7 +1,9 @@
 """What runs on the simulated device, in a process of its own; the same jobs run on a GPU."""
 
 import copy
+import gc
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
@@ -523,3 +525,52 @@ def seconds_waited(device: torch.device, start: nn.Module, link: float) -> list[
 
     streams.State.rates = streams.Rates(flops=1e12, memory=1e12, copies=1e12, link=link, host=1e12)
     return run_ranks(2, on_rank)
+
+
+def bytes_at_rest(
+    device: torch.device, size: int, stage: int, offload: Offload | None, precision: str
+) -> tuple[int, int]:
+    """What the device's allocator has given out between steps, and what the ledgers of all ranks say rests there."""
+    from sim import memory, streams
+    from sim.device import HostWatch
+    from sim.group import run_ranks
+
+    meeting = threading.Barrier(size)
+    gc.collect()
+    streams.synchronize()
+    memory.HEAP._collect()
+    before = memory.HEAP.allocated
+    allocated = []
+
+    def on_rank(rank: int) -> int:
+        comm = make_comm(device, SOON, backend="sim") if size > 1 else LocalComm()
+        with HostWatch():
+            model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+            made = torch.optim.AdamW(model.parameters(), fused=True)
+            dtype = {"bf16-mixed": torch.bfloat16}.get(precision)
+            settings = Options(
+                offload=offload, bucket_bytes=2**17, autocast_dtype=dtype, unit_classes=(nn.Linear,), replicate_size=1
+            )
+            engine = Engine(model, [made], stage=stage, comm=comm, device=device, options=settings)
+            for _ in range(3):
+                casts = torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
+                with engine.forward(), casts:
+                    loss = model(torch.ones(2, 256, device=device)).square().mean()
+                with engine.backward():
+                    loss.backward()
+                made.step()
+                del loss
+            engine.catch_up()
+            streams.synchronize()
+            meeting.wait(20)
+            if rank == 0:
+                gc.collect()
+                memory.HEAP._collect()
+                allocated.append(memory.HEAP.allocated - before)
+            meeting.wait(20)
+            resting = engine.bytes_by_category()
+            engine.close()
+        return sum(nbytes for name, nbytes in resting.items() if "(" not in name)
+
+    found = run_ranks(size, on_rank) if size > 1 else [on_rank(0)]
+    return allocated[0], sum(found)

@@ -195,6 +195,27 @@ def test_seconds_that_ranks_wait_are_those_of_the_device(sim_process: RankPool) 
     assert slow == pytest.approx(1000 * fast, rel=0.2)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "stage", "offload", "precision"),
+    [
+        (1, 2, Offload("cpu"), "32-true"),
+        (2, 0, None, "32-true"),
+        (2, 1, None, "bf16-mixed"),
+        (2, 2, None, "32-true"),
+        (2, 2, Offload("cpu"), "bf16-mixed"),
+        (2, 3, None, "32-true"),
+        (2, 3, Offload("cpu", parameters="cpu"), "32-true"),
+    ],
+)
+def test_the_ledger_has_what_the_device_has_given_out(
+    ranks: int, stage: int, offload: Offload | None, precision: str, sim_process: RankPool
+) -> None:
+    ((allocated, booked),) = sim_process.run(
+        sim_jobs.on_sim, "LATE", sim_jobs.bytes_at_rest, ranks, stage, offload, precision
+    )
+    assert booked == pytest.approx(allocated, rel=0.03)
+
+
 def test_a_step_is_drawn_with_its_lanes(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/trace.py", "--blocks", "2", "--width", "16", "--folder", str(tmp_path)]
     root = Path(__file__).parents[1]

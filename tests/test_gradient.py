@@ -207,6 +207,26 @@ def test_a_rank_that_leaves_a_parameter_out_adds_nothing_of_what_was_cleared(sta
     on_two_ranks(stage, act, accumulation=accumulation)
 
 
+@pytest.mark.parametrize("accumulation", ["sharded", "local"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_cleared_between_two_micro_batches_counts_no_more(stage: int, accumulation: str) -> None:
+    """Both ranks have used two layers in the first one. In the second, one rank uses one of them."""
+
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+        with engine.accumulating(), engine.forward():
+            (loss_of(model, comm.rank, 0) + model.unused(torch.ones(1, 3)).sum()).backward()
+        optimizer.zero_grad()
+        with engine.forward():
+            loss = model.norm(torch.ones(1, 10)).sum()
+            if comm.rank == 1:
+                loss = loss + model.unused(torch.ones(1, 3)).sum()
+        loss.backward()
+        torch.testing.assert_close(engine.averages.full(model.unused.bias), torch.full((5,), 0.5))
+        assert engine.averages.full(model.blocks[0].up.weight) is None
+
+    on_two_ranks(stage, act, accumulation=accumulation)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_torchs_own_clipping_scales_sharded_gradients(stage: int) -> None:
     def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:

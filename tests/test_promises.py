@@ -192,7 +192,7 @@ def test_r60_registered_names_make_the_strategy() -> None:
         ({"units": "torch.nn.Lineer"}, ValueError, "cannot be imported"),
         ({"units": 3}, TypeError, "units=3 must be 'auto'"),
         ({"tensor_parallel_size": 0}, ValueError, "tensor_parallel_size=0 must be an integer of at least 1"),
-        ({"stage": "auto"}, NotImplementedError, "Write stage=1, 2 or 3"),
+        ({"stage": "automatic"}, ValueError, "Write one of"),
     ],
 )
 def test_r60_bad_arguments_raise_at_construction(arguments: dict[str, Any], error: type[Exception], says: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -360,9 +360,42 @@ def test_parameters_that_no_rank_uses_cost_no_agreement() -> None:
 
 
 def test_micro_batches_agree_one_by_one_where_no_gather_could_tell_that_a_rank_is_not_ready() -> None:
-    """All units stay gathered from one micro-batch to the next."""
-    for messages in messages_of_steps(3, 3, start=tower(2), prefetch=2):
-        assert messages[3:] == [{"all_reduce rendezvous": 3}] * 3
+    """All units stay gathered from one micro-batch to the next. That is found out once, and not in each step."""
+    with patch.object(rendezvous, "ends_in_time", Mock(wraps=rendezvous.ends_in_time)) as tells:
+        for messages in messages_of_steps(3, 3, start=tower(2), prefetch=2):
+            assert messages[3:] == [{"all_reduce rendezvous": 3}] * 3
+    times = Counter(call.args[0] for call in tells.call_args_list)
+    assert set(times.values()) == {2}  # of each plan once, on each rank
+
+
+@pytest.mark.parametrize("micros", [1, 2])
+def test_reductions_overlap_as_much_where_layers_run_in_another_order_than_they_are_defined_in(micros: int) -> None:
+    start = tower(6)
+
+    def begun(way: Sequence[int]) -> list[list[int]]:
+        """How many reductions had been started at each gradient of each step, on rank 0."""
+
+        def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> list[list[int]]:
+            found: list[list[int]] = []
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(lambda _: found[-1].append(engine.reductions.started))
+            for step in range(5):
+                found.append([])
+                for micro in range(micros):
+                    hidden = x(1.0 + step + comm.rank)
+                    with engine.accumulating() if micro < micros - 1 else nullcontext(), engine.forward():
+                        for at in way:
+                            hidden = model[at](hidden)
+                        hidden.sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return found
+
+        return on_engine(start, act, 3, unit_classes=("Linear",))[0]
+
+    as_defined = begun(range(6))
+    assert max(as_defined[-1]) > 0
+    assert begun(range(5, -1, -1))[3:] == as_defined[3:]
 
 
 def test_reductions_start_on_all_ranks_at_the_same_place_once_all_are_ready() -> None:
@@ -907,6 +940,34 @@ def test_a_rank_without_gradients_reduces_no_sooner_than_all_others_are_about_to
     first, *others = on_engine(start, act, stage, world=3, **options)
     for other in others:
         assert_same_bits(other, first)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_may_fail_before_a_rank_reduces_and_while_another_one_waits_for_that(stage: int) -> None:
+    """Ranks reduce the gradient of the last layer first. Rank 0 has it when backward fails, and rank 1 has another."""
+    start = seeded(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)]))
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        for step, fails in enumerate([False, True, False]):
+            with engine.forward():
+                first, last = (model[0], model[2]) if comm.rank == 0 or not fails else (model[2], model[0])
+                hidden = first(x(1.0 + step + comm.rank))
+                if fails:
+                    hidden.register_hook(fail)
+                loss = last(hidden).sum()
+            with pytest.raises(ArithmeticError) if fails else nullcontext(), engine.backward():
+                loss.backward()
+            if not fails:
+                optimizer.step()
+            optimizer.zero_grad()
+        return state_of(model, engine)
+
+    first, second = on_engine(start, act, stage, unit_classes=("Linear",), bucket_bytes=FEW_BUCKETS)
+    assert_same_bits(first, second)
+
+
+def fail(_: Tensor) -> None:
+    raise ArithmeticError
 
 
 @pytest.mark.parametrize("does", [has_no_gradient, leaves_a_layer_out])

@@ -270,7 +270,7 @@ def _formula(trainer: "pl.Trainer", module: "pl.LightningModule") -> int | None:
 def _summary(costs: dict[str, Any]) -> str:
     told = [f"{costs['seconds_per_step']:.3g} s per step"]
     if costs["wait_seconds_per_step"] is not None:
-        told[0] += f" ({costs['wait_seconds_per_step']:.2g} s of it waiting for other ranks)"
+        told[0] += f" ({costs['wait_seconds_per_step']:.2g} s of it waiting for ranks)"
     if costs["wire_bytes_per_step"] is not None:
         told.append(f"{sized(costs['wire_bytes_per_step'])} sent per step")
     told.append(f"{sized(sum(costs['memory_bytes'].values()))} at rest")

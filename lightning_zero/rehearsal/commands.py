@@ -5,7 +5,7 @@ import ast
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ def add_rehearse(one: argparse.ArgumentParser, compose: Compose) -> None:
     """Adds what `run_rehearse` takes."""
     one.set_defaults(compose=compose)
     one.usage = "lightning-zero rehearse MODEL --batch BATCH --ranks RANKS [options]"
-    one.add_argument("model", metavar="MODEL", help=f"{MODEL}")
+    one.add_argument("model", metavar="MODEL", help=MODEL)
     _add_run(one)
     one.add_argument("--rank", type=int, default=0, help="which one rehearses (default 0)")
     one.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="of ZeRO (default 2, or the config's)")
@@ -75,7 +75,7 @@ def _add_run(one: argparse.ArgumentParser) -> None:
     one.add_argument("--on-cpu", action="store_true", help=about)
 
 
-def _rates_from(options: argparse.Namespace, model: Callable[[], Any], batch: Any) -> Any:
+def _rates_from(options: argparse.Namespace, model: Callable[[], Any], batch: Any, trainer: Mapping[str, Any]) -> Any:
     """Returns the rates by which time is modelled."""
     from dataclasses import fields, replace
 
@@ -86,7 +86,7 @@ def _rates_from(options: argparse.Namespace, model: Callable[[], Any], batch: An
     if unknown := set(given) - {one.name for one in fields(Rates)}:
         options.refuse(f"--rate has no {', '.join(sorted(unknown))}; rates are those of {rates}")
     if options.calibrate:
-        rates = calibrate(model, batch)
+        rates = calibrate(model, batch, precision=trainer.get("precision"))
         print(rates)
     return replace(rates, **given)
 
@@ -131,7 +131,7 @@ def _plan_model(options: argparse.Namespace) -> bool:
         found = plan(
             model,
             batch,
-            rates=_rates_from(options, model, batch),
+            rates=_rates_from(options, model, batch, trainer),
             ranks=options.ranks,
             device_bytes=options.device_memory,
             host_bytes=options.host_memory,
@@ -154,7 +154,7 @@ def run_rehearse(options: argparse.Namespace) -> bool:
         trainer |= {} if options.clip is None else {"gradient_clip_val": options.clip}
         if options.on_cpu:
             given["on_cpu"] = answers_of(model, batch, **trainer)
-        given |= {"rates": _rates_from(options, model, batch), **trainer}
+        given |= {"rates": _rates_from(options, model, batch, trainer), **trainer}
         strategy = {"stage": 2, **written, **({} if options.stage is None else {"stage": options.stage})}
         strategy |= dict(options.set)
         found = rehearse(model, batch, strategy, **given)

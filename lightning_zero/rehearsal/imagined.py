@@ -16,6 +16,7 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from typing_extensions import override
 
+from lightning_zero.checkpoint.shard import Range
 from lightning_zero.pl.strategy import ZeroStrategy
 from lightning_zero.rehearsal.cost import Work, work_of
 from lightning_zero.rehearsal.hollow import Hollow
@@ -156,14 +157,16 @@ class Rank:
         engine = self._engine
         if engine is None or not engine.journal.has_step or self.outcome is not None:
             return
-        self.memory.phase, self._is_in_last = Phase.OVER, False
+        self.memory.phase, self._is_in_last = Phase.SAVE, False
+        saved = _save(engine)
+        self.memory.phase = Phase.OVER
         sent = {kind: there.since(self._before.get(kind, NONE)) for kind, there in self._after.items()}
         self.outcome = Outcome(
             numel=sum(local_of(parameter).numel() for parameter in engine.module.parameters()),
             at_rest=engine.bytes_by_category(),
             sent={kind: traffic for kind, traffic in sent.items() if traffic.calls},
             program=engine.program(),
-            saved=_bytes_saved(engine),
+            saved=saved,
             work=dict(self._work),
         )
 
@@ -203,13 +206,15 @@ def traffic_of(mesh: Mesh) -> dict[str, Traffic]:
     return found
 
 
-def _bytes_saved(engine: Engine) -> int:
-    """Returns the bytes of tensors that this rank writes to a checkpoint of shards."""
+def _save(engine: Engine) -> int:
+    """Reads the tensors that this rank writes to a checkpoint of shards, one after the other as a save does, and
+    returns their bytes."""
     model = engine.states.spread_model()
     states = [engine.states.spread_optimizer(optimizer).get("state", {}) for optimizer in engine.optimizers]
     lazy = [leaf.source for leaf in tree_leaves([model, *map(dict, states)]) if isinstance(leaf, LazyTensor)]
     spread = [source for source in lazy if isinstance(source, Spread)]
-    return sum(extent.numel * one.dtype.itemsize for one in spread for extent, _ in one.pieces())
+    ranges = [Range(*piece) for one in spread for piece in one.pieces()]
+    return sum(one.read().nbytes for one in ranges)
 
 
 class WatchedStrategy(ZeroStrategy):

@@ -24,6 +24,7 @@ class Phase(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     STEP = "step"
+    SAVE = "save"  # a checkpoint of shards is read from the device
     OVER = "over"
 
 

@@ -99,6 +99,9 @@ class Reductions:
         self.reduces = self.is_on
         self._ready_order = []
         self.forget_settled()
+        with no_interception():
+            for shard in self.shards:
+                shard.begin_backward()
 
     def forget_settled(self) -> None:
         """Notes that other ranks have begun another backward than the one that this rank has settled alone."""

@@ -157,8 +157,10 @@ class Rendezvous:
         self._result: Any = None  # of the latest call that this rank has wanted
         self._round = _Round()
         self._makes_plans = True
-        self._plans: dict[int, Plan] = {}  # kind of a round (the digest of its uses) -> its plan
+        # Kind of a round (the digest of its uses) -> its plan; None: see `ends_in_time`.
+        self._plans: dict[int, Plan | None] = {}
         self._patterns: dict[int, dict[int, int]] = {}  # ... and which gradients it goes by
+        self._order = reductions.shards  # in which plans count them
         self._next: dict[_Before, int] = {}  # what came before a round -> its kind, the last time
         self._beginnings: dict[tuple[int, bool], int] = {}  # `begins` of a round -> its kind, the last time
         self._before = _Before()
@@ -501,7 +503,18 @@ class Rendezvous:
             if comm.size > 1:
                 said = comm.host.all_reduce(said, "settle", "max")
         self._reductions.settle(said[:-1])
+        if self._order != self._reductions.shards:
+            self._reorder()
         return bool(said[-1])
+
+    def _reorder(self) -> None:
+        """Drops all plans, which count gradient groups in an order that ranks have just changed, or added to."""
+        self._order = self._reductions.shards
+        self._plans.clear()
+        self._patterns.clear()
+        self._round = _Round()
+        if self._span is not None and self._span.uses:
+            self._span = None
 
     # -- reductions
 
@@ -565,11 +578,11 @@ class Rendezvous:
     def forget_backward(self) -> None:
         """Forgets what was known of a backward, which has failed on every rank. Its plan would start reductions in the
         next one, before that has gradients; and a plan of this round would count its gradients. Where ranks start
-        reductions by themselves, others may wait in some that this rank has not come to."""
+        reductions by themselves, others may wait in some that this rank has not come to, or for it to come to any."""
         with no_interception(), torch.no_grad():
             self._leave_plan()
-            if not self._units and self._reductions.reduces and self._reductions.step is None:
-                self._start(len(self._reductions.shards))
+        if self._reductions.reduces and self._reductions.step is None:
+            self.start_reductions(len(self._reductions.shards))
         self._round.reduces = self._round.all_reduce = False
         self._round.has_failed = True
 
@@ -628,20 +641,16 @@ class Rendezvous:
         self._before = before.then(kind if uses else None)
 
     def _make_plan(self, uses: list[int], complete: dict[int, int]) -> bool:
-        """Makes the plan of a round, unless there is one. Returns whether there is."""
+        """Makes the plan of a round, unless it was made before. Returns whether there is one."""
         kind = _kind_of(uses)
-        if kind in self._plans:
-            return True
-        if len(uses) > _LONGEST:
-            return False
-        plan = self._plan_of(uses, complete)
-        if not ends_in_time(plan, END, NEXT_BACKWARD, len(self._reductions.shards)):
-            return False
-        self._plans[kind] = plan
-        for old in list(self._plans)[:-_MOST_PLANS]:
-            del self._plans[old]
-            self._patterns.pop(old, None)
-        return True
+        if kind not in self._plans and len(uses) <= _LONGEST:
+            plan = self._plan_of(uses, complete)
+            is_in_time = ends_in_time(plan, END, NEXT_BACKWARD, len(self._reductions.shards))
+            self._plans[kind] = plan if is_in_time else None
+            for old in list(self._plans)[:-_MOST_PLANS]:
+                del self._plans[old]
+                self._patterns.pop(old, None)
+        return self._plans.get(kind) is not None
 
     def _plan_of(self, uses: list[int], complete: dict[int, int]) -> Plan:
         units, late = range(len(self._units)), self._mesh.shard.learns_late

@@ -86,6 +86,11 @@ class GradientShard:
 
     # -- collect
 
+    def begin_backward(self) -> None:
+        """Forgets gradients that earlier backwards have only accumulated on this rank, and that users have dropped
+        since, as `zero_grad` does."""
+        self.used = {index for index in self.used if self.group.slots[index].local.grad is not None}
+
     def add(self, slot: Slot, grad: Tensor) -> None:
         """Keeps a gradient that autograd adds to an averaged one in backward, until `collect` takes it."""
         self._added[slot.index] = self._added[slot.index] + grad if slot.index in self._added else grad
@@ -200,7 +205,7 @@ class GradientShard:
                 self._carry(slot.index, carried)
             elif self.full_grad is not None and carried:
                 self._keep_average(slot, slot.view(self.full_grad))
-            elif self.full_grad is not None and grad is None:
+            if self.full_grad is not None and grad is None:
                 slot.view(self.full_grad).fill_(_nothing_of(slot))
 
     def _contribution(self, chunk: Chunk, bucket: Bucket) -> Tensor:
