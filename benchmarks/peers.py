@@ -200,7 +200,7 @@ def train_in_a_loop(loop: Callable[[nn.Module, torch.device, Size], Step], optio
     meter = meter_of(options, rank, on_gpu=on_gpu, sent=loopback_bytes)
     for number, batch in enumerate(loader_for(options, rank), start=1):
         meter.end_step(number, step(batch.to(device)))
-    # All is written. With a ZeroRedundancyOptimizer over gloo the ranks do not come back from destroy_process_group().
+    # All is written. Ranks with a ZeroRedundancyOptimizer were once seen to hang in destroy_process_group() over gloo.
     dist.barrier()
     os._exit(0)
 
