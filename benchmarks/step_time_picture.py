@@ -66,11 +66,11 @@ def write_names(figure: Figure, panel: Any, table: dict[str, dict[str, float]]) 
 
 def free_place(figure: Figure, panel: Any, name: str, at: tuple[float, float], taken: list[Bbox]) -> Text:
     """Writes the name at the first of `PLACES` where nothing is, or at the last."""
-    color = COLORS[CONTESTANTS[name].family]
+    color, label = COLORS[CONTESTANTS[name].family], f"stage {name}" if name[0].isdigit() else name
     for dx, dy in PLACES:
         line = {"arrowstyle": "-", "color": color, "linewidth": 0.6} if abs(dy) > 8 else None
         text: Text = panel.annotate(
-            name, at, (dx, dy), textcoords="offset points", ha="left" if dx > 0 else "right", va="center",
+            label, at, (dx, dy), textcoords="offset points", ha="left" if dx > 0 else "right", va="center",
             color=color, arrowprops=line,
         )  # fmt: skip
         text.update_positions(figure.canvas.get_renderer())  # type: ignore[attr-defined]
