@@ -184,6 +184,14 @@ def test_a_plan_tries_tensor_parallelism_where_the_module_divides_its_layers() -
     assert degrees_of(rehearsal_jobs.Divided, fixed=FIXED, divides=False) == {1}
     assert degrees_of(rehearsal_jobs.Model, fixed=FIXED) == {1}
 
+    class Four(rehearsal_jobs.Divided):
+        def configure_model(self) -> None:
+            super().configure_model()
+            if self.device_mesh is not None and self.device_mesh["tensor_parallel"].size() > 4:
+                raise RuntimeError("shape '[4, 16, -1, 16]' is invalid")
+
+    assert degrees_of(Four, fixed=FIXED) == {1, 2, 4}
+
 
 def test_what_a_model_sends_by_itself_takes_its_time() -> None:
     told = rehearsed({"tensor_parallel_size": 2}, 4, make=rehearsal_jobs.Divided)

@@ -186,12 +186,12 @@ def plan(
     given |= {"on_cpu": known, "rates": rates, **trainer}
     made = Plan(candidates=(), refused={}, ranks=ranks, device_bytes=device_bytes, host_bytes=host_bytes)
 
-    def extended(so_far: Plan, strategies: Iterable[dict[str, Any]]) -> Plan:
+    def extended(so_far: Plan, strategies: Iterable[dict[str, Any]], *also: type[Exception]) -> Plan:
         found, refused = [*so_far.candidates], {**so_far.refused}
         for strategy in strategies:
             try:
                 one = rehearse(module, batch, strategy, **given)
-            except (ValueError, NotImplementedError) as error:
+            except (ValueError, NotImplementedError, *also) as error:
                 refused[str(strategy)] = str(error)
                 continue
             timing = one.timing()
@@ -205,7 +205,7 @@ def plan(
     if "bucket_size_mb" not in fixed:
         made = extended(made, _with_other_buckets(made))
     for strategy in _divided(made, ranks) if divides and "tensor_parallel_size" not in fixed else ():
-        longer = extended(made, [strategy])
+        longer = extended(made, [strategy], RuntimeError)  # of torch: layers that so many ranks cannot divide
         if longer.candidates and longer.candidates[-1].rehearsal.numel == made.candidates[0].rehearsal.numel:
             break  # the module does not divide its layers
         made = longer
