@@ -12,6 +12,7 @@ from lightning_zero.rehearsal.rehearsal import Module, Rehearsal, answers_of, re
 
 MARGIN = 0.1  # of the device, left for what a rehearsal does not count
 SHOWN = 3  # of the strategies that fit
+REFUSALS = (ValueError, NotImplementedError)  # of a strategy that cannot train the model
 BUCKETS = (5, 100)  # MiB, beside the default
 DEGREES = (2, 4, 8)  # of tensor parallelism
 TIE = 0.125  # strategies whose modelled times differ by less count as equally fast
@@ -186,12 +187,12 @@ def plan(
     given |= {"on_cpu": known, "rates": rates, **trainer}
     made = Plan(candidates=(), refused={}, ranks=ranks, device_bytes=device_bytes, host_bytes=host_bytes)
 
-    def extended(so_far: Plan, strategies: Iterable[dict[str, Any]], *also: type[Exception]) -> Plan:
+    def extended(so_far: Plan, strategies: Iterable[dict[str, Any]], refusals: Any = REFUSALS) -> Plan:
         found, refused = [*so_far.candidates], {**so_far.refused}
         for strategy in strategies:
             try:
                 one = rehearse(module, batch, strategy, **given)
-            except (ValueError, NotImplementedError, *also) as error:
+            except refusals as error:
                 refused[str(strategy)] = str(error)
                 continue
             timing = one.timing()
@@ -205,7 +206,7 @@ def plan(
     if "bucket_size_mb" not in fixed:
         made = extended(made, _with_other_buckets(made))
     for strategy in _divided(made, ranks) if divides and "tensor_parallel_size" not in fixed else ():
-        longer = extended(made, [strategy], RuntimeError)  # of torch: layers that so many ranks cannot divide
+        longer = extended(made, [strategy], (*REFUSALS, RuntimeError))  # torch's: layers that cannot be divided so
         if longer.candidates and longer.candidates[-1].rehearsal.numel == made.candidates[0].rehearsal.numel:
             break  # the module does not divide its layers
         made = longer
