@@ -33,7 +33,7 @@
       const parts = step.categories.map((name, index) => [name, nbytes[index]]).filter(([, bytes]) => bytes > 0);
       const total = parts.reduce((sum, [, bytes]) => sum + bytes, 0);
       parts.sort((one, other) => other[1] - one[1]);
-      const where = [step.phases[phase], step.names[place]].filter(Boolean).join(", ");
+      const where = [...new Set([step.phases[phase], step.names[place]])].filter(Boolean).join(", ");
       told.textContent = `${where}: ${sized(total)} (${parts.map(([name, bytes]) => `${name} ${sized(bytes)}`).join(", ")})`;
       at.setAttribute("aria-valuetext", told.textContent);
       cursor.style.left = `${((number + 0.5) / step.course.length) * 100}%`;

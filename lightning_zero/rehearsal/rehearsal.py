@@ -88,7 +88,7 @@ class Rehearsal:
                 rows.append([f"on the {tier}", *map(_size, there), _size(resting)])
         peak = self.peak
         phase = next(phase for phase, moment in self.peaks.items() if moment is peak)
-        place = f", at {peak.place}" if peak.place else ""
+        place = "" if not peak.place else ", at its beginning" if peak.place == phase else f", at {peak.place}"
         lines = [
             f"{self.strategy} on {ranks_told(self.ranks)}, rank {self.rank}: {self.numel:,} parameters",
             *aligned([head, *rows]),
