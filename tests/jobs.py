@@ -24,7 +24,7 @@ import lightning_zero.pl.ranks
 import lightning_zero.pl.sharded_strategy
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import Folder, StoredCheckpoint
-from lightning_zero.run.rendezvous import Rendezvous
+from lightning_zero.run.serving import Serving
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.gloo import GlooComm
 from lightning_zero.wire.links import ONLY_TCP, Links
@@ -320,13 +320,13 @@ def exchanges_of_steps(strategy: Any, clip: float | None, looks: bool = False, a
         def on_train_batch_start(self, *_: Any) -> None:
             counts.append(0)
 
-    def counted(rendezvous: Rendezvous, *args: Any, **kwargs: Any) -> Any:
+    def counted(serving: Serving, *args: Any, **kwargs: Any) -> Any:
         if counts:
             counts[-1] += 1
-        return exchange(rendezvous, *args, **kwargs)
+        return exchange(serving, *args, **kwargs)
 
-    exchange = Rendezvous._exchange
-    with patch.object(Rendezvous, "_exchange", counted):
+    exchange = Serving.exchange
+    with patch.object(Serving, "exchange", counted):
         settings = {"gradient_clip_val": clip, "accumulate_grad_batches": accumulate}
         trainer(strategy, 2, callbacks=[Counts()], **settings).fit(model, loader(samples=SAMPLES * accumulate))
     return {"losses": model.losses, "seen": getattr(model, "seen", []), "exchanges": counts[2:]}

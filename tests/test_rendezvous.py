@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import user_jobs
 from cover import name_of, pairwise
 from lightning_zero.config import Offload
-from lightning_zero.run import rendezvous
+from lightning_zero.run import plan_cache
 from lightning_zero.run.engine import Engine
 from lightning_zero.run.plan import Residents
 from lightning_zero.run.reductions import Stage
@@ -78,7 +78,7 @@ class Things:
         self.called = 0
         self.reductions = Readiness()
         self.rendezvous = Rendezvous(Mesh.of(comm, 1), self, self.reductions)  # type: ignore[arg-type]
-        self.calls = [self.rendezvous.enroll(f"call {each}", self.serve) for each in range(calls)]
+        self.calls = [self.rendezvous.serving.enroll(f"call {each}", self.serve) for each in range(calls)]
 
     def touch(self, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -218,7 +218,7 @@ def test_every_rank_gets_what_it_wants_whichever_way_the_others_go(
                         things.reductions.stage = Stage.UNSETTLED
                         things.rendezvous.end_backward()
                 things.end_round()
-        found = things.rendezvous
+        found = things.rendezvous._plans
         return copy.deepcopy((found._plans, found._patterns, found._beginnings, found._next))
 
     first, *others = ThreadWorld(world, 5, learns_late=late).run(rank_main)
@@ -295,9 +295,9 @@ def test_what_came_next_is_remembered_of_the_newest_ways_alone() -> None:
     def rank_main(comm: Comm) -> tuple[int, list[int]]:
         things = Things(comm, 1)
         messages = messages_in(things, [*ways, *[WAY] * 3])
-        return len(things.rendezvous._next), messages
+        return len(things.rendezvous._plans._next), messages
 
-    with patch.object(rendezvous, "_MOST_NEXT", 20):
+    with patch.object(plan_cache, "_MOST_NEXT", 20):
         for remembered, messages in ThreadWorld(2, 5).run(rank_main):
             assert remembered == 20
             assert messages[-1] == 1
@@ -361,7 +361,7 @@ def test_parameters_that_no_rank_uses_cost_no_agreement() -> None:
 
 def test_micro_batches_agree_one_by_one_where_no_gather_could_tell_that_a_rank_is_not_ready() -> None:
     """All units stay gathered from one micro-batch to the next. That is found out once, and not in each step."""
-    with patch.object(rendezvous, "ends_in_time", Mock(wraps=rendezvous.ends_in_time)) as tells:
+    with patch.object(plan_cache, "ends_in_time", Mock(wraps=plan_cache.ends_in_time)) as tells:
         for messages in messages_of_steps(3, 3, start=tower(2), prefetch=2):
             assert messages[3:] == [{"all_reduce rendezvous": 3}] * 3
     times = Counter(call.args[0] for call in tells.call_args_list)
@@ -450,7 +450,7 @@ def test_what_ranks_have_not_done_alike_is_learnt_by_none(apart: str) -> None:
                 late = 4 if is_apart and apart == "not ready" else 0
                 things.reductions.complete = max(0, at - 5 - late)
             things.end_round()
-        found = things.rendezvous
+        found = things.rendezvous._plans
         return found._plans, found._beginnings, found._next
 
     first, second = ThreadWorld(2, 5).run(rank_main)

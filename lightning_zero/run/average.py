@@ -85,7 +85,7 @@ class Average:
         for group in groups:
             if group.is_cut:
                 serve = partial(self._serve, group)
-                self._numbers[group] = self._engine.rendezvous.enroll(f"average of {group.name}", serve)
+                self._numbers[group] = self._engine.rendezvous.serving.enroll(f"average of {group.name}", serve)
 
     @property
     def _buffers(self) -> Iterator[tuple[Tensor, Tensor]]:

@@ -278,7 +278,7 @@ class Engine:
         """Makes ranks agree on which parameters have gradients, and takes over edits."""
         self._recover()
         self.catch_up()
-        if not self._steps_next and (self.rendezvous.may_be_wanted or not self._settles_at_end):
+        if not self._steps_next and (self.rendezvous.serving.may_be_wanted or not self._settles_at_end):
             # Before edits are taken over: a rank that diverges may still gather the old values.
             self.rendezvous.meet_all()
         self._steps_next = False

@@ -34,7 +34,7 @@ def facts_of(
         order=tuple(numbers[shard.group] for shard in reductions.shards),
         optimizers=tuple(_optimizer_facts(one, numbers) for one in steppers),
         buckets=tuple(pool.size for pool in reductions.pools),
-        calls=rendezvous.labels,
+        calls=rendezvous.serving.labels,
         publishes={number - len(units): numbers[group] for number, group in loans.published.items()},
         ranks=comm.size,
         prefetch=options.prefetch,

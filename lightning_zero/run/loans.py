@@ -81,11 +81,11 @@ class Loans(Lender, GradientLender):
         self.saved = saved
         self._units = {group: unit for unit in cache.units for group in unit.groups}
         self._numbers = {
-            group: rendezvous.enroll(f"the all-gather of {names_of(group)}", partial(self._serve, group))
+            group: rendezvous.serving.enroll(f"the all-gather of {names_of(group)}", partial(self._serve, group))
             for group in self.groups
             if group.is_cut and not group.is_plain
         }
-        self._edit = rendezvous.enroll("an edit of weights", self._compare_places) if self._numbers else None
+        self._edit = rendezvous.serving.enroll("an edit of weights", self._compare_places) if self._numbers else None
         self._averages: dict[Slot, int] = {}
         self._enroll_gradients(self.groups)
         self._publishing: dict[ShardGroup, int] = {}
@@ -99,13 +99,13 @@ class Loans(Lender, GradientLender):
         for slot in (slot for group in groups for slot in group.slots):
             if slot.gradient is not None and slot.gradient.is_spread:
                 serve = partial(self._serve_gradient, slot)
-                self._averages[slot] = self.rendezvous.enroll(f"the gradient of {slot.name}", serve)
+                self._averages[slot] = self.rendezvous.serving.enroll(f"the gradient of {slot.name}", serve)
 
     def _enroll_publishing(self, groups: Iterable[ShardGroup]) -> None:
         for group in groups:
             if group.is_cut and (group.places.optimizer != group.places.gathered or not group.is_plain):
                 serve = partial(self._serve_publishing, group)
-                self._publishing[group] = self.rendezvous.enroll(f"publish {group.name}", serve)
+                self._publishing[group] = self.rendezvous.serving.enroll(f"publish {group.name}", serve)
 
     @property
     def published(self) -> dict[int, ShardGroup]:
@@ -468,7 +468,7 @@ class Loans(Lender, GradientLender):
         """Returns the place of the rank that is farthest from a boundary. One that has nothing more to do in this round
         makes no edit before one. If all are there, those that only wait share their edits with those that go on.
         Collective."""
-        place = _Place.BOUNDARY if self.rendezvous.is_waiting else self._place
+        place = _Place.BOUNDARY if self.rendezvous.serving.is_waiting else self._place
         told = torch.tensor([place], dtype=torch.uint8, device=HOST)
         nearest = int(self.groups[0].comm.host.all_reduce(told, "edit", "min"))
         if nearest == _Place.BOUNDARY and self._place is not _Place.BOUNDARY:

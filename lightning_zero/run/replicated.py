@@ -64,7 +64,7 @@ class SharedBuffers:
         self._are_stale = True  # those of rank 0 may have other values
         if is_on and comm.size > 1 and any(True for _ in module.buffers()):
             serve = partial(broadcast_buffers, module, comm)
-            self._number = rendezvous.enroll("the broadcast of rank 0's buffers", serve)
+            self._number = rendezvous.serving.enroll("the broadcast of rank 0's buffers", serve)
 
     def bring(self) -> None:
         """Takes rank 0's buffers, if they may have other values. Collective."""

@@ -1,0 +1,210 @@
+"""`Serving`: how ranks that do not go by a plan take part in what any of them wants; see `rendezvous`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from lightning_zero.run.cache import UnitCache
+from lightning_zero.run.plan_cache import Past
+from lightning_zero.run.reductions import Reductions, Stage
+from lightning_zero.run.replicas import Replicas
+from lightning_zero.shards.slot import no_interception
+from lightning_zero.wire.comm import Comm, RankTimeoutError
+
+# The others may wait in a reduction for gradients that this rank has not got yet, and cannot serve it.
+_IN_BACKWARD = (
+    "A hook in backward cannot read this on one rank alone once gradients are being reduced: read it there on every "
+    "rank, or on one rank before or after backward, or give ZeroStrategy(overlap=False)"
+)
+
+
+class _Call(NamedTuple):
+    """A collective that a rank may want alone, beside the gathers of units. It is never done ahead."""
+
+    label: str  # for messages
+    serve: Callable[[bool], Any]  # issues it, and returns its result; told whether this rank wants that
+
+
+class Heard(NamedTuple):
+    """What all ranks have said in one exchange; the same on all of them."""
+
+    wants: list[int]  # numbers that any rank wants, in order; empty if all have come to the end of the round
+    agree: bool  # all want the same, have used the same before, and know the same of it
+    early: bool  # a rank will meet the others once more before the step
+    alike: bool  # all have gradients of the same parameters
+    ended: bool  # a rank has come to the end of the round
+    statement: Tensor  # see `Reductions.statement`
+
+
+@final
+class Serving:
+    """Exchanges what the ranks that share shards want next, and does it. Each unit has its number in the cache; calls,
+    and last the reductions of a backward, have the numbers after those."""
+
+    def __init__(self, comm: Comm, cache: UnitCache, reductions: Reductions, replicas: Replicas) -> None:
+        self._comm = comm.host
+        self._cache = cache
+        self._units = cache.units
+        self._reductions = reductions
+        self._replicas = replicas  # starts reductions, where all ranks are ready for them
+        self._calls: list[_Call] = []
+        self._result: Any = None  # of the latest call that this rank has wanted
+        self.is_waiting = False  # this rank wants nothing but that the others come to where it is
+        self.reduces = False  # all ranks are known to reduce the gradients of this backward
+        self.all_reduce = False  # ... and each of them has some of its own
+        self.knew_all = False  # this rank has settled gradients alone: each parameter had one on it
+
+    def begin_round(self) -> None:
+        self.reduces = self.all_reduce = False
+
+    def enroll(self, label: str, serve: Callable[[bool], Any]) -> int:
+        """Returns the number of a call; see `_Call`."""
+        self._calls.append(_Call(label, serve))
+        return len(self._units) + len(self._calls) - 1
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return tuple(call.label for call in self._calls)
+
+    @property
+    def may_be_wanted(self) -> bool:
+        """Whether there is anything that one rank can want alone."""
+        return bool(self._units or self._calls)
+
+    @property
+    def to_reduce(self) -> int:
+        """The number that a rank wants when it is about to reduce gradients."""
+        return len(self._units) + len(self._calls)
+
+    @property
+    def to_settle(self) -> int:
+        """The number that a rank wants when it must know which parameters have gradients on the others."""
+        return self.to_reduce + 1
+
+    # -- together
+
+    def serve(self, wants: Sequence[int], own: int | None) -> None:
+        """Takes part in everything that is wanted, and keeps the results of what this rank wants (`own`)."""
+        for want in wants:
+            if want == self.to_reduce:
+                if own is None and len(wants) == 1:  # this rank has no gradients, and contributes zeros
+                    self._reductions.forget_settled()
+                    self._replicas.start(len(self._reductions.shards))
+            elif want == self.to_settle:
+                pass  # all have settled as they heard of it
+            elif want >= len(self._units):
+                self.serve_call(want, want == own)
+            elif want == own:
+                self._cache.gather(want)
+            else:
+                self._units[want].pass_by()
+
+    def serve_call(self, number: int, keep: bool) -> None:
+        result = self._calls[number - len(self._units)].serve(keep)
+        if keep:
+            self._result = result
+
+    def take_result(self) -> Any:
+        """Returns the result of the latest call that this rank has wanted, once."""
+        result, self._result = self._result, None
+        return result
+
+    def until_all_reduce(self, past: Past) -> Heard:
+        """Serves the others until all are about to reduce gradients, or have come to the end of the round."""
+        with self._waiting(), no_interception(), torch.no_grad():
+            while (heard := self.exchange(self.to_reduce, past)).wants != [self.to_reduce]:
+                self.serve(heard.wants, self.to_reduce)
+        return heard
+
+    def until_settled(self, past: Past) -> None:
+        """Asks which parameters have gradients on the others, and serves them until all have settled those of the last
+        backward: the others come to an exchange before they reduce again."""
+        with self._waiting(), no_interception(), torch.no_grad():
+            while self.all_reduce:
+                self.serve(self.exchange(self.to_settle, past).wants, self.to_settle)
+
+    def until_end(self, past: Past, *, early: bool, continues: bool) -> Heard:
+        """Serves the others until all have come to the end of the round; see `Rendezvous.meet`."""
+        with self._waiting():
+            while (heard := self.exchange(None, past, early=early, continues=continues)).wants:
+                self.serve(heard.wants, None)
+        return heard
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self.is_waiting = True
+        try:
+            yield
+        finally:
+            self.is_waiting = False
+
+    # -- what is said
+
+    def exchange(self, number: int | None, past: Past, *, early: bool = False, continues: bool = False) -> Heard:
+        """Says what this rank wants (None: nothing more in this round), and hears what the others want. Collective.
+
+        Args:
+            number: of what it wants.
+            past: what it has done in this round.
+            early: it will meet the others once more before the step.
+            continues: it comes to the end of a micro-batch, and not of a step.
+        """
+        known = self.to_settle + 1
+        wants = bytearray(known)
+        if number is not None:
+            wants[number] = 1
+        want = known if number is None else number
+        is_unsettled = self._reductions.stage is Stage.UNSETTLED
+        same = self._state(want + continues, past)
+        # Where ranks differ in a byte of `same`, its maximum and that of its complement do not add up to 255.
+        pattern = self._reductions.pattern.to_bytes(8, "little")
+        pairs = (part for value in (same, pattern) for part in (value, bytes(255 - byte for byte in value)))
+        collects = self.all_reduce and not is_unsettled
+        told = bytes([early, number is None, self.knew_all, collects])
+        mine = torch.frombuffer(wants + b"".join(pairs) + told, dtype=torch.uint8)
+        said = torch.cat([mine, self._reductions.statement()])
+        try:
+            heard = self._comm.all_reduce(said, "rendezvous", "max")
+        except RankTimeoutError as error:
+            self._explain(error, want)
+            raise
+        sizes = [known, len(same), len(same), len(pattern), len(pattern), len(told), len(said) - len(mine)]
+        wanted, one, other, first, second, anybody, statement = heard.split(sizes)
+        if wanted.any() and self._units:  # else the rest starts together, when gradients are settled
+            self._replicas.start(self._reductions.count_complete_in(statement))
+        agree, alike = (bool((a.int() + b.int() == 255).all()) for a, b in ((one, other), (first, second)))
+        is_early, has_ended, all_known, collects = (bool(flag) for flag in anybody)
+        # A rank that reduces again, while this one has not settled the last backward, has settled it alone.
+        settles = wanted[self.to_settle] or wanted[self.to_reduce]
+        if settles and self.all_reduce and not collects:
+            self.settle_alone(None if all_known else statement)
+        return Heard(wanted.nonzero().flatten().tolist(), agree, is_early, alike, has_ended, statement)
+
+    def _state(self, want: int, past: Past) -> bytes:
+        """What is the same on all ranks if they agree."""
+        stage = self._reductions.stage
+        began_on = past.begins is not None and past.begins[1]  # on a rank that evaluates first, it may not be
+        modes = (
+            torch.is_grad_enabled(), stage is Stage.COLLECTING, stage is Stage.UNSETTLED, past.has_failed, began_on
+        )  # fmt: skip
+        flags = sum(mode << at for at, mode in enumerate(modes))
+        return b"".join(
+            value.to_bytes(8, "little") for value in (want, len(past.uses), past.digest, past.counts, flags)
+        )
+
+    def _explain(self, error: RankTimeoutError, want: int) -> None:
+        """Adds to the error what this rank waits for."""
+        labels = [f"the all-gather of {unit.name or 'the model'}" for unit in self._units]
+        labels += [*self.labels, "the reductions of a backward", "the agreement on the gradients of a backward"]
+        labels += ["the agreement that ends a step or an evaluation"]
+        error.place = f"{labels[want]}, on rank {self._comm.rank}"
+        if self.reduces and want < self.to_reduce:
+            error.details.append(_IN_BACKWARD)
+
+    def settle_alone(self, statement: Tensor | None) -> None:
+        """Settles gradients whose reductions all ranks have started; see `Reductions.settle_alone`."""
+        self._reductions.settle_alone(statement)
+        self.reduces = self.all_reduce = False
