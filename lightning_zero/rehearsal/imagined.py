@@ -22,7 +22,7 @@ from lightning_zero.rehearsal.cost import Work, work_of
 from lightning_zero.rehearsal.hollow import Hollow
 from lightning_zero.rehearsal.memory import Memory, Phase
 from lightning_zero.run.engine import Engine
-from lightning_zero.run.loans import names_of
+from lightning_zero.run.latest import names_of
 from lightning_zero.run.program import Cause, Program
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.local import local_of

@@ -162,7 +162,7 @@ class Average:
 
     def spread(self) -> dict[str, Any]:
         """Returns `module.state_dict()` with the average's values, for all ranks to write together."""
-        self._engine.loans.catch_up_all()
+        self._engine.loans.latest.catch_up_all()
         return self._engine.states.spread_model(of=self._values())
 
     def _values(self) -> ModelValues:
@@ -207,7 +207,7 @@ class Average:
     def _serve(self, group: ShardGroup, keep: bool) -> Tensor | None:
         group.catch_up()
         if keep:
-            return self._engine.loans.gather(group, self._arrays[group], "gather average")
+            return self._engine.loans.latest.gather(group, self._arrays[group], "gather average")
         group.pass_by(self._arrays[group], "gather average")
         return None
 

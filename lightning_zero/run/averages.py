@@ -38,7 +38,7 @@ class Averages:
     def of(self, parameters: Iterable[Parameter] | Optimizer, *, meets: bool = False) -> list[Slot]:
         """Returns the slots of the parameters that have a gradient, each once. Collective after a backward; the caller
         passes `meets` if it issues another collective next."""
-        self.loans.catch_up_all()
+        self.loans.latest.catch_up_all()
         if isinstance(parameters, Optimizer):
             parameters = [parameter for group in parameters.param_groups for parameter in group["params"]]
         self.loans.rendezvous.settle_gradients(meets=meets)

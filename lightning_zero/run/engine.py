@@ -109,14 +109,13 @@ class Engine:
         self.mesh = setting.mesh
         self.ledger = setting.ledger
         self.groups = made.groups
-        self.loans = Loans(self.groups)
-        self._interception = Interception(self.loans)
+        self._interception = Interception()
         saved = SavedParameters(lambda *use: self.schedule.bring(*use))
         self.cache = UnitCache(made.units, made.arena, 1 + self.options.prefetch, self._interception, saved)
-        self.reductions = Reductions(made, comm, self.options.overlap, self.loans, self._interception)
+        self.reductions = Reductions(made, comm, self.options.overlap, self._interception)
         self.rendezvous = Rendezvous(self.mesh, self.cache, self.reductions)
         self.journal = self.rendezvous.journal
-        self.loans.join(self.cache, self.rendezvous, saved, self._interception)
+        self.loans = Loans(self.groups, self.cache, self.rendezvous, saved, self._interception)
         move_replicated(module, device)
         self.stepping = Stepping(module, optimizers, self.parts, self.options, self.reductions, self._interception)
         late = module if self.stepping.may_be_late else None
@@ -153,9 +152,9 @@ class Engine:
         self.journal.note(Cause.FORWARD)
         if torch.is_grad_enabled():
             self.regroup()
-        if not torch.is_grad_enabled() or self.loans.has_noted:  # by user code that has loaded a checkpoint's entries
+        if not torch.is_grad_enabled() or self.loans.loading:  # by user code that has loaded a checkpoint's entries
             self.catch_up()
-            if (unread := self.loans.take_unread()) is not None:
+            if (unread := self.loans.loading.take_error()) is not None:
                 raise unread
         self.loans.settle()
         self.schedule.start_pass()
@@ -286,7 +285,7 @@ class Engine:
 
     def catch_up(self) -> None:
         """Takes all postponed steps of offloaded parameters, which otherwise wait until the values are needed."""
-        self.loans.catch_up_all()
+        self.loans.latest.catch_up_all()
         self.stepping.finish()
 
     # -- whole values
@@ -406,7 +405,7 @@ class Engine:
         Sharded parameters go to the host, as a whole model may not fit on the device, though one group at a time does.
         Those of tensor-parallel modules stay on the device, which their DTensors are bound to.
         """
-        full = self.loans.declared(group)
+        full = self.loans.latest.declared(group)
         device = self.device if group.stays_full or self.mesh.tensor.size > 1 else HOST
         with torch.no_grad(), no_interception():
             self._interception.show(group)

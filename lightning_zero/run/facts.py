@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from lightning_zero.run.loans import Loans, names_of
+from lightning_zero.run.latest import names_of
+from lightning_zero.run.loans import Loans
 from lightning_zero.run.program import Facts, GroupFacts, OptimizerFacts, UnitFacts, WindowFacts
 from lightning_zero.run.reductions import Reductions
 from lightning_zero.run.stepping import Stepping
@@ -35,7 +36,7 @@ def facts_of(
         optimizers=tuple(_optimizer_facts(one, numbers) for one in steppers),
         buckets=tuple(pool.size for pool in reductions.pools),
         calls=rendezvous.serving.labels,
-        publishes={number - len(units): numbers[group] for number, group in loans.published.items()},
+        publishes={number - len(units): numbers[group] for number, group in loans.latest.published.items()},
         ranks=comm.size,
         prefetch=options.prefetch,
         overlaps=options.overlap,

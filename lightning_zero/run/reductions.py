@@ -20,7 +20,7 @@ from lightning_zero.shards.bucket import BucketPool
 from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.norm import gradient_of
 from lightning_zero.shards.slot import Slot, no_interception
-from lightning_zero.views.gradient import GradientLender, ShardedGradient
+from lightning_zero.views.gradient import ShardedGradient
 from lightning_zero.views.parameter import Interception
 from lightning_zero.wire.comm import Comm
 
@@ -38,17 +38,14 @@ class Reductions:
     """Collects and reduces the gradients of each backward; with `overlap`, reductions run while backward goes on.
 
     From the end of backward until ranks have agreed, `interception` makes parameters ask for their gradients. After
-    that, `p.grad` borrows averaged gradients from `lender`.
+    that, `p.grad` borrows averaged gradients from its lender.
     """
 
-    def __init__(
-        self, assembly: Assembly, comm: Comm, overlap: bool, lender: GradientLender, interception: Interception
-    ) -> None:
+    def __init__(self, assembly: Assembly, comm: Comm, overlap: bool, interception: Interception) -> None:
         self.shards = assembly.shards  # in the agreed order
         self.pools = assembly.pools
         self._comm = comm
         self._overlap = overlap
-        self._lender = lender
         self._interception = interception
         self.started = 0  # how many of `shards` are being reduced, or have been
         self._complete = 0  # how many of them were complete when that was last counted in this backward
@@ -322,7 +319,7 @@ class Reductions:
         if shard.is_spread:
             shown = slot.local.grad
             if not (isinstance(shown, ShardedGradient) and shown.is_of(slot)):
-                slot.local.grad = ShardedGradient(slot, self._lender)
+                slot.local.grad = ShardedGradient(slot, self._interception.lender)
         else:
             assert shard.full_grad is not None
             slot.local.grad = slot.view(shard.full_grad)

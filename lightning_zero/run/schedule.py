@@ -143,7 +143,7 @@ class Schedule:
 
     def _catch_up(self, groups: Iterable[ShardGroup]) -> None:
         for group in groups:
-            self._loans.catch_up(group)
+            self._loans.latest.catch_up(group)
 
     def _surround_reader(self, reader: Reader) -> None:
         """Shows `forward` of a module, torch's own, the weights that it reads as they rest, where autocast would cast
@@ -151,7 +151,7 @@ class Schedule:
         dtype."""
         module = reader.module
         weights = [
-            _Shown(vars(holder), parameters_in(holder), name, slot, self._loans.unit_of(slot.group))
+            _Shown(vars(holder), parameters_in(holder), name, slot, self._loans.latest.unit_of(slot.group))
             for holder, name, parameter in reader.parameters
             if (slot := slot_of(parameter)) is not None
         ]

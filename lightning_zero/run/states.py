@@ -40,7 +40,7 @@ class States:
         self._mesh = mesh
         self._loans = loans
         self._rendezvous = loans.rendezvous
-        self._own = ModelValues("model", loans.groups, loans.declared, lambda group: group.master, {})
+        self._own = ModelValues("model", loans.groups, loans.latest.declared, lambda group: group.master, {})
         for state in self._optimizers.values():
             state.cut_in_place()
 
@@ -124,12 +124,12 @@ class States:
             yield
         except Exception as error:
             failed = error
-        self._loans.catch_up_all()
+        self._loans.latest.catch_up_all()
         self._rendezvous.meet_before_collective()  # serves ranks that still look at what they load
         self._loans.settle(all_here=True)  # a rank that looked alone would not ask for those values again, and be ahead
         try:
             with failing_together(self._mesh.world, "reading the model"):
-                unread = self._loans.take_unread()
+                unread = self._loans.loading.take_error()
                 if failed is not None:
                     raise failed
                 if unread is not None:
@@ -189,7 +189,7 @@ class States:
     def _load(self, pairs: Sequence[tuple[OptimizerState, Mapping[str, Any]]]) -> None:
         for state, saved in pairs:
             state.refuse_other_groups(saved)
-        self._loans.catch_up_all()  # a postponed step belongs to the state before
+        self._loans.latest.catch_up_all()  # a postponed step belongs to the state before
         with failing_together(self._mesh.world, "reading the optimizers"):
             for state, saved in pairs:
                 state.load(saved)

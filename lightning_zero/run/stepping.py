@@ -114,7 +114,7 @@ class Stepping:
         self._publish(groups_of(self._in_backward))
 
     def _publish(self, groups: Sequence[ShardGroup]) -> None:
-        """Sends stepped values to where forward reads them. Leaves to `Loans.catch_up` what may arrive late."""
+        """Sends stepped values to where forward reads them. Leaves to `Latest.catch_up` what may arrive late."""
         with torch.no_grad():
             for group in groups:
                 if self.publishes_late and not group.is_behind:

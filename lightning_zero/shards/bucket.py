@@ -101,8 +101,8 @@ class BucketPool:
     def drain(self) -> None:
         """Settles all buckets, oldest first."""
         with self.beside():
-            for _ in range(len(self._buckets)):
-                self.take()
+            for bucket in self._buckets:
+                bucket.settle()
         self.join()
 
     def join(self) -> None:

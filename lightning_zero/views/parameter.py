@@ -23,6 +23,7 @@ from torch.nn import Parameter
 
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
+from lightning_zero.views.gradient import GradientLender
 from lightning_zero.views.intercept import METADATA, SET_DATA, STRIDES, Lent, asks_for_dtype, call, subclass_of
 from lightning_zero.views.lazy import Stored, stored_in
 
@@ -32,8 +33,8 @@ _METHODS_OF_DTENSOR = ("to_local", "full_tensor", "redistribute", "__repr__")
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
-class Lender(ABC):
-    """Lends the values of parameters, and takes them back with what was edited."""
+class Lender(GradientLender, ABC):
+    """Lends the values of parameters and averaged gradients, and takes them back with what was edited."""
 
     @abstractmethod
     def lend(self, slot: Slot) -> Lent:
@@ -116,10 +117,12 @@ def _as_made(parameter: RestingParameter) -> Parameter:
 
 @final
 class Interception:
-    """Switches parameters between the class that the user gave them and the one that borrows their values."""
+    """Switches parameters between the class that the user gave them and the one that borrows their values from the
+    `lender`, which is set once there is one: before any are hidden."""
 
-    def __init__(self, lender: Lender) -> None:
-        self._lender = lender
+    lender: Lender
+
+    def __init__(self) -> None:
         self._classes: dict[type[Parameter], type[Parameter]] = {}  # plain -> resting
 
     def show(self, group: ShardGroup) -> None:
@@ -134,7 +137,7 @@ class Interception:
 
     def _resting(self, plain: type[Parameter]) -> type[Parameter]:
         if plain not in self._classes:
-            content: dict[str, Any] = {"lender": self._lender}
+            content: dict[str, Any] = {"lender": self.lender}
             if issubclass(plain, DTensor):
                 content |= {name: _borrowing(getattr(DTensor, name)) for name in _METHODS_OF_DTENSOR}
                 content["__slots__"] = ()  # another layout could not take the place of torch's
