@@ -246,7 +246,8 @@ def test_sums_that_ranks_begin_in_different_orders_do_not_wait_for_each_other(po
 
 
 def sum_every_dtype(size: int) -> list[str]:
-    """What differs from the same sum after TCP, in dtype and number of elements: inline, in one part and in several."""
+    """What differs from the same sum after TCP, in dtype and number of elements: inline, in one part and in several.
+    And from the same average."""
     comm = comm_of_world()
     linked, wrong = GlooComm(own_group("gloo"), SOON, Links(comm)), []
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.complex64):
@@ -257,11 +258,15 @@ def sum_every_dtype(size: int) -> list[str]:
                 one.reduce_scatter(total, full, full.new_empty(one.scratch_rows, columns), "sum").wait()
             if not torch.equal(found, expected):
                 wrong.append(f"{dtype} {columns}")
+            if dtype.is_floating_point:
+                for one in (linked, comm):
+                    one.reduce_scatter(found, full, full.new_empty(one.scratch_rows, columns), "average", size).wait()
+                    wrong += [] if torch.equal(found, expected / size) else [f"average of {dtype} {columns}"]
     return wrong
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_sums_over_links_have_the_bits_of_those_over_tcp(size: int, pool_of: Any) -> None:
+def test_sums_and_averages_over_links_have_the_bits_of_those_over_tcp(size: int, pool_of: Any) -> None:
     assert pool_of(size).run(sum_every_dtype, size) == [[]] * size
 
 

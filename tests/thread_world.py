@@ -123,11 +123,12 @@ class ThreadComm(Comm):
 
         return Gather(finish, lambda: told[0])
 
-    def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str) -> Work:
+    def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str, divisor: int) -> Work:
         meeting = self._post(key, full.clone())
 
         def finish() -> None:
-            shard.copy_(functools.reduce(torch.add, [theirs[self.rank] for theirs in self._collect(meeting)]))
+            total = functools.reduce(torch.add, [theirs[self.rank] for theirs in self._collect(meeting)])
+            shard.copy_(total / divisor if divisor != 1 else total)
 
         return Work(finish)
 

@@ -21,6 +21,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from lightning_zero.device import is_host
 from lightning_zero.shards.bucket import Bucket, BucketPool
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.layout import Chunk, Slice, overlap
@@ -185,13 +186,26 @@ class GradientShard:
                 self._buckets.append(bucket)
                 bucket.holder = self
                 full = self._contribution(chunk, bucket)
-                total = bucket.total[: chunk.width]
                 scratch = bucket.scratch[: self.group.comm.scratch_rows * chunk.width].view(-1, chunk.width)
                 name = f"reduce {self.group.name}[{chunk.of.start}+{chunk.start}]"
+                if self._lands_in_place:
+                    owned, comm = self.owned_grad.open(chunk.in_shard), self.group.comm
+                    bucket.finish = comm.reduce_scatter(owned, full, scratch, name, divisor=comm.size).wait
+                    continue
+                total = bucket.total[: chunk.width]
                 work = self.group.comm.reduce_scatter(total, full, scratch, name)
                 bucket.finish = partial(self._store, work, total, chunk, frozenset(self._carries), name)
         self.pool.keep([*self._held.values()])
         self._held.clear()
+
+    @property
+    def _lands_in_place(self) -> bool:
+        """Whether the average that is being reduced replaces the one in owned_grad, in the same memory: then it needs
+        no copy more. Where work is asynchronous, earlier work that is under way may still read owned_grad."""
+        group, owned = self.group, self.owned_grad
+        replaces = self._is_sharded and not self._carries and group.replicate.size == 1
+        is_there = isinstance(owned, InMemory) and is_host(owned.place.device) and is_host(group.places.gathered.device)
+        return replaces and is_there and not group.comm.is_asynchronous
 
     def _settle_unused(self) -> None:
         """Prepares the parameters that this rank did not use. Each contributes what its `p.grad` holds: nothing, or

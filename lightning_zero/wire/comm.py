@@ -148,11 +148,11 @@ class Comm(ABC):
         gather.clock = self.clock
         return gather
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, name: str) -> Work:
-        """Starts to sum row j of all ranks' `full` ``(N, columns)`` into rank j's `shard` ``(columns,)``. `full` must
-        not change until `wait` returns. `scratch` is ``(scratch_rows, columns)``."""
+    def reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, name: str, divisor: int = 1) -> Work:
+        """Starts to sum row j of all ranks' `full` ``(N, columns)`` into rank j's `shard` ``(columns,)``, and divides
+        the sum by `divisor`. `full` must not change until `wait` returns. `scratch` is ``(scratch_rows, columns)``."""
         key = self._begin("reduce_scatter", name, full, full.nbytes - full[0].nbytes)
-        work = self._reduce_scatter(shard, full, scratch, key)
+        work = self._reduce_scatter(shard, full, scratch, key, divisor)
         work.clock = self.clock
         return work
 
@@ -235,7 +235,7 @@ class Comm(ABC):
     def _all_gather(self, full: Tensor, shard: Tensor, key: str, diverges: bool | None) -> Gather: ...
 
     @abstractmethod
-    def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str) -> Work: ...
+    def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str, divisor: int) -> Work: ...
 
     @abstractmethod
     def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], key: str) -> None: ...

@@ -83,10 +83,13 @@ class Message:
 @final
 class Landing:
     """A tensor that is being received: a peer's, or the sum of `terms`, which are tensors of this rank and, by their
-    numbers, of peers. Terms are added in this order."""
+    numbers, of peers. Terms are added in this order, and the sum is divided by `divisor`: part by part, as long as a
+    part is in a cache."""
 
-    def __init__(self, into: Tensor, terms: Sequence[int | Tensor], give_up: Callable[[int], None]) -> None:
-        self._into, self._terms = into.view(-1), terms
+    def __init__(
+        self, into: Tensor, terms: Sequence[int | Tensor], give_up: Callable[[int], None], divisor: int = 1
+    ) -> None:
+        self._into, self._terms, self._divisor = into.view(-1), terms, divisor
         self.nbytes = into.nbytes
         self.messages = {peer: Message(into, partial(give_up, peer)) for peer in terms if isinstance(peer, int)}
         self.arrivals: dict[int, _Arrival] = {}  # of the peers whose tensors have arrived
@@ -120,7 +123,8 @@ class Landing:
             (address,) = found.values()
             ctypes.memmove(into.data_ptr(), address, nbytes)
         else:
-            _add([t[part] if isinstance(t, Tensor) else _view(found[t], nbytes, dtype) for t in self._terms], into)
+            terms = [t[part] if isinstance(t, Tensor) else _view(found[t], nbytes, dtype) for t in self._terms]
+            _average(terms, into, self._divisor)
 
 
 class _Unusable(Exception):
@@ -184,9 +188,9 @@ class Exchange:
     def receive(self, peer: int, into: Tensor, tag: int) -> Message:
         return self._await(Landing(into, [peer], self._drop), tag)[peer]
 
-    def sum(self, into: Tensor, terms: Sequence[int | Tensor], tag: int) -> dict[int, Message]:
-        """Fills `into` with the sum of `terms`; see `Landing`. Returns a message for each peer."""
-        return self._await(Landing(into, terms, self._drop), tag)
+    def sum(self, into: Tensor, terms: Sequence[int | Tensor], tag: int, divisor: int = 1) -> dict[int, Message]:
+        """Fills `into` with what the `terms` give; see `Landing`. Returns a message for each peer."""
+        return self._await(Landing(into, terms, self._drop, divisor), tag)
 
     def _await(self, landing: Landing, tag: int) -> dict[int, Message]:
         with self._lock:
@@ -543,16 +547,21 @@ def _view(address: int, nbytes: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=dtype)
 
 
-def _add(terms: Sequence[Tensor], into: Tensor) -> None:
-    """Adds in this order, in the calling thread: torch would start more threads here, beside those that compute."""
+def _average(terms: Sequence[Tensor], into: Tensor, divisor: int) -> None:
+    """Adds in this order, and divides the sum, in the calling thread: torch would start more threads here, beside those
+    that compute."""
     if into.dtype in _BY_NUMPY:
         array, first, second, *others = (tensor.numpy() for tensor in (into, *terms))
         numpy.add(first, second, out=array)
         for other in others:
             numpy.add(array, other, out=array)
+        if divisor != 1:
+            numpy.divide(array, divisor, out=array)
         return
     for start in range(0, into.numel(), _SERIAL):
         some = slice(start, start + _SERIAL)
         total = torch.add(terms[0][some], terms[1][some], out=into[some])
         for term in terms[2:]:
             total.add_(term[some])
+        if divisor != 1:
+            total.div_(divisor)

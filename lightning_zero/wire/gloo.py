@@ -105,10 +105,10 @@ class GlooComm(Comm):
 
         return Gather(finish, has_divergence)
 
-    def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str) -> Work:
+    def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str, divisor: int) -> Work:
         rows = full.cpu()  # `full` itself if it is on the host
         if self._sums:
-            return self._sum_over_links(shard, rows, key)
+            return self._sum_over_links(shard, rows, key, divisor)
         received = dict(zip(self._peers, _landing(scratch), strict=True))
         pending = self._start(received, {peer: rows[peer] for peer in self._peers}, key)
         terms = received | {self.rank: rows[self.rank]}
@@ -119,15 +119,17 @@ class GlooComm(Comm):
             torch.add(terms[0], terms[1], out=total)  # in rank order: the bits do not depend on which came first
             for rank in range(2, self.size):
                 total.add_(terms[rank])
+            if divisor != 1:
+                total.div_(divisor)
             _land(total, shard)
 
         return Work(finish)
 
-    def _sum_over_links(self, shard: Tensor, rows: Tensor, key: str) -> Work:
+    def _sum_over_links(self, shard: Tensor, rows: Tensor, key: str, divisor: int) -> Work:
         assert self._links is not None
         total = _landing(shard)
         terms = [rows[rank] if rank == self.rank else self._in_world[rank] for rank in range(self.size)]
-        messages = self._links.sum(total, terms, self._tag(key))
+        messages = self._links.sum(total, terms, self._tag(key), divisor)
         pending: _Pending = [(peer, messages[self._in_world[peer]]) for peer in self._peers]
         pending += self._start({}, {peer: rows[peer] for peer in self._peers}, key)
 

@@ -46,8 +46,10 @@ class LocalComm(_Silent):
         copy_unless_same(full[0], shard)
         return Gather(has_divergence=lambda: bool(diverges))  # from its plan: it would else go by it to its end
 
-    def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str) -> Work:
+    def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str, divisor: int) -> Work:
         copy_unless_same(shard, full[0])
+        if divisor != 1:
+            shard.div_(divisor)
         return Work()
 
 
@@ -66,5 +68,5 @@ class CountingComm(_Silent):
     def _all_gather(self, full: Tensor, shard: Tensor, key: str, diverges: bool | None) -> Gather:
         return Gather(has_divergence=lambda: bool(diverges))
 
-    def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str) -> Work:
+    def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str, divisor: int) -> Work:
         return Work()

@@ -121,10 +121,16 @@ class NativeComm(Comm):
                 _all_gather_single(into, own, group=self._group)
         return [launch]
 
-    def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str) -> Work:
+    def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str, divisor: int) -> Work:
         self._latest, into, sent = key, real(shard).view(-1), real(full).view(-1)
         work = _reduce_scatter_single(into, sent, group=self._group, async_op=True)
-        return Work(lambda: self._wait([work], key))
+
+        def finish() -> None:
+            self._wait([work], key)
+            if divisor != 1:
+                into.div_(divisor)
+
+        return Work(finish)
 
     def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], key: str) -> None:
         self._latest = key
