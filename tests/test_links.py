@@ -30,10 +30,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import jobs
 from compare import differing
-from lightning_zero.wire import desk, exchange, links
+from lightning_zero.wire import desk, links, rooms
 from lightning_zero.wire.desk import Desk, Room, open_desk
-from lightning_zero.wire.exchange import _FREE, _HEADER, _OFFER, _PART, _ROOM, _WANTED, INLINE, Exchange, Landing
+from lightning_zero.wire.exchange import _FREE, _HEADER, _OFFER, _PART, _ROOM, _WANTED, INLINE, Exchange
 from lightning_zero.wire.gloo import GlooComm
+from lightning_zero.wire.landing import Landing
 from lightning_zero.wire.links import ONLY_TCP, Links
 from lightning_zero.wire.worlds import own_group
 from ranks import RankPool, run_alone
@@ -488,7 +489,7 @@ def test_what_arrives_after_the_end_of_a_wait_touches_no_tensor(pair: Pair) -> N
 
 def test_a_room_that_cannot_be_mapped_is_passed_by_the_desk(pair: Pair) -> None:
     pair.exchange.receive(1, torch.zeros_like(pair.values), 7)
-    with patch.object(exchange, "open_desk", side_effect=OSError):
+    with patch.object(rooms, "open_desk", side_effect=OSError):
         pair.offer_from_room()
         assert pair.hear() == (_WANTED, 7, 0, 0)
 
@@ -511,8 +512,8 @@ def test_what_a_peer_may_have_changed_because_it_has_given_up_counts_as_lost(pai
 
 def test_memory_that_the_system_does_not_give_is_ordinary_memory_and_its_tensor_passes_the_desk(pair: Pair) -> None:
     with patch.object(desk, "_create_file", side_effect=OSError):
-        assert pair.exchange.empty(4 * INLINE) is None
-    memory = pair.exchange.empty(4 * INLINE)
+        assert pair.exchange.rooms.empty(4 * INLINE) is None
+    memory = pair.exchange.rooms.empty(4 * INLINE)
     assert memory is not None
     tensor = torch.frombuffer(memory, dtype=torch.float32)
     with patch.object(socket, "send_fds", side_effect=BlockingIOError):

@@ -22,7 +22,8 @@ from lightning_zero.device import HOST, can_pin, is_host
 from lightning_zero.torch_private import default_store
 from lightning_zero.wire.board import Board
 from lightning_zero.wire.comm import Combine, Comm, Gather, RankTimeoutError, Work, copy_unless_same, place_of
-from lightning_zero.wire.exchange import INLINE, Message
+from lightning_zero.wire.exchange import INLINE
+from lightning_zero.wire.landing import Message
 from lightning_zero.wire.links import Links
 from lightning_zero.wire.worlds import next_number, own_subgroup
 
