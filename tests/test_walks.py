@@ -64,11 +64,11 @@ class Ranks(threading.local):
         engine.close()
 
 
-def gradient() -> Walk:
+def gradient(stage: int) -> Walk:
     ranks = Ranks()
     moves = {GradientShard: ("collect", "_pack", "_store"), Comm: ("reduce_scatter",)}
     with walking(moves, lambda: bool(ranks.doing)) as walk:
-        ranks.train(2)
+        ranks.train(stage)
     return walk
 
 
@@ -109,7 +109,8 @@ def loading(folder: Path) -> Walk:
 
 
 WALKS: dict[str, Callable[[Path], Walk]] = {
-    "a gradient, stage 2": lambda _: gradient(),
+    "a gradient, stage 1": lambda _: gradient(1),
+    "a gradient, stage 2": lambda _: gradient(2),
     "a parameter in forward, stage 3": lambda _: parameter("forward"),
     "a parameter in backward, stage 3": lambda _: parameter("backward"),
     "a step, stage 2": lambda _: step(),

@@ -110,7 +110,7 @@ class Engine:
         self.ledger = setting.ledger
         self.groups = made.groups
         self._interception = Interception()
-        saved = SavedParameters(lambda *use: self.schedule.bring(*use))
+        saved = SavedParameters()
         self.cache = UnitCache(made.units, made.arena, 1 + self.options.prefetch, self._interception, saved)
         self.reductions = Reductions(made, comm, self.options.overlap, self._interception)
         self.rendezvous = Rendezvous(self.mesh, self.cache, self.reductions)

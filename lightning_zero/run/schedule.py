@@ -49,6 +49,7 @@ class Schedule:
         self._reductions = reductions
         self._loans = loans
         self._saved = loans.saved
+        self._saved.use = self.bring
         self._begin_backward = begin_backward
         self._end_backward = end_backward
         self._recover = recover
@@ -229,14 +230,18 @@ class Schedule:
                     parameter.requires_grad_(True)  # torch hooks only what trains; `toggle_optimizer` may thaw it later
                     # Weak references: Python's collector of cycles does not see what such a hook holds. One that held
                     # this schedule would keep the engine, and so the hooked parameter, alive until it is closed.
-                    collect = partial(_collect_if_alive, weakref.ref(self), weakref.ref(slot))
+                    collect = partial(self._collect, weakref.ref(self), weakref.ref(slot))
                     handle = parameter.register_post_accumulate_grad_hook(collect)
                     self._handles.append(handle)
                     self._collectors.append((parameter, handle.id))
                     parameter.requires_grad_(trains_now)
 
-    def collect(self, slot: Slot) -> None:
+    @staticmethod
+    def _collect(schedule: "weakref.ref[Schedule]", collected: weakref.ref[Slot], _: Tensor) -> None:
         """Takes the gradient that autograd has just accumulated into `p.grad`."""
+        self, slot = schedule(), collected()
+        if self is None or slot is None:
+            return
         with no_interception():
             if slot.parameter.grad is None:
                 return  # a hook of the user's has taken it
@@ -294,9 +299,3 @@ class _Shown(NamedTuple):
         that are merely gathered may be on their way still, ahead of another use, and void if a rank diverges."""
         is_used = self.unit is None or self.unit.pins > 0
         return is_used and self.parameters.get(self.name) is self.slot.parameter
-
-
-def _collect_if_alive(schedule_ref: weakref.ref[Schedule], slot_ref: weakref.ref[Slot], _: Tensor) -> None:
-    schedule, slot = schedule_ref(), slot_ref()
-    if schedule is not None and slot is not None:
-        schedule.collect(slot)

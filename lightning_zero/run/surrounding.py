@@ -46,19 +46,16 @@ def surround(module: Module, before: Callable[[], None], after: Callable[[], Non
     """Calls `before` before each call of `module`, and `after` after it, also when it raises. Unlike a bare `Around`,
     this may be used where the calls are compiled."""
 
-    @torch.compiler.disable(recursive=False)  # a compiler would trace our collectives
+    enter, leave = torch.compiler.disable(before), torch.compiler.disable(after)  # it would trace our collectives
+
+    @torch.compiler.disable(recursive=False)
     def around(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        _call_unseen(before)
+        with untraced():
+            enter()
         try:
             return call(*args, **kwargs)
         finally:
-            _call_unseen(after)
+            with untraced():
+                leave()
 
     return Around(module, around)
-
-
-@torch.compiler.disable
-def _call_unseen(function: Callable[[], None]) -> None:
-    """Calls `function`, hidden from compilers and tracers."""
-    with untraced():
-        function()

@@ -2,6 +2,7 @@
 
 import bisect
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from typing import final
 
 import torch
@@ -58,24 +59,21 @@ class Unit:
         assert self.buffer is None, self.name
         self.buffer = arena.take(apart=None if self.is_leaf else self.nbytes)
         places, aside = self.groups[0].setting.places, self.groups[0].setting.aside
-        if aside is None or places.parameter == places.optimizer == places.gathered:
-            return self._gather_into(self.buffer, diverges)
+        if places.parameter == places.optimizer == places.gathered:
+            aside = None
         # Values that come from another tier are copied beside the device's work. That stream first waits for the work
         # that has used the buffer before.
-        with aside.after_current():
-            gather = self._gather_into(self.buffer, diverges)
-            self._copied = aside.record()
-        return gather
-
-    def _gather_into(self, buffer: Buffer, diverges: bool | None) -> Gather:
-        for offset, group in zip(self._offsets, self.groups, strict=True):
-            dtype = group.kind.resting
-            with torch.inference_mode(False):
-                full = buffer.memory[offset : offset + group.layout.numel * dtype.itemsize].view(dtype)
-            group.set_full(full)
-            told = diverges if group is self.groups[0] else None
-            group.catch_up()
-            self._under_way += group.all_gather(full, group.owned_param, "gather", told)
+        with nullcontext() if aside is None else aside.after_current():
+            for offset, group in zip(self._offsets, self.groups, strict=True):
+                dtype = group.kind.resting
+                with torch.inference_mode(False):
+                    full = self.buffer.memory[offset : offset + group.layout.numel * dtype.itemsize].view(dtype)
+                group.set_full(full)
+                told = diverges if group is self.groups[0] else None
+                group.catch_up()
+                self._under_way += group.all_gather(full, group.owned_param, "gather", told)
+            if aside is not None:
+                self._copied = aside.record()
         return self._under_way[0]
 
     def pass_by(self, diverges: bool | None = None) -> Gather:

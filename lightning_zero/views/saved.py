@@ -71,11 +71,13 @@ class _Ours(partial[Any]):
 class SavedParameters:
     """Sets the saved-tensor hooks, and gathers what they have noted.
 
-    `use(unit, is_recomputed)` gathers a unit in backward, with the user's latest edits for what is recomputed.
+    `use(unit, is_recomputed)` gathers a unit in backward, with the user's latest edits for what is recomputed. It is
+    set once there is a schedule: before the first forward.
     """
 
-    def __init__(self, use: Callable[[Unit, bool], None]) -> None:
-        self._use = use
+    use: Callable[[Unit, bool], None]
+
+    def __init__(self) -> None:
         self._pushed: list[bool] = []  # whether each `push` has set hooks, innermost last
         self._units: dict[int, Unit] = {}  # storage of a buffer -> the unit in it
         self._homes: dict[ShardGroup, Unit] = {}  # the unit of each group that has been gathered
@@ -155,12 +157,12 @@ class SavedParameters:
             with no_interception():
                 _check_version(parameter, saved.version)
         if isinstance(saved, _Itself):
-            self._use(saved.unit, saved.is_recomputed)
+            self.use(saved.unit, saved.is_recomputed)
             with no_interception():
                 return parameter.detach()
         flat = None if saved.edition is None else saved.edition.kept
         if flat is None:
-            self._use(saved.unit, saved.is_recomputed)
+            self.use(saved.unit, saved.is_recomputed)
             full = saved.slot.group.full_param
             assert full is not None
             flat = saved.slot.view(full).view(-1)
