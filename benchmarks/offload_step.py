@@ -25,17 +25,17 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_zero.config import Offload
 from lightning_zero.run.engine import Engine, Options
-from lightning_zero.tiers.disk import Disk
+from lightning_zero.tiers.disk import Disk, Move
 from lightning_zero.wire.local import LocalComm
 
 MEMORY, CPU, NVME = "fused, in memory", "offload='cpu'", "offload='nvme'"
@@ -179,12 +179,17 @@ class Transfers:
         return cost_of(each)
 
     def _begin_reads(self) -> "list[Future[None]]":
-        room = self._rooms[0]
-        return [self.disk.begin_read(start, room[at % len(room)]) for at, start in enumerate(self._starts)]
+        return [self.disk.begin_read(moves) for moves in self._windows(READ, self._rooms[0])]
 
     def _begin_writes(self) -> "list[Future[None]]":
-        room, starts = self._rooms[1], self._starts[: WRITTEN * self._layers]
-        return [self.disk.begin_write(start, room[at % len(room)]) for at, start in enumerate(starts)]
+        return [self.disk.begin_write(moves) for moves in self._windows(WRITTEN, self._rooms[1])]
+
+    def _windows(self, tensors: int, room: Tensor) -> Iterator[list[Move]]:
+        """Yields what moves of each window, where so many tensors of each layer do."""
+        most = tensors * self._window
+        for first in range(0, tensors * self._layers, most):
+            starts = self._starts[first : min(first + most, tensors * self._layers)]
+            yield [*zip(starts, room, strict=False)]
 
     def _wait(self, moves: "list[Future[None]]") -> None:
         for move in moves:
