@@ -195,7 +195,7 @@ class Window:
         return wide.copy_(array.read())
 
     def _begin_moves(
-        self, begin: "Callable[[Disk, Sequence[Move]], Future[None]]", under_way: "list[Future[None]]"
+        self, begin: Callable[[Disk, Sequence[Move]], Future[None]], under_way: list[Future[None]]
     ) -> None:
         """Begins what was collected, in one task: each has two threads wait for each other and for the interpreter."""
         moves, self._moves = self._moves, []
