@@ -136,7 +136,14 @@ def test_offload_step_tells_the_price_of_each_tier_and_the_bound_of_the_disk(
     assert load("offload_step").main() == 0
     told = capsys.readouterr().out
     assert all(f"{way:<18}" in told for way in ("fused, in memory", "offload='cpu'", "offload='nvme'"))
-    assert "GB/s written; bound of 'nvme'" in told
+    for way in ("cpu", "nvme"):
+        found = re.search(rf"^bound of '{way}' +(\d+\.\d) ms, of which it takes (\d+\.\d\d) x", told, re.MULTILINE)
+        assert found is not None, told
+        assert all(float(number) > 0 for number in found.groups())
+    longest = re.search(r"bound of 'nvme' +(\S+) ms.*: the longest of compute (\S+), disk (\S+), cores (\S+) ms", told)
+    assert longest is not None, told
+    bound, *lanes = map(float, longest.groups())
+    assert bound == max(lanes)  # of one round
     assert list(tmp_path.iterdir()) == []
 
 

@@ -24,7 +24,7 @@ def test_what_is_written_is_read_whatever_is_still_under_way(tmp_path: Path) -> 
     disk = Disk(tmp_path)
     start = disk.reserve(4000)
     for round_ in range(20):
-        disk.begin_write(start, torch.full((1000,), float(round_)))
+        disk.begin_write([(start, torch.full((1000,), float(round_)))])
     found = torch.empty(1000)
     disk.read(start, found)
     assert found.eq(19.0).all()
@@ -109,7 +109,7 @@ def test_a_failure_behind_is_told_when_it_is_waited_for(tmp_path: Path, monkeypa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwritev", broken)
-    disk.begin_write(start, torch.ones(10))
+    disk.begin_write([(start, torch.ones(10))])
     with pytest.raises(DiskError, match="writing 40 bytes failed: No space left on device"):
         disk.drain()
     monkeypatch.undo()
@@ -129,8 +129,8 @@ def test_no_thread_is_left_behind(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     disk = Disk(tmp_path)
     start = disk.reserve(40)
-    disk.begin_write(start, torch.ones(10))
-    disk.begin_read(start, torch.ones(10)).result()
+    disk.begin_write([(start, torch.ones(10))])
+    disk.begin_read([(start, torch.ones(10))]).result()
     disk.close()
     assert set(threading.enumerate()) <= before  # those of earlier tests may end meanwhile
 

@@ -23,6 +23,7 @@ from lightning_zero.shards.sparse import sparse_of
 from lightning_zero.tiers.alignment import ALIGNMENT_BYTES, round_up
 from lightning_zero.tiers.array import ALL, Array, OnDisk, empty
 from lightning_zero.tiers.composed import is_composed
+from lightning_zero.tiers.disk import Disk, Move
 from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
 
 FUSED = (SGD, Adagrad, Adam, AdamW)  # torch has a fused kernel for CPU tensors, which it uses only on request
@@ -101,6 +102,7 @@ class Window:
         self._staging = staging
         self._room: Tensor | None = None
         self._taken = 0  # bytes of the room
+        self._moves: list[Move] = []  # from or to the disk, which begin together
         self._reads: list[Future[None]] = []
         self._writes: list[Future[None]] = []
         self._staged: dict[Slot, _Staged] = {}
@@ -145,6 +147,7 @@ class Window:
                     narrow={name: self._bring(one, state[name]) for name, one in resting[slot].items()},
                     resting=resting[slot],
                 )
+            self._begin_moves(Disk.begin_read, self._reads)
 
     def _state_of(self, slot: Slot) -> dict[str, StateElsewhere]:
         state = state_of(self._optimizer, slot.parameter)
@@ -180,7 +183,7 @@ class Window:
         assert isinstance(array, OnDisk)
         start, stop, _ = part.indices(array.numel)
         values = self._take(stop - start, array.dtype) if into is None else into
-        self._reads.append(array.disk.begin_read(array.at(part), values))
+        self._moves.append((array.at(part), values))
         return values
 
     def _bring(self, resting: StateElsewhere, wide: Tensor) -> Tensor:
@@ -190,6 +193,16 @@ class Window:
         if isinstance(array, OnDisk):
             return self._read(array, ALL, wide if array.dtype == wide.dtype else None)
         return wide.copy_(array.read())
+
+    def _begin_moves(
+        self, begin: Callable[[Disk, Sequence[Move]], Future[None]], under_way: list[Future[None]]
+    ) -> None:
+        """Begins what was collected, in one task: each has two threads wait for each other and for the interpreter."""
+        moves, self._moves = self._moves, []
+        if moves:
+            disk = self.slots[0].group.places.optimizer.disk
+            assert disk is not None
+            under_way.append(begin(disk, moves))
 
     def finish(self) -> None:
         """Waits until what was stepped is written, and gives the room back."""
@@ -324,28 +337,31 @@ class Window:
                     resting = rest(array, tuple(values.shape), values.dtype)
                 self._write(resting.array, ALL, values.reshape(-1), staged.narrow.get(name))
                 staged.resting[name] = resting
+        self._begin_moves(Disk.begin_write, self._writes)
 
     def put_values(self) -> None:
         """Writes the new values to where they rest."""
         if not self._is_on_disk:
             for group, slots in by_group(self.slots).items():
                 group.take_masters(slots)
-        for slot, staged in self._staged.items():
-            group = slot.group
-            if staged.master is not None:
-                self._write(group.master, slot.piece.in_shard, staged.master)
-                if group.owned_param is not group.master:
-                    group.owned_param.write(slot.piece.in_shard, staged.master)
+        masters = {slot: staged.master for slot, staged in self._staged.items() if staged.master is not None}
+        for slot, master in masters.items():
+            self._write(slot.group.master, slot.piece.in_shard, master)
+        self._begin_moves(Disk.begin_write, self._writes)
+        for slot, master in masters.items():  # while those are written
+            if slot.group.owned_param is not slot.group.master:
+                slot.group.owned_param.write(slot.piece.in_shard, master)
 
     def _write(self, array: Array, part: slice, values: Tensor, narrow: Tensor | None = None) -> None:
-        """Starts to write; by way of `narrow`, if given, where the array is narrower than the values."""
+        """Has values written when moves begin; by way of `narrow`, if given, where the array is narrower than they
+        are."""
         if not isinstance(array, OnDisk):
             array.write(part, values)
             return
         if values.dtype != array.dtype:
             values = values.to(array.dtype) if narrow is None else narrow.copy_(values)
         array.note_write()
-        self._writes.append(array.disk.begin_write(array.at(part), values))
+        self._moves.append((array.at(part), values))
 
     def forget(self) -> None:
         """Lets go of what was staged: in the optimizer's state, what stands for it takes its place again."""

@@ -8,7 +8,7 @@ import errno
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +16,10 @@ import torch
 from torch import Tensor
 
 AT_MOST = 2**30  # bytes read or written by one call; Linux moves no more than 2 GiB
+
+Move = tuple[
+    int, Tensor
+]  # a start in the file, and the contiguous host tensor that is read from there or written to it
 
 
 class DiskError(RuntimeError):
@@ -83,13 +87,13 @@ class Disk:
         self.drain()
         self._move(os.pwritev, "writing", start, values)
 
-    def begin_read(self, start: int, into: Tensor) -> "Future[None]":
-        """Starts a `read` in the background, which does not wait for pending writes."""
-        return self._reader.submit(self._move, os.preadv, "reading", start, into)
+    def begin_read(self, moves: Sequence[Move]) -> "Future[None]":
+        """Starts to `read` tensors in the background, one after the other, and does not wait for pending writes."""
+        return self._reader.submit(self._move_all, os.preadv, "reading", moves)
 
-    def begin_write(self, start: int, values: Tensor) -> "Future[None]":
-        """Starts a `write` in the background. The values must not change until it is done, or until `drain`."""
-        self._writes.append(self._writer.submit(self._move, os.pwritev, "writing", start, values))
+    def begin_write(self, moves: Sequence[Move]) -> "Future[None]":
+        """Starts to `write` tensors in the background. They must not change until all is done, or until `drain`."""
+        self._writes.append(self._writer.submit(self._move_all, os.pwritev, "writing", moves))
         return self._writes[-1]
 
     def drain(self) -> None:
@@ -105,6 +109,10 @@ class Disk:
             self.drain()
         for threads in (self._reader, self._writer):
             threads.shutdown(wait=drains)
+
+    def _move_all(self, call: Callable[..., int], doing: str, moves: Sequence[Move]) -> None:
+        for start, values in moves:
+            self._move(call, doing, start, values)
 
     def _move(self, call: Callable[..., int], doing: str, start: int, values: Tensor) -> None:
         view = memoryview(values.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
