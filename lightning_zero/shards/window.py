@@ -367,6 +367,7 @@ class Window:
         """Lets go of what was staged: in the optimizer's state, what stands for it takes its place again."""
         for slot, staged in self._staged.items():
             state_of(self._optimizer, slot.parameter).update(staged.resting)
+        self._moves.clear()  # of a step that has failed before they began
         self._staged.clear()
         self._shown.clear()
 

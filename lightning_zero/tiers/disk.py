@@ -17,9 +17,8 @@ from torch import Tensor
 
 AT_MOST = 2**30  # bytes read or written by one call; Linux moves no more than 2 GiB
 
-Move = tuple[
-    int, Tensor
-]  # a start in the file, and the contiguous host tensor that is read from there or written to it
+# A start in the file, and the contiguous host tensor that is read from there or written to it.
+Move = tuple[int, Tensor]
 
 
 class DiskError(RuntimeError):
