@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from fabric_jobs import fabric
 from jobs import Classifier, loader, trainer
 from lightning_zero import ZeroMonitor
+from lightning_zero.device import allocated_bytes, held_bytes
 from lightning_zero.pl.advice import BESIDE, bytes_beside, held_by, options_of
 from lightning_zero.run.engine import Engine
 from lightning_zero.wire.local import LocalComm
@@ -179,17 +180,16 @@ class OnDevice(torch.optim.SGD):
 
 def held_on_a_full_device(device: torch.device) -> dict[str, Any]:
     """What is held, found out on a device on which nothing may be allocated meanwhile."""
-    from sim import memory  # not above: torch keeps a device for good
-
     module = nn.Sequential(*(Block() for _ in range(3)))
     engine = Engine(module, [OnDevice(module.parameters(), lr=0.1)], stage=2, comm=LocalComm(), device=device)
     before = bytes_beside(engine.bytes_by_category(), device, device)
     activations = torch.empty(2**20, dtype=torch.uint8, device=device)
-    memory.HEAP.peak = there = memory.HEAP.allocated
+    torch.get_device_module(device).reset_peak_memory_stats()
+    there = held_bytes(device)
     held = held_by([engine], device, device, before)
     options_of(engine, 2, held.planned, 10)
     return {
-        "allocated": memory.HEAP.peak - there,
+        "allocated": allocated_bytes(device) - there,
         "beside": held.grown[BESIDE],
         "activations": activations.untyped_storage().nbytes(),
         "planned": dict(held.planned),

@@ -1,19 +1,23 @@
 """Trains on real ranks as a rehearsal does, and takes down the same."""
 
 import ctypes
+import time
+import weakref
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.data import DataLoader
 
 import jobs
 from lightning_zero.rehearsal import rehearsal
 from lightning_zero.rehearsal.imagined import Rank, WatchedStrategy
 from lightning_zero.rehearsal.rehearsal import STEPS
+from lightning_zero.torch_private import TorchDispatchMode, is_faking, storage_key
 
 WIDTH, LENGTH, WORDS = 64, 16, 96
 
@@ -61,8 +65,94 @@ class Divided(Model):
             parallelize_module(block, mesh["tensor_parallel"], plan)
 
 
+class Layer(nn.Module):
+    """A block of few operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+class Small(Model):
+    """For many trainings in one job."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer() for _ in range(2))
+
+
+class SmallDivided(Small):
+    configure_model = Divided.configure_model
+
+
+class NormedLayer(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).tanh())
+
+
+class InSequence(Small):
+    """Between its divided layers each rank has a part of every sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(NormedLayer() for _ in range(2))
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh
+        assert mesh is not None
+        into = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        plan: dict[str, Any] = {
+            "words": into,
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        }
+        for number in range(len(self.blocks)):
+            plan[f"blocks.{number}.norm"] = SequenceParallel()
+            plan[f"blocks.{number}.up"] = ColwiseParallel(input_layouts=Shard(1))
+            plan[f"blocks.{number}.down"] = RowwiseParallel(output_layouts=Shard(1))
+        parallelize_module(self, mesh["tensor_parallel"], plan)
+
+
 def batch_of() -> Tensor:
     return torch.arange(4 * LENGTH).view(4, LENGTH) % WORDS
+
+
+class Settled(TorchDispatchMode):
+    """Inside, who has waited for an all-reduce of DTensor's goes on when gloo's thread has let go of its tensor, too.
+
+    The thread tells the waiter that the work is done, and drops the work after that. By then the waiter may have
+    dropped the tensor, whose memory then stays for as long as the system has something else to do: of two runs one has
+    more bytes at its peak. Other collectives keep parts of tensors, of which nobody can ask who has them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._results: dict[int, weakref.ref[Tensor]] = {}  # of collectives that nobody has waited for, by storage
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_faking():
+            return func(*args, **(kwargs or {}))
+        if any(one.__torch_dispatch__ is not Tensor.__torch_dispatch__ for one in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            self._settle(args[0])
+        elif func is torch.ops._c10d_functional.all_reduce.default:
+            self._results[storage_key(result.untyped_storage())] = weakref.ref(result)
+        return result
+
+    def _settle(self, waited: Tensor) -> None:
+        result = self._results.pop(storage_key(waited.untyped_storage()), lambda: None)()
+        own = 3 if result is waited else 1  # references from Python, and from the call that waits
+        until = time.monotonic() + 10.0
+        while result is not None and result._use_count() > own and time.monotonic() < until:
+            time.sleep(1e-4)
 
 
 def train(strategy: dict[str, Any], world: int, make: type[Model] = Model, **trainer: Any) -> dict[str, Any]:
@@ -71,11 +161,23 @@ def train(strategy: dict[str, Any], world: int, make: type[Model] = Model, **tra
     played = Rank(0, world, steps=STEPS, micro_batches=micro, host_is_apart=False, computes=True)
     watched = WatchedStrategy(**strategy)
     watched.played = played
-    with played.watching():
+    with played.watching(), Settled():
         rehearsal.train(make, batch_of, watched, STEPS, devices=world, **trainer)
     outcome = played.outcome
     assert outcome is not None
     return {**vars(outcome), "peaks": played.memory.peaks, "program": str(outcome.program)}
+
+
+class Run(NamedTuple):
+    """A training."""
+
+    strategy: dict[str, Any]
+    make: type[Model]
+
+
+def train_each(runs: list[Run], world: int) -> list[dict[str, Any]]:
+    """Trains one after the other, and returns what `train` returns of each."""
+    return [train(run.strategy, world, run.make) for run in runs]
 
 
 class Deep(L.LightningModule):

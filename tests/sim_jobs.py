@@ -3,13 +3,12 @@
 import copy
 import gc
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,12 +23,15 @@ from engine_checkpoints import save
 from lightning_zero.checkpoint import StoredCheckpoint
 from lightning_zero.config import ActivationCheckpointing, Offload
 from lightning_zero.device import SideStream, to_device
+from lightning_zero.rehearsal.hollow import Hollow
+from lightning_zero.rehearsal.memory import Memory, Phase
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.run.recompute import store_for
+from lightning_zero.shards.offload import Machine
 from lightning_zero.tiers.array import ALL, empty
 from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.local import LocalComm
+from lightning_zero.wire.local import CountingComm, LocalComm
 from lightning_zero.wire.native import make_comm
 from thread_world import ThreadWorld
 
@@ -527,50 +529,98 @@ def seconds_waited(device: torch.device, start: nn.Module, link: float) -> list[
     return run_ranks(2, on_rank)
 
 
-def bytes_at_rest(
-    device: torch.device, size: int, stage: int, offload: Offload | None, precision: str
-) -> tuple[int, int]:
-    """What the device's allocator has given out between steps, and what the ledgers of all ranks say rests there."""
-    from sim import memory, streams
+IN_A_STEP = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
+
+
+class Bytes(NamedTuple):
+    """Of one rank, in one phase or at rest."""
+
+    allocated: int  # most that the device's allocator has given out, in blocks
+    requested: int  # as it was asked for
+    counted: int  # by the ledger; of a phase, by one that follows all tensors
+
+
+def bytes_of_training(device: torch.device, size: int, **setting: Any) -> list[dict[str, Bytes]]:
+    """What each rank takes in the phases of a last step, and at rest after it."""
+    from sim import streams
     from sim.device import HostWatch
     from sim.group import run_ranks
 
-    meeting = threading.Barrier(size)
+    module = torch.get_device_module(device)
     gc.collect()
     streams.synchronize()
-    memory.HEAP._collect()
-    before = memory.HEAP.allocated
-    allocated = []
 
-    def on_rank(rank: int) -> int:
+    def on_rank(_: int) -> dict[str, Bytes]:
         comm = make_comm(device, SOON, backend="sim") if size > 1 else LocalComm()
-        with HostWatch():
-            model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
-            made = torch.optim.AdamW(model.parameters(), fused=True)
-            dtype = {"bf16-mixed": torch.bfloat16}.get(precision)
-            settings = Options(
-                offload=offload, bucket_bytes=2**17, autocast_dtype=dtype, unit_classes=(nn.Linear,), replicate_size=1
-            )
-            engine = Engine(model, [made], stage=stage, comm=comm, device=device, options=settings)
-            for _ in range(3):
-                casts = torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
-                with engine.forward(), casts:
-                    loss = model(torch.ones(2, 256, device=device)).square().mean()
-                with engine.backward():
-                    loss.backward()
-                made.step()
-                del loss
-            engine.catch_up()
-            streams.synchronize()
-            meeting.wait(20)
-            if rank == 0:
-                gc.collect()
-                memory.HEAP._collect()
-                allocated.append(memory.HEAP.allocated - before)
-            meeting.wait(20)
-            resting = engine.bytes_by_category()
-            engine.close()
-        return sum(nbytes for name, nbytes in resting.items() if "(" not in name)
+        memory, found = Memory(), dict[str, Bytes]()
+        hollow = Hollow(lambda made: memory.born(made) if made.device == device else None, computes=True)
+        before = module.memory_stats()
 
-    found = run_ranks(size, on_rank) if size > 1 else [on_rank(0)]
-    return allocated[0], sum(found)
+        def taken(which: str, counted: int) -> Bytes:
+            now = module.memory_stats()
+            kinds = [f"{kind}_bytes.all" for kind in ("allocated", "requested")]
+            return Bytes(*(now[f"{kind}.{which}"] - before[f"{kind}.current"] for kind in kinds), counted)
+
+        def enter(phase: Phase) -> None:
+            left, memory.phase = memory.phase, phase
+            if left in memory.peaks:
+                found[left] = taken("peak", memory.peaks[left].nbytes)
+            module.reset_peak_memory_stats()
+
+        with HostWatch(), hollow:
+            engine = train_layers(comm, device, memory, enter, **setting)
+            streams.synchronize()
+            resting = sum(nbytes for name, nbytes in engine.bytes_by_category().items() if "(" not in name)
+            found["at rest"] = taken("current", resting)
+            engine.close()
+        return found
+
+    return run_ranks(size, on_rank)
+
+
+def rehearsed_training(size: int, rank: int, **setting: Any) -> dict[Phase, int]:
+    """Most bytes that a rehearsal of that training has on the device in each phase of its last step."""
+    comm = CountingComm(rank, size, on_device=True) if size > 1 else LocalComm()
+    memory = Memory()
+
+    def enter(phase: Phase) -> None:
+        memory.phase = phase
+
+    with Hollow(memory.born):
+        machine = Machine(host_is_apart=True)
+        train_layers(comm, torch.device("cpu"), memory, enter, machine=machine, **setting).close(whole=False)
+    return {phase: memory.peaks[phase].nbytes for phase in IN_A_STEP}
+
+
+def train_layers(
+    comm: Comm,
+    device: torch.device,
+    memory: Memory,
+    enter: Callable[[Phase], None],
+    *,
+    stage: int,
+    precision: str = "32-true",
+    **options: Any,
+) -> Engine:
+    """Three steps of some layers, whose activations are a third of what they have in parameters."""
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    made = torch.optim.AdamW(model.parameters(), fused=True)
+    dtype = {"bf16-mixed": torch.bfloat16}.get(precision)
+    settings = Options(bucket_bytes=2**17, autocast_dtype=dtype, unit_classes=(nn.Linear,), replicate_size=1, **options)
+    enter(Phase.SET_UP)
+    engine = Engine(model, [made], stage=stage, comm=comm, device=device, options=settings, ledger=memory)
+    for step in range(3):
+        enter(Phase.FORWARD)
+        memory.is_last = step == 2
+        casts = torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
+        with engine.forward(), casts:
+            loss = model(torch.ones(64, 256, device=device)).square().mean()
+        enter(Phase.BACKWARD)
+        with engine.backward():
+            loss.backward()
+        enter(Phase.STEP)
+        made.step()
+        del loss
+    engine.catch_up()
+    enter(Phase.OVER)
+    return engine

@@ -4,9 +4,12 @@ import resource
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
 
 from lightning_zero.rehearsal.hollow import SMALL, Hollow, NeedsValuesError
+from lightning_zero.torch_private import join_imagined_world, leave_imagined_world
 
 LARGE = (256, 1024)  # more than SMALL
 
@@ -56,6 +59,19 @@ def test_what_is_small_and_known_is_computed() -> None:
         assert not mode.knows(large)
         small[0] = large.sum()  # from here on nobody knows
         assert not mode.knows(small)
+
+
+def test_a_collective_of_dtensors_has_one_result_in_memory() -> None:
+    """Who waits for it is given what it has returned."""
+    made: list[torch.Tensor] = []
+    join_imagined_world(0, 2)
+    try:
+        with Hollow(made.append):
+            total = all_reduce(torch.ones(LARGE), "sum", dist.group.WORLD)
+            assert total.wait().untyped_storage().data_ptr() == made[-1].untyped_storage().data_ptr()
+    finally:
+        leave_imagined_world()
+    assert [one.shape for one in made] == [LARGE, LARGE]
 
 
 def test_views_share_memory_and_edits_count() -> None:

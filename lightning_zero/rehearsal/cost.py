@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, final
 
 from lightning_zero.rehearsal.hollow import tensors_in
 from lightning_zero.run.program import LOCAL, Kind, Op, Program
-from lightning_zero.torch_private import flop_registry, schema_of
+from lightning_zero.torch_private import COLLECTIVES, flop_registry, schema_of
 
 _SENDS = {"all_reduce": 2, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1, "all_to_all_single": 1}
 CYCLES = 3  # the first step has nothing left from a step before
@@ -40,7 +40,7 @@ class Work(NamedTuple):
 def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
     """Returns the work of one operation of torch, by the shapes of its tensors."""
     space, _, name = schema_of(func).name.partition("::")
-    if space == "_c10d_functional":  # sends the larger of what goes in and comes out, and an all-reduce both ways
+    if space == COLLECTIVES:  # sends the larger of what goes in and comes out, and an all-reduce both ways
         nbytes = max((tensor.nbytes for tensor in tensors_in((args, kwargs, result))), default=0)
         return Work(messages=int(name in _SENDS), sent=_SENDS.get(name, 0) * nbytes)
     formula = flop_registry.get(func.overloadpacket)

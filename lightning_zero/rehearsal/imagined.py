@@ -222,6 +222,12 @@ class WatchedStrategy(ZeroStrategy):
 
     played: Rank
 
+    @property
+    @override
+    def device_mesh(self) -> DeviceMesh:
+        with self.played.memory.looking_away():  # it has a table of ranks, on the host
+            return super().device_mesh
+
     @override
     def _new_ledger(self) -> Ledger:
         return self.played.memory
@@ -304,7 +310,8 @@ class ImaginedStrategy(WatchedStrategy):
     @override
     def _ensure_comm(self) -> Comm:
         if self._comm is None:
-            self._comm = CountingComm(self.played.rank, self.played.ranks) if self.played.ranks > 1 else LocalComm()
+            rank, ranks, is_device = self.played.rank, self.played.ranks, self.played.machine.host_is_apart is True
+            self._comm = CountingComm(rank, ranks, on_device=is_device) if ranks > 1 else LocalComm()
         return self._comm
 
     @override

@@ -2,7 +2,8 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, final
@@ -108,6 +109,15 @@ class Memory(Ledger):
         self._look()
         self._phase = phase
 
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Inside, tensors that are made do not count, as they are in host memory wherever the rank computes."""
+        phase, self._phase = self._phase, Phase.OVER
+        try:
+            yield
+        finally:
+            self._phase = phase
+
     def born(self, tensor: Tensor) -> None:
         """Notes a tensor that was just made."""
         # What came before is looked at now, and not when it came: the ledger books some of it in between.
@@ -133,6 +143,12 @@ class Memory(Ledger):
         if isinstance(owner, UntypedStorage):
             self._leave_out(storage_key(owner))  # else it would count twice
         super().book(category, tier, nbytes, owner)
+
+    @override
+    def _add(self, category: Category, tier: Tier, nbytes: int) -> None:
+        if nbytes < 0:  # what dies may have been booked since the last look
+            self._look(may_ask=False)
+        super()._add(category, tier, nbytes)
 
     @property
     def _is_built(self) -> bool:

@@ -147,7 +147,8 @@ def rehearse(
         ranks: of the run.
         rank: which of them.
         device_bytes: how many the device has, to be told whether they suffice.
-        host_is_apart: whether the device is a GPU, so that host memory is another tier.
+        host_is_apart: whether the device is a GPU, so that host memory is another tier, and that what is sent is sent
+            beside its work.
         on_cpu: whether one step is first computed for real on one rank, here, to know the values that the model's own
             code asks for. The model and its activations must fit into memory. Or what `answers_of` found before.
         steps: how many are taken, of which the last one is told; one is enough for what rests between steps.

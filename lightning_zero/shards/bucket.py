@@ -44,10 +44,12 @@ class BucketPool:
 
     def __init__(self, buckets: list[Bucket], setting: Setting | None = None) -> None:
         self._buckets = deque(buckets)  # oldest first
-        is_asynchronous = setting is not None and setting.mesh.shard.is_asynchronous
-        self._aside = setting.aside if setting is not None and is_asynchronous else None
+        self._is_asynchronous = setting is not None and setting.mesh.shard.is_asynchronous
+        # A rehearsal of a device has no stream: nothing is copied, and gradients are kept all the same.
+        self._aside = setting.aside if setting is not None and self._is_asynchronous else None
         self._clock = None if setting is None else setting.mesh.shard.clock
-        self._packed: deque[tuple[Event, list[Tensor]]] = deque()  # gradients that may still be read beside compute
+        # Gradients that may still be read beside compute, each with the place where that ends.
+        self._packed: deque[tuple[Event | None, list[Tensor]]] = deque()
 
     def fits(self, width: int, dtype: torch.dtype, *, packs: bool) -> bool:
         """Whether chunks of `width` can be reduced in the buckets; with `packs`, also be packed there."""
@@ -83,12 +85,13 @@ class BucketPool:
     def keep(self, packed: list[Tensor]) -> None:
         """Keeps gradients that have been packed inside `beside` until compute is known to come after that: it would use
         their memory again."""
-        if self._aside is None:
+        if not self._is_asynchronous:
             return
-        self._packed.append((self._aside.record(), packed))
+        self._packed.append((None if self._aside is None else self._aside.record(), packed))
         if len(self._packed) > len(self._buckets):
             event, _ = self._packed.popleft()
-            wait_for(event, self._aside.device)  # over long ago
+            if event is not None and self._aside is not None:
+                wait_for(event, self._aside.device)  # over long ago
 
     def settle(self, buckets: Sequence[Bucket]) -> None:
         """Settles some buckets, and those before them: oldest first, as replicas wait for each other in each."""
@@ -110,4 +113,4 @@ class BucketPool:
         if self._aside is not None:
             assert self._clock is not None
             self._clock.time(self._aside.join)
-            self._packed.clear()
+        self._packed.clear()

@@ -188,13 +188,11 @@ class GradientShard:
                 full = self._contribution(chunk, bucket)
                 scratch = bucket.scratch[: self.group.comm.scratch_rows * chunk.width].view(-1, chunk.width)
                 name = f"reduce {self.group.name}[{chunk.of.start}+{chunk.start}]"
-                if self._lands_in_place:
-                    owned, comm = self.owned_grad.open(chunk.in_shard), self.group.comm
-                    bucket.finish = comm.reduce_scatter(owned, full, scratch, name, divisor=comm.size).wait
-                    continue
-                total = bucket.total[: chunk.width]
-                work = self.group.comm.reduce_scatter(total, full, scratch, name)
-                bucket.finish = partial(self._store, work, total, chunk, frozenset(self._carries), name)
+                lands, comm = self._lands_in_place, self.group.comm
+                total = self.owned_grad.open(chunk.in_shard) if lands else bucket.total[: chunk.width]
+                work = comm.reduce_scatter(total, full, scratch, name, divisor=comm.size if lands else 1)
+                kept = None if lands else total
+                bucket.finish = partial(self._store, work, kept, chunk, frozenset(self._carries), name)
         self.pool.keep([*self._held.values()])
         self._held.clear()
 
@@ -254,9 +252,11 @@ class GradientShard:
                 flat[start:end].view(span.shape).copy_(held)
         flat[end:].zero_()
 
-    def _store(self, work: Work, total: Tensor, chunk: Chunk, carries: frozenset[int], name: str) -> None:
-        """Waits for the reduction of a chunk, and stores the average."""
+    def _store(self, work: Work, total: Tensor | None, chunk: Chunk, carries: frozenset[int], name: str) -> None:
+        """Waits for the reduction of a chunk, and stores the average, unless it has landed there (None)."""
         work.wait()
+        if total is None:
+            return
         group = self.group
         if group.replicate.size > 1:
             self._reduce_between_replicas(total, name)

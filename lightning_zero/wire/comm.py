@@ -260,3 +260,34 @@ def copy_unless_same(target: Tensor, source: Tensor) -> None:
     """Copies `source` into `target`, unless they are the same memory."""
     if target.data_ptr() != source.data_ptr():
         target.copy_(source)
+
+
+def in_tree(
+    value: T, combine: Callable[[T, T], T], swap: Callable[[T | None, int, bool], Any], rank: int, size: int
+) -> T:
+    """Combines the ranks' values by recursive doubling: in round k, pairs at a distance of 2^k swap and combine, the
+    lower rank's value first, so that all end with the same bits. Ranks beyond the largest power of two hand in their
+    values before, and receive the result after.
+
+        rank 0  1  2  3 | 4         4 -> 0
+             0--1  2--3             distance 1
+             0-----2, 1-----3       distance 2
+             0                      0 -> 4
+
+    `swap(value, peer, receives)` sends a value unless it is None, and returns the peer's if it `receives`.
+    """
+    core = 1 << (size.bit_length() - 1)
+    if rank >= core:
+        swap(value, rank - core, False)
+        result: T = swap(None, rank - core, True)
+        return result
+    outside = rank + core if rank + core < size else None
+    if outside is not None:
+        value = combine(value, swap(None, outside, True))
+    for round_ in range(core.bit_length() - 1):
+        peer = rank ^ (1 << round_)
+        theirs = swap(value, peer, True)
+        value = combine(value, theirs) if rank < peer else combine(theirs, value)
+    if outside is not None:
+        swap(value, outside, False)
+    return value

@@ -8,7 +8,7 @@ import pickle
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property
@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_zero.device import HOST, can_pin, is_host
 from lightning_zero.torch_private import default_store
 from lightning_zero.wire.board import Board
-from lightning_zero.wire.comm import Combine, Comm, Gather, RankTimeoutError, Work, copy_unless_same, place_of
+from lightning_zero.wire.comm import Combine, Comm, Gather, RankTimeoutError, Work, copy_unless_same, in_tree, place_of
 from lightning_zero.wire.exchange import INLINE
 from lightning_zero.wire.landing import Message
 from lightning_zero.wire.links import Links
@@ -161,7 +161,7 @@ class GlooComm(Comm):
         def swap(mine: Tensor | None, peer: int, receives: bool) -> Tensor | None:
             return self._exchange(mine, torch.empty_like(value, device=HOST) if receives else None, peer, key)
 
-        total: Tensor = self._tree(value.cpu(), combine, swap)
+        total: Tensor = in_tree(value.cpu(), combine, swap, self.rank, self.size)
         return total.to(value.device)
 
     def _merge(self, mine: dict[int, Any], key: str) -> dict[int, Any]:
@@ -175,40 +175,13 @@ class GlooComm(Comm):
             self.bytes_sent["object"] += 0 if packed is None else packed.numel()
             return None if theirs is None else pickle.loads(theirs.numpy().tobytes())
 
-        return self._tree(mine, lambda one, other: one | other, swap)
+        return in_tree(mine, lambda one, other: one | other, swap, self.rank, self.size)
 
     def _exchange(self, mine: Tensor | None, theirs: Tensor | None, peer: int, key: str) -> Tensor | None:
         """Sends `mine` to `peer` and receives into `theirs`, each unless it is None. Returns `theirs`."""
         receives, sends = ({} if tensor is None else {peer: tensor} for tensor in (theirs, mine))
         self._wait(self._start(receives, sends, key), key)
         return theirs
-
-    def _tree(self, value: Any, combine: Callable[[Any, Any], Any], swap: Callable[..., Any]) -> Any:
-        """Combines the ranks' values by recursive doubling: in round k, pairs at a distance of 2^k swap and combine,
-        the lower rank's value first, so that all end with the same bits. Ranks beyond the largest power of two hand in
-        their values before, and receive the result after.
-
-            rank 0  1  2  3 | 4         4 -> 0
-                 0--1  2--3             distance 1
-                 0-----2, 1-----3       distance 2
-                 0                      0 -> 4
-
-        `swap(value, peer, receives)` sends a value unless it is None, and returns the peer's if it `receives`.
-        """
-        core = 1 << (self.size.bit_length() - 1)
-        if self.rank >= core:
-            swap(value, self.rank - core, False)
-            return swap(None, self.rank - core, True)
-        outside = self.rank + core if self.rank + core < self.size else None
-        if outside is not None:
-            value = combine(value, swap(None, outside, True))
-        for round_ in range(core.bit_length() - 1):
-            peer = self.rank ^ (1 << round_)
-            theirs = swap(value, peer, True)
-            value = combine(value, theirs) if self.rank < peer else combine(theirs, value)
-        if outside is not None:
-            swap(value, outside, False)
-        return value
 
     # -- messages
 

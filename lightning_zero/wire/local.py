@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.wire.board import Board
-from lightning_zero.wire.comm import Combine, Comm, Gather, Work, copy_unless_same, group_of
+from lightning_zero.wire.comm import Combine, Comm, Gather, Work, copy_unless_same, group_of, in_tree
 
 
 class _Silent(Comm):
@@ -20,9 +20,6 @@ class _Silent(Comm):
 
     def _broadcast(self, tensor: Tensor, source: int, key: str) -> None:
         pass
-
-    def _all_reduce(self, value: Tensor, combine: Combine, key: str) -> Tensor:
-        return value.clone()
 
     def _merge(self, mine: dict[int, Any], key: str) -> dict[int, Any]:
         return dict.fromkeys(range(self.size), mine[self.rank])
@@ -52,10 +49,23 @@ class LocalComm(_Silent):
             shard.div_(divisor)
         return Work()
 
+    def _all_reduce(self, value: Tensor, combine: Combine, key: str) -> Tensor:
+        return value.clone()
+
 
 @final
 class CountingComm(_Silent):
-    """One rank of an imagined world, in which all ranks do the same. Counts bytes and calls, and copies nothing."""
+    """One rank of an imagined world, in which all ranks do the same. Counts bytes and calls, and copies no array.
+
+    Args:
+        rank: which of them.
+        size: how many there are.
+        on_device: whether they have collectives of a device, beside its compute (`native.NativeComm`).
+    """
+
+    def __init__(self, rank: int, size: int, *, on_device: bool = False) -> None:
+        super().__init__(rank, size)
+        self.learns_late = self.keeps_order = self.is_asynchronous = on_device
 
     @property
     def board(self) -> Board:
@@ -63,10 +73,22 @@ class CountingComm(_Silent):
 
     def split(self, groups: Sequence[Sequence[int]]) -> Comm:
         mine = group_of(self.rank, groups)
-        return CountingComm(mine.index(self.rank), len(mine))
+        return CountingComm(mine.index(self.rank), len(mine), on_device=self.is_asynchronous)
 
     def _all_gather(self, full: Tensor, shard: Tensor, key: str, diverges: bool | None) -> Gather:
         return Gather(has_divergence=lambda: bool(diverges))
 
     def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str, divisor: int) -> Work:
         return Work()
+
+    def _all_reduce(self, value: Tensor, combine: Combine, key: str) -> Tensor:
+        """Returns this rank's own value, and takes the memory that messages between ranks take. In more than two rounds
+        there is not more of it at a time."""
+        if self.is_asynchronous:
+            return value.clone()
+
+        def swap(mine: Tensor | None, peer: int, receives: bool) -> Tensor | None:
+            return value.clone() if receives else None
+
+        size = min(self.size, 4)
+        return in_tree(value, lambda one, other: one.clone(), swap, self.rank % size, size)

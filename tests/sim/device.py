@@ -33,15 +33,19 @@ class DeviceModule:
     manual_seed = manual_seed_all = staticmethod(lambda seed: None)
     get_rng_state = staticmethod(lambda device=None: torch.get_rng_state())
     set_rng_state = staticmethod(lambda state, device=None: torch.set_rng_state(state))
-    memory_allocated = staticmethod(lambda device=None: memory.HEAP.allocated)
-    max_memory_allocated = staticmethod(lambda device=None: memory.HEAP.peak)
-    mem_get_info = staticmethod(lambda device=None: (2**33 - memory.HEAP.allocated, 2**33))
+    memory_allocated = staticmethod(lambda device=None: memory.HEAP.levels()["allocated"].now)
+    max_memory_allocated = staticmethod(lambda device=None: memory.HEAP.levels()["allocated"].most)
+    reset_peak_memory_stats = staticmethod(lambda device=None: memory.HEAP.levels(again=True))
+    mem_get_info = staticmethod(lambda device=None: (2**33 - DeviceModule.memory_allocated(), 2**33))
     cudart = staticmethod(lambda: memory.Runtime)
     get_amp_supported_dtype = staticmethod(lambda: [torch.float16, torch.bfloat16])
 
     @staticmethod
-    def reset_peak_memory_stats(device: Any = None) -> None:
-        memory.HEAP.peak = memory.HEAP.allocated
+    def memory_stats(device: Any = None) -> dict[str, int]:
+        levels = memory.HEAP.levels().items()
+        return {
+            f"{name}_bytes.all.{at}": n for name, it in levels for at, n in (("current", it.now), ("peak", it.most))
+        }
 
 
 class _Hooks(torch._C._acc.PrivateUse1Hooks):

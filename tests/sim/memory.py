@@ -7,6 +7,7 @@ race.
 
 import weakref
 from collections import defaultdict, deque
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -92,6 +93,18 @@ class Block:
         )
 
 
+@dataclass
+class Level:
+    """Bytes now, and the most that there have been."""
+
+    now: int = 0
+    most: int = 0
+
+    def add(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.most = max(self.most, self.now)
+
+
 BLOCKS: dict[int, Block] = {}  # of the device, by address of a live storage
 PINNED: dict[int, Block] = {}  # of the host, by address of a live storage
 REGISTERED: dict[int, Block] = {}  # of the host, by the address where the memory begins
@@ -102,10 +115,11 @@ class Heap:
     may get it, and poisons it. Another stream must have been waited for by then, or named by `record_stream`."""
 
     def __init__(self) -> None:
-        self.allocated = self.peak = 0  # bytes
+        # By rank, as each has a device of its own: in blocks, and as asked for.
+        self.allocated, self.requested = defaultdict[str, Level](Level), defaultdict[str, Level](Level)
         self._free: defaultdict[tuple[Stream, int], list[Block]] = defaultdict(list)
         self._leaving: list[tuple[list[Event], Block]] = []  # streams of `record_stream` still use these
-        self._freed: deque[tuple[int, Block]] = deque()  # by whoever dropped them
+        self._freed: deque[tuple[int, int, Block]] = deque()  # by whoever dropped them
 
     def take(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         with LOCK:
@@ -116,18 +130,19 @@ class Heap:
             block = free.pop() if free else Block(rounded, stream)
             storage = torch._C._construct_storage_from_data_pointer(block.memory.data_ptr(), device, nbytes)
             BLOCKS[storage._cdata] = block
-            self.allocated += rounded
-            self.peak = max(self.peak, self.allocated)
+            self.allocated[stream.rank].add(rounded)
+            self.requested[stream.rank].add(nbytes)
             # The storage may die anywhere, also where this lock must not be waited for.
-            weakref.finalize(storage, self._freed.append, (storage._cdata, block)).atexit = False
+            weakref.finalize(storage, self._freed.append, (storage._cdata, nbytes, block)).atexit = False
             return storage
 
     def _collect(self) -> None:
         while self._freed:
-            key, block = self._freed.popleft()
+            key, nbytes, block = self._freed.popleft()
             if BLOCKS.get(key) is block:  # else a newer storage has its address
                 del BLOCKS[key]
-            self.allocated -= block.memory.numel()
+            self.allocated[block.stream.rank].add(-block.memory.numel())
+            self.requested[block.stream.rank].add(-nbytes)
             self._leaving.append(([user.record_event() for user in block.users], block))
             block.users = set()
 
@@ -148,7 +163,18 @@ class Heap:
             self._leaving.clear()
             for block in (*BLOCKS.values(), *PINNED.values(), *REGISTERED.values()):
                 block.history.clear()
-            self.peak = self.allocated
+            for level in (*self.allocated.values(), *self.requested.values()):
+                level.most = level.now
+
+    def levels(self, *, again: bool = False) -> dict[str, Level]:
+        """Returns what this rank has on its device, and the most that it has had; `again`: since now."""
+        with LOCK:
+            self._collect()
+            rank = this_host().name
+            found = {"allocated": self.allocated[rank], "requested": self.requested[rank]}
+            for level in found.values():
+                level.most = level.now if again else level.most
+            return found
 
 
 HEAP = Heap()
