@@ -67,7 +67,7 @@ class Exchange:
         self._landing: defaultdict[int, deque[Landing]] = defaultdict(deque)  # passing the desk of a peer, in order
         self._wanted: defaultdict[int, deque[Message]] = defaultdict(deque)  # passing the desk here, by peer, in order
         self._matched: deque[tuple[_Key, Landing, Arrival]] = deque()  # to be taken by the thread
-        self.rooms = Rooms(sockets, self._wake_thread)
+        self.rooms = Rooms(sockets, weakref.WeakMethod(self._wake_thread))
         self._outbox: defaultdict[int, deque[bytes]] = defaultdict(deque)  # datagrams to send, by peer; none is empty
         self._closed: set[int] = set()  # peers with whom the link is closed
         self._wake, self._woken = socket.socketpair()  # wakes the thread

@@ -16,9 +16,9 @@ from lightning_zero.wire.landing import Arrival, Payload
 @final
 class Rooms:
     """The rooms of this rank, and those of its peers, by their starts. `wakes` is called after one of this rank has
-    gone."""
+    gone. It is held weakly: the exchange that holds the rooms closes its sockets when nothing else refers to it."""
 
-    def __init__(self, peers: Iterable[int], wakes: Callable[[], None]) -> None:
+    def __init__(self, peers: Iterable[int], wakes: "weakref.WeakMethod[Callable[[], None]]") -> None:
         self._lock = Lock()
         self._wakes = wakes
         self._own: dict[int, Room] = {}
@@ -45,8 +45,9 @@ class Rooms:
         room = self._own.pop(start)
         room.close()
         self.gone.append(room)
-        with suppress(OSError):  # in a forked process, which has no sockets
-            self._wakes()
+        if (wake := self._wakes()) is not None:
+            with suppress(OSError):  # in a forked process, which has no sockets
+                wake()
 
     def holding(self, address: int) -> Room | None:
         """Returns the room of this rank in which an address lies."""
