@@ -326,3 +326,24 @@ def test_a_gradient_whose_engine_is_gone_says_so_and_may_be_replaced() -> None:
         with pytest.raises(RuntimeError, match=r"'norm.weight' .* engine that is gone.*set p\.grad to None"):
             weight.grad.norm()
         weight.grad = None
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_average_that_replaces_the_last_one_passes_no_bucket_and_one_that_is_added_does(stage: int) -> None:
+    def act(model: nn.Module, engine: Engine, optimizer: Any, comm: Comm) -> list[bool]:
+        untouched = []
+        for clears in (True, False):
+            if clears:
+                optimizer.zero_grad()
+            totals = [bucket.total for pool in engine.reductions.pools for bucket in pool._buckets]
+            for total in totals:
+                total.fill_(float("nan"))
+            with engine.forward():
+                loss = loss_of(model, comm.rank, 0)
+            with engine.backward():
+                loss.backward()
+            [parameter.grad for parameter in model.parameters()]  # which settles them
+            untouched.append(all(bool(total.isnan().all()) for total in totals))
+        return untouched
+
+    assert on_two_ranks(stage, act) == [[True, False]] * 2

@@ -45,8 +45,8 @@ class Around:
 def surround(module: Module, before: Callable[[], None], after: Callable[[], None] = lambda: None) -> Around:
     """Calls `before` before each call of `module`, and `after` after it, also when it raises. Unlike a bare `Around`,
     this may be used where the calls are compiled."""
-
-    enter, leave = torch.compiler.disable(before), torch.compiler.disable(after)  # it would trace our collectives
+    # A compiler would trace our collectives.
+    enter, leave = torch.compiler.disable(before), torch.compiler.disable(after)
 
     @torch.compiler.disable(recursive=False)
     def around(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -180,15 +180,15 @@ class GradientShard:
         self._settle_unused()
         if self._is_sharded and not self.group.setting.keeps_gradients:
             self.owned_grad = self._make_owned(self.group.layout.shard_numel)
+        lands, comm = self._lands_in_place, self.group.comm
         with self.pool.beside():
             for chunk in self.group.layout.chunks:
                 bucket = self.pool.take()
                 self._buckets.append(bucket)
                 bucket.holder = self
                 full = self._contribution(chunk, bucket)
-                scratch = bucket.scratch[: self.group.comm.scratch_rows * chunk.width].view(-1, chunk.width)
+                scratch = bucket.scratch[: comm.scratch_rows * chunk.width].view(-1, chunk.width)
                 name = f"reduce {self.group.name}[{chunk.of.start}+{chunk.start}]"
-                lands, comm = self._lands_in_place, self.group.comm
                 total = self.owned_grad.open(chunk.in_shard) if lands else bucket.total[: chunk.width]
                 work = comm.reduce_scatter(total, full, scratch, name, divisor=comm.size if lands else 1)
                 kept = None if lands else total
