@@ -17,8 +17,18 @@ class Size:
     batch: int  # sequences per rank
     parameters: int  # what the above amounts to; `model_of` checks it
 
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of a step on one rank, forward and backward: 6 for each token and weight that
+        multiplies it, and those of attention, which are 12 x depth x width x length for each token."""
+        weights = self.parameters - (self.vocabulary + (self.length if self.heads else 0)) * self.width
+        attention = 12 * self.depth * self.width * self.length if self.heads else 0
+        return float(self.batch * self.length * (6 * weights + attention))
+
 
 SIZES = {
+    # For GPUs: what one of them trains with a billion parameters.
+    "billion": Size(vocabulary=32_000, width=2048, depth=18, heads=16, length=1024, batch=4, parameters=1_039_622_144),
     # Few tokens for many parameters: communication and the optimizer count.
     "large": Size(vocabulary=8192, width=768, depth=12, heads=12, length=64, batch=2, parameters=97_688_064),
     # Many tokens for few parameters: compute counts.

@@ -51,7 +51,10 @@ class Contestant:
             train_in_a_loop(self.loop, options)
         else:
             assert self.strategy
-            task = (ShardedTask if self.shards_itself else Task)(SIZES[options.size])
+            with device_of(options):
+                task = (ShardedTask if self.shards_itself else Task)(SIZES[options.size])
+            if options.compile:
+                task.model.compile()
             train_under_lightning(self.strategy(options.devices), task, options)
 
     @property
@@ -84,6 +87,14 @@ def loader_for(options: argparse.Namespace, rank: int) -> DataLoader[Tensor]:
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def device_of(options: argparse.Namespace) -> torch.device:
+    return (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        if options.accelerator == "gpu"
+        else torch.device("cpu")
+    )
 
 
 def seed() -> None:
@@ -159,6 +170,7 @@ def train_under_lightning(strategy: Any, task: Task, options: argparse.Namespace
         accelerator=options.accelerator,
         devices=options.devices,
         strategy=strategy,
+        precision=options.precision,
         max_steps=WARM_UP + options.steps,
         use_distributed_sampler=False,
         callbacks=[MeterCallback(options)],
@@ -191,15 +203,21 @@ def model_parallel(devices: int) -> Any:
 def train_in_a_loop(loop: Callable[[nn.Module, torch.device, Size], Step], options: argparse.Namespace) -> None:
     """Trains on a rank that `torch.distributed.run` has started."""
     size, rank, on_gpu = SIZES[options.size], int(os.environ["RANK"]), options.accelerator == "gpu"
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    device, casts = device_of(options), options.precision == "bf16-mixed"
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
     seed()
-    step = loop(model_of(size).to(device), device, size)
+    with device:
+        model = model_of(size)
+    if options.compile:
+        model.compile()
+    step = loop(model, device, size)
     meter = meter_of(options, rank, on_gpu=on_gpu, sent=loopback_bytes)
     for number, batch in enumerate(loader_for(options, rank), start=1):
-        meter.end_step(number, step(batch.to(device)))
+        with torch.autocast(device.type, torch.bfloat16, enabled=casts):
+            loss = step(batch.to(device))
+        meter.end_step(number, loss)
     # All is written. Ranks with a ZeroRedundancyOptimizer were once seen to hang in destroy_process_group() over gloo.
     dist.barrier()
     os._exit(0)

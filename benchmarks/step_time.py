@@ -81,6 +81,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="measured steps per round")
     parser.add_argument("--devices", type=int, default=torch.cuda.device_count() if on_gpu else 2)
     parser.add_argument("--accelerator", choices=["cpu", "gpu"], default="gpu" if on_gpu else "cpu")
+    parser.add_argument("--precision", choices=["32-true", "bf16-mixed"], default="32-true")
+    parser.add_argument("--compile", action="store_true", help="the model by torch.compile")
     parser.add_argument("--json", type=Path, default=None, help="default: outputs/step_time-SIZE.json")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds one contestant may take in one round")
     parser.add_argument("--child", type=Path, default=None, help=argparse.SUPPRESS)
@@ -160,7 +162,8 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.devices}"]
         command += [__file__, "--child", folder, "--contestants", name, "--size", options.size]
         command += ["--steps", str(options.steps), "--devices", str(options.devices)]
-        command += ["--accelerator", options.accelerator]
+        command += ["--accelerator", options.accelerator, "--precision", options.precision]
+        command += ["--compile"] * options.compile
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         process = subprocess.Popen(
             command,
@@ -238,6 +241,8 @@ def setting(options: argparse.Namespace) -> dict[str, Any]:
         "parameters": SIZES[options.size].parameters,
         "devices": options.devices,
         "device": torch.cuda.get_device_name() if options.accelerator == "gpu" else f"cpu, {os.cpu_count()} cores",
+        "precision": options.precision,
+        "compiled": options.compile,
         "peer": "single device" if options.devices == 1 else "ddp",
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS", "1"),
         "rounds": options.rounds,

@@ -16,7 +16,7 @@ import mmap
 import time
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, NamedTuple, Protocol, final
 
@@ -71,6 +71,13 @@ def can_pin(kind: str) -> bool:
         return torch.empty(1, pin_memory=True, device=HOST).is_pinned()
     except RuntimeError:
         return False
+
+
+def numbered(device: torch.device) -> torch.device:
+    """Returns a device with its number, which that of its tensors has: to torch, ``cuda`` is another than ``cuda:0``."""
+    if device.index is not None or not has_streams(device.type):
+        return device
+    return torch.device(device.type, module_of(device).current_device())
 
 
 def untested(device: torch.device) -> str | None:
@@ -228,6 +235,11 @@ class Late:
 # -- page-locked memory
 
 
+# Regions of tensors that are no more, by address: of all ledgers, since a tensor may outlive its own. The system would
+# take back a region that nobody refers to, though the device has it; and refuse the next one at that address.
+_left: list[tuple[int, mmap.mmap]] = []
+
+
 @final
 class PinnedMemory:
     """Page-locked memory of the host for what lasts as long as a training: each tensor has a region of its own size.
@@ -236,9 +248,6 @@ class PinnedMemory:
     freed; and while a process forks (to load data), the system would make a second copy of all of it. A process that
     forks has none of these regions: it could not use the device either.
     """
-
-    def __init__(self) -> None:
-        self._left: list[tuple[int, mmap.mmap]] = []  # regions of tensors that are no more, by address
 
     def empty(self, numel: int, dtype: torch.dtype, *, lasts: bool) -> tuple[Tensor, int]:
         """Returns an uninitialised flat tensor ``(numel,)``, and the bytes of memory that it takes. One that is small,
@@ -253,23 +262,31 @@ class PinnedMemory:
         tensor = torch.frombuffer(region, dtype=dtype)
         address = tensor.data_ptr()
         if failed := int(runtime.cudaHostRegister(address, nbytes, 0)):
+            _forget_error()
             raise MemoryError(
                 f"{nbytes:,} bytes of host memory could not be page-locked (error {failed}). Raise the limit of locked "
                 "memory (ulimit -l unlimited), or write Offload(..., pin_memory=False)."
             )
         # Not given back at once: copies may be under way, and to wait for them anywhere could be to wait for a rank
         # that waits for this one.
-        weakref.finalize(tensor.untyped_storage(), self._left.append, (address, region)).atexit = False
+        weakref.finalize(tensor.untyped_storage(), _left.append, (address, region)).atexit = False
         return tensor, nbytes
 
     def give_back(self) -> None:
         """Gives the regions of tensors that are no more back to the system, once the device has done its work."""
         runtime, accelerator = _runtime(), torch.accelerator.current_accelerator()
-        if self._left and runtime is not None and accelerator is not None:
+        if _left and runtime is not None and accelerator is not None:
             module_of(accelerator).synchronize()
-            while self._left:
-                address, _ = self._left.pop()
+            while _left:
+                address, region = _left.pop()
                 runtime.cudaHostUnregister(address)
+                del region  # only now may the system take it
+
+
+def _forget_error() -> None:
+    """Has CUDA forget that a call has failed: it would tell it at the next kernel, as if that had."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device=torch.accelerator.current_accelerator())
 
 
 def _runtime() -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_zero.device import HOST
+from lightning_zero.device import HOST, numbered
 from lightning_zero.run.averages import Averages
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.facts import facts_of
@@ -101,7 +101,7 @@ class Engine:
         ledger: Ledger | None = None,
     ) -> None:
         self.module = module
-        self.device = device
+        self.device = device = numbered(device)
         self.options = options or Options()
         self.parts = set_up(module, optimizers, stage, comm, device, self.options, ledger or Ledger())
         setting, made = self.parts.setting, self.parts.assembly

@@ -60,6 +60,8 @@ def set_up(
     stepped = choose_stepped(optimizers if is_cut or is_divided else [], options, is_divided, steps_on)
     broadcast_states(module, foreign, mesh)
     together = nullcontext if options.offload is None else partial(failing_together, mesh.world, "setting up")
+    if options.offload is not None:
+        ledger.pinned.give_back()  # of a training that has failed
     with together():
         places = offload.places_for(options.offload, device, partition, options.machine, mesh.world.limit)
     setting = Setting(

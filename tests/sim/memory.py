@@ -201,6 +201,8 @@ class Runtime:
 
     @staticmethod
     def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:
+        if address in REGISTERED:
+            return 712  # cudaErrorHostMemoryAlreadyRegistered: the host has taken memory back that the device has
         REGISTERED[address] = Block()
         return 0
 
