@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol, final
 
 import torch
@@ -75,9 +75,7 @@ def can_pin(kind: str) -> bool:
 
 def numbered(device: torch.device) -> torch.device:
     """Returns a device with its number, which that of its tensors has: to torch, ``cuda`` is another than ``cuda:0``."""
-    if device.index is not None or not has_streams(device.type):
-        return device
-    return torch.device(device.type, module_of(device).current_device())
+    return torch.empty(0, device=device).device
 
 
 def untested(device: torch.device) -> str | None:
@@ -235,9 +233,11 @@ class Late:
 # -- page-locked memory
 
 
-# Regions of tensors that are no more, by address: of all ledgers, since a tensor may outlive its own. The system would
-# take back a region that nobody refers to, though the device has it; and refuse the next one at that address.
-_left: list[tuple[int, mmap.mmap]] = []
+Region = tuple[int, mmap.mmap]  # page-locked, by its address
+
+# Regions whose tensor and `PinnedMemory` are both no more, as after a fit that has failed. Were they not kept, the system
+# would take them back, though the device has them, and the device would refuse the next region at such an address.
+_orphans: list[Region] = []
 
 
 @final
@@ -248,6 +248,10 @@ class PinnedMemory:
     freed; and while a process forks (to load data), the system would make a second copy of all of it. A process that
     forks has none of these regions: it could not use the device either.
     """
+
+    def __init__(self) -> None:
+        self._left: list[Region] = []  # regions of tensors that are no more
+        weakref.finalize(self, _orphans.extend, self._left).atexit = False
 
     def empty(self, numel: int, dtype: torch.dtype, *, lasts: bool) -> tuple[Tensor, int]:
         """Returns an uninitialised flat tensor ``(numel,)``, and the bytes of memory that it takes. One that is small,
@@ -269,18 +273,25 @@ class PinnedMemory:
             )
         # Not given back at once: copies may be under way, and to wait for them anywhere could be to wait for a rank
         # that waits for this one.
-        weakref.finalize(tensor.untyped_storage(), _left.append, (address, region)).atexit = False
+        leave = partial(_leave, weakref.ref(self), (address, region))
+        weakref.finalize(tensor.untyped_storage(), leave).atexit = False
         return tensor, nbytes
 
     def give_back(self) -> None:
         """Gives the regions of tensors that are no more back to the system, once the device has done its work."""
         runtime, accelerator = _runtime(), torch.accelerator.current_accelerator()
-        if _left and runtime is not None and accelerator is not None:
+        if (self._left or _orphans) and runtime is not None and accelerator is not None:
             module_of(accelerator).synchronize()
-            while _left:
-                address, region = _left.pop()
-                runtime.cudaHostUnregister(address)
-                del region  # only now may the system take it
+            for left in (self._left, _orphans):
+                while left:
+                    address, region = left.pop()
+                    runtime.cudaHostUnregister(address)
+                    del region  # only now may the system take it
+
+
+def _leave(memory: weakref.ref[PinnedMemory], region: Region) -> None:
+    owner = memory()
+    (_orphans if owner is None else owner._left).append(region)
 
 
 def _forget_error() -> None:

@@ -218,6 +218,22 @@ def pinned_memory(device: torch.device) -> dict[str, Any]:
     return found
 
 
+def pinned_memory_without_its_ledger(device: torch.device) -> dict[str, Any]:
+    """Page-locked memory that outlives its ledger, and is followed by another, at the same address or not."""
+    from sim.memory import REGISTERED
+
+    place = Place(torch.device("cpu"), Tier.HOST, pinned=True)
+    found: dict[str, Any] = {"pinned": []}
+    before = REGISTERED.keys() | set()
+    for _ in range(3):
+        left = Ledger().allocate(Category.MASTER, 2**18, torch.float32, place)
+        found["pinned"].append(left.is_pinned())
+        del left
+    left_over = REGISTERED.keys() - before
+    Ledger().pinned.give_back()
+    return found | {"left over": len(left_over), "after": len(left_over & REGISTERED.keys())}
+
+
 def array_that_is_used_at_once(device: torch.device, first: str, then: str) -> list[float]:
     """An array in pinned memory from or to which a copy is under way (`first`) while it is used again (`then`). Returns
     a value of what has been sent before, of what is sent or read, and of the array."""
@@ -413,6 +429,9 @@ def train(
             skipped = comm.rank
         elif step == 1 and event == "a rank reads alone" and comm.rank == 1:
             losses.append(model.blocks[1][0].weight.sum().detach())
+        elif step == 1 and event == "weights are edited through p.data":
+            for parameter in model.parameters():
+                parameter.data.mul_(0.5)
         elif step == 1 and event == "a step fails":
             _fail(engine, model, device)
         elif step == 1 and event == "a checkpoint is saved":

@@ -142,6 +142,17 @@ def test_what_happens_in_the_middle_has_the_cpus_bits(
         assert differing(found[0]["saved"], expected[0]["saved"]) == []
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_edits_that_raise_no_version_reach_masters_in_any_tier(
+    stage: int, tier: str, ranks: int, sim_process: RankPool, tmp_path: Path
+) -> None:
+    """As Lightning's averages of weights write them: `p.data.copy_(average)`."""
+    setting = {"stage": stage, "event": "weights are edited through p.data"}
+    assert_same(*train(sim_process, "LATE", ranks, **setting, offload=offload_of(tier, stage, tmp_path)))
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -181,6 +192,12 @@ def test_pinned_memory_has_its_own_size_is_not_copied_by_a_fork_and_goes_back(
 ) -> None:
     (found,) = sim_process.run(sim_jobs.on_sim, policy, sim_jobs.pinned_memory)
     assert found == {"booked": 4004 + 16, "pinned": True, "forks": False, "copied": 1001.0, "left": (16, 0)}
+
+
+def test_pinned_memory_that_outlives_its_ledger_is_given_back_by_the_next(sim_process: RankPool) -> None:
+    """The system would give the address of what it takes back to the next one, which the device has already."""
+    (found,) = sim_process.run(sim_jobs.on_sim, "LATE", sim_jobs.pinned_memory_without_its_ledger)
+    assert found == {"pinned": [True] * 3, "left over": 3, "after": 0}
 
 
 def test_seconds_that_ranks_wait_are_those_of_the_device(sim_process: RankPool) -> None:

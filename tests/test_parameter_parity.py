@@ -1,12 +1,14 @@
 """Parameters in the hands of users, at every stage and in two bytes: edited, copied and borrowed as on one device."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.config import Offload
 from lightning_zero.views.parameter import RestingParameter
 from lightning_zero.wire.comm import Comm
 from models import seeded
@@ -74,9 +76,13 @@ EDITS = [
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("tier", ["memory", "disk"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_edits_between_steps_persist(stage: int, dtype: torch.dtype | None, edit: Any) -> None:
+def test_edits_between_steps_persist(
+    stage: int, dtype: torch.dtype | None, tier: str, world: int, edit: Any, tmp_path: Path
+) -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
         for _ in range(2):
             step(model, optimizer, dtype)
@@ -85,7 +91,8 @@ def test_edits_between_steps_persist(stage: int, dtype: torch.dtype | None, edit
         step(model, optimizer, dtype)
         return state_of(model, engine)
 
-    assert_as_on_one_device(pair(), act, stage, autocast_dtype=dtype)
+    offload = Offload("nvme", path=tmp_path) if tier == "disk" else None  # parameters and masters are two things
+    assert_as_on_one_device(pair(), act, stage, world=world, autocast_dtype=dtype, offload=offload)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])

@@ -408,7 +408,7 @@ class Engine:
         full = self.loans.latest.declared(group)
         device = self.device if group.stays_full or self.mesh.tensor.size > 1 else HOST
         with torch.no_grad(), no_interception():
-            self._interception.show(group)
+            self._interception.leave(group)
             for slot in group.slots:
                 slot.local.grad = None
                 slot.local.values = slot.whole(slot.view(full), device)

@@ -80,6 +80,8 @@ class Loans(Lender):
             if group.is_plain:
                 group.note_versions()
         interception.lender = self
+        self._interception = interception
+        self._show_apart(groups)
 
     def _enroll_gradients(self, groups: Iterable[ShardGroup]) -> None:
         for slot in (slot for group in groups for slot in group.slots):
@@ -93,6 +95,12 @@ class Loans(Lender):
             group.note_versions()
         self.latest.add(groups)
         self._enroll_gradients(trained)
+        self._show_apart(groups)
+
+    def _show_apart(self, groups: Iterable[ShardGroup]) -> None:
+        for group in groups:
+            if group.is_apart:
+                self._interception.show(group)
 
     # -- parameters
 
@@ -151,8 +159,19 @@ class Loans(Lender):
 
     def _end_lasting(self, group: ShardGroup, loan: Lent, result: Any) -> None:
         """Notes whether a call has returned a view of lent values, through which they may be edited unseen."""
-        if group.upcasts and loan.is_unwatched and loan.is_visible_in(result):
-            self._note_fingerprint(group, self._copies[group].full)
+        if loan.is_unwatched and loan.is_visible_in(result):
+            if group.upcasts:
+                self._note_fingerprint(group, self._copies[group].full)
+            elif group.is_apart:
+                self._watch(group)
+
+    def watch(self, slot: Slot) -> None:
+        self._watch(slot.group)
+
+    def _watch(self, group: ShardGroup) -> None:
+        if group.full_param is not None and not group.is_behind:
+            with torch.no_grad(), no_interception():
+                self._note_fingerprint(group, group.full_param)
 
     def _end_call(self, unit: Unit, notes: bool, recomputes: bool, loan: Lent, result: Any) -> None:
         """Ends the loan of a unit to one call, unless the values are still referred to."""
@@ -308,9 +327,8 @@ class Loans(Lender):
             for group in self.groups:
                 if group.is_behind:
                     continue
-                if group.is_plain and group.master is not group.owned_param:
-                    group.keep_edits()
-                    group.note_versions()
+                if group.is_apart:
+                    self._keep_edits_apart(group)
                 elif group.is_plain:
                     group.adopt_assigned()
             for group in [*self._copies]:
@@ -319,6 +337,16 @@ class Loans(Lender):
             for unit in [*self._held]:
                 self._take_back_unit(unit)
         self._fingerprints.clear()
+
+    def _keep_edits_apart(self, group: ShardGroup) -> None:
+        full = group.full_param
+        assert full is not None
+        if group in self._fingerprints and self._fingerprints[group] != fingerprint_of(full):
+            group.adopt_assigned()
+            group.take_edits(full)
+        else:
+            group.keep_edits()
+        group.note_versions()
 
     def _lasting(self) -> Iterator[tuple[ShardGroup, Tensor]]:
         """Yields the groups of which loans last to the next boundary, with the full array that is lent."""

@@ -248,6 +248,11 @@ class ShardGroup:
         self.is_behind = self.stays_full
         self._shown = None  # users cannot edit what is not shown
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether parameters always hold their values, and masters are elsewhere: edits must be noticed to be kept."""
+        return self.is_plain and self.master is not self.owned_param
+
     def note_versions(self) -> None:
         """Notes that the parameters show full_param from now on, so that `keep_edits` can tell what users edit."""
         self._shown = self._states()

@@ -41,6 +41,10 @@ class Lender(GradientLender, ABC):
         """Lends a parameter's values, in the dtype that readers see, connected to autograd."""
 
     @abstractmethod
+    def watch(self, slot: Slot) -> None:
+        """Has edits of a parameter be noticed which do not raise its version; its values are there."""
+
+    @abstractmethod
     def load(self, slot: Slot, source: Stored) -> None:
         """Has the parameter take values that are in a file."""
 
@@ -49,10 +53,34 @@ class Lender(GradientLender, ABC):
         """Has ranks agree on which parameters have gradients, if they have not yet."""
 
 
-class RestingParameter(Parameter):
-    """See the module's docstring. Never instantiated: `Interception` makes subclasses, which have a lender."""
+class _Intercepting(Parameter):
+    """Never instantiated: `Interception` makes subclasses, which have a lender."""
 
     lender: ClassVar[Lender]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+        return memo.setdefault(id(self), copy.deepcopy(_as_made(self)))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _as_made(self).__reduce_ex__(protocol)
+
+
+class WatchedParameter(_Intercepting):
+    """A parameter that has its values, whose masters are in another tier: edits reach them only if they are noticed.
+    Those through `p.data` do not raise a version, so its lender is told of each look at it."""
+
+    @property
+    def data(self) -> Tensor:
+        self.lender.watch(_slot(self))
+        return _GET_DATA(self)
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        SET_DATA(self, values)
+
+
+class RestingParameter(_Intercepting):
+    """See the module's docstring."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,12 +111,6 @@ class RestingParameter(Parameter):
     def borrow(self) -> Lent:
         return self.lender.lend(_slot(self))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
-        return memo.setdefault(id(self), copy.deepcopy(_as_made(self)))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _as_made(self).__reduce_ex__(protocol)
-
 
 def _borrowing(method: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a method borrow values, where it would read them past `__torch_function__`."""
@@ -106,7 +128,7 @@ def _slot(parameter: Tensor) -> Slot:
     return slot
 
 
-def _as_made(parameter: RestingParameter) -> Parameter:
+def _as_made(parameter: _Intercepting) -> Parameter:
     """Makes a parameter with the values, and the class and attributes that the user gave this one, to be copied."""
     with torch.no_grad():
         made = Parameter(parameter.clone(), parameter.requires_grad)
@@ -124,9 +146,15 @@ class Interception:
 
     def __init__(self) -> None:
         self._classes: dict[type[Parameter], type[Parameter]] = {}  # plain -> resting
+        self._watched: dict[type[Parameter], type[Parameter]] = {}  # plain -> watched
 
     def show(self, group: ShardGroup) -> None:
-        """Makes the parameters plain ones. Their values must be there."""
+        """Makes the parameters plain ones, or watched. Their values must be there."""
+        for slot in group.slots:
+            slot.parameter.__class__ = self._watching(slot.plain_class) if group.is_apart else slot.plain_class
+
+    def leave(self, group: ShardGroup) -> None:
+        """Makes the parameters plain ones for good."""
         for slot in group.slots:
             slot.parameter.__class__ = slot.plain_class
 
@@ -134,6 +162,13 @@ class Interception:
         """Makes the parameters borrow their values, until `show`."""
         for slot in group.slots:
             slot.parameter.__class__ = self._resting(slot.plain_class)
+
+    def _watching(self, plain: type[Parameter]) -> type[Parameter]:
+        if issubclass(plain, DTensor):  # torch itself ignores what is assigned to the `p.data` of one
+            return plain
+        if plain not in self._watched:
+            self._watched[plain] = subclass_of(plain, WatchedParameter, lender=self.lender)
+        return self._watched[plain]
 
     def _resting(self, plain: type[Parameter]) -> type[Parameter]:
         if plain not in self._classes:
