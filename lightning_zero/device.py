@@ -74,7 +74,7 @@ def can_pin(kind: str) -> bool:
 
 
 def numbered(device: torch.device) -> torch.device:
-    """Returns a device with its number, which that of its tensors has: to torch, ``cuda`` is another than ``cuda:0``."""
+    """Returns a device with its number, as its tensors have it: to torch, ``cuda`` is not ``cuda:0``."""
     return torch.empty(0, device=device).device
 
 
@@ -235,7 +235,7 @@ class Late:
 
 Region = tuple[int, mmap.mmap]  # page-locked, by its address
 
-# Regions whose tensor and `PinnedMemory` are both no more, as after a fit that has failed. Were they not kept, the system
+# Regions whose tensor and `PinnedMemory` are both no more, as after a fit that has failed. Were they not kept, the host
 # would take them back, though the device has them, and the device would refuse the next region at such an address.
 _orphans: list[Region] = []
 

@@ -1,4 +1,4 @@
-"""Two and four ranks over NCCL, on one GPU: what a cluster runs, but for the number of GPUs. `make test-gpu` runs it."""
+"""Two and four ranks over NCCL, on one GPU: what a cluster runs, but for the number of GPUs."""
 
 import queue
 import signal
