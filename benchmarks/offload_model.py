@@ -249,7 +249,8 @@ def options_of(way: str, folder: Path, bucket_bytes: int) -> Options:
 def engine_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, stage: int, options: Options
 ) -> Parts:
-    engine = Engine(model, [optimizer], stage=stage, comm=LocalComm(), device=DEVICE, options=options)
+    comm = LocalComm(on_device=DEVICE.type == "cuda")
+    engine = Engine(model, [optimizer], stage=stage, comm=comm, device=DEVICE, options=options)
 
     def forward_and_backward() -> None:
         optimizer.zero_grad()

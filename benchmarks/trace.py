@@ -149,7 +149,7 @@ def on_sim(options: argparse.Namespace) -> list[Span]:
 def on_gpu(options: argparse.Namespace) -> list[Span]:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     profiler = torch.profiler.profile(activities=activities)
-    train(torch.device("cuda"), LocalComm(), options, lambda: profiler)
+    train(torch.device("cuda"), LocalComm(on_device=True), options, lambda: profiler)
     events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     began = min(event.time_range.start for event in events)
     spans = []

@@ -501,7 +501,7 @@ def _waits() -> Any:
 def train_on_ranks(device: torch.device, size: int, start: nn.Module, **kwargs: Any) -> list[dict[str, Any]]:
     """Trains on ranks of the device that are threads; on the host, on such ranks too."""
     if size == 1:
-        return [train(device, LocalComm(), start, **kwargs)]
+        return [train(device, LocalComm(on_device=device.type != "cpu"), start, **kwargs)]
     if device.type == "cpu":
         with threads_of_torch(size) as joining:
             return ThreadWorld(size).run(lambda comm: joining(comm.rank) or train(device, comm, start, **kwargs))
@@ -570,7 +570,7 @@ def bytes_of_training(device: torch.device, size: int, **setting: Any) -> list[d
     streams.synchronize()
 
     def on_rank(_: int) -> dict[str, Bytes]:
-        comm = make_comm(device, SOON, backend="sim") if size > 1 else LocalComm()
+        comm = make_comm(device, SOON, backend="sim") if size > 1 else LocalComm(on_device=True)
         memory, found = Memory(), dict[str, Bytes]()
         hollow = Hollow(lambda made: memory.born(made) if made.device == device else None, computes=True)
         before = module.memory_stats()
@@ -599,7 +599,7 @@ def bytes_of_training(device: torch.device, size: int, **setting: Any) -> list[d
 
 def rehearsed_training(size: int, rank: int, **setting: Any) -> dict[Phase, int]:
     """Most bytes that a rehearsal of that training has on the device in each phase of its last step."""
-    comm = CountingComm(rank, size, on_device=True) if size > 1 else LocalComm()
+    comm = CountingComm(rank, size, on_device=True) if size > 1 else LocalComm(on_device=True)
     memory = Memory()
 
     def enter(phase: Phase) -> None:

@@ -260,15 +260,30 @@ def test_the_peak_of_each_phase_is_what_the_device_has_given_out_at_most(
             assert 0 <= rehearsed[phase] - requested <= messages, phase
 
 
-def test_a_step_is_drawn_with_its_lanes(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/trace.py", "--blocks", "2", "--width", "16", "--folder", str(tmp_path)]
+def traced(folder: Path, *options: str) -> tuple[list[dict[str, Any]], str]:
+    """The spans of a step on the simulated device, and what is printed of it."""
+    command = [sys.executable, "benchmarks/trace.py", "--folder", str(folder), *options]
     root = Path(__file__).parents[1]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    return json.loads((folder / "trace.json").read_text())["traceEvents"], done.stdout
+
+
+def test_a_step_is_drawn_with_its_lanes(tmp_path: Path) -> None:
+    events, told = traced(tmp_path, "--blocks", "2", "--width", "16")
     assert {"host", "compute", "communication", "beside compute"} <= {event["tid"] for event in events}
     assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
-    assert all(lane in done.stdout for lane in ("host", "compute", "communication"))
+    assert all(lane in told for lane in ("host", "compute", "communication"))
+
+
+def test_gradients_of_one_rank_leave_for_the_host_beside_compute(tmp_path: Path) -> None:
+    events, _ = traced(tmp_path, "--ranks", "1", "--stage", "2", "--offload", "cpu", "--blocks", "6", "--width", "64")
+    computes, copies = ([event for event in events if event["tid"] == lane] for lane in ("compute", "beside compute"))
+    ends = [(one["ts"], one["ts"] + one["dur"]) for one in computes]
+    hidden = sum(
+        max(0, min(one["ts"] + one["dur"], end) - max(one["ts"], begin)) for one in copies for begin, end in ends
+    )
+    assert hidden > 0.5 * sum(one["dur"] for one in copies) > 0
 
 
 def test_a_device_that_was_never_tried_is_told_in_one_line() -> None:

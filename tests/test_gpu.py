@@ -153,7 +153,7 @@ def test_the_engine_holds_on_the_device_what_the_ledger_says() -> None:
     model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
     optimizer = torch.optim.AdamW(model.parameters())
     before = allocated()
-    engine = Engine(model, [optimizer], stage=2, comm=LocalComm(), device=torch.device("cuda"))
+    engine = Engine(model, [optimizer], stage=2, comm=LocalComm(on_device=True), device=torch.device("cuda"))
     model(torch.ones(2, 1024, device="cuda")).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -166,7 +166,7 @@ def test_parameters_move_to_the_device_with_their_values() -> None:
     start = assorted()
     model = clone(start)
     optimizer, _ = adamw(model)
-    Engine(model, [optimizer], stage=3, comm=LocalComm(), device=torch.device("cuda"))
+    Engine(model, [optimizer], stage=3, comm=LocalComm(on_device=True), device=torch.device("cuda"))
     for found, expected in zip(model.parameters(), start.parameters(), strict=True):
         assert found.is_cuda
         assert torch.equal(found.detach().cpu(), expected)
@@ -220,7 +220,12 @@ def tower_on_gpu(offload: Offload | None, stage: int, steps: int = 4, **options:
     torch.cuda.reset_peak_memory_stats()
     options = {"offload": offload, "bucket_bytes": 2**21, **options}
     engine = Engine(
-        model, [optimizer], stage=stage, comm=LocalComm(), device=torch.device("cuda"), options=Options(**options)
+        model,
+        [optimizer],
+        stage=stage,
+        comm=LocalComm(on_device=True),
+        device=torch.device("cuda"),
+        options=Options(**options),
     )
     losses = []
     for step in range(steps):
@@ -291,7 +296,12 @@ def test_the_host_copies_are_page_locked_if_so_asked() -> None:
         offload = Offload(optimizer="cpu", pin_memory=pins)
         options, device = Options(offload=offload), torch.device("cuda")
         engine = Engine(
-            model, [torch.optim.AdamW(model.parameters())], stage=2, comm=LocalComm(), device=device, options=options
+            model,
+            [torch.optim.AdamW(model.parameters())],
+            stage=2,
+            comm=LocalComm(on_device=True),
+            device=device,
+            options=options,
         )
         assert all(group.master.read().is_pinned() is pins for group in engine.groups)
         engine.close()
@@ -427,7 +437,7 @@ def deep_on_gpu(checkpointing: ActivationCheckpointing | None, depth: int = 8) -
     model = nn.Sequential(*[Wide(width) for _ in range(depth)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = Options(activation_checkpointing=checkpointing)
-    engine = Engine(model, [optimizer], stage=2, comm=LocalComm(), device=device, options=options)
+    engine = Engine(model, [optimizer], stage=2, comm=LocalComm(on_device=True), device=device, options=options)
     batch, losses, after_forward, kept = torch.randn(rows, width, device=device), [], 0, Counter[str]()
     for _ in range(3):
         before = allocated()

@@ -311,7 +311,7 @@ class ImaginedStrategy(WatchedStrategy):
     def _ensure_comm(self) -> Comm:
         if self._comm is None:
             rank, ranks, is_device = self.played.rank, self.played.ranks, self.played.machine.host_is_apart is True
-            self._comm = CountingComm(rank, ranks, on_device=is_device) if ranks > 1 else LocalComm()
+            self._comm = CountingComm(rank, ranks, on_device=is_device) if ranks > 1 else LocalComm(on_device=is_device)
         return self._comm
 
     @override

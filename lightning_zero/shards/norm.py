@@ -19,7 +19,6 @@ from lightning_zero.torch_private import multiply_
 from lightning_zero.wire.comm import Comm, Reduction
 from lightning_zero.wire.mesh import Mesh
 
-
 _CHUNK = 2**18  # elements that the host converts to float64 at a time: they stay in its caches
 
 
@@ -112,7 +111,9 @@ def _norm_of(piece: Tensor, norm_type: float) -> Tensor:
     piece = piece.abs() if piece.is_complex() else piece
     if norm_type == inf:
         return (piece.abs().max() if piece.numel() else piece.new_zeros(())).double()
-    if is_host(piece.device) and norm_type == 2.0:  # there, torch reads one dtype and sums in another element by element
+    if (
+        is_host(piece.device) and norm_type == 2.0
+    ):  # there, torch reads one dtype and sums in another element by element
         chunks = piece.flatten().split(_CHUNK)
         return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(chunk.double()) for chunk in chunks]))
     return torch.linalg.vector_norm(piece, norm_type, dtype=torch.float64)

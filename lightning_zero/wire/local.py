@@ -27,10 +27,12 @@ class _Silent(Comm):
 
 @final
 class LocalComm(_Silent):
-    """A world of one rank: the shard is the full array."""
+    """A world of one rank: the shard is the full array. `on_device` says that it is in memory of a device with streams:
+    what is offloaded is then copied beside compute."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_device: bool = False) -> None:
         super().__init__(rank=0, size=1)
+        self.is_asynchronous = on_device
 
     @cached_property
     def board(self) -> Board:

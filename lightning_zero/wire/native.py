@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.device import HOST, Arrival, Limit, can_pin, is_host, on_host, to_host
+from lightning_zero.device import HOST, Arrival, Limit, can_pin, has_streams, is_host, on_host, to_host
 from lightning_zero.torch_private import find, in_one_launch
 from lightning_zero.wire.board import Board
 from lightning_zero.wire.clock import Clock
@@ -200,7 +200,7 @@ def make_comm(
         sanitize: see `Comm`.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return LocalComm()
+        return LocalComm(on_device=has_streams(device.type))
     group = own_group("gloo", timeout=timeout)
     links = once_per_world("links", lambda: Links(GlooComm(group, wait_timeout)))
     control = GlooComm(group, wait_timeout, links, timeout=timeout, sanitize=sanitize)
