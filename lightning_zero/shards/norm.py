@@ -141,7 +141,10 @@ def scale_(slots: Sequence[Slot], factor: Tensor, limit: Limit | None = None) ->
             else:
                 by_device.setdefault((piece.device, piece.dtype), []).append(piece)
     for (device, _), pieces in by_device.items():
-        multiply_(pieces, on_host(factor, limit) if is_host(device) else factor.to(device))
+        if not is_host(device):
+            multiply_(pieces, factor.to(device))
+        elif (known := on_host(factor, limit)) != 1.0:  # to the host, a pass over all gradients is half a step
+            multiply_(pieces, known)
 
 
 def clip_by_norm_(measured: Measured, mesh: Mesh, max_norm: float, *, error_if_nonfinite: bool = False) -> GradNorm:
