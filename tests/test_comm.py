@@ -3,11 +3,13 @@
 import datetime
 import time
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_zero.wire import native
 from lightning_zero.wire.comm import CollectiveMismatchError, Comm, RankTimeoutError, Work
 from lightning_zero.wire.gloo import GlooComm
 from lightning_zero.wire.local import CountingComm, LocalComm
@@ -114,6 +116,37 @@ def exercise_native() -> dict[str, Any]:
 def test_real_ranks_compute_every_collective(size: int, function: Any, pool_of: Any) -> None:
     for rank, found in enumerate(pool_of(size).run(function)):
         assert_as_expected(found, rank, size)
+
+
+# The error of NCCL 2.28 on a GPU whose peer has been killed, where the next collective starts.
+NCCL_SAYS = """NCCL error in: ProcessGroupNCCL.cpp, remote process exited or there was a network error, NCCL version 2.28
+ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
+Last error:
+socketProgress: Connection closed by remote peer localhost<56394>"""
+
+
+def start_beside_a_rank_that_is_gone(call: str) -> str | None:
+    comm = on_native()
+    if comm.rank == 1:
+        return None
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise dist.DistBackendError(NCCL_SAYS)
+
+    full, own = torch.zeros(2, 3), torch.zeros(3)
+    name, start = {
+        "all_gather": ("_all_gather_single", lambda: comm.all_gather(full, own, call)),
+        "reduce_scatter": ("_reduce_scatter_single", lambda: comm.reduce_scatter(own, full, own.new_empty(0, 3), call)),
+    }[call]
+    with patch.object(native, name, fails), pytest.raises(RankTimeoutError) as told:
+        start()
+    return str(told.value)
+
+
+@pytest.mark.parametrize("call", ["all_gather", "reduce_scatter"])
+def test_who_is_gone_is_named_where_the_next_collective_starts(call: str, two_ranks: RankPool) -> None:
+    told, _ = two_ranks.run(start_beside_a_rank_that_is_gone, call)
+    assert told.startswith("Rank 1 died (remote process exited)")
 
 
 def sum_what_rounds() -> float:

@@ -36,7 +36,8 @@ _WORD = torch.int64
 
 _FAILED = " failed: "  # in the report of a rank that had an error of its own
 _NOISE = re.compile(r"^\[[^]]*\] *|\. This is typically .*|\.$")  # in gloo's errors: a place in its source; its advice
-_CLOSED = re.compile(r"connection (closed|reset)|broken pipe", re.IGNORECASE)  # gloo's errors when a peer is gone
+# Of gloo's errors when a peer is gone, and of NCCL's.
+_CLOSED = re.compile(r"connection (closed|reset)|broken pipe|remote process exited", re.IGNORECASE)
 
 _Pending = list[tuple[int, dist.Work | Message]]  # messages under way, each with the peer at its other end
 

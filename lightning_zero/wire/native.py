@@ -1,6 +1,7 @@
 """`NativeComm`: torch's own collectives on single tensors: NCCL on GPUs, gloo's where tests run this code."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, final
 
@@ -90,8 +91,8 @@ class NativeComm(Comm):
     def _all_gather(self, full: Tensor, shard: Tensor, key: str, diverges: bool | None) -> Gather:
         full, shard = real(full), real(shard)
         if diverges is None:
-            self._latest = key
-            work = _all_gather_single(full.view(-1), shard.view(-1), group=self._group, async_op=True)
+            with self._starting(key):
+                work = _all_gather_single(full.view(-1), shard.view(-1), group=self._group, async_op=True)
             return Gather(lambda: self._wait([work], key))
         mine = torch.full((1,), diverges, dtype=torch.uint8, device=full.device)
         flags = mine.new_empty(self.size)
@@ -112,18 +113,19 @@ class NativeComm(Comm):
 
     def _all_gather_both(self, full: Tensor, shard: Tensor, flags: Tensor, mine: Tensor, key: str) -> list[Any]:
         """Starts two all-gathers, on a device in one launch."""
-        self._latest = key
         pairs = ((full.view(-1), shard.view(-1)), (flags, mine))
-        if not self.is_asynchronous:
-            return [_all_gather_single(into, own, group=self._group, async_op=True) for into, own in pairs]
-        with in_one_launch(self._group) as launch:
-            for into, own in pairs:
-                _all_gather_single(into, own, group=self._group)
+        with self._starting(key):
+            if not self.is_asynchronous:
+                return [_all_gather_single(into, own, group=self._group, async_op=True) for into, own in pairs]
+            with in_one_launch(self._group) as launch:
+                for into, own in pairs:
+                    _all_gather_single(into, own, group=self._group)
         return [launch]
 
     def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str, divisor: int) -> Work:
-        self._latest, into, sent = key, real(shard).view(-1), real(full).view(-1)
-        work = _reduce_scatter_single(into, sent, group=self._group, async_op=True)
+        into, sent = real(shard).view(-1), real(full).view(-1)
+        with self._starting(key):
+            work = _reduce_scatter_single(into, sent, group=self._group, async_op=True)
 
         def finish() -> None:
             self._wait([work], key)
@@ -133,7 +135,6 @@ class NativeComm(Comm):
         return Work(finish)
 
     def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], key: str) -> None:
-        self._latest = key
         pairs = [(dist.irecv, received), (dist.isend, sent)]
         messages = [
             dist.P2POp(kind, real(tensor), group=self._group, group_peer=peer)
@@ -141,14 +142,17 @@ class NativeComm(Comm):
             for peer, tensor in enumerate(tensors)
             if peer != self.rank and tensor.numel()
         ]
-        self._wait(dist.batch_isend_irecv(messages) if messages else [], key)
+        with self._starting(key):
+            works = dist.batch_isend_irecv(messages) if messages else []
+        self._wait(works, key)
 
     def _broadcast(self, tensor: Tensor, source: int, key: str) -> None:
         if is_host(tensor.device) and self.is_asynchronous:
             self._broadcast_by_device(tensor, source, key)
             return
-        self._latest = key
-        self._wait([dist.broadcast(real(tensor), group=self._group, group_src=source, async_op=True)], key)
+        with self._starting(key):
+            work = dist.broadcast(real(tensor), group=self._group, group_src=source, async_op=True)
+        self._wait([work], key)
 
     def _broadcast_by_device(self, tensor: Tensor, source: int, key: str) -> None:
         """Copies a host tensor by way of the device, whose links are faster: a model that was built on the host would
@@ -164,12 +168,23 @@ class NativeComm(Comm):
     def _all_reduce(self, value: Tensor, combine: Combine, key: str) -> Tensor:
         if is_host(value.device):
             return self._control._all_reduce(value, combine, key)
-        self._latest, total = key, value.clone()
-        self._wait([dist.all_reduce(real(total), _OPERATIONS[combine], group=self._group, async_op=True)], key)
+        total = value.clone()
+        with self._starting(key):
+            work = dist.all_reduce(real(total), _OPERATIONS[combine], group=self._group, async_op=True)
+        self._wait([work], key)
         return total
 
     def _merge(self, mine: dict[int, Any], key: str) -> dict[int, Any]:
         return self._control._merge(mine, key)
+
+    @contextmanager
+    def _starting(self, key: str) -> Iterator[None]:
+        """Around the start of a collective, where NCCL tells that an earlier one has failed, as a peer is gone."""
+        self._latest = key
+        try:
+            yield
+        except dist.DistBackendError as error:
+            raise self._control.explain(key, None, str(error).splitlines()[0]) from None
 
     def _wait(self, works: Sequence[Any], key: str) -> None:
         for work in works:
