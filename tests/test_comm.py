@@ -119,7 +119,7 @@ def test_real_ranks_compute_every_collective(size: int, function: Any, pool_of: 
 
 
 # The error of NCCL 2.28 on a GPU whose peer has been killed, where the next collective starts.
-NCCL_SAYS = """NCCL error in: ProcessGroupNCCL.cpp, remote process exited or there was a network error, NCCL version 2.28
+NCCL_SAYS = """NCCL error in: a.cpp:3780, remote process exited or there was a network error, NCCL version 2.28.9
 ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
 Last error:
 socketProgress: Connection closed by remote peer localhost<56394>"""

@@ -218,7 +218,7 @@ def test_a_cell_of_ours_names_a_test_that_is_there() -> None:
     assert len(promises) > 60
     for ours, held in [(cells[1], cells[-1]) for cells in rows + promises]:
         if held == "-":
-            assert ours.partition(";")[0] in ("no", "**never run**", "not measured")
+            assert ours.partition(";")[0] in ("no", "not measured") or ours.startswith("**never run**")
             continue
         file, _, name = held.strip("`").partition("::")
         assert re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), held

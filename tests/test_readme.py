@@ -101,4 +101,4 @@ def test_bytes_per_parameter_in_the_readme_are_those_that_are_counted(stage: int
 
 
 def test_what_it_was_tested_on_is_said() -> None:
-    assert "**It has never run on a GPU or over NCCL.**" in README
+    assert "**It has never run on several GPUs.**" in README
