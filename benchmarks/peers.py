@@ -90,11 +90,9 @@ def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def device_of(options: argparse.Namespace) -> torch.device:
-    return (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        if options.accelerator == "gpu"
-        else torch.device("cpu")
-    )
+    if options.accelerator == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
 def seed() -> None:

@@ -58,7 +58,7 @@ def main() -> int:
     for line in told_skipped(skipped):
         print(line, flush=True)
     rows = measure([name for name in options.contestants if name not in skipped], options)
-    table = summarize({name: found for name, found in rows.items() if found})
+    table = summarize({name: found for name, found in rows.items() if found}, SIZES[options.size].flops)
     show(table, options)
     for line in disagreements(table):
         print(line)
@@ -197,13 +197,14 @@ def end_group(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def summarize(rows: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
+def summarize(rows: dict[str, list[dict[str, Any]]], flops: float) -> dict[str, dict[str, float]]:
     """Medians over the rounds; `x_ddp` is the median of the ratios within each round, `x_pieces` that of a stage that
-    steps whole tensors to the stage alone, and what ends in `_min` and `_max` their spread."""
+    steps whole tensors to the stage alone, and what ends in `_min` and `_max` their spread. `tflops` are what the model
+    asks of a rank (`flops` per step) in a second."""
     table = {}
     for name, found in rows.items():
         row = {key: statistics.median(one[key] for one in found) for key in found[0] if key != "round"}
-        row |= spread("seconds", [one["seconds"] for one in found])
+        row |= {"tflops": flops / row["seconds"] / 1e12, **spread("seconds", [one["seconds"] for one in found])}
         if ratios := ratios_of(found, rows.get("ddp", [])):
             row |= {"x_ddp": statistics.median(ratios), **spread("x_ddp", ratios)}
         if name.endswith(WHOLE) and (ratios := ratios_of(found, rows.get(name.removesuffix(WHOLE), []))):
@@ -256,19 +257,21 @@ def setting(options: argparse.Namespace) -> dict[str, Any]:
 def show(table: dict[str, dict[str, float]], options: argparse.Namespace) -> None:
     print(f"\n{setting(options)}\n")
     told = f"{'s/step':>9}{'(min - max)':>16}{'x ddp':>8}{'(min - max)':>14}"
-    print(f"{'':<16}{told}{'rest MB':>10}{'peak MB':>10}{'wire':>8}{'loss':>10}")
+    print(f"{'':<16}{told}{'rest MB':>10}{'peak MB':>10}{'wire':>8}{'TFLOP/s':>9}{'loss':>10}")
     for name, row in table.items():
         ratio = f"{row['x_ddp']:>8.2f}{row['x_ddp_min']:>7.2f} - {row['x_ddp_max']:.2f}" if "x_ddp" in row else " " * 22
         print(
             f"{name:<16}{row['seconds']:>9.3f}{row['seconds_min']:>8.3f} - {row['seconds_max']:.3f}{ratio}"
-            f"{row['rest_mb']:>10.0f}{row['peak_mb']:>10.0f}{row['wire']:>8.2f}{row['loss']:>10.4f}"
+            f"{row['rest_mb']:>10.0f}{row['peak_mb']:>10.0f}{row['wire']:>8.2f}"
+            f"{row['tflops']:>9.3g}{row['loss']:>10.4f}"
         )
         if "x_pieces" in row:
             print(f"{'':<16}{row['x_pieces']:.2f} x the same stage that steps pieces")
     print(
         "rest, peak: MB of the largest rank; wire: bytes that all ranks send per step / bytes of the parameters, as the"
     )
-    print("kernel counts them on the loopback device; our stages use none on one machine, and count themselves")
+    print("kernel counts them on the loopback device; our stages use none on one machine, and count themselves;")
+    print("TFLOP/s: what forward and backward of the model ask of one rank")
 
 
 # --- what is kept
