@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.config import Offload
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
@@ -55,6 +58,7 @@ class Plan:
     gradient_edit: str | None = None
     data_edit: tuple[str, int] | None = None  # in the last micro-batch; and of which parameter, modulo their number
     regroups: tuple[str | None, ...] = ()  # before each step from the second on
+    on_disk: bool = False  # optimizer state and masters
 
     @property
     def shard_size(self) -> int:
@@ -80,8 +84,9 @@ class Plan:
         again = self.partitioned == 1 and ("sync" in self.earlier_micro_batches or self.clears_every > 1)
         return not (hybrid or again)
 
-    def options(self) -> Options:
+    def options(self, folder: Path) -> Options:
         return Options(
+            offload=Offload("nvme", path=folder) if self.on_disk else None,
             unit_classes=self.units,
             bucket_bytes=self.bucket_bytes,
             prefetch=self.prefetch,
@@ -272,11 +277,12 @@ def under_ddp(model: Model, plan: Plan, comm: Comm) -> dict[str, Tensor]:
 
 def under_the_engine(model: Model, plan: Plan, comm: Comm) -> dict[str, Tensor]:
     optimizers = plan.make_optimizers(model)
-    engine = Engine(model, optimizers, stage=plan.stage, comm=comm, options=plan.options())
-    seen = train(model, engine, optimizers, plan, comm.rank)
-    engine.loans.settle()
-    weights = engine.states.full_model(copy=True)
-    engine.close()
+    with TemporaryDirectory() if plan.on_disk else nullcontext("") as folder:
+        engine = Engine(model, optimizers, stage=plan.stage, comm=comm, options=plan.options(Path(folder)))
+        seen = train(model, engine, optimizers, plan, comm.rank)
+        engine.loans.settle()
+        weights = engine.states.full_model(copy=True)
+        engine.close()
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
     return seen | values_of(weights)
 
@@ -330,6 +336,7 @@ def plans(draw: Any) -> Plan:
         gradient_edit=draw(st.sampled_from([None, None, *OF_GRADIENTS])),
         data_edit=draw(st.sampled_from([None, None, *((name, at) for name in OF_DATA for at in range(6))])),
         regroups=draw(st.just(()) | st.tuples(changes, changes)),
+        on_disk=draw(st.sampled_from([False, False, False, True])),
     )
     if "give" not in plan.regroups:  # until then, gradients of what no optimizer has are each rank's own
         plan = replace(plan, clears_every=draw(st.sampled_from([1, 1, 1, 2])))
