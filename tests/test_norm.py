@@ -164,3 +164,13 @@ def test_complex_gradients_count_by_their_magnitude(stage: int) -> None:
 
     start = seeded(Waves)
     assert on_engine(start, act, stage) == [pytest.approx(on_one_device(start, act), rel=1e-6)] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("shape", [(0,), (1,), (3, 5), (norm._CHUNK,), (2, norm._CHUNK + 1)])
+def test_the_host_sums_in_float64_chunk_by_chunk(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    piece = torch.randn(shape, dtype=dtype)
+    found = norm._norm_of(piece.t() if len(shape) > 1 else piece, 2.0)
+    assert found.dtype == torch.float64
+    wide = piece.abs().double()
+    assert found.item() == pytest.approx(wide.square().sum().sqrt().item(), rel=1e-12)
