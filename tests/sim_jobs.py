@@ -224,7 +224,7 @@ def pinned_memory_without_its_ledger(device: torch.device) -> dict[str, Any]:
 
     place = Place(torch.device("cpu"), Tier.HOST, pinned=True)
     found: dict[str, Any] = {"pinned": []}
-    before = REGISTERED.keys() | set()
+    before = set(REGISTERED)
     for _ in range(3):
         left = Ledger().allocate(Category.MASTER, 2**18, torch.float32, place)
         found["pinned"].append(left.is_pinned())

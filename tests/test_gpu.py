@@ -56,9 +56,7 @@ def allocated() -> int:
 def fit_on_gpu(strategy: Any, precision: str, **kwargs: Any) -> dict[str, Any]:
     L.seed_everything(1, verbose=False)
     model = jobs.Classifier(tied=precision != "bf16-true")
-    if (
-        precision == "16-mixed"
-    ):  # a scale at which nothing overflows: a skipped step does not move the learning rate here
+    if precision == "16-mixed":  # nothing may overflow: a skipped step does not move the learning rate here
         kwargs["plugins"] = [MixedPrecision("16-mixed", "cuda", torch.amp.GradScaler("cuda", init_scale=2.0**10))]
     else:
         kwargs["precision"] = precision

@@ -32,7 +32,7 @@ def test_two_ranks_have_the_bits_of_ddp(stage: int, precision: str, two_ranks: R
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_clipped_accumulated_gradients_have_the_bits_of_ddp(stage: int, two_ranks: RankPool) -> None:
+def test_clipped_accumulated_gradients_train_as_under_ddp(stage: int, two_ranks: RankPool) -> None:
     options = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
     (expected, _), (found, _) = (two_ranks.run(nccl_jobs.fit, of, **options) for of in (DDP, {"stage": stage}))
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)

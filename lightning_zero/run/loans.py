@@ -163,12 +163,9 @@ class Loans(Lender):
             if group.upcasts:
                 self._note_fingerprint(group, self._copies[group].full)
             elif group.is_apart:
-                self._watch(group)
+                self.watch(group)
 
-    def watch(self, slot: Slot) -> None:
-        self._watch(slot.group)
-
-    def _watch(self, group: ShardGroup) -> None:
+    def watch(self, group: ShardGroup) -> None:
         if group.full_param is not None and not group.is_behind:
             with torch.no_grad(), no_interception():
                 self._note_fingerprint(group, group.full_param)

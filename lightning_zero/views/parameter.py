@@ -41,8 +41,8 @@ class Lender(GradientLender, ABC):
         """Lends a parameter's values, in the dtype that readers see, connected to autograd."""
 
     @abstractmethod
-    def watch(self, slot: Slot) -> None:
-        """Has edits of a parameter be noticed which do not raise its version; its values are there."""
+    def watch(self, group: ShardGroup) -> None:
+        """Sees to it that edits from here on are noticed, also if they raise no version. The values are there."""
 
     @abstractmethod
     def load(self, slot: Slot, source: Stored) -> None:
@@ -71,7 +71,7 @@ class WatchedParameter(_Intercepting):
 
     @property
     def data(self) -> Tensor:
-        self.lender.watch(_slot(self))
+        self.lender.watch(_slot(self).group)
         return _GET_DATA(self)
 
     @data.setter
@@ -150,8 +150,9 @@ class Interception:
 
     def show(self, group: ShardGroup) -> None:
         """Makes the parameters plain ones, or watched. Their values must be there."""
+        is_watched = group.is_apart
         for slot in group.slots:
-            slot.parameter.__class__ = self._watching(slot.plain_class) if group.is_apart else slot.plain_class
+            slot.parameter.__class__ = self._watching(slot.plain_class) if is_watched else slot.plain_class
 
     def leave(self, group: ShardGroup) -> None:
         """Makes the parameters plain ones for good."""
