@@ -489,7 +489,9 @@ def test_offloaded_checkpoints_leave_the_device_for_page_locked_memory() -> None
     told = f"kept with recomputation: {recomputes['kept']}\nwithout: {keeps_all['kept']}"
     assert recomputes["after forward"] < keeps_all["after forward"] / 4, told
     assert recomputes["after forward"] - offloads["after forward"] == pytest.approx((depth - 1) * size, rel=0.05)
-    assert offloads["peak"] < recomputes["peak"] < keeps_all["peak"]
+    # The peak is at the end of backward, where gradients are, and checkpoints no more: but for one on its way back.
+    assert recomputes["peak"] < keeps_all["peak"]
+    assert offloads["peak"] <= recomputes["peak"] + size
     assert offloads["told"]["activation checkpoint (host)"] == depth * size
     assert offloads["is pinned"] is True
 

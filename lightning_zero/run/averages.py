@@ -56,8 +56,11 @@ class Averages:
         return norm.Measured.of(slots, norm_type)
 
     def forget(self) -> None:
-        """Forgets measured gradients, as a step has taken them."""
+        """Forgets what was measured of gradients, as a step has taken them."""
         self._measured = None
+        for shard in self.reductions.shards:
+            if shard.squares is not None:
+                shard.squares.forget()
 
     def clip_by_norm_(
         self,

@@ -27,6 +27,7 @@ from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.layout import Chunk, Slice, overlap
 from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.shards.sparse import NOTHING, dense_of
+from lightning_zero.shards.squares import Squares
 from lightning_zero.tiers.array import Array, InMemory, zeros
 from lightning_zero.tiers.ledger import Category, Tier
 from lightning_zero.torch_private import edits_of
@@ -58,11 +59,11 @@ class GradientShard:
         self.is_spread = self.travels and (group.is_cut or self._is_sharded)
         # Each gradient is to be collected as it comes; tensor-parallel ranks may have to sum it.
         self.is_collected = self.travels or not setting.keeps_gradients or setting.mesh.tensor.size > 1
-        # Gradients are copied into buckets: those that rest as shards, and those larger than a bucket.
-        self.is_packed = self._is_sharded or not all(chunk.is_whole for chunk in group.layout.chunks)
         self.full_grad: Tensor | None = None
         keeps_shard = self._is_sharded and setting.keeps_gradients
         self.owned_grad = self._make_owned(group.layout.shard_numel if keeps_shard else 0)
+        leaves = not is_host(group.places.gathered.device) and is_host(group.places.gradient.device)
+        self.squares = Squares(self.owned_grad) if keeps_shard and leaves and not dtype.is_complex else None
         if self.travels and not self._is_sharded:
             self._make_full()
         self.ready: set[int] = set()  # indices of parameters that have a gradient in this backward
@@ -278,6 +279,8 @@ class GradientShard:
         elif isinstance(self.owned_grad, InMemory) and self.owned_grad.place.device == total.device:
             with self.owned_grad.edit(chunk.in_shard) as owned:
                 torch.div(total, contributions, out=owned)  # without a copy after it
+        elif self.squares is not None:
+            self.squares.write(chunk, total.div_(contributions), group.slots)
         else:
             self.owned_grad.write(chunk.in_shard, total.div_(contributions))
 
@@ -331,7 +334,7 @@ class GradientShard:
             with no_interception():
                 slot.local.grad = None
                 slot.parameter.grad_dtype = self.group.kind.declared  # the dtype that its values have again at once
-        self.full_grad = None
+        self.full_grad = self.squares = None
         place = self.group.places.gathered
         self.owned_grad = InMemory(torch.empty(0, dtype=self.dtype, device=place.device), place)
         self.pool = BucketPool([])
@@ -351,6 +354,11 @@ class GradientShard:
         self.group.catch_up_alone()  # a postponed step is to see the gradient as it was before the edit
         with self.owned_grad.edit(slot.piece.in_shard) if self.travels else nullcontext(self.piece(slot)) as piece:
             yield piece
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether gradients are copied into buckets: those that rest as shards, and those larger than a bucket."""
+        return self._is_sharded or not all(chunk.is_whole for chunk in self.group.layout.chunks)
 
     @property
     def is_on_disk(self) -> bool:

@@ -61,7 +61,7 @@ class Measured:
     @classmethod
     def of(cls, slots: Sequence[Slot], norm_type: float = 2.0) -> "Measured":
         """Measures this rank's pieces, in float64: the result must not depend on where ranks cut (ZeRO section 5)."""
-        norms = [_norm_of(gradient_of(slot).piece(slot), norm_type) for slot in slots]
+        norms = [_norm_in(slot, norm_type) for slot in slots]
         device = slots[0].group.places.gathered.device if slots else HOST
         parts = _stacked(norms, device)
         parts = parts if norm_type == inf else parts.pow(norm_type)
@@ -105,6 +105,13 @@ class Measured:
             ranks=ranks.nonzero().flatten().tolist(),
             parameters=[self.slots[at].name for at in parameters.nonzero().flatten().tolist()],
         )
+
+
+def _norm_in(slot: Slot, norm_type: float) -> Tensor:
+    """Returns the norm of this rank's piece of a gradient."""
+    gradient = gradient_of(slot)
+    known = gradient.squares.of(slot) if gradient.squares is not None and norm_type == 2.0 else None
+    return _norm_of(gradient.piece(slot), norm_type) if known is None else known.sqrt()
 
 
 def _norm_of(piece: Tensor, norm_type: float) -> Tensor:
