@@ -9,6 +9,7 @@ from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from lightning_zero.rehearsal.hollow import Hollow
 from lightning_zero.rehearsal.memory import Memory, Phase
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.run.recompute import store_for
+from lightning_zero.shards import norm
 from lightning_zero.shards.offload import Machine
 from lightning_zero.tiers.array import ALL, empty
 from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
@@ -451,6 +453,10 @@ def train(
             losses.append(loss.detach())
         if scaler.is_enabled():
             engine.averages.unscale_(scaler, made)
+        if step == 1 and event == "gradients are edited":
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(0.5)
         if clips:
             engine.averages.clip_by_norm_(made, 0.1)
         scaler.step(made)
@@ -513,6 +519,21 @@ def train_on_ranks(device: torch.device, size: int, start: nn.Module, **kwargs: 
             return train(device, make_comm(device, SOON, backend="sim"), start, **kwargs)
 
     return run_ranks(size, on_rank)
+
+
+def measured_on_host(device: torch.device, size: int, start: nn.Module, **kwargs: Any) -> int:
+    """Trains as above, and returns how many gradients the host has measured."""
+    on_host = 0
+    norm_of = norm._norm_of
+
+    def note(piece: torch.Tensor, norm_type: float) -> torch.Tensor:
+        nonlocal on_host
+        on_host += piece.device.type == "cpu" and piece.numel() > 0  # of some a rank has no part
+        return norm_of(piece, norm_type)
+
+    with patch.object(norm, "_norm_of", note):
+        train_on_ranks(device, size, start, **kwargs)
+    return on_host
 
 
 @contextmanager

@@ -169,6 +169,21 @@ def test_in_a_steady_step_the_host_waits_for_nothing_but_the_verdict_of_a_scaler
         assert each["waits"] == expected
 
 
+CHANGES = {"none": {}, "an edit": {"event": "gradients are edited"}, "an average that is added to": {"micro": 2}}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_gradients_that_leave_the_device_are_measured_there_unless_they_change_on_the_host(
+    tier: str, change: str, sim_process: RankPool, tmp_path: Path
+) -> None:
+    setting = {"stage": 2, "clips": True, "offload": offload_of(tier, 2, tmp_path), **CHANGES[change]}
+    start = sim_jobs.tower()
+    (on_host,) = sim_process.run(sim_jobs.on_sim, "LATE", sim_jobs.measured_on_host, 2, start, **setting)
+    assert bool(on_host) == (change != "none")
+    assert_same(*train(sim_process, "LATE", 2, **setting))
+
+
 @pytest.mark.parametrize("first", ["send", "send beside compute", "write"])
 @pytest.mark.parametrize("then", ["send", "read", "open", "edit", "write from the host", "write from the device"])
 def test_an_array_is_not_used_before_copies_from_and_to_it_are_over(
