@@ -21,7 +21,7 @@ class Squares:
     def __init__(self, array: Array) -> None:
         self._array = array
         self._version = array.version  # of the array when the sums were taken
-        self._sums: dict[int, dict[int, tuple[int, Tensor]]] = {}  # index -> where it starts -> (elements, 0-d, float64)
+        self._sums: dict[int, dict[int, tuple[int, Tensor]]] = {}  # index -> start -> elements, 0-d float64
 
     def write(self, chunk: Chunk, average: Tensor, slots: list[Slot]) -> None:
         """Replaces the values of a chunk by `average`, of any device, on which it is measured."""
