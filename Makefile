@@ -5,10 +5,13 @@
 # TORCH   what to install as torch, with pip options if need be. CI runs the default; for another build:
 #             make test TORCH='torch==2.11.0 --extra-index-url URL'
 #         It goes in first, and nothing installed after it may replace it or what it brought along.
+# FLOOR_TORCH  the same for `make test-floors`, in place of the lowest that pyproject.toml allows, whose build from PyPI
+#         is the one for CUDA: FLOOR_TORCH='torch==2.11.0 --index-url URL'
 # LANES   of the tests, each with ranks of its own; one more than cores, since lanes also wait for ranks
 # ARGS    passed on to pytest, to the example (`make demo ARGS=trainer.max_steps=50`) or to the benchmark
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+FLOOR_TORCH ?=
 LANES ?= 3
 ARGS ?=
 
@@ -17,10 +20,11 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq
 EXTRAS := plots,examples,docs,dev
+RUNNERS := hypothesis pytest pytest-timeout pytest-xdist
 FLOORS := .venv-floors
 NEWEST := .venv-newest
 CLIENTS := .venv-clients
-FLOOR_TESTS := $(addprefix tests/test_,$(addsuffix .py,checkpoint_before checkpoint_tree config hydra layout promises \
+FLOOR_TESTS := $(addprefix tests/test_,$(addsuffix .py,checkpoint_before checkpoint_tree config hydra layout privates promises \
     strategy summary sweep))
 
 .DEFAULT_GOAL := help
@@ -86,14 +90,16 @@ constraints: setup  ## write constraints.txt from .venv (after upgrading package
 	    | sed 's/+.*//' | cat $(VENV)/header.txt - > constraints.txt
 
 clean:  ## remove the environment, caches and results
-	rm -rf $(VENV) $(VENV).txt $(FLOORS) $(NEWEST) $(CLIENTS) build dist outputs multirun *.egg-info .*_cache .hypothesis
+	rm -rf $(foreach one,$(VENV) $(FLOORS) $(NEWEST) $(CLIENTS),$(one) $(one).txt) build dist outputs multirun *.egg-info .*_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 setup: $(VENV)/installed  ## create .venv with everything the other targets need
 
 # Holds the two variables, so that changing one starts the environment afresh.
-$(VENV).txt: FORCE
-	@printf '%s\n' "$(PYTHON)" "$(TORCH)" | cmp -s - $@ || printf '%s\n' "$(PYTHON)" "$(TORCH)" > $@
+$(VENV).txt $(CLIENTS).txt: torch = $(TORCH)
+$(FLOORS).txt: torch = $(FLOOR_TORCH)
+$(VENV).txt $(FLOORS).txt $(CLIENTS).txt: FORCE
+	@printf '%s\n' "$(PYTHON)" "$(torch)" | cmp -s - $@ || printf '%s\n' "$(PYTHON)" "$(torch)" > $@
 
 # Torch first. It takes its dependencies from constraints.txt when it is the pinned one; another build brings its own.
 $(VENV)/torch.txt: $(VENV).txt constraints.txt
@@ -113,12 +119,14 @@ $(VENV)/installed: $(VENV)/torch.txt pyproject.toml
 	@touch $@
 
 # "torch>=2.11,<2.16" becomes "torch==2.11". Torch brings its build for CUDA, some GB.
-$(FLOORS)/installed: pyproject.toml
+$(FLOORS)/installed: $(FLOORS).txt pyproject.toml
 	$(PYTHON) -m venv --clear $(FLOORS)
-	$(FLOORS)/bin/python -m pip --disable-pip-version-check -qq install hypothesis pytest pytest-timeout pytest-xdist tensorboard \
+	$(if $(FLOOR_TORCH),$(FLOORS)/bin/python -m pip --disable-pip-version-check -qq install $(FLOOR_TORCH))
+	$(FLOORS)/bin/python -m pip --disable-pip-version-check -qq install $(RUNNERS) tensorboard \
 	    $$($(PYTHON) -c 'import re, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	    wanted = project["dependencies"] + project["optional-dependencies"]["plots"]; \
-	    print(*(re.sub(r">=([\d.]+).*", r"==\1", one) for one in wanted))')
+	    lowest = [re.sub(r">=([\d.]+).*", r"==\1", one) for one in wanted]; \
+	    print(*(one for one in lowest if not (one.startswith("torch==") and "$(FLOOR_TORCH)")))')
 	@touch $@
 
 # What is newest changes, so `make test-newest` upgrades it every time.
@@ -128,7 +136,7 @@ $(NEWEST)/pyvenv.cfg:
 
 # Torch first and held, as these packages would take any, with its build for CUDA. What requirements.txt names is taken
 # from there, everything else from constraints.txt.
-$(CLIENTS)/installed: pyproject.toml constraints.txt tests/clients/requirements.txt
+$(CLIENTS)/installed: $(CLIENTS).txt pyproject.toml constraints.txt tests/clients/requirements.txt
 	$(PYTHON) -m venv --clear $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check -qq uninstall -y setuptools
 	$(CLIENTS)/bin/python -m pip --disable-pip-version-check -qq install $(TORCH) -c constraints.txt
@@ -137,5 +145,5 @@ $(CLIENTS)/installed: pyproject.toml constraints.txt tests/clients/requirements.
 	    > $(CLIENTS)/constraints.txt
 	$(CLIENTS)/bin/python -m pip --disable-pip-version-check -qq install -c $(CLIENTS)/constraints.txt setuptools
 	$(CLIENTS)/bin/python -m pip --disable-pip-version-check -qq install -c $(CLIENTS)/constraints.txt \
-	    --no-build-isolation -e . -r tests/clients/requirements.txt pytest pytest-timeout
+	    --no-build-isolation -e . -r tests/clients/requirements.txt $(RUNNERS)
 	@touch $@

@@ -1,5 +1,6 @@
 """Trains a byte-level GPT, or what `experiment=` names, with ZeRO; `python examples/train.py --help` shows how."""
 
+import os
 import sys
 from io import TextIOWrapper
 from pathlib import Path
@@ -39,6 +40,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
     if trainer.is_global_zero:
         update_summary(folder, **told)
         show(read_summary(folder), metrics=list(trained))
+        print(f"Logs and results: {os.path.relpath(folder)}")
     return trained["loss"]
 
 

@@ -47,14 +47,23 @@ def test_one_module_copies_without_waiting() -> None:
 
 
 def test_every_tensor_that_the_package_makes_says_on_which_device() -> None:
-    """Within `trainer.init_module()` the default is the accelerator: a message to other hosts would be made there."""
-    found = [
-        f"{module.name}:{call.lineno}"
-        for module in MODULES
-        for call in calls_in(module)
-        if ast.unparse(call.func) in {f"torch.{name}" for name in MAKERS}
-        if not any(keyword.arg in ("device", None) for keyword in call.keywords)
-    ]
+    """Within `trainer.init_module()` the default is the accelerator: a message to other hosts would be made there.
+    What makes one is called with its device, or given to another function, such as `partial`, together with it."""
+    makers = {f"torch.{name}" for name in MAKERS}
+    found = []
+    for module in MODULES:
+        nodes = [*ast.walk(ast.parse(module.read_text()))]
+        placed = {
+            maker
+            for call in nodes
+            if isinstance(call, ast.Call) and any(keyword.arg in ("device", None) for keyword in call.keywords)
+            for maker in (call.func, *call.args)
+        }
+        found += [
+            f"{module.name}:{node.lineno}"
+            for node in nodes
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in makers and node not in placed
+        ]
     assert found == []
 
 

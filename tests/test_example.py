@@ -93,6 +93,7 @@ def test_the_run_prints_a_table_and_a_sample(run):
     assert output.count("bytes per rank") == output.count("Trained 4 steps") == 1
     assert "a sample" in output
     assert read_summary(folder)["sample"].startswith("def ")
+    assert f"/{folder.name}\n" in output.partition("Logs and results: ")[2]
 
 
 def test_the_run_logs_to_csv_and_tensorboard(run):

@@ -5,6 +5,7 @@ Nothing is downloaded. Each scratch environment sees the packages of the one tha
 `lightning_zero`: that comes from the scratch environment's own site-packages, and the tests check that it does.
 """
 
+import ast
 import json
 import os
 import re
@@ -160,6 +161,34 @@ def test_make_installs_every_extra_but_the_peers_and_pins_all_that_they_name() -
     pinned = set(re.findall(r"^([\w.-]+)==", (REPOSITORY / "constraints.txt").read_text(), flags=re.MULTILINE))
     named = {re.split(r"[<>=!\[]", wanted)[0] for wanted in sum(extras.values(), project["dependencies"])}
     assert named <= pinned
+
+
+def test_environments_for_some_tests_have_all_that_each_lane_imports() -> None:
+    """`make test-floors` and `make test-clients` install less than the others, and load tests/conftest.py as well."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    made = (REPOSITORY / "Makefile").read_text()
+    runners = set(re.findall(r"^RUNNERS := (.*)$", made, flags=re.MULTILINE)[0].split())
+    for environment in ("FLOORS", "CLIENTS"):
+        recipe = made.partition(f"\n$({environment})/installed:")[2].partition("\n\n")[0]
+        assert "pip" in recipe
+        assert "$(RUNNERS)" in recipe
+    there = {re.split(r"[<>=!\[]", wanted)[0] for wanted in project["dependencies"]} | runners | {"lightning_zero"}
+    assert imported_by(["conftest", "lane"]) <= there | sys.stdlib_module_names
+
+
+def imported_by(tests: list[str]) -> set[str]:
+    """What modules of this folder import of others, by themselves and through each other, whenever they do."""
+    found: set[str] = set()
+    for name in (todo := [*tests]):  # grows
+        for node in ast.walk(ast.parse((REPOSITORY / f"tests/{name}.py").read_text())):
+            if isinstance(node, ast.Import):
+                imported = [alias.name.partition(".")[0] for alias in node.names]
+            else:
+                imported = [str(node.module).partition(".")[0]] if isinstance(node, ast.ImportFrom) else []
+            ours = [one for one in imported if (REPOSITORY / f"tests/{one}.py").is_file()]
+            found.update(set(imported) - set(ours))
+            todo += [one for one in dict.fromkeys(ours) if one not in todo]
+    return found
 
 
 # --- a foreign app

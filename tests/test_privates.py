@@ -80,6 +80,7 @@ def parsed() -> list[tuple[Path, list[ast.AST]]]:
     return [(path, [*ast.walk(ast.parse(path.read_text()))]) for path in MODULES]
 
 
+@functools.cache
 def own_names() -> set[str]:
     """Private names that the package gives itself, and may use."""
     found: set[str] = set()

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 
 from lightning_zero.checkpoint.tree import dtype_named
+from lightning_zero.device import HOST
 from lightning_zero.pl.strategy import ZeroStrategy
 from lightning_zero.pl.table import aligned, ranks_told, sized, wrapped
 from lightning_zero.rehearsal.cost import Rates, Timing, Work, timing_of
@@ -278,7 +279,7 @@ def batch_like(text: str) -> Callable[[], Any]:
     parts = [re.fullmatch(r"(\d+(?:x\d+)*)(?::(\w+))?", part) for part in text.split(",")]
     shapes = [(tuple(map(int, part[1].split("x"))), dtype_named(part[2] or "float32")) for part in parts if part]
     if len(shapes) == len(parts):
-        made = tuple(partial(torch.zeros, shape, dtype=dtype) for shape, dtype in shapes)
+        made = tuple(partial(torch.zeros, shape, dtype=dtype, device=HOST) for shape, dtype in shapes)
         return made[0] if len(made) == 1 else lambda: tuple(make() for make in made)
     if not re.fullmatch(r"[A-Za-z_][\w.]*[:.]\w+", text):
         raise ValueError(f"{text!r} is no batch. Write shapes, such as 8x1024:int64,8:int64, or an import path.")

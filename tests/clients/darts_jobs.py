@@ -1,5 +1,6 @@
 """Darts: models that make a Trainer of their own from what they are given, for each fit and for each forecast."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from darts import TimeSeries
 from darts.models import NBEATSModel, TFTModel, TransformerModel
 from darts.models.forecasting.torch_forecasting_model import TorchForecastingModel
+from darts.utils.likelihood_models.base import LikelihoodType
 
 from watch import Watch, as_user, files, kept
 
@@ -21,6 +23,10 @@ KINDS: dict[str, tuple[type[TorchForecastingModel], dict[str, Any]]] = {
         {"d_model": 128, "num_encoder_layers": 2, "num_decoder_layers": 1, "dim_feedforward": 2560, "dropout": 0.1},
     ),
 }
+
+if sys.version_info < (3, 11, 4):  # an enum's member is pickled as a call of `getattr`, which darts refuses to load:
+    # no TFT that was saved can be loaded there. From then on it is pickled by its value.
+    LikelihoodType.__reduce_ex__ = lambda self, _: (LikelihoodType, (self.value,))
 
 
 def waves(steps: int = 62) -> TimeSeries:
