@@ -14,6 +14,7 @@ from lightning_zero.run.averages import Averages
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.facts import facts_of
 from lightning_zero.run.loans import Loans
+from lightning_zero.run.parameter import Interception
 from lightning_zero.run.phase import Phase, Phases
 from lightning_zero.run.placing import make_program
 from lightning_zero.run.program import Cause, Facts, Program
@@ -21,6 +22,7 @@ from lightning_zero.run.reductions import Reductions, Stage
 from lightning_zero.run.regrouping import Regrouping
 from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.run.replicated import SharedBuffers, move_replicated
+from lightning_zero.run.saved import SavedParameters
 from lightning_zero.run.schedule import Schedule
 from lightning_zero.run.setup import set_up
 from lightning_zero.run.states import States
@@ -30,8 +32,6 @@ from lightning_zero.shards.local import local_of
 from lightning_zero.shards.options import Options
 from lightning_zero.shards.slot import no_interception, slot_of
 from lightning_zero.tiers.ledger import Category, Ledger, Tier, category_in
-from lightning_zero.views.parameter import Interception
-from lightning_zero.views.saved import SavedParameters
 from lightning_zero.wire.comm import Comm
 
 __all__ = ["Engine", "Options"]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.run.cache import UnitCache
+from lightning_zero.run.parameter import Interception
 from lightning_zero.run.program import Cause
 from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.shards.group import ShardGroup, publish
@@ -15,7 +16,6 @@ from lightning_zero.shards.slot import no_interception
 from lightning_zero.shards.unit import Unit
 from lightning_zero.tiers.array import Array
 from lightning_zero.tiers.ledger import Category
-from lightning_zero.views.parameter import Interception
 
 
 @final

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from lightning_zero.device import HOST
+from lightning_zero.run.gradient import ShardedGradient
 from lightning_zero.run.notices import Notice, Notices
+from lightning_zero.run.parameter import Interception
 from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.bucket import BucketPool
 from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.norm import gradient_of
 from lightning_zero.shards.slot import Slot, no_interception
-from lightning_zero.views.gradient import ShardedGradient
-from lightning_zero.views.parameter import Interception
 from lightning_zero.wire.comm import Comm
 
 

@@ -13,7 +13,7 @@ from torch.nn import Module, Parameter
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.program import Cause
 from lightning_zero.run.reductions import Reductions, Stage
-from lightning_zero.run.surrounding import surround
+from lightning_zero.run.surrounding import Surround
 from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.casting import Reader
 from lightning_zero.shards.gradient import GradientShard
@@ -68,9 +68,9 @@ class Schedule:
                 if module in unit.traced:  # dynamo traces `forward` itself, past us, unless the module has a hook
                     self._handles.append(module.register_forward_hook(lambda *_: None))
                 before, after = partial(self._before_forward, unit), partial(self._after_forward, unit)
-                self._handles.append(surround(module, before, after))
+                self._handles.append(Surround(module, before, after))
         for module, unit in assembly.entrances:
-            self._handles.append(surround(module, partial(self._show_entrance, unit)))
+            self._handles.append(Surround(module, partial(self._show_entrance, unit)))
         self._hook_gradients(assembly.shards)
 
     def detach(self) -> None:
@@ -140,7 +140,7 @@ class Schedule:
             slots = [slot_of(parameter) for near in (module, *leaves) for parameter in near.parameters(recurse=False)]
             own = dict.fromkeys(slot.group for slot in slots if slot is not None and slot.group in groups)
             if own:
-                self._handles.append(surround(module, partial(self._catch_up, own)))
+                self._handles.append(Surround(module, partial(self._catch_up, own)))
 
     def _catch_up(self, groups: Iterable[ShardGroup]) -> None:
         for group in groups:
@@ -191,7 +191,7 @@ class Schedule:
             if vars(module).get("forward") is forward:
                 del module.forward
 
-        self._handles.append(surround(module, enter, leave))
+        self._handles.append(Surround(module, enter, leave))
 
     def _plain(self, slot: Slot, *, casts: bool) -> Tensor:
         """Returns the values of a weight as a plain tensor in its declared dtype. Where autocast `casts` it again,

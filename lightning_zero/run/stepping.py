@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.run.calls import StepCalls
 from lightning_zero.run.modes import Modes
+from lightning_zero.run.parameter import Interception
 from lightning_zero.run.reductions import Reductions
 from lightning_zero.run.setup import Setup
 from lightning_zero.shards.group import ShardGroup, publish
@@ -21,7 +22,6 @@ from lightning_zero.shards.options import Options
 from lightning_zero.shards.slot import Slot
 from lightning_zero.shards.units import modules_in_compiled_regions
 from lightning_zero.tiers.ledger import return_freed_memory
-from lightning_zero.views.parameter import Interception
 from lightning_zero.views.state import RestingState
 
 MUCH = 64 * 2**20  # bytes of gradients, which a backward makes and frees
