@@ -81,7 +81,7 @@ def parameter(doing: str) -> Walk:
 
 def step(**options: Any) -> Walk:
     ranks = Ranks()
-    moves = {Window: ("_read", "_show_piece", "_show_whole", "_write", "put_values"), Comm: ("all_gather",)}
+    moves = {Window: ("_read", "show_piece", "show_whole", "_write", "put_values"), Comm: ("all_gather",)}
     with walking(moves, lambda: ranks.doing in ("forward", "step")) as walk:
         ranks.train(2, **options)
     return walk

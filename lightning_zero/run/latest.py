@@ -11,7 +11,7 @@ from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.parameter import Interception
 from lightning_zero.run.program import Cause
 from lightning_zero.run.rendezvous import Rendezvous
-from lightning_zero.shards.group import ShardGroup, publish
+from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.slot import no_interception
 from lightning_zero.shards.unit import Unit
 from lightning_zero.tiers.array import Array
@@ -60,15 +60,16 @@ class Latest:
 
     # -- postponed steps
 
-    def catch_up(self, group: ShardGroup) -> None:
-        """Takes the postponed steps of a group, and publishes their values. Collective where ranks own parts of it."""
-        if not (group.is_behind or group.needs_all):
-            return
-        if group in self._publishing and not group.is_arriving:
-            self._rendezvous.call(self._publishing[group])
-        else:
-            self._rendezvous.journal.note(Cause.READ, group)
-            self._publish(group)
+    def catch_up(self, *groups: ShardGroup) -> None:
+        """Takes the postponed steps of groups, and publishes their values. Collective where ranks own parts of them."""
+        for group in groups:
+            if not (group.is_behind or group.needs_all):
+                continue
+            if group in self._publishing and not group.is_arriving:
+                self._rendezvous.call(self._publishing[group])
+            else:
+                self._rendezvous.journal.note(Cause.READ, group)
+                self._publish(group)
 
     def catch_up_all(self) -> None:
         """Takes all postponed steps of all groups, in the order in which forward needs them."""
@@ -91,7 +92,9 @@ class Latest:
     def _publish(self, group: ShardGroup) -> None:
         with no_interception():
             group.catch_up()
-            publish([group])
+            with torch.no_grad():
+                group.begin_publish()
+                group.end_publish()
             if group.is_plain:
                 self._interception.show(group)
                 group.note_versions()

@@ -17,7 +17,6 @@ from lightning_zero.run.surrounding import Surround
 from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.casting import Reader
 from lightning_zero.shards.gradient import GradientShard
-from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
@@ -140,11 +139,7 @@ class Schedule:
             slots = [slot_of(parameter) for near in (module, *leaves) for parameter in near.parameters(recurse=False)]
             own = dict.fromkeys(slot.group for slot in slots if slot is not None and slot.group in groups)
             if own:
-                self._handles.append(Surround(module, partial(self._catch_up, own)))
-
-    def _catch_up(self, groups: Iterable[ShardGroup]) -> None:
-        for group in groups:
-            self._loans.latest.catch_up(group)
+                self._handles.append(Surround(module, partial(self._loans.latest.catch_up, *own)))
 
     def _surround_reader(self, reader: Reader) -> None:
         """Shows `forward` of a module, torch's own, the weights that it reads as they rest, where autocast would cast
@@ -161,7 +156,7 @@ class Schedule:
 
         @torch.compiler.disable(recursive=False)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            self._catch_up(groups)
+            self._loans.latest.catch_up(*groups)
             self._loans.show_declared(groups)
             casts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == resting
             there = [weight for weight in weights if weight.is_there]
