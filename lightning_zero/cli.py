@@ -229,7 +229,7 @@ def _contents(checkpoint: "StoredCheckpoint") -> dict[str, Any]:
 
 def _part_of(name: str) -> str:
     """Returns the part of a checkpoint that the tensor called `name` belongs to."""
-    from lightning_zero.run.spread import WHOLE
+    from lightning_zero.checkpoint.spread import WHOLE
 
     if name.startswith(("model:", "state_dict/")):
         return "model"

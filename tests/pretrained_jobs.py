@@ -12,9 +12,9 @@ from torch import nn
 import construction_jobs
 from construction_jobs import Wide, few_bytes, measuring_peak, warmed
 from jobs import Classifier, loader, state_of, trainer
-from lightning_zero.checkpoint import load_pretrained
 from lightning_zero.run.construction import constructing
 from lightning_zero.run.engine import Engine
+from lightning_zero.run.pretrained import load_pretrained
 from lightning_zero.wire.comm import Comm
 
 

@@ -23,10 +23,11 @@ import test_device
 from compare import assert_same_bits
 from cover import name_of
 from lightning_zero import ZeroEMA
-from lightning_zero.checkpoint import load_pretrained, verify
+from lightning_zero.checkpoint import verify
 from lightning_zero.config import ActivationCheckpointing, Offload
 from lightning_zero.run.construction import constructing
 from lightning_zero.run.engine import Engine, Options
+from lightning_zero.run.pretrained import load_pretrained
 from lightning_zero.run.recompute import store_for
 from lightning_zero.shards.early import early_of
 from lightning_zero.shards.offload import Machine, host_of

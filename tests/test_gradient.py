@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.run.engine import Engine, Options
-from lightning_zero.views.gradient import ShardedGradient
+from lightning_zero.run.gradient import ShardedGradient
 from lightning_zero.wire.comm import Comm
 from models import assorted, clone, loss_of, seeded, sgd
 from thread_world import ThreadWorld

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.config import Offload
-from lightning_zero.views.parameter import RestingParameter
+from lightning_zero.run.parameter import RestingParameter
 from lightning_zero.wire.comm import Comm
 from models import seeded
 from unit_jobs import WIDTH, assert_as_on_one_device, on_engine, state_of, tower, x

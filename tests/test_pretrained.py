@@ -19,10 +19,10 @@ import pretrained_jobs
 from compare import assert_same_bits, differing
 from construction_jobs import Wide
 from lightning_zero import export_safetensors
-from lightning_zero.checkpoint import CheckpointError, load_pretrained
-from lightning_zero.checkpoint.pretrained import PretrainedTensor
+from lightning_zero.checkpoint import CheckpointError
 from lightning_zero.run.construction import constructing
 from lightning_zero.run.engine import Engine, Options
+from lightning_zero.run.pretrained import PretrainedTensor, load_pretrained
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
 from models import Assorted, assorted, seeded

@@ -18,10 +18,10 @@ import lightning_zero.checkpoint.save
 from engine_checkpoints import save
 from lightning_zero.checkpoint import StoredCheckpoint
 from lightning_zero.checkpoint.shard import ShardReader
+from lightning_zero.checkpoint.spread import SpreadParameter
 from lightning_zero.config import Offload
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.run.loans import Loans
-from lightning_zero.run.spread import SpreadParameter
 from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.offload import Machine
@@ -81,7 +81,7 @@ def parameter(doing: str) -> Walk:
 
 def step(**options: Any) -> Walk:
     ranks = Ranks()
-    moves = {Window: ("_read", "_show_piece", "_show_whole", "_write", "put_values"), Comm: ("all_gather",)}
+    moves = {Window: ("_read", "show_piece", "show_whole", "_write", "put_values"), Comm: ("all_gather",)}
     with walking(moves, lambda: ranks.doing in ("forward", "step")) as walk:
         ranks.train(2, **options)
     return walk

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import lightning_zero
 
 PACKAGE = Path(lightning_zero.__file__).parent
-ROOMS = ("wire", "tiers", "shards", "views", "run", "checkpoint", "pl", "cli", "sweeps")  # from below
+ROOMS = ("wire", "tiers", "shards", "views", "checkpoint", "run", "pl", "cli", "sweeps")  # from below
 
 
 class Call(NamedTuple):

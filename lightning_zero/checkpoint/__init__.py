@@ -3,7 +3,6 @@
 from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.keeper import CheckpointKeeper
 from lightning_zero.checkpoint.load import StoredCheckpoint, find_newest, verify
-from lightning_zero.checkpoint.pretrained import load_pretrained
 from lightning_zero.checkpoint.save import Saver, pickle_on_all_ranks
 
 __all__ = [
@@ -13,7 +12,6 @@ __all__ = [
     "Saver",
     "StoredCheckpoint",
     "find_newest",
-    "load_pretrained",
     "pickle_on_all_ranks",
     "verify",
 ]

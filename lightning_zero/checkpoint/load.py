@@ -19,10 +19,9 @@ from lightning_zero.checkpoint.shard import ShardReader, open_shard
 from lightning_zero.checkpoint.single import is_single_file, problems_in, refuse_other_files
 from lightning_zero.checkpoint.tree import Decoder, parted
 from lightning_zero.device import HOST
-from lightning_zero.run.states import failing_together
 from lightning_zero.shards.extents import Extent
 from lightning_zero.views.lazy import LazyTensor, Stored
-from lightning_zero.wire.comm import Comm, RankTimeoutError
+from lightning_zero.wire.comm import Comm, RankTimeoutError, failing_together
 
 _WORTH_SHARING = 1 << 16  # bytes that a rank reads of a tensor; less would cost too much in blocks that ranks share
 

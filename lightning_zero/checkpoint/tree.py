@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.serialization import get_safe_globals
 
-from lightning_zero.run.spread import WHOLE
+from lightning_zero.checkpoint.spread import WHOLE
 from lightning_zero.tiers.composed import is_composed, taken_apart
 from lightning_zero.torch_private import VERSIONS, storage_key, versions_of
 from lightning_zero.views.lazy import LazyTensor, OfOneRank, Partial, Source, Spread, materialize

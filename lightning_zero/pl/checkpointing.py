@@ -16,7 +16,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.checkpoint import CheckpointError, Folder, load_pretrained, resume
+from lightning_zero.checkpoint import CheckpointError, Folder, resume
 from lightning_zero.checkpoint.resume import ResumeEntry
 from lightning_zero.pl.lightning_private import saved_last, uploads_checkpoints
 from lightning_zero.pl.sharded_strategy import ShardedStrategy
@@ -25,6 +25,7 @@ from lightning_zero.run.construction import Construction
 from lightning_zero.run.engine import Engine
 from lightning_zero.run.forecast import bytes_to_save
 from lightning_zero.run.notices import Notice, Notices
+from lightning_zero.run.pretrained import load_pretrained
 from lightning_zero.shards.local import local_of, whole_of
 from lightning_zero.shards.units import renamed
 from lightning_zero.wire.board import Board
@@ -276,7 +277,7 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
 
         Raises:
             RuntimeError: the same on every rank, with the names of all tensors that do not fit; see
-                `checkpoint.load_pretrained`.
+                `run.pretrained.load_pretrained`.
         """
         module = self.lightning_module if module is None else module
         assert module is not None

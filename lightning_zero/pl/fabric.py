@@ -36,11 +36,11 @@ from lightning_zero.run.engine import Engine
 from lightning_zero.run.forecast import bytes_to_save
 from lightning_zero.run.modes import NAMES as MODES
 from lightning_zero.run.replicated import broadcast_states
-from lightning_zero.run.states import failing_together
 from lightning_zero.shards.managed import foreign_parameters
 from lightning_zero.shards.norm import Overflow
 from lightning_zero.stage import STAGES
 from lightning_zero.torch_private import scaling_of
+from lightning_zero.wire.comm import failing_together
 from lightning_zero.wire.mesh import Mesh
 
 

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from lightning_zero.checkpoint.spread import ModelValues, read_part
 from lightning_zero.device import HOST, can_pin, is_host
 from lightning_zero.run.engine import Engine
-from lightning_zero.run.spread import ModelValues, read_part
-from lightning_zero.run.states import failing_together
-from lightning_zero.shards.group import ShardGroup, publish
+from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.local import Box, local_of
 from lightning_zero.shards.slot import no_interception, slot_of
 from lightning_zero.shards.units import as_written
 from lightning_zero.tiers.array import Array, empty
 from lightning_zero.tiers.ledger import Category, Place, Tier
+from lightning_zero.wire.comm import failing_together
 
 Rule = Callable[[Tensor, Tensor, int], Tensor]  # averaged, current, number of updates before -> averaged
 
@@ -149,7 +149,11 @@ class Average:
                 group.take_masters()
             for buffer, average in self._buffers:
                 _exchange(local_of(average), local_of(buffer))
-        publish(engine.groups)
+        with torch.no_grad():
+            for group in engine.groups:
+                group.begin_publish()
+            for group in engine.groups:
+                group.end_publish()
         self.is_swapped = not self.is_swapped
 
     # -- in checkpoints

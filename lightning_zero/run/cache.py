@@ -5,12 +5,12 @@ from typing import final
 
 import torch
 
+from lightning_zero.run.parameter import Interception
 from lightning_zero.run.plan import Residents
+from lightning_zero.run.saved import SavedParameters
 from lightning_zero.shards.arena import Arena
 from lightning_zero.shards.slot import no_interception
 from lightning_zero.shards.unit import Unit
-from lightning_zero.views.parameter import Interception
-from lightning_zero.views.saved import SavedParameters
 from lightning_zero.wire.comm import Gather
 
 

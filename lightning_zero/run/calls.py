@@ -1,8 +1,8 @@
-"""`StepCalls`: hooks on the user's calls of `optimizer.step`, which enter and leave the engine's step."""
+"""`StepCalls`: hooks on the user's calls of `optimizer.step`, which enter and leave what the engine does around it."""
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
 from typing import Any, final
@@ -15,8 +15,8 @@ from lightning_zero.shards.optimizer import PieceStepper
 
 @final
 class StepCalls:
-    """Hooks on the calls of one optimizer's `step`. Each call runs inside `step()`, except for the closure that it may
-    call, and `then` is called after it.
+    """Hooks on the calls of one optimizer's `step`. Each call runs inside what the functions `around` return, outermost
+    first, except for the closure that it may call, and `then` is called after it.
 
     torch calls hooks around the `step` of every class that there has been an instance of. So where an optimizer's class
     calls `super().step()`, they may be called once more from within. The engine's step ends with the outermost call,
@@ -27,11 +27,11 @@ class StepCalls:
         self,
         optimizer: Optimizer,
         stepper: PieceStepper,
-        step: Callable[[], AbstractContextManager[None]],
+        around: Sequence[Callable[[], AbstractContextManager[None]]],
         then: Callable[[], None],
     ) -> None:
         self._stepper = stepper
-        self._step = step
+        self._around = around
         self._then = then
         self._entered = ExitStack()
         self._depth = 0  # number of calls under way, one inside another
@@ -66,9 +66,18 @@ class StepCalls:
                 return None
             self._outermost, self._thread = _caller(), threading.get_ident()
         self._depth += 1
+
+        def enter() -> None:
+            if self._stepper.is_stepping:
+                return  # an outer call has entered
+            with ExitStack() as entered:
+                for context in self._around:
+                    entered.enter_context(context())
+                self._entered = entered.pop_all()
+
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            self._enter()
+            enter()
             return None
 
         @torch.compiler.disable
@@ -76,7 +85,7 @@ class StepCalls:
             self._stepper.refuse_if_partial()
             self._entered.close()  # an optimizer may call its closure several times: leave the step again
             result = closure()
-            self._enter()
+            enter()
             return result
 
         if len(args) > 1:
@@ -91,10 +100,6 @@ class StepCalls:
             self._then()
         elif self._depth:
             self._depth -= 1
-
-    def _enter(self) -> None:
-        if not self._stepper.is_stepping:  # otherwise an outer call has entered
-            self._entered.enter_context(self._step())
 
     @property
     def _is_under_way(self) -> bool:

@@ -32,6 +32,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.device import point_at
+from lightning_zero.run.constructed import ConstructedClasses, ConstructedParameter, Keeper
 from lightning_zero.shards.early import EarlyParameter, early_of, nothing
 from lightning_zero.shards.managed import is_plain
 from lightning_zero.shards.options import Options
@@ -39,7 +40,6 @@ from lightning_zero.shards.slot import no_interception, slot_of
 from lightning_zero.stage import STAGES
 from lightning_zero.tiers.ledger import Ledger, return_freed_memory
 from lightning_zero.torch_private import parameters_in
-from lightning_zero.views.constructed import ConstructedClasses, ConstructedParameter, Keeper
 from lightning_zero.views.intercept import Lent
 from lightning_zero.views.lazy import Stored
 from lightning_zero.wire.comm import Comm

@@ -14,6 +14,7 @@ from lightning_zero.run.averages import Averages
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.facts import facts_of
 from lightning_zero.run.loans import Loans
+from lightning_zero.run.parameter import Interception
 from lightning_zero.run.phase import Phase, Phases
 from lightning_zero.run.placing import make_program
 from lightning_zero.run.program import Cause, Facts, Program
@@ -21,6 +22,7 @@ from lightning_zero.run.reductions import Reductions, Stage
 from lightning_zero.run.regrouping import Regrouping
 from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.run.replicated import SharedBuffers, move_replicated
+from lightning_zero.run.saved import SavedParameters
 from lightning_zero.run.schedule import Schedule
 from lightning_zero.run.setup import set_up
 from lightning_zero.run.states import States
@@ -30,8 +32,6 @@ from lightning_zero.shards.local import local_of
 from lightning_zero.shards.options import Options
 from lightning_zero.shards.slot import no_interception, slot_of
 from lightning_zero.tiers.ledger import Category, Ledger, Tier, category_in
-from lightning_zero.views.parameter import Interception
-from lightning_zero.views.saved import SavedParameters
 from lightning_zero.wire.comm import Comm
 
 __all__ = ["Engine", "Options"]
@@ -62,12 +62,12 @@ class Engine:
     2. `backward`, at stage 3, gathers a unit again when autograd asks for values that it has saved of it. A hook
        collects each gradient as soon as autograd has written it. When all gradients of a group are complete, they are
        reduce-scattered, bucket by bucket, while backward goes on. All ranks reduce the groups in the same order.
-    3. `optimizer.step()` enters `step` through a hook. First, all ranks agree on which parameters have a gradient (at
-       stage 0, they do so at the end of backward). At stage 3 this is the only message of a step beside its data, also
-       where each of several micro-batches is reduced. (At stages 0 to 2 there is one more in each backward before the
-       first reduction, if not all buckets can travel at once; if they can, one more between two micro-batches that are
-       reduced.) During the call, the values and the gradient of each parameter are the piece that this rank owns, so
-       the optimizer makes state for this piece only.
+    3. `optimizer.step()` enters `around_step` and `Stepping.step` through a hook. First, all ranks agree on which
+       parameters have a gradient (at stage 0, they do so at the end of backward). At stage 3 this is the only message
+       of a step beside its data, also where each of several micro-batches is reduced. (At stages 0 to 2 there is one
+       more in each backward before the first reduction, if not all buckets can travel at once; if they can, one more
+       between two micro-batches that are reduced.) During the call, the values and the gradient of each parameter are
+       the piece that this rank owns, so the optimizer makes state for this piece only.
     4. After the call, at stages 1 and 2, the new values are all-gathered. At stage 3, the next forward gathers them.
 
     All ranks start from rank 0's parameters and buffers. Without optimizers, only parameters are sharded. On one rank
@@ -117,7 +117,9 @@ class Engine:
         self.journal = self.rendezvous.journal
         self.loans = Loans(self.groups, self.cache, self.rendezvous, saved, self._interception)
         move_replicated(module, device)
-        self.stepping = Stepping(module, optimizers, self.parts, self.options, self.reductions, self._interception)
+        self.stepping = Stepping(
+            module, optimizers, self.parts, self.options, self.reductions, self._interception, self.journal
+        )
         late = module if self.stepping.may_be_late else None
         around_backward = self._begin_backward, self._end_backward, self._recover
         self.schedule = Schedule(made, self.reductions, self.loans, *around_backward, late=late)
@@ -128,7 +130,7 @@ class Engine:
             module, steppers, whole, setting, self.options, self.schedule, self.reductions, self.loans
         )
         self.regrouping.deal()
-        self.stepping.begin(self.step, self._change)
+        self.stepping.begin(self.around_step, self._change)
         self.averages = Averages(module, device, self.mesh, self.loans, self.reductions)
         self.states = States(module, steppers, self.mesh, self.loans)
         self._phases = Phases()
@@ -250,15 +252,15 @@ class Engine:
     # -- step
 
     @contextmanager
-    def step(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, each parameter of `optimizer` is the piece that this rank owns. `StepCalls` enters it by hooks."""
+    def around_step(self, optimizer: Optimizer) -> Iterator[None]:
+        """Around `Stepping.step`, in which each parameter of `optimizer` is the piece that this rank owns. `StepCalls`
+        enters both by hooks."""
         self.journal.note(Cause.STEP_AFTER_CLIP if self._steps_next else Cause.STEP, optimizer)
         self._prepare_step()
         self.regrouping.refuse_strangers(self.parts.foreign)
         self.regrouping.deal()
-        with self._phases.within(Phase.STEP), self.stepping.step(optimizer):
+        with self._phases.within(Phase.STEP):
             yield
-            self.journal.end_step(optimizer)
         self.averages.forget()
         self.ledger.note_rest()
 

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from lightning_zero.run.cache import UnitCache
+from lightning_zero.run.parameter import Interception
 from lightning_zero.run.program import Cause
 from lightning_zero.run.rendezvous import Rendezvous
-from lightning_zero.shards.group import ShardGroup, publish
+from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.slot import no_interception
 from lightning_zero.shards.unit import Unit
 from lightning_zero.tiers.array import Array
 from lightning_zero.tiers.ledger import Category
-from lightning_zero.views.parameter import Interception
 
 
 @final
@@ -60,15 +60,19 @@ class Latest:
 
     # -- postponed steps
 
-    def catch_up(self, group: ShardGroup) -> None:
-        """Takes the postponed steps of a group, and publishes their values. Collective where ranks own parts of it."""
-        if not (group.is_behind or group.needs_all):
-            return
-        if group in self._publishing and not group.is_arriving:
-            self._rendezvous.call(self._publishing[group])
-        else:
-            self._rendezvous.journal.note(Cause.READ, group)
-            self._publish(group)
+    def catch_up(self, *groups: ShardGroup) -> None:
+        """Takes the postponed steps of groups, and publishes their values. Collective where ranks own parts of them."""
+        for group in groups:
+            if not (group.is_behind or group.needs_all):
+                continue
+            if group in self._publishing and not group.is_arriving:
+                self._rendezvous.call(self._publishing[group])
+            else:
+                # Its values are on their way already, or all of them are stepped on this rank.
+                self._rendezvous.journal.note(Cause.READ, group)
+                with no_interception():
+                    group.catch_up()
+                self._end_publish(group)
 
     def catch_up_all(self) -> None:
         """Takes all postponed steps of all groups, in the order in which forward needs them."""
@@ -81,17 +85,22 @@ class Latest:
         """Publishes a group together with all ranks. A plan may have that done where nothing has been stepped since;
         then each rank has the values, unless they are on their way yet, and its user code may have edited them."""
         if group.is_arriving:
-            self._publish(group)
+            self._end_publish(group)
         if group.is_behind or group.needs_all or not group.stays_full:
-            self._publish(group)
+            with no_interception():
+                group.catch_up()
+                with torch.no_grad():
+                    group.begin_publish()
+            self._end_publish(group)
         else:
             with torch.no_grad(), no_interception():
                 group.pass_by(group.owned_param, "publish")
 
-    def _publish(self, group: ShardGroup) -> None:
+    def _end_publish(self, group: ShardGroup) -> None:
+        """Waits for the values of other ranks, if they are on their way, and shows the latest ones."""
         with no_interception():
-            group.catch_up()
-            publish([group])
+            with torch.no_grad():
+                group.end_publish()
             if group.is_plain:
                 self._interception.show(group)
                 group.note_versions()

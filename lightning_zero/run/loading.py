@@ -12,8 +12,8 @@ from lightning_zero.views.lazy import Stored
 
 @final
 class Loading:
-    """Reading a file is a postponed step of the group: it is done when its values are wanted, or at the end of
-    `States.loading`."""
+    """What is noted is read at the end of `States.loading`, or when the values of a group are wanted before: to its
+    group it is a postponed step."""
 
     def __init__(self) -> None:
         self._noted: dict[ShardGroup, dict[Slot, Stored]] = {}
@@ -33,9 +33,16 @@ class Loading:
             slot.group.postpone(partial(self._read, slot.group))
         self._noted[slot.group][slot] = source
 
+    def read_all(self) -> None:
+        """Reads this rank's pieces of all that is noted."""
+        for group in [*self._noted]:
+            self._read(group)
+
     def _read(self, group: ShardGroup) -> None:
         """Reads this rank's pieces of what is noted for a group. Where it cannot, it notes why: other ranks may wait
         for this one, and hear of it by `take_error`."""
+        if group not in self._noted:
+            return  # a postponed step that `read_all` has taken
         noted, master = self._noted.pop(group), group.master
         with torch.no_grad(), no_interception():
             for slot, source in noted.items():

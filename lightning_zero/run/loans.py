@@ -25,7 +25,9 @@ from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.edits import EditBarrier, Place
 from lightning_zero.run.latest import Latest
 from lightning_zero.run.loading import Loading
+from lightning_zero.run.parameter import AsDeclared, Interception, Lender
 from lightning_zero.run.rendezvous import Rendezvous
+from lightning_zero.run.saved import SavedParameters
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.norm import gradient_of
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
@@ -33,8 +35,6 @@ from lightning_zero.shards.unit import Unit
 from lightning_zero.torch_private import backward_number, edits_of
 from lightning_zero.views.intercept import Lent
 from lightning_zero.views.lazy import Stored
-from lightning_zero.views.parameter import AsDeclared, Interception, Lender
-from lightning_zero.views.saved import SavedParameters
 
 Fingerprint = tuple[int, int]
 

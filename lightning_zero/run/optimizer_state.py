@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_zero.checkpoint.spread import WHOLE, SpreadBlocks, SpreadState, read_part
 from lightning_zero.device import HOST
-from lightning_zero.run.spread import WHOLE, SpreadBlocks, SpreadState, read_part
 from lightning_zero.shards.local import Box, local_of
 from lightning_zero.shards.moment import wrapped_in
 from lightning_zero.shards.optimizer import PieceStepper

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from lightning_zero.device import HOST
+from lightning_zero.run.gradient import ShardedGradient
 from lightning_zero.run.notices import Notice, Notices
+from lightning_zero.run.parameter import Interception
 from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.bucket import BucketPool
 from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.norm import gradient_of
 from lightning_zero.shards.slot import Slot, no_interception
-from lightning_zero.views.gradient import ShardedGradient
-from lightning_zero.views.parameter import Interception
 from lightning_zero.wire.comm import Comm
 
 
@@ -229,6 +229,7 @@ class Reductions:
         if self._alone is None:
             with no_interception(), torch.no_grad():
                 if self.step is None:
+                    self.reduce_all()
                     self._show_averages(self._slots_in(used))
                 else:
                     self._step_averages(self._slots_in(used))
@@ -276,6 +277,7 @@ class Reductions:
             self._interception.show(shard.group)
         self.stage = Stage.CLEAR
         with no_interception(), torch.no_grad():
+            self.reduce_all()
             self._show_averages(self._slots_in(flags))
         order = self._ready_order  # `_learn_order` is still to come
         self._clear()
@@ -292,7 +294,6 @@ class Reductions:
 
     def _show_averages(self, having: Sequence[Sequence[Slot]]) -> None:
         """Shows averaged gradients in parameters that had one on any rank (`having`); other `p.grad` stay as is."""
-        self.reduce_all()
         for shard, slots in zip(self.shards, having, strict=True):
             shard.end_reduce()
             for slot in slots if shard.travels else ():

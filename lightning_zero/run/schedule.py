@@ -13,11 +13,10 @@ from torch.nn import Module, Parameter
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.program import Cause
 from lightning_zero.run.reductions import Reductions, Stage
-from lightning_zero.run.surrounding import surround
+from lightning_zero.run.surrounding import Surround
 from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.casting import Reader
 from lightning_zero.shards.gradient import GradientShard
-from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
@@ -68,9 +67,9 @@ class Schedule:
                 if module in unit.traced:  # dynamo traces `forward` itself, past us, unless the module has a hook
                     self._handles.append(module.register_forward_hook(lambda *_: None))
                 before, after = partial(self._before_forward, unit), partial(self._after_forward, unit)
-                self._handles.append(surround(module, before, after))
+                self._handles.append(Surround(module, before, after))
         for module, unit in assembly.entrances:
-            self._handles.append(surround(module, partial(self._show_entrance, unit)))
+            self._handles.append(Surround(module, partial(self._show_entrance, unit)))
         self._hook_gradients(assembly.shards)
 
     def detach(self) -> None:
@@ -140,11 +139,7 @@ class Schedule:
             slots = [slot_of(parameter) for near in (module, *leaves) for parameter in near.parameters(recurse=False)]
             own = dict.fromkeys(slot.group for slot in slots if slot is not None and slot.group in groups)
             if own:
-                self._handles.append(surround(module, partial(self._catch_up, own)))
-
-    def _catch_up(self, groups: Iterable[ShardGroup]) -> None:
-        for group in groups:
-            self._loans.latest.catch_up(group)
+                self._handles.append(Surround(module, partial(self._loans.latest.catch_up, *own)))
 
     def _surround_reader(self, reader: Reader) -> None:
         """Shows `forward` of a module, torch's own, the weights that it reads as they rest, where autocast would cast
@@ -161,7 +156,7 @@ class Schedule:
 
         @torch.compiler.disable(recursive=False)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            self._catch_up(groups)
+            self._loans.latest.catch_up(*groups)
             self._loans.show_declared(groups)
             casts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == resting
             there = [weight for weight in weights if weight.is_there]
@@ -191,7 +186,7 @@ class Schedule:
             if vars(module).get("forward") is forward:
                 del module.forward
 
-        self._handles.append(surround(module, enter, leave))
+        self._handles.append(Surround(module, enter, leave))
 
     def _plain(self, slot: Slot, *, casts: bool) -> Tensor:
         """Returns the values of a weight as a plain tensor in its declared dtype. Where autocast `casts` it again,

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from lightning_zero.device import HOST, SideStream
 from lightning_zero.run.recompute import Recompute, recompute_for
 from lightning_zero.run.replicated import broadcast_states
-from lightning_zero.run.states import failing_together
 from lightning_zero.shards import assembly, offload
 from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.granularity import Stepped, choose_stepped
@@ -22,7 +21,7 @@ from lightning_zero.shards.options import Options
 from lightning_zero.shards.setting import Setting
 from lightning_zero.stage import STAGES, Partition
 from lightning_zero.tiers.ledger import Ledger
-from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.comm import Comm, failing_together
 from lightning_zero.wire.mesh import Mesh
 
 

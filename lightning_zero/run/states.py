@@ -13,16 +13,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_zero.checkpoint.spread import ModelValues, SpreadParameter, SpreadPart
 from lightning_zero.device import HOST
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.optimizer_state import OptimizerState
-from lightning_zero.run.spread import ModelValues, SpreadParameter, SpreadPart
 from lightning_zero.shards.local import whole_of
 from lightning_zero.shards.optimizer import PieceStepper
 from lightning_zero.shards.units import renamed
 from lightning_zero.torch_private import tree_map_only
 from lightning_zero.views.lazy import LazyTensor
-from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.comm import failing_together
 from lightning_zero.wire.mesh import Mesh
 
 
@@ -124,6 +124,7 @@ class States:
             yield
         except Exception as error:
             failed = error
+        self._loans.loading.read_all()
         self._loans.latest.catch_up_all()
         self._rendezvous.meet_before_collective()  # serves ranks that still look at what they load
         self._loans.settle(all_here=True)  # a rank that looked alone would not ask for those values again, and be ahead
@@ -193,17 +194,3 @@ class States:
         with failing_together(self._mesh.world, "reading the optimizers"):
             for state, saved in pairs:
                 state.load(saved)
-
-
-@contextmanager
-def failing_together(comm: Comm, doing: str) -> Iterator[None]:
-    """Raises RuntimeError on every rank when one rank fails inside, where all are `doing` something. Nothing inside may
-    wait for other ranks, since one that has failed does not come. Collective."""
-    failed: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failed = error
-    for rank, reason in enumerate(comm.all_gather_object(None if failed is None else str(failed), doing)):
-        if reason is not None:
-            raise RuntimeError(f"rank {rank}, {doing}: {reason}") from failed

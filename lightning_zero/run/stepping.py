@@ -10,10 +10,12 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_zero.run.calls import StepCalls
+from lightning_zero.run.journal import Journal
 from lightning_zero.run.modes import Modes
+from lightning_zero.run.parameter import Interception
 from lightning_zero.run.reductions import Reductions
 from lightning_zero.run.setup import Setup
-from lightning_zero.shards.group import ShardGroup, publish
+from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.offload import why_serial
 from lightning_zero.shards.optimizer import PieceStepper, groups_of
@@ -21,7 +23,6 @@ from lightning_zero.shards.options import Options
 from lightning_zero.shards.slot import Slot
 from lightning_zero.shards.units import modules_in_compiled_regions
 from lightning_zero.tiers.ledger import return_freed_memory
-from lightning_zero.views.parameter import Interception
 from lightning_zero.views.state import RestingState
 
 MUCH = 64 * 2**20  # bytes of gradients, which a backward makes and frees
@@ -39,10 +40,12 @@ class Stepping:
         options: Options,
         reductions: Reductions,
         interception: Interception,
+        journal: Journal,
     ) -> None:
         setting, made = parts.setting, parts.assembly
         self._reductions = reductions
         self._interception = interception
+        self._journal = journal
         offloads = options.offload is not None
         # Why an offloaded step is taken in the call of `step`; None: it waits until its values are needed.
         self.serial_because = why_serial(module, made.shards) if offloads else None
@@ -62,13 +65,15 @@ class Stepping:
 
     def begin(
         self,
-        step: Callable[[Optimizer], AbstractContextManager[None]],
+        around: Callable[[Optimizer], AbstractContextManager[None]],
         change: Callable[[Optimizer, Callable[[], Any]], Any],
     ) -> None:
-        """Puts the user's calls of `optimizer.step` into `step`, and has `change` make those of `train` and `eval`."""
+        """Puts the user's calls of `optimizer.step` into `around` and, inside of it, `step`. Has `change` make those of
+        `train` and `eval`."""
         for optimizer, stepper in self.steppers.items():
             is_cut = any(slot.group.is_cut for slot in stepper.slots)
-            self._calls.append(StepCalls(optimizer, stepper, partial(step, optimizer), self._in_backward.clear))
+            contexts = partial(around, optimizer), partial(self.step, optimizer)
+            self._calls.append(StepCalls(optimizer, stepper, contexts, self._in_backward.clear))
             self._modes.append(Modes(optimizer, partial(change, optimizer), is_cut=is_cut))
 
     @contextmanager
@@ -83,6 +88,7 @@ class Stepping:
         groups = groups_of(slots)
         with stepper.step(slots):
             yield
+            self._journal.end_step(optimizer)
         self._publish(groups)
         if self._leaves_much:
             return_freed_memory()
@@ -117,11 +123,13 @@ class Stepping:
         """Sends stepped values to where forward reads them. Leaves to `Latest.catch_up` what may arrive late."""
         with torch.no_grad():
             for group in groups:
-                if self.publishes_late and not group.is_behind:
+                if not group.is_behind:
                     group.begin_publish()
-                    if group.is_arriving:
+                    if self.publishes_late and group.is_arriving:
                         group.leave_behind()
-        publish([group for group in groups if not group.is_behind])
+            for group in groups:
+                if not group.is_behind:
+                    group.end_publish()
         for group in groups:
             if group.is_behind and group.is_plain:
                 self._interception.hide(group)

@@ -4,6 +4,7 @@ Hooks would do harm: torch's transformer layers leave their fused path when any 
 `module.compile()` would trace them, and a copy of the module would take them along.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, final
 
@@ -14,23 +15,22 @@ from lightning_zero.torch_private import call_of, replace_call
 from lightning_zero.views.intercept import untraced
 
 
-@final
-class Around:
-    """Calls `around(call, args, kwargs)` in place of each call of `module`, until `remove`.
+class _InPlace(ABC):
+    """Is called in place of `module`, until `remove`.
 
-    `call` is what torch would have called: the module with all its hooks. Torch leaves this behind when the module is
+    `_call` is what torch would have called: the module with all its hooks. Torch leaves this behind when the module is
     copied or pickled. A module with a `__getstate__` of its own, as Lightning's, would take it along, so a copy or a
     pickle of this object is None.
     """
 
-    def __init__(self, module: Module, around: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
+    def __init__(self, module: Module) -> None:
         self._module = module
-        self._around = around
         self._call = call_of(module)
         self._previous = replace_call(module, self)
 
+    @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._around(self._call, args, kwargs)
+        """Calls the module."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -42,20 +42,34 @@ class Around:
         replace_call(self._module, self._previous)
 
 
-def surround(module: Module, before: Callable[[], None], after: Callable[[], None] = lambda: None) -> Around:
-    """Calls `before` before each call of `module`, and `after` after it, also when it raises. Unlike a bare `Around`,
-    this may be used where the calls are compiled."""
-    # A compiler would trace our collectives.
-    enter, leave = torch.compiler.disable(before), torch.compiler.disable(after)
+@final
+class Around(_InPlace):
+    """Calls `around(call, args, kwargs)` in place of each call of `module`; `call` calls it."""
+
+    def __init__(self, module: Module, around: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
+        super().__init__(module)
+        self._around = around
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._around(self._call, args, kwargs)
+
+
+@final
+class Surround(_InPlace):
+    """Calls `before` before each call of `module`, and `after` after it, also when it raises. Unlike `Around`, this may
+    be used where the calls are compiled."""
+
+    def __init__(self, module: Module, before: Callable[[], None], after: Callable[[], None] = lambda: None) -> None:
+        super().__init__(module)
+        # A compiler would trace our collectives.
+        self._before, self._after = torch.compiler.disable(before), torch.compiler.disable(after)
 
     @torch.compiler.disable(recursive=False)
-    def around(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with untraced():
-            enter()
+            self._before()
         try:
-            return call(*args, **kwargs)
+            return self._call(*args, **kwargs)
         finally:
             with untraced():
-                leave()
-
-    return Around(module, around)
+                self._after()

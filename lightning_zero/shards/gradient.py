@@ -35,7 +35,7 @@ from lightning_zero.wire.comm import Work
 
 
 class AveragedGradient(Tensor):
-    """The `p.grad` of a parameter after a reduction, if its values rest as shards; see `views.gradient`."""
+    """The `p.grad` of a parameter after a reduction, if its values rest as shards; see `run.gradient`."""
 
     def is_of(self, slot: Slot) -> bool:
         """Whether it is the gradient of the parameter at `slot`."""

@@ -366,13 +366,3 @@ class ShardGroup:
     def is_freed(self) -> bool:
         """Whether the parameters no longer belong to this group."""
         return bool(self.slots) and slot_of(self.slots[0].parameter) is not self.slots[0]
-
-
-def publish(groups: Iterable[ShardGroup]) -> None:
-    """Sends stepped values to all ranks, where groups stay full. Collective: call it on every rank."""
-    groups = list(groups)
-    with torch.no_grad():
-        for group in groups:
-            group.begin_publish()
-        for group in groups:
-            group.end_publish()

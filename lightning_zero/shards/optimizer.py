@@ -278,17 +278,25 @@ class PieceStepper:
 
     @contextmanager
     def _stepping(self, window: Window, *, is_all: bool, fuses: bool = True) -> Iterator[None]:
-        window.enter(is_all=is_all, fuses=fuses)
+        """Inside, the parameters of a window are their pieces, which the optimizer steps. In the end they are written
+        to where they rest."""
+        window.prepare()
+        for slot in window.swapped:
+            window.show_piece(slot)
+        window.take_optimizer(is_all=is_all, fuses=fuses)
         self.is_stepping, is_done = True, False
         try:
             yield
             is_done = not self.is_interrupted
         finally:
-            window.exit()
+            window.give_back_optimizer()
+            for slot in window.shown:
+                window.show_whole(slot)
             self.is_stepping = False
             self._note_state(window.slots)
-            if is_done:
-                window.put(self._rest, lambda name: self.cut.get(name, False))
+            if is_done and window.slots:  # none, where all is stepped apart from the user's call
+                window.put_values()
+                window.put_state(self._rest, lambda name: self.cut.get(name, False))
             window.forget()
 
     def _note_state(self, slots: Sequence[Slot]) -> None:

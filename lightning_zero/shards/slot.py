@@ -168,7 +168,7 @@ def forget_slot(slot: Slot) -> None:
 def point_at_nothing(slot: Slot) -> None:
     """Takes the values from a parameter, which keeps its shape and dtype and holds no memory.
 
-    The class of the parameter intercepts readers (`views.parameter`). A read past that finds NaN, and never memory that
+    The class of the parameter intercepts readers (`run.parameter`). A read past that finds NaN, and never memory that
     holds another tensor by now.
     """
     dtype, device = slot.group.kind.resting, slot.group.setting.places.gathered.device

@@ -130,8 +130,8 @@ class WholeWindow(Window):
         group.postpone(step)
         group.postpone(self._send_back, needs_all=True)
 
-    def _prepare(self) -> None:
-        super()._prepare()
+    def prepare(self) -> None:
+        super().prepare()
         if not self.is_late:
             self._bring_whole()
 

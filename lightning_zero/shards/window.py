@@ -188,7 +188,7 @@ class Window:
 
     def _bring(self, resting: StateElsewhere, wide: Tensor) -> Tensor:
         """Brings state to `wide`, where it is stepped. Returns the tensor that is read into: `wide`, or a narrower one
-        that `enter` widens."""
+        that `prepare` widens."""
         array = resting.array
         if isinstance(array, OnDisk):
             return self._read(array, ALL, wide if array.dtype == wide.dtype else None)
@@ -215,18 +215,25 @@ class Window:
 
     # -- as pieces
 
-    def enter(self, *, is_all: bool, fuses: bool) -> None:
-        """Makes every parameter its piece, until `exit`. The optimizer has only the parameters of this window, unless
-        `is_all`. With `fuses` it may use torch's fused kernels, where the host steps for a device."""
-        self._prepare()
+    def prepare(self) -> None:
+        """Waits for what was read, so that all that is stepped is in memory."""
+        for read in self._reads:
+            read.result()
+        self._reads.clear()
         for slot, staged in self._staged.items():
             for name, values in staged.state.items():
                 if staged.narrow[name] is not values:
                     values.copy_(staged.narrow[name])
                 state_of(self._optimizer, slot.parameter)[name] = values.view(slot.state_shape)
-        for slot in self.slots:
-            if not is_its_piece(slot) or (slot.is_sparse and _has_dense_gradient(slot)):
-                self._show_piece(slot)
+
+    @property
+    def swapped(self) -> list[Slot]:
+        """The slots that are not their pieces already."""
+        return [s for s in self.slots if not is_its_piece(s) or (s.is_sparse and _has_dense_gradient(s))]
+
+    def take_optimizer(self, *, is_all: bool, fuses: bool) -> None:
+        """Has the optimizer step what is shown, until `give_back_optimizer`: only the parameters of this window, unless
+        `is_all`. With `fuses` it may use torch's fused kernels, where the host steps for a device."""
         self._stand_ins = {s.parameter: s.local.stepped for s in self.slots if s.local.stepped is not s.parameter}
         for parameter, stand_in in self._stand_ins.items():
             _move_state(self._optimizer, parameter, stand_in)
@@ -251,13 +258,8 @@ class Window:
             own.update({name: on_host(value) for name, value in told.items()})
             self._verdict = told
 
-    def _prepare(self) -> None:
-        """Waits until the reads have ended."""
-        for read in self._reads:
-            read.result()
-        self._reads.clear()
-
-    def _show_piece(self, slot: Slot) -> None:
+    def show_piece(self, slot: Slot) -> None:
+        """Makes a parameter its piece, until `show_whole`."""
         parameter = slot.local.stepped
         with no_interception():
             shown = slot.local.grad
@@ -289,8 +291,8 @@ class Window:
         of the parameter then has the same keys and the same counts on every rank."""
         return slot.steps_any or self._steps_empty
 
-    def exit(self) -> None:
-        """Gives the parameters back what their users see."""
+    def give_back_optimizer(self) -> None:
+        """Undoes `take_optimizer`."""
         for group, own in zip(self._optimizer.param_groups, self._options, strict=True):
             group.update(own)
         self._options.clear()
@@ -298,14 +300,21 @@ class Window:
         self._verdict = {}
         for parameter, stand_in in self._stand_ins.items():
             _move_state(self._optimizer, stand_in, parameter)
+        # A gradient that was cleared inside stays so.
         cleared = {slot: slot.local.stepped.grad is None for slot, shown in self._shown.items() if shown.has_gradient}
         are_all_cleared = bool(cleared) and all(cleared.values())  # for slots of which this rank has no piece
         for slot, shown in self._shown.items():
-            is_cleared = cleared.get(slot, are_all_cleared)
-            self._show_whole(slot, shown._replace(grad=None) if is_cleared else shown)
+            if cleared.get(slot, are_all_cleared):
+                self._shown[slot] = shown._replace(grad=None)
 
-    def _show_whole(self, slot: Slot, shown: _Shown) -> None:
-        parameter, full, gradient = slot.parameter, slot.group.full_param, slot.gradient
+    @property
+    def shown(self) -> list[Slot]:
+        """The slots that are shown as their pieces."""
+        return [*self._shown]
+
+    def show_whole(self, slot: Slot) -> None:
+        """Gives a parameter back what its users see."""
+        parameter, full, gradient, shown = slot.parameter, slot.group.full_param, slot.gradient, self._shown[slot]
         assert gradient is not None
         with no_interception():
             if parameter in self._stand_ins:  # only the stand-in was changed
@@ -320,10 +329,9 @@ class Window:
             parameter.grad = shown.grad
             parameter.__class__ = shown.kind
 
-    def put(self, rest: MakeResting, is_cut: Callable[[str], bool]) -> None:
-        """Writes the values to where they rest, and the state for which `_may_rest`. `is_cut` tells by its name whether
-        state is cut as its parameter is, and `rest` makes the tensor that stands for it between steps."""
-        self.put_values()
+    def put_state(self, rest: MakeResting, is_cut: Callable[[str], bool]) -> None:
+        """Writes the state for which `_may_rest` to where it rests. `is_cut` tells by its name whether state is cut as
+        its parameter is, and `rest` makes the tensor that stands for it between steps."""
         for slot, staged in self._staged.items():
             places, ledger = slot.group.places, slot.group.setting.ledger
             for name, values in state_of(self._optimizer, slot.parameter).items():

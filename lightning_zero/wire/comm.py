@@ -11,7 +11,8 @@ different operations then time out and say so, instead of silently swapping data
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -260,6 +261,20 @@ def copy_unless_same(target: Tensor, source: Tensor) -> None:
     """Copies `source` into `target`, unless they are the same memory."""
     if target.data_ptr() != source.data_ptr():
         target.copy_(source)
+
+
+@contextmanager
+def failing_together(comm: Comm, doing: str) -> Iterator[None]:
+    """Raises RuntimeError on every rank when one rank fails inside, where all are `doing` something. Nothing inside may
+    wait for other ranks, since one that has failed does not come. Collective."""
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+    for rank, reason in enumerate(comm.all_gather_object(None if failed is None else str(failed), doing)):
+        if reason is not None:
+            raise RuntimeError(f"rank {rank}, {doing}: {reason}") from failed
 
 
 def in_tree(

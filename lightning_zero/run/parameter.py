@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from lightning_zero.run.gradient import GradientLender
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
-from lightning_zero.views.gradient import GradientLender
 from lightning_zero.views.intercept import METADATA, SET_DATA, STRIDES, Lent, asks_for_dtype, call, subclass_of
 from lightning_zero.views.lazy import Stored, stored_in
 

@@ -23,12 +23,11 @@ from lightning_zero.checkpoint.shard import LONGEST_HEADER, SAFE_NAMES, fill
 from lightning_zero.device import HOST
 from lightning_zero.run.construction import Construction
 from lightning_zero.run.engine import Engine
-from lightning_zero.run.states import failing_together
 from lightning_zero.shards.extents import Extent
 from lightning_zero.shards.units import as_written
 from lightning_zero.torch_private import saved_tensors_in
 from lightning_zero.views.lazy import LazyTensor, Stored
-from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.comm import Comm, failing_together
 
 _DTYPES = {name: dtype for dtype, name in SAFE_NAMES.items()}
 _SUFFIX = ".safetensors"
