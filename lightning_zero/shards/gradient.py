@@ -57,8 +57,6 @@ class GradientShard:
         self._is_sharded = self.travels and setting.partition.gradient  # owned_grad is a shard, in an array of its own
         # Averaged gradients are elsewhere than in `p.grad`: in shards, or in another tier.
         self.is_spread = self.travels and (group.is_cut or self._is_sharded)
-        # Each gradient is to be collected as it comes; tensor-parallel ranks may have to sum it.
-        self.is_collected = self.travels or not setting.keeps_gradients or setting.mesh.tensor.size > 1
         self.full_grad: Tensor | None = None
         keeps_shard = self._is_sharded and setting.keeps_gradients
         self.owned_grad = self._make_owned(group.layout.shard_numel if keeps_shard else 0)
@@ -354,6 +352,12 @@ class GradientShard:
         self.group.catch_up_alone()  # a postponed step is to see the gradient as it was before the edit
         with self.owned_grad.edit(slot.piece.in_shard) if self.travels else nullcontext(self.piece(slot)) as piece:
             yield piece
+
+    @property
+    def is_collected(self) -> bool:
+        """Whether each gradient is to be collected as it comes; tensor-parallel ranks may have to sum it."""
+        setting = self.group.setting
+        return self.travels or not setting.keeps_gradients or setting.mesh.tensor.size > 1
 
     @property
     def is_packed(self) -> bool:
