@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.jit import _builtins
 from torch.utils import _device
 
 PACKAGE = str(Path(__file__).parents[1] / "lightning_zero")
@@ -36,4 +37,6 @@ def _away(make: Any, foreign: str) -> Any:
             kwargs["device"] = foreign
         return make(*args, **kwargs)
 
+    if operation := _builtins._find_builtin(make):
+        _builtins._register_builtin(made, operation)  # for what torch.jit compiles
     return made

@@ -80,3 +80,23 @@ print(made["made"].device.type)
     environment = {"FOREIGN_DEVICE": "meta", "PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [device]
+
+
+def test_under_a_foreign_device_torch_compiles_scripts_that_make_tensors(tmp_path: Path) -> None:
+    """As it does when `torch.distributed.optim` is imported."""
+    code = """
+import foreign_device
+import torch
+from torch import Tensor
+foreign_device.install()
+
+def made(like: Tensor) -> Tensor:
+    return torch.zeros(2) + torch.tensor(1.0) + torch.empty(2).fill_(1) + torch.full((2,), 1.0) + like
+
+print(torch.jit.script(made)(torch.ones(2)).tolist())
+"""
+    (tmp_path / "script.py").write_text(code)  # what is compiled is read from its file
+    environment = {"FOREIGN_DEVICE": "meta", "PYTHONPATH": str(Path(__file__).parent)}
+    command = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[4.0, 4.0]"
