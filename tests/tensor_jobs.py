@@ -248,10 +248,19 @@ def edited(stage: int, tier: str) -> dict[str, list[float]]:
     return found
 
 
-def _losses_around(edits: list[Callable[[Any, float], Any]], when: str, stage: int, tier: str) -> list[float]:
+def edited_compiled(stage: int, backend: str | None) -> list[float]:
+    return _losses_around([EDITS["data"]], WHENS[1], stage, "disk", backend)
+
+
+def _losses_around(
+    edits: list[Callable[[Any, float], Any]], when: str, stage: int, tier: str, backend: str | None = None
+) -> list[float]:
     model, comm = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))), start()
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     parallelize_module(model, mesh_of(2)["tensor_parallel"], plan)
+    if backend is not None:
+        for linear in (model[0], model[2]):
+            linear.compile(backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=False)
     offload = Offload("nvme", path=tempfile.mkdtemp()) if tier == "disk" else None
     options = Options(tensor_parallel_size=2, unit_classes=("Linear",), offload=offload)

@@ -234,11 +234,11 @@ class Interception:
 
         def unflatten(*parts: Any) -> Any:
             """Makes what stands for such a parameter when `torch.compile` traces. It must be of the same class."""
-            made = plain.__tensor_unflatten__(*parts)
+            made = plain.__tensor_unflatten__(*parts)  # type: ignore[attr-defined]  # a DTensor has it
             made.__class__ = watching
             return made
 
-        content = {name: around(method) for name, method in methods.items()}
+        content: dict[str, Any] = {name: around(method) for name, method in methods.items()}
         content["__tensor_unflatten__"] = staticmethod(unflatten)
         content["__slots__"] = ()  # another layout could not take the place of torch's
         watching = subclass_of(plain, base, lender=self.lender, **content)
