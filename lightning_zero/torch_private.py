@@ -92,6 +92,11 @@ UNVERSIONED = {
 users' own optimizers on lent values would be lost. Private: `_amp_foreach_non_finite_check_and_unscale_`,
 `_fused_sgd_`, `_fused_adagrad_`, `_fused_adam_`, `_fused_adamw_`."""
 
+FOREACH_IN_PLACE = {getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")}
+"""Functions that edit lists of tensors in place. They raise the versions of plain tensors, and not that of a DTensor.
+They have no public names. Without them such edits of tensor-parallel parameters would be lost. Private: `_foreach_`, as
+their names begin."""
+
 METADATA = {
     *(find(Tensor, name).__get__ for name in ("_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks")),
     *(find(Tensor, name) for name in ("_is_view", "_is_zerotensor")),

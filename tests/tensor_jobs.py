@@ -5,6 +5,7 @@ Every job takes `tensor`, the number of neighbours that share modules; the other
 
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import cache, partial
@@ -216,6 +217,75 @@ def what_users_see(tensor: int, stage: int, *, sequence: bool) -> dict[str, Any]
     ) and set(optimizer.state) <= set(named.values())
     engine.close()
     return seen
+
+
+EDITS: dict[str, Callable[[Any, float], Any]] = {  # each multiplies a DTensor, in one of the ways in which users write
+    "data": lambda p, by: p.data.mul_(by),
+    "data, copied into": lambda p, by: p.data.copy_(p.data * by),
+    "detached": lambda p, by: p.detach().mul_(by),
+    "local part": lambda p, by: p.to_local().mul_(by),
+    "local part of data": lambda p, by: p.data.to_local().mul_(by),
+    "local part, detached": lambda p, by: p.detach().to_local().mul_(by),
+    "data of the local part": lambda p, by: p.to_local().data.mul_(by),
+    "array of the local part": lambda p, by: p.to_local().numpy().__imul__(by),
+    "redistributed to where it is": lambda p, by: p.redistribute(placements=p.placements).mul_(by),
+    "view": lambda p, by: p.t().mul_(by),
+    "list": lambda p, by: torch._foreach_mul_([p], by),
+    "list of data": lambda p, by: torch._foreach_mul_([p.data], by),
+    "list of local parts": lambda p, by: torch._foreach_mul_([p.to_local()], by),
+}
+WHENS = ["before forward", "before step", "after a look"]  # stepped values are still to come, or there
+
+
+def edited(stage: int, tier: str) -> dict[str, list[float]]:
+    """The losses of steps in each of which a weight is edited in the next of these ways, or in place."""
+    found = {}
+    for when in WHENS:
+        found[f"edited {when}"] = _losses_around([*EDITS.values()], when, stage, tier)
+        found[f"edited in place {when}"] = _losses_around([lambda p, by: p.mul_(by)] * len(EDITS), when, stage, tier)
+        found[f"assigned {when}"] = _losses_around([lambda p, by: setattr(p, "data", p.data * by)], when, stage, tier)
+    found["untouched"] = _losses_around([lambda p, by: None], WHENS[0], stage, tier)
+    return found
+
+
+def edited_compiled(stage: int, backend: str | None) -> list[float]:
+    return _losses_around([EDITS["data"]], WHENS[1], stage, "disk", backend)
+
+
+def _losses_around(
+    edits: list[Callable[[Any, float], Any]], when: str, stage: int, tier: str, backend: str | None = None
+) -> list[float]:
+    model, comm = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))), start()
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, mesh_of(2)["tensor_parallel"], plan)
+    if backend is not None:
+        for linear in (model[0], model[2]):
+            linear.compile(backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=False)
+    offload = Offload("nvme", path=tempfile.mkdtemp()) if tier == "disk" else None
+    options = Options(tensor_parallel_size=2, unit_classes=("Linear",), offload=offload)
+    engine, losses = Engine(model, [optimizer], stage=stage, comm=comm, options=options), []
+
+    def edit_if(now: str, step: int) -> None:
+        if now == when and 0 < step <= len(edits):
+            if when == "after a look":
+                model[0].weight.sum()
+            with torch.no_grad():
+                edits[step - 1](model[0].weight, (0.5, 2.0)[step % 2])
+
+    for step in range(len(edits) + 3):
+        edit_if("before forward", step)
+        edit_if("after a look", step)
+        with engine.forward():
+            loss = model(torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH) + comm.rank // 2).square().sum()
+        with engine.backward():
+            loss.backward()
+        edit_if("before step", step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    engine.close()
+    return losses
 
 
 def overflow_on_one(stage: int) -> dict[str, Any]:

@@ -153,6 +153,12 @@ def test_edits_that_raise_no_version_reach_masters_in_any_tier(
     assert_same(*train(sim_process, "LATE", ranks, **setting, offload=offload_of(tier, stage, tmp_path)))
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_edits_of_dtensors_that_raise_no_version_reach_masters_on_the_host(stage: int, sim_process: RankPool) -> None:
+    setting = {"stage": stage, "event": "weights are edited through p.data", "tensor_parallel_size": 2}
+    assert_same(*train(sim_process, "LATE", 2, **setting, offload=Offload("cpu")))
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -1,6 +1,7 @@
 """Parameters in the hands of users, at every stage and in two bytes: edited, copied and borrowed as on one device."""
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,37 @@ def test_edits_between_steps_persist(
 
     offload = Offload("nvme", path=tmp_path) if tier == "disk" else None  # parameters and masters are two things
     assert_as_on_one_device(pair(), act, stage, world=world, autocast_dtype=dtype, offload=offload)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_nothing_tells_persists_if_it_is_written_inside_of_full_parameters(stage: int, tmp_path: Path) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        for _ in range(2):
+            step(model, optimizer, None)
+            with nullcontext() if engine is None else engine.full_parameters(write=True):
+                model[0].weight.detach().numpy()[1:3] = 0.25
+                model[1].weight[0].data.zero_()
+        step(model, optimizer, None)
+        return state_of(model, engine)
+
+    assert_as_on_one_device(pair(), act, stage, offload=Offload("nvme", path=tmp_path))
+
+
+@pytest.mark.parametrize(("stage", "tier"), [(3, "memory"), (2, "disk"), (3, "disk")])
+def test_steps_that_users_take_themselves_with_a_fused_kernel_persist(stage: int, tier: str, tmp_path: Path) -> None:
+    """It raises no version."""
+    how = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0, "nesterov": False, "maximize": False}
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        for _ in range(2):
+            step(model, optimizer, None)
+            with torch.no_grad():
+                torch._fused_sgd_([model[0].weight], [torch.ones(WIDTH, WIDTH)], [], **how, is_first_step=True)
+        step(model, optimizer, None)
+        return state_of(model, engine)
+
+    offload = Offload("nvme", path=tmp_path) if tier == "disk" else None
+    assert_as_on_one_device(pair(), act, stage, offload=offload)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])

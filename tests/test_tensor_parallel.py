@@ -164,6 +164,28 @@ def test_users_read_and_edit_parameters_and_gradients_as_dtensors(world: int, st
         assert "nan" not in seen["repr"]
 
 
+@pytest.mark.parametrize(
+    ("world", "stage", "tier"),
+    [*((2, stage, "disk") for stage in STAGES), (4, 2, "disk"), (4, 3, "memory"), (4, 3, "disk")],
+)
+def test_every_way_to_edit_a_dtensor_counts_and_what_torch_ignores_does_not(
+    world: int, stage: int, tier: str, pool_of: Pools
+) -> None:
+    """Its version, which tells edits of other parameters, is not that of the local tensor."""
+    for found in pool_of(world).run(tensor_jobs.edited, stage, tier):
+        for when in tensor_jobs.WHENS:
+            assert found[f"edited {when}"] == found[f"edited in place {when}"]
+            assert found[f"assigned {when}"] == found["untouched"]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_layers_take_dtensors_of_the_class_that_notices_edits(backend: str, two_ranks: RankPool) -> None:
+    """Graphs check the class of what they are given."""
+    eager = two_ranks.once(tensor_jobs.edited_compiled, 2, None)
+    for mine, theirs in zip(two_ranks.run(tensor_jobs.edited_compiled, 2, backend), eager, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-6)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_step_that_overflows_in_one_ranks_part_of_a_tensor_is_skipped_on_all(stage: int, two_ranks: RankPool) -> None:
     weight = seeded(lambda: torch.nn.Linear(4, 4, bias=False)).weight.detach()

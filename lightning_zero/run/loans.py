@@ -10,7 +10,6 @@ rank's alone: what it runs or recomputes sees the edits (`show_edits`), what it 
 that waits elsewhere for those at the boundary, and serves them, keeps its edits when they go on: they run with these.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from lightning_zero.run.loading import Loading
 from lightning_zero.run.parameter import AsDeclared, Interception, Lender
 from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.run.saved import SavedParameters
+from lightning_zero.run.watch import Watch
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.norm import gradient_of
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
@@ -35,8 +35,6 @@ from lightning_zero.shards.unit import Unit
 from lightning_zero.torch_private import backward_number, edits_of
 from lightning_zero.views.intercept import Lent
 from lightning_zero.views.lazy import Stored
-
-Fingerprint = tuple[int, int]
 
 
 @dataclass
@@ -69,19 +67,14 @@ class Loans(Lender):
         self._copies: dict[ShardGroup, _Copy] = {}
         self._in_blocks: dict[ShardGroup, Tensor] = {}  # those of them that recomputing blocks have read in this pass
         self._held: dict[Unit, None] = {}  # lent units, of whose values user code may hold views
-        self._fingerprints: dict[ShardGroup, Fingerprint] = {}  # of what users hold views of, at the first view
         self._has_kept = False  # edits since the last boundary, which can be told from the loans no more
         is_cut = any(group.is_cut and not group.is_plain for group in groups)
         self._barrier = EditBarrier(groups[0].comm, rendezvous, self._share_edits) if is_cut else None
         self._averages: dict[Slot, int] = {}  # by which `Rendezvous.call` gathers gradients
         self._gradients: dict[Slot, Tensor] = {}  # lent whole gradients, of which user code may hold views
         self._enroll_gradients(groups)
-        for group in groups:
-            if group.is_plain:
-                group.note_versions()
         interception.lender = self
-        self._interception = interception
-        self._show_apart(groups)
+        self._watch = Watch(groups, interception)
 
     def _enroll_gradients(self, groups: Iterable[ShardGroup]) -> None:
         for slot in (slot for group in groups for slot in group.slots):
@@ -91,16 +84,9 @@ class Loans(Lender):
 
     def add(self, groups: Sequence[ShardGroup], trained: Iterable[ShardGroup]) -> None:
         """Adds new groups, whose parameters are shown plain, and the gradients of groups that have begun to train."""
-        for group in groups:
-            group.note_versions()
         self.latest.add(groups)
         self._enroll_gradients(trained)
-        self._show_apart(groups)
-
-    def _show_apart(self, groups: Iterable[ShardGroup]) -> None:
-        for group in groups:
-            if group.is_apart:
-                self._interception.show(group)
+        self._watch.add(groups)
 
     # -- parameters
 
@@ -158,17 +144,17 @@ class Loans(Lender):
             copy.as_lent = copy.full.to(group.kind.resting)
 
     def _end_lasting(self, group: ShardGroup, loan: Lent, result: Any) -> None:
-        """Notes whether a call has returned a view of lent values, through which they may be edited unseen."""
-        if loan.is_unwatched and loan.is_visible_in(result):
+        """Notes whether a call has edited lent values unseen, or has returned a view through which they may be."""
+        if group.is_apart and loan.is_unversioned:
+            self._watch.note_edit(group)
+        elif loan.is_unwatched and loan.is_visible_in(result):
             if group.upcasts:
-                self._note_fingerprint(group, self._copies[group].full)
+                self._watch.note(group, self._copies[group].full)
             elif group.is_apart:
                 self.watch(group)
 
     def watch(self, group: ShardGroup) -> None:
-        if group.full_param is not None and not group.is_behind:
-            with torch.no_grad(), no_interception():
-                self._note_fingerprint(group, group.full_param)
+        self._watch.look(group)
 
     def _end_call(self, unit: Unit, notes: bool, recomputes: bool, loan: Lent, result: Any) -> None:
         """Ends the loan of a unit to one call, unless the values are still referred to."""
@@ -181,8 +167,8 @@ class Loans(Lender):
         if unit.pins == 1 and loan.is_edited:  # the edit is kept now
             self._wait_for_all(Place.EDIT)
             self._has_kept = True
-            if unit.is_held:
-                self._keep_edits(unit)
+            if unit.is_held or loan.is_unversioned:
+                self._keep_edits(unit, is_edited=loan.is_unversioned)
         self.cache.unpin(unit)
 
     def hold(self, unit: Unit) -> None:
@@ -191,21 +177,17 @@ class Loans(Lender):
             self._held[unit] = None
             self.cache.hold(unit)
 
-    def _keep_edits(self, unit: Unit) -> None:
+    def _keep_edits(self, unit: Unit, *, is_edited: bool) -> None:
         for group in unit.groups:
             if not group.upcasts:
                 with torch.no_grad(), no_interception():
-                    group.keep_edits()
+                    group.keep_edits(is_edited=is_edited)
                     group.note_versions()
 
     def _note_fingerprints(self, unit: Unit) -> None:
         for group in unit.groups:
             if not group.upcasts and group.full_param is not None:
-                self._note_fingerprint(group, group.full_param)
-
-    def _note_fingerprint(self, group: ShardGroup, full: Tensor) -> None:
-        if group not in self._fingerprints:
-            self._fingerprints[group] = fingerprint_of(full)
+                self._watch.note(group, group.full_param)
 
     def show_edits(self, unit: Unit) -> None:
         """Shows the edits made so far in lent values of a unit, which is gathered, to what uses it on this rank from
@@ -243,8 +225,13 @@ class Loans(Lender):
     def all_of(self, parameters: Iterable[Parameter], *, write: bool) -> Iterator[None]:
         """Lends the whole values of parameters; see `Engine.full_parameters`."""
         slots = {slot_of(parameter) for parameter in parameters}
-        groups = [group for group in self.groups if not group.is_plain and not slots.isdisjoint(group.slots)]
+        asked = [group for group in self.groups if not slots.isdisjoint(group.slots)]
+        groups = [group for group in asked if not group.is_plain]
         self.settle()
+        for group in asked if write else ():
+            if group.is_apart:
+                self.latest.catch_up(group)
+                self.watch(group)
         for group in groups:
             if group.upcasts:
                 self._borrow_declared(group)
@@ -256,13 +243,13 @@ class Loans(Lender):
             for group in groups:
                 full = self._copies[group].full if group in self._copies else group.full_param
                 if full is not None:
-                    self._note_fingerprint(group, full)
+                    self._watch.note(group, full)
         try:
             yield
         finally:
             for group in () if write else groups:  # before `settle`, which would keep their edits
                 self._copies.pop(group, None)
-                self._fingerprints.pop(group, None)
+                self._watch.forget(group)
                 unit = self.latest.unit_of(group)
                 if unit in self._held:
                     del self._held[unit]
@@ -321,29 +308,13 @@ class Loans(Lender):
         self._has_kept = False
         with torch.no_grad(), no_interception():
             self.take_back_gradients()
-            for group in self.groups:
-                if group.is_behind:
-                    continue
-                if group.is_apart:
-                    self._keep_edits_apart(group)
-                elif group.is_plain:
-                    group.adopt_assigned()
+            self._watch.keep_edits()
             for group in [*self._copies]:
                 self._take_back_declared(group)
             self._in_blocks.clear()
             for unit in [*self._held]:
                 self._take_back_unit(unit)
-        self._fingerprints.clear()
-
-    def _keep_edits_apart(self, group: ShardGroup) -> None:
-        full = group.full_param
-        assert full is not None
-        if group in self._fingerprints and self._fingerprints[group] != fingerprint_of(full):
-            group.adopt_assigned()
-            group.take_edits(full)
-        else:
-            group.keep_edits()
-        group.note_versions()
+        self._watch.forget_all()
 
     def _lasting(self) -> Iterator[tuple[ShardGroup, Tensor]]:
         """Yields the groups of which loans last to the next boundary, with the full array that is lent."""
@@ -356,7 +327,7 @@ class Loans(Lender):
         """Whether lent values have been edited: the same on every rank that has made the edits."""
         if edits_of(full) != self._copies[group].version if group.upcasts else group.is_edited:
             return True
-        return group in self._fingerprints and self._fingerprints[group] != fingerprint_of(full)
+        return self._watch.tells_edit(group, full)
 
     def _wait_for_all(self, place: Place) -> None:
         if self._barrier is not None:
@@ -380,8 +351,7 @@ class Loans(Lender):
         else:
             group.take_shown()
             group.note_versions()
-        if group in self._fingerprints:
-            self._fingerprints[group] = fingerprint_of(full)
+        self._watch.note_kept(group, full)
 
     def _end_loans_of(self, group: ShardGroup) -> None:
         """Ends the loans of a group, as `settle` does, and releases its unit."""
@@ -418,14 +388,3 @@ class Loans(Lender):
                 group.take_edits(group.full_param)
         del self._held[unit]
         self.cache.let_go(unit)
-
-
-def fingerprint_of(values: Tensor) -> Fingerprint:
-    """Returns two numbers that tell whether values have been edited in any way, also past torch: sums of their bits."""
-    bits = values.view(torch.int64)
-    matrix = bits.view(-1, math.gcd(bits.numel(), 4096))
-    first, second = (
-        int((sums * torch.arange(1, sums.numel() + 1, device=sums.device)).sum())
-        for sums in (matrix.sum(0), matrix.sum(1))
-    )
-    return first, second

@@ -12,7 +12,7 @@ reading `p.grad` of one makes the ranks agree.
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, ClassVar, final
 
@@ -24,12 +24,23 @@ from torch.nn import Parameter
 from lightning_zero.run.gradient import GradientLender
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
-from lightning_zero.views.intercept import METADATA, SET_DATA, STRIDES, Lent, asks_for_dtype, call, subclass_of
+from lightning_zero.torch_private import FOREACH_IN_PLACE, UNVERSIONED, tree_iter
+from lightning_zero.views.intercept import (
+    METADATA,
+    METHODS_OF_DTENSOR,
+    SET_DATA,
+    STRIDES,
+    UNWATCHED,
+    Lent,
+    asks_for_dtype,
+    call,
+    subclass_of,
+)
 from lightning_zero.views.lazy import Stored, stored_in
 
 _BY_IDENTITY = {torch.autograd.grad, torch.autograd.backward}  # given parameters only name nodes of the graph
 _GRADIENT = {getattr(Tensor.grad, name) for name in ("__get__", "__set__")}
-_METHODS_OF_DTENSOR = ("to_local", "full_tensor", "redistribute", "__repr__")
+_EDITS_UNSEEN = UNWATCHED | UNVERSIONED | FOREACH_IN_PLACE  # these of a DTensor, or what is edited through them
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
@@ -79,6 +90,22 @@ class WatchedParameter(_Intercepting):
         SET_DATA(self, values)
 
 
+class WatchedDTensor(_Intercepting):
+    """As `WatchedParameter`, for a DTensor. More than `p.data` edits one unseen: its version is not that of the local
+    tensor, and torch's own functions that edit lists raise neither. Other calls must not cost anything: a look at
+    values is told before the call, and never while a graph is made or `torch.compile` traces, as the weights that a
+    module reads in its forward are no edit."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _EDITS_UNSEEN and not torch.compiler.is_compiling():
+            for value in tree_iter((args, kwargs)):
+                if isinstance(value, WatchedDTensor) and (slot := slot_of(value)) is not None:
+                    cls.lender.watch(slot.group)
+        with no_interception():
+            return func(*args, **(kwargs or {}))
+
+
 class RestingParameter(_Intercepting):
     """See the module's docstring."""
 
@@ -97,10 +124,12 @@ class RestingParameter(_Intercepting):
             args[0].lender.load(_slot(args[0]), stored)
             return args[0]
         if func == SET_DATA and isinstance(args[0], RestingParameter):
+            if isinstance(args[0], DTensor):
+                return None  # as torch: what is assigned to the `p.data` of one changes no value
             slot = _slot(args[0])
             slot.group.check_assigned(slot, args[1], slot.group.dtype)
             with torch.no_grad():
-                if slot.group.upcasts or isinstance(args[0], DTensor):
+                if slot.group.upcasts:
                     args[0].copy_(args[1])
                     return None
                 call(_GET_DATA, (args[0],), None)  # lends values until the boundary, which adopts `args[1]`
@@ -120,6 +149,19 @@ def _borrowing(method: Callable[..., Any]) -> Callable[..., Any]:
         return call(method, args, kwargs)
 
     return borrow_first
+
+
+def _told(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Has a method of a DTensor tell of a look at values, unless a graph is made of them: what that edits in place, the
+    version of the local tensor tells."""
+
+    @wraps(method)
+    def tell_first(self: WatchedDTensor, *args: Any, **kwargs: Any) -> Any:
+        if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            self.lender.watch(_slot(self).group)
+        return method(self, *args, **kwargs)
+
+    return tell_first
 
 
 def _slot(parameter: Tensor) -> Slot:
@@ -165,20 +207,42 @@ class Interception:
             slot.parameter.__class__ = self._resting(slot.plain_class)
 
     def _watching(self, plain: type[Parameter]) -> type[Parameter]:
-        if issubclass(plain, DTensor):  # torch itself ignores what is assigned to the `p.data` of one
-            return plain
         if plain not in self._watched:
-            self._watched[plain] = subclass_of(plain, WatchedParameter, lender=self.lender)
+            if issubclass(plain, DTensor):
+                self._watched[plain] = self._of_dtensor(plain, WatchedDTensor, _told, METHODS_OF_DTENSOR)
+            else:
+                self._watched[plain] = subclass_of(plain, WatchedParameter, lender=self.lender)
         return self._watched[plain]
 
     def _resting(self, plain: type[Parameter]) -> type[Parameter]:
         if plain not in self._classes:
-            content: dict[str, Any] = {"lender": self.lender}
             if issubclass(plain, DTensor):
-                content |= {name: _borrowing(getattr(DTensor, name)) for name in _METHODS_OF_DTENSOR}
-                content["__slots__"] = ()  # another layout could not take the place of torch's
-            self._classes[plain] = subclass_of(plain, RestingParameter, **content)
+                reading = METHODS_OF_DTENSOR | {"__repr__": DTensor.__repr__}
+                self._classes[plain] = self._of_dtensor(plain, RestingParameter, _borrowing, reading)
+            else:
+                self._classes[plain] = subclass_of(plain, RestingParameter, lender=self.lender)
         return self._classes[plain]
+
+    def _of_dtensor(
+        self,
+        plain: type[Parameter],
+        base: type[Parameter],
+        around: Callable[[Callable[..., Any]], Callable[..., Any]],
+        methods: Mapping[str, Callable[..., Any]],
+    ) -> type[Parameter]:
+        """Makes a class for a DTensor, with something `around` the methods that it does not intercept."""
+
+        def unflatten(*parts: Any) -> Any:
+            """Makes what stands for such a parameter when `torch.compile` traces. It must be of the same class."""
+            made = plain.__tensor_unflatten__(*parts)  # type: ignore[attr-defined]  # a DTensor has it
+            made.__class__ = watching
+            return made
+
+        content: dict[str, Any] = {name: around(method) for name, method in methods.items()}
+        content["__tensor_unflatten__"] = staticmethod(unflatten)
+        content["__slots__"] = ()  # another layout could not take the place of torch's
+        watching = subclass_of(plain, base, lender=self.lender, **content)
+        return watching
 
 
 class AsDeclared(torch.autograd.Function):

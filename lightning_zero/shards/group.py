@@ -65,7 +65,7 @@ class ShardGroup:
         self.dtype = kind.declared if self.upcasts else kind.resting  # in which users read the values
         self.is_plain = stays_full and not self.upcasts  # parameters always hold their values, in the declared dtype
         self.is_lost = False  # a rank failed: the values are spread over ranks that no longer answer
-        self._shown: list[tuple[int, int]] | None = None  # version and address of the parameters, while they are shown
+        self._shown: list[tuple[int, int, int]] | None = None  # state of the parameters, while they are shown
         self.layout = Layout.pack(
             [(name, tuple(local_of(parameter).shape)) for name, parameter in parameters.items()],
             ranks=self.comm.size,
@@ -257,12 +257,15 @@ class ShardGroup:
         """Notes that the parameters show full_param from now on, so that `keep_edits` can tell what users edit."""
         self._shown = self._states()
 
-    def _states(self) -> list[tuple[int, int]]:
-        return [(edits_of(slot.parameter), slot.local.values.data_ptr()) for slot in self.slots]
+    def _states(self) -> list[tuple[int, int, int]]:
+        """Returns the versions of the parameters and of what they hold here, which differ in a DTensor, and where."""
+        shown = [(slot.parameter, slot.local.values) for slot in self.slots]
+        return [(edits_of(parameter), edits_of(values), values.data_ptr()) for parameter, values in shown]
 
-    def keep_edits(self) -> None:
-        """Keeps edits that users have made in the parameters since `note_versions`, as versions and `p.data` tell."""
-        is_edited, self._shown = self.is_edited, None
+    def keep_edits(self, *, is_edited: bool = False) -> None:
+        """Keeps edits that users have made in the parameters since `note_versions`, as versions and `p.data` tell. Pass
+        `is_edited` if something else has told of them."""
+        is_edited, self._shown = is_edited or self.is_edited, None
         if is_edited:
             assert self.full_param is not None
             self.adopt_assigned()

@@ -12,10 +12,22 @@ from typing import Any, final
 import numpy
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from lightning_zero import torch_private
-from lightning_zero.torch_private import UNVERSIONED, edits_of, set_tracing_state, tracing_state, tree_iter, tree_map
+from lightning_zero.shards.local import local_of
+from lightning_zero.torch_private import (
+    FOREACH_IN_PLACE,
+    UNVERSIONED,
+    edits_of,
+    local_tensor,
+    set_local_tensor,
+    set_tracing_state,
+    tracing_state,
+    tree_iter,
+    tree_map,
+)
 
 # A tensor answers these without its values.
 _ATTRIBUTES = """
@@ -33,8 +45,26 @@ METADATA = {
     *(getattr(Tensor, name) for name in _METHODS),
     *(torch.is_floating_point, torch.is_complex, torch.numel),
 }
+
+
+def _redistribute(tensor: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+    """Does `DTensor.redistribute`. A result that is divided as before would hold the same tensor, and not a view of it:
+    nothing would tell that users hold the values, or edit them."""
+    result = DTensor.redistribute(tensor, *args, **kwargs)
+    local = local_tensor(result)
+    if local is local_tensor(tensor):
+        set_local_tensor(result, local.view_as(local))
+    return result
+
+
+METHODS_OF_DTENSOR: dict[str, Callable[..., Any]] = {  # which are functions of Python's, that nothing intercepts
+    "to_local": DTensor.to_local, "full_tensor": DTensor.full_tensor, "redistribute": _redistribute,
+}  # fmt: skip
 # Through what these return, values are edited without raising their version.
-UNWATCHED = {Tensor.data.__get__, Tensor.detach, torch.detach, Tensor.numpy}  # type: ignore[attr-defined]
+UNWATCHED = {
+    *(Tensor.data.__get__, Tensor.detach, torch.detach, Tensor.numpy),  # type: ignore[attr-defined]
+    *METHODS_OF_DTENSOR.values(),
+}
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 STRIDES = {Tensor.stride, Tensor.is_contiguous}  # values that are elsewhere are in C order
 
@@ -83,12 +113,15 @@ class Lent:
         )
 
     def _shares_memory_with(self, item: Tensor) -> bool:
-        if item is self.tensor or type(item).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        if item is self.tensor:
+            return False
+        item, values = local_of(item), local_of(self.values)  # of a DTensor, the tensor that has its memory
+        if type(item).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             return False
         with torch.DisableTorchFunctionSubclass():
             if item.layout != torch.strided or not item.numel():
                 return False
-            return item.untyped_storage().data_ptr() == self.values.untyped_storage().data_ptr()
+            return item.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
 
 
 def _state_of(values: Tensor) -> tuple[int, int]:
@@ -112,6 +145,7 @@ def call(func: Callable[..., Any], args: Any, kwargs: Any, lend: Callable[[Any],
         with torch.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     lent: dict[int, Lent] = {}
+    listed = {id(value) for value in args[0] if isinstance(value, DTensor)} if func in FOREACH_IN_PLACE else ()
 
     def give(value: Any) -> Any:
         with untraced():
@@ -119,7 +153,7 @@ def call(func: Callable[..., Any], args: Any, kwargs: Any, lend: Callable[[Any],
         if loan is None:
             return value
         lent[id(value)] = loan
-        loan.is_unversioned, loan.is_unwatched = func in UNVERSIONED, func in UNWATCHED
+        loan.is_unversioned, loan.is_unwatched = func in UNVERSIONED or id(value) in listed, func in UNWATCHED
         return loan.values
 
     result = None
