@@ -180,7 +180,8 @@ class _Placing:
             self._start_now(self._complete.count)
 
     def _start_now(self, count: int) -> None:
-        if count > self._started and self._facts.may_wait and not self._is_ready and self._facts.ranks > 1:
+        asks = self._facts.may_wait and self._facts.ranks > 1 and not self._facts.marks_reductions
+        if count > self._started and asks and not self._is_ready:
             self._is_ready = True
             self._add(Kind.AGREE)
         self._start(count)

@@ -129,6 +129,7 @@ class Facts:
     steps_in_backward: bool = False
     publishes_late: bool = False
     spans: bool = True  # a round may span micro-batches, see `rendezvous`
+    marks_reductions: bool = False  # ranks start to reduce without asking, and a mark tells if one has diverged
     settles_alone: bool = False  # a rank knows, in a backward, that all ranks reduce, and settles it without them
 
     def windows_of(self, group: int) -> int:

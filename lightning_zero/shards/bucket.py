@@ -48,6 +48,7 @@ class BucketPool:
         # A rehearsal of a device has no stream: nothing is copied, and gradients are kept all the same.
         self._aside = setting.aside if setting is not None and self._is_asynchronous else None
         self._clock = None if setting is None else setting.mesh.shard.clock
+        self.before_wait: Callable[[], None] | None = None  # called before a reduction is waited for, if set
         # Gradients that may still be read beside compute, each with the place where that ends.
         self._packed: deque[tuple[Event | None, list[Tensor]]] = deque()
 
@@ -79,7 +80,7 @@ class BucketPool:
     def take(self) -> Bucket:
         """Returns the oldest bucket, settled. Call it inside `beside`."""
         self._buckets.rotate(-1)
-        self._buckets[-1].settle()
+        self._settle(self._buckets[-1])
         return self._buckets[-1]
 
     def keep(self, packed: list[Tensor]) -> None:
@@ -98,15 +99,20 @@ class BucketPool:
         last = max((at for at, bucket in enumerate(self._buckets) if bucket in buckets), default=-1)
         with self.beside():
             for bucket in [*self._buckets][: last + 1]:
-                bucket.settle()
+                self._settle(bucket)
         self.join()
 
     def drain(self) -> None:
         """Settles all buckets, oldest first."""
         with self.beside():
             for bucket in self._buckets:
-                bucket.settle()
+                self._settle(bucket)
         self.join()
+
+    def _settle(self, bucket: Bucket) -> None:
+        if bucket.finish is not None and self.before_wait is not None:
+            self.before_wait()
+        bucket.settle()
 
     def join(self) -> None:
         """Lets the current stream wait for all that was stored inside `beside`."""
