@@ -180,10 +180,9 @@ class _Placing:
             self._start_now(self._complete.count)
 
     def _start_now(self, count: int) -> None:
-        asks = self._facts.may_wait and self._facts.ranks > 1 and not self._facts.marks_reductions
-        if count > self._started and asks and not self._is_ready:
+        if count > self._started and self._facts.may_wait and not self._is_ready and self._facts.ranks > 1:
             self._is_ready = True
-            self._add(Kind.AGREE)
+            self._add(Kind.MARK if self._facts.marks_reductions else Kind.AGREE)
         self._start(count)
 
     def _start(self, count: int) -> None:

@@ -12,6 +12,10 @@ serves the others until they have, too:
     rank 1   block.0   block.1   head.b    head.c    done
     served   block.0   block.1   both      head.c    (no rank wants anything: the round is over)
 
+Where there are no units, a plan is of calls and of the first reduction of each backward. Beside it travels a mark,
+which ranks read where they first wait for a reduction. If a rank has diverged, the others serve it there. Their
+reductions under way wait for those that it begins when it comes to them.
+
 Micro-batches that are reduced make one round where ranks have gradients of the same parameters as in the last such
 round. A rank that has others diverges at the end of a backward, so before the next one all have heard if any does.
 
@@ -210,8 +214,8 @@ class Rendezvous:
         return self.spans and comm.size > 1 and not self._units and not has_order
 
     def _send_marks(self, *, diverges: bool) -> None:
-        """Tells all ranks whether this one diverges before the first reduction of a backward. Ranks that do not begin to
-        reduce, and hear of it before they wait. One that does joins these reductions when they have served it."""
+        """Tells all ranks whether this one diverges before the first reduction of a backward. Those that do not begin
+        to reduce, and hear of one that does before they wait. It joins their reductions when they have served it."""
         comm = self._mesh.shard.host
         rows = torch.zeros(comm.size, 1, dtype=torch.int64, device=HOST)
         name = f"reduce {self._reductions.shards[0].group.name}/marks"
