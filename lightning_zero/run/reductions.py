@@ -147,7 +147,7 @@ class Reductions:
     def wait_after(self, hear: Callable[[], None] | None) -> None:
         """Has `hear` called before any reduction is waited for; None ends that."""
         for pool in self.pools:
-            pool.before_wait = hear
+            pool.wait_after(hear)
 
     def reduce_all(self) -> None:
         """Starts all reductions, and waits until they are stored."""

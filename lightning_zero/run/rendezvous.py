@@ -207,11 +207,12 @@ class Rendezvous:
     @property
     def marks_reductions(self) -> bool:
         """Whether ranks that expect to reduce start without asking, and a mark travels beside the first reduction of
-        each backward. Not where a collective waits for those before it: what a rank that diverges wants could not pass
-        the reductions that wait for it."""
-        comm = self._mesh.shard
-        has_order = comm.keeps_order or self._reductions.step is not None
-        return self.spans and comm.size > 1 and not self._units and not has_order
+        each backward. Not where a collective waits for those before it, or is compared with what other ranks issue:
+        what a rank that diverges wants could not pass the reductions that wait for it. Nor where backward steps, as the
+        values that it wants would change."""
+        comm, steps = self._mesh.shard, self._reductions.step is not None
+        in_order = comm.keeps_order or comm.sanitize
+        return self.spans and comm.size > 1 and not (self._units or in_order or steps)
 
     def _send_marks(self, *, diverges: bool) -> None:
         """Tells all ranks whether this one diverges before the first reduction of a backward. Those that do not begin

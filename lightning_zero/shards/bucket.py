@@ -26,9 +26,12 @@ class Bucket:
         )
         self.finish: Callable[[], None] | None = None  # waits for the reduction under way, and stores its result
         self.holder: object = None  # whose reduction that is, or was
+        self.before_wait: Callable[[], None] | None = None  # called before a reduction is waited for, if set
 
     def settle(self) -> None:
         """Waits for the reduction in this bucket, if there is one, and stores its result."""
+        if self.finish is not None and self.before_wait is not None:
+            self.before_wait()
         finish, self.finish = self.finish, None
         if finish is not None:
             finish()
@@ -48,7 +51,6 @@ class BucketPool:
         # A rehearsal of a device has no stream: nothing is copied, and gradients are kept all the same.
         self._aside = setting.aside if setting is not None and self._is_asynchronous else None
         self._clock = None if setting is None else setting.mesh.shard.clock
-        self.before_wait: Callable[[], None] | None = None  # called before a reduction is waited for, if set
         # Gradients that may still be read beside compute, each with the place where that ends.
         self._packed: deque[tuple[Event | None, list[Tensor]]] = deque()
 
@@ -73,6 +75,11 @@ class BucketPool:
         """Whether gradients are copied into the buckets."""
         return self._buckets[0].full.numel() > 0
 
+    def wait_after(self, hear: Callable[[], None] | None) -> None:
+        """Has `hear` called before any reduction is waited for; None ends that."""
+        for bucket in self._buckets:
+            bucket.before_wait = hear
+
     def beside(self) -> AbstractContextManager[None]:
         """Inside, work goes to the stream of the pool, after what the current one has been given so far."""
         return nullcontext() if self._aside is None else self._aside.after_current()
@@ -80,7 +87,7 @@ class BucketPool:
     def take(self) -> Bucket:
         """Returns the oldest bucket, settled. Call it inside `beside`."""
         self._buckets.rotate(-1)
-        self._settle(self._buckets[-1])
+        self._buckets[-1].settle()
         return self._buckets[-1]
 
     def keep(self, packed: list[Tensor]) -> None:
@@ -99,20 +106,15 @@ class BucketPool:
         last = max((at for at, bucket in enumerate(self._buckets) if bucket in buckets), default=-1)
         with self.beside():
             for bucket in [*self._buckets][: last + 1]:
-                self._settle(bucket)
+                bucket.settle()
         self.join()
 
     def drain(self) -> None:
         """Settles all buckets, oldest first."""
         with self.beside():
             for bucket in self._buckets:
-                self._settle(bucket)
+                bucket.settle()
         self.join()
-
-    def _settle(self, bucket: Bucket) -> None:
-        if bucket.finish is not None and self.before_wait is not None:
-            self.before_wait()
-        bucket.settle()
 
     def join(self) -> None:
         """Lets the current stream wait for all that was stored inside `beside`."""
