@@ -906,6 +906,34 @@ def test_one_rank_may_look_or_have_no_gradient_while_others_wait_for_its_reducti
         assert_same_bits(mine, theirs)
 
 
+@pytest.mark.parametrize("does", [has_no_gradient, leaves_a_layer_out])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_ranks_agree_once_in_a_step_again_after_one_in_which_a_rank_has_done_something_else(
+    stage: int, does: Any
+) -> None:
+    start = seeded(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(5)]))
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> tuple[list[int], list[int]]:
+        agreements, marks = [], []
+        for step in range(7):
+            before, is_odd = Counter(comm._issued), (step, comm.rank) == (3, 0)
+            with engine.forward():
+                loss = (does if is_odd else nn.Module.__call__)(model, x(1.0 + step + comm.rank)).mean()
+            with engine.backward():
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sent = Counter(comm._issued) - before
+            agreements.append(sent["all_reduce rendezvous"])
+            marks.append(sum(n for name, n in sent.items() if name.endswith("/marks")))
+        return agreements, marks
+
+    for agreements, marks in on_engine(start, act, stage, bucket_bytes=FEW_BUCKETS):
+        assert agreements[2] == agreements[-1] == 1
+        assert marks == [0, 0, 1, 1, 1, 1, 1]
+        assert (agreements[3] > 1) == (does is has_no_gradient)  # who leaves a layer out reduces all the same
+
+
 WAYS = {
     "as all": nn.Module.__call__,
     "weight in forward": looks_in_forward,
