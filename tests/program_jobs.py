@@ -37,7 +37,7 @@ _COLLECTIVES = {
     "all_reduce norm": Kind.NORM,
     "all_reduce overflow": Kind.VERDICT,
     "broadcast buffers": Kind.CALL,
-    "all_gather reduce ": Kind.MARK,
+    "mark reduce ": Kind.MARK,
     "reduce_scatter reduce ": Kind.REDUCE,
     "all_gather gather ": Kind.UNSHARD,
     "all_gather publish ": Kind.PUBLISH,

@@ -217,10 +217,8 @@ class Rendezvous:
     def _send_marks(self, *, diverges: bool) -> None:
         """Tells all ranks whether this one diverges before the first reduction of a backward. Those that do not begin
         to reduce, and hear of one that does before they wait. It joins their reductions when they have served it."""
-        comm = self._mesh.shard.host
-        rows = torch.zeros(comm.size, 1, dtype=torch.int64, device=HOST)
-        name = f"reduce {self._reductions.shards[0].group.name}/marks"
-        gather = comm.all_gather(rows, rows[comm.rank], name, diverges=diverges)
+        name = f"reduce {self._reductions.shards[0].group.name}"
+        gather = self._mesh.shard.host.mark(name, diverges=diverges)
         if diverges:
             self.serving.marked = gather
         else:
