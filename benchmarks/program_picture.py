@@ -29,16 +29,16 @@ BLOCKS, WIDTH, RANKS = 5, 64, 8
 WARM_UP = 4  # steps before one is like the next
 # What is done in which lane, from top to bottom.
 LANES = {
-    "agree": {Kind.AGREE, Kind.NORM, Kind.VERDICT},
+    "agree": {Kind.AGREE, Kind.MARK, Kind.NORM, Kind.VERDICT},
     "gather": {Kind.UNSHARD, Kind.PUBLISH, Kind.GATHER},
     "reduce": {Kind.REDUCE},
     "step": {Kind.STEP},
     "disk": {Kind.FETCH, Kind.PUT},
 }
 COLORS = {
-    Kind.AGREE: "#b04a5a", Kind.NORM: "#b04a5a", Kind.VERDICT: "#b04a5a", Kind.UNSHARD: "#3f6fb5",
-    Kind.PUBLISH: "#7aa6dd", Kind.GATHER: "#7aa6dd", Kind.REDUCE: "#e0913a", Kind.STEP: "#5b9e6f",
-    Kind.FETCH: "#8a6fb5", Kind.PUT: "#b9a6d8",
+    Kind.AGREE: "#b04a5a", Kind.MARK: "#cf8d97", Kind.NORM: "#b04a5a", Kind.VERDICT: "#b04a5a",
+    Kind.UNSHARD: "#3f6fb5", Kind.PUBLISH: "#7aa6dd", Kind.GATHER: "#7aa6dd", Kind.REDUCE: "#e0913a",
+    Kind.STEP: "#5b9e6f", Kind.FETCH: "#8a6fb5", Kind.PUT: "#b9a6d8",
 }  # fmt: skip
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",

@@ -37,6 +37,7 @@ _COLLECTIVES = {
     "all_reduce norm": Kind.NORM,
     "all_reduce overflow": Kind.VERDICT,
     "broadcast buffers": Kind.CALL,
+    "mark reduce ": Kind.MARK,
     "reduce_scatter reduce ": Kind.REDUCE,
     "all_gather gather ": Kind.UNSHARD,
     "all_gather publish ": Kind.PUBLISH,

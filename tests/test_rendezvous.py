@@ -323,6 +323,7 @@ def messages_of_steps(
             optimizer.step()
             optimizer.zero_grad()
             sent = Counter(comm._issued) - before
+            sent = Counter({name.partition(" reduce ")[0]: n for name, n in sent.items()})  # of marks, beside any group
             messages.append({name: n for name, n in sent.items() if not name.startswith(("all_gather", "reduce_sc"))})
         return messages
 
@@ -333,7 +334,7 @@ def messages_of_steps(
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize(
     ("stage", "micros", "agreements"),
-    [(0, 1, 2), (0, 4, 2), (1, 1, 2), (1, 4, 2), (2, 1, 2), (2, 4, 5), (3, 1, 1), (3, 4, 1)],
+    [(0, 1, 1), (0, 4, 1), (1, 1, 1), (1, 4, 1), (2, 1, 1), (2, 4, 1), (3, 1, 1), (3, 4, 1)],
 )
 def test_ranks_that_do_the_same_send_few_messages_beside_their_data(
     stage: int, micros: int, agreements: int, clips: bool
@@ -342,6 +343,8 @@ def test_ranks_that_do_the_same_send_few_messages_beside_their_data(
     for messages in messages_of_steps(stage, micros, clips):
         more = clips and stage > 0
         expected = {"all_reduce rendezvous": agreements + more} | ({"all_reduce norm": 1} if more else {})
+        if stage < 3:  # beside the first reduction of each backward, and nobody waits for it alone
+            expected["mark"] = micros if stage == 2 else 1
         assert messages[3:] == [expected] * 3
 
 
@@ -902,6 +905,112 @@ def test_one_rank_may_look_or_have_no_gradient_while_others_wait_for_its_reducti
     """A model has more buckets of gradients than travel at a time, and so waits in the middle of backward."""
     found = train_while([0], does, stage, dtype, micros, overlap=overlap)
     expected = train_while([0], SAME.get(does, nn.Module.__call__), stage, dtype, micros, overlap=overlap)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("does", [has_no_gradient, leaves_a_layer_out])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_ranks_agree_once_in_a_step_again_after_one_in_which_a_rank_has_done_something_else(
+    stage: int, does: Any
+) -> None:
+    start = seeded(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(5)]))
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> tuple[list[int], list[int]]:
+        agreements, marks = [], []
+        for step in range(7):
+            before, is_odd = Counter(comm._issued), (step, comm.rank) == (3, 0)
+            with engine.forward():
+                loss = (does if is_odd else nn.Module.__call__)(model, x(1.0 + step + comm.rank)).mean()
+            with engine.backward():
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sent = Counter(comm._issued) - before
+            agreements.append(sent["all_reduce rendezvous"])
+            marks.append(sum(n for name, n in sent.items() if name.startswith("mark ")))
+        return agreements, marks
+
+    for agreements, marks in on_engine(start, act, stage, bucket_bytes=FEW_BUCKETS):
+        assert agreements[2] == agreements[-1] == 1
+        assert marks == [0, 0, 1, 1, 1, 1, 1]
+        assert (agreements[3] > 1) == (does is has_no_gradient)  # who leaves a layer out reduces all the same
+
+
+WAYS = {
+    "as all": nn.Module.__call__,
+    "weight in forward": looks_in_forward,
+    "weight in backward": looks_in_backward,
+    "weight in a block": looks_in_a_block_that_recomputes,
+    "gradients": looks_at_gradients,
+    "no gradient": has_no_gradient,
+    "layer left out": leaves_a_layer_out,
+}
+
+
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.booleans(),  # as in the step before
+            st.integers(1, 3),  # micro-batches
+            st.booleans(),  # clipped
+            st.lists(  # rank, micro-batch, what it does there
+                st.tuples(st.integers(0, 2), st.integers(0, 2), st.sampled_from([*WAYS])), max_size=2
+            ),
+            st.sampled_from(["", "evaluates", "a gradient", "a weight", "keeps gradients"]),  # before the step
+            st.integers(0, 2),  # on ranks from this one on
+        ),
+        min_size=4,
+        max_size=9,
+    ),
+    stage=st.integers(0, 2),
+    world=st.integers(2, 3),
+    dtype=st.sampled_from(DTYPES),
+    unused=st.booleans(),
+    is_offloaded=st.booleans(),
+    bucket_bytes=st.sampled_from([64, 128, 1024]),
+)
+@settings(max_examples=CAMPAIGN or 25, derandomize=not CAMPAIGN, deadline=None)
+def test_ranks_that_start_to_reduce_without_asking_keep_the_bits_of_those_that_ask(
+    steps: Any, stage: int, world: int, dtype: Any, unused: bool, is_offloaded: bool, bucket_bytes: int
+) -> None:
+    """Ranks leave what they have all done before at random, alone or together, and come back to it."""
+    start = seeded(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(5)]))
+    if unused:
+        start[2].register_module("unused", nn.Linear(WIDTH, WIDTH))
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        common: Any = (1, False)
+        for step, (repeats, micros, clips, apart, before, first) in enumerate(steps):
+            common = common if repeats else (micros, clips)
+            micros, clips = common
+            for micro in range(micros):
+                way = next((WAYS[how] for rank, at, how in apart if (rank, at) == (comm.rank, micro)), WAYS["as all"])
+                autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is not None, cache_enabled=False)
+                with engine.accumulating() if micro < micros - 1 else nullcontext():
+                    with engine.forward(), autocast:
+                        loss = way(model, x(1.0 + step + micro + comm.rank)).float().square().mean()
+                    with engine.backward():
+                        loss.backward()
+            if comm.rank >= first and before == "evaluates":
+                with torch.no_grad(), engine.forward():
+                    model(x())
+            elif comm.rank >= first and before == "a gradient" and model[1].weight.grad is not None:
+                model[1].weight.grad.norm().item()
+            elif comm.rank >= first and before == "a weight":
+                model[1].weight.norm().item()
+            if clips:
+                engine.averages.clip_by_norm_(optimizer, 0.1)
+            optimizer.step()
+            if before != "keeps gradients":
+                optimizer.zero_grad()
+        return state_of(model, engine)
+
+    offload = Offload(optimizer="cpu") if is_offloaded else None
+    options = {"autocast_dtype": dtype, "bucket_bytes": bucket_bytes, "offload": offload, "machine": APART}
+    found = on_engine(start, act, stage, momentum, world=world, **options)
+    with patch.object(Rendezvous, "marks_reductions", False):
+        expected = on_engine(start, act, stage, momentum, world=world, **options)
     for mine, theirs in zip(found, expected, strict=True):
         assert_same_bits(mine, theirs)
 

@@ -63,11 +63,12 @@ class Engine:
        collects each gradient as soon as autograd has written it. When all gradients of a group are complete, they are
        reduce-scattered, bucket by bucket, while backward goes on. All ranks reduce the groups in the same order.
     3. `optimizer.step()` enters `around_step` and `Stepping.step` through a hook. First, all ranks agree on which
-       parameters have a gradient (at stage 0, they do so at the end of backward). At stage 3 this is the only message
-       of a step beside its data, also where each of several micro-batches is reduced. (At stages 0 to 2 there is one
-       more in each backward before the first reduction, if not all buckets can travel at once; if they can, one more
-       between two micro-batches that are reduced.) During the call, the values and the gradient of each parameter are
-       the piece that this rank owns, so the optimizer makes state for this piece only.
+       parameters have a gradient (at stage 0, they do so at the end of backward). This is the only message of a step
+       that ranks wait for beside its data, also where each of several micro-batches is reduced. (At stages 0 to 2, if
+       all buckets can travel at once, there is one more between two micro-batches that are reduced. If they cannot, a
+       mark travels beside the first reduction of each backward; over NCCL, ranks agree before it.) During the call, the
+       values and the gradient of each parameter are the piece that this rank owns, so the optimizer makes state for
+       this piece only.
     4. After the call, at stages 1 and 2, the new values are all-gathered. At stage 3, the next forward gathers them.
 
     All ranks start from rank 0's parameters and buffers. Without optimizers, only parameters are sharded. On one rank

@@ -46,6 +46,7 @@ def facts_of(
         steps_in_backward=options.step_in_backward,
         publishes_late=stepping.publishes_late,
         spans=bool(units) and rendezvous.spans,
+        marks_reductions=rendezvous.marks_reductions,
         settles_alone=not units and rendezvous.spans and reductions.may_settle_alone,
     )
 

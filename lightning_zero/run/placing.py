@@ -182,7 +182,7 @@ class _Placing:
     def _start_now(self, count: int) -> None:
         if count > self._started and self._facts.may_wait and not self._is_ready and self._facts.ranks > 1:
             self._is_ready = True
-            self._add(Kind.AGREE)
+            self._add(Kind.MARK if self._facts.marks_reductions else Kind.AGREE)
         self._start(count)
 
     def _start(self, count: int) -> None:

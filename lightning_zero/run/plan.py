@@ -72,6 +72,9 @@ Plan = tuple[Step, ...]  # of one round, in order
 
 # Uses that are no unit and no call: a backward begins, and ranks have not met since the one before it; a backward ends.
 NEXT_BACKWARD, END = -1, -2
+# Where there are no units: the first reduction of a backward, with a mark beside it; ranks ask each other which
+# parameters have gradients.
+REDUCE, ASK = -3, -4
 
 
 def make_plan(

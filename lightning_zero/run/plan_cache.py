@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
-from lightning_zero.run.plan import END, NEXT_BACKWARD, Plan, ends_in_time
+from lightning_zero.run.plan import ASK, END, NEXT_BACKWARD, Plan, ends_in_time
 
 _LONGEST = 10_000  # uses; a longer round (an evaluation of many batches) is not planned as a whole
 _MOST_PLANS = 16
@@ -206,7 +206,7 @@ class PlanCache:
 def kind_of(uses: Iterable[int], before: int = 0) -> int:
     """Returns a digest of uses that come after those with the digest `before`."""
     for use in uses:
-        before = (before * 1_000_003 + use + 3) % _HASH
+        before = (before * 1_000_003 + use + 1 - ASK) % _HASH  # no use counts as nothing
     return before
 
 

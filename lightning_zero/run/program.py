@@ -50,6 +50,7 @@ class Kind(StrEnum):
     UNSHARD = "unshard"  # all-gathers a unit into a buffer of the arena
     RESHARD = "reshard"  # gives that buffer back
     AGREE = "agree"  # ranks tell each other what they want, and which parameters have a gradient: one small message
+    MARK = "mark"  # each rank tells whether it has diverged; read where it first waits for a reduction
     REDUCE = "reduce"  # reduce-scatters a chunk, in a bucket
     STORE = "store"  # waits for that, and keeps the average
     GATHER = "all-gather gradients"  # of a group whose gradients rest whole
@@ -129,6 +130,7 @@ class Facts:
     steps_in_backward: bool = False
     publishes_late: bool = False
     spans: bool = True  # a round may span micro-batches, see `rendezvous`
+    marks_reductions: bool = False  # ranks start to reduce without asking, and a mark tells if one has diverged
     settles_alone: bool = False  # a rank knows, in a backward, that all ranks reduce, and settles it without them
 
     def windows_of(self, group: int) -> int:

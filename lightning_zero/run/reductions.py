@@ -144,6 +144,11 @@ class Reductions:
                     self._unstepped += [shard] if shard.is_complete else []
         self.started = number
 
+    def wait_after(self, hear: Callable[[], None] | None) -> None:
+        """Has `hear` called before any reduction is waited for; None ends that."""
+        for pool in self.pools:
+            pool.wait_after(hear)
+
     def reduce_all(self) -> None:
         """Starts all reductions, and waits until they are stored."""
         self.start(len(self.shards))  # all, before the first wait: another rank may be out of buckets

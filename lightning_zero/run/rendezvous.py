@@ -12,6 +12,10 @@ serves the others until they have, too:
     rank 1   block.0   block.1   head.b    head.c    done
     served   block.0   block.1   both      head.c    (no rank wants anything: the round is over)
 
+Where there are no units, a plan is of calls and of the first reduction of each backward. Beside it travels a mark,
+which ranks read where they first wait for a reduction. If a rank has diverged, the others serve it there. Their
+reductions under way wait for those that it begins when it comes to them.
+
 Micro-batches that are reduced make one round where ranks have gradients of the same parameters as in the last such
 round. A rank that has others diverges at the end of a backward, so before the next one all have heard if any does.
 
@@ -29,7 +33,7 @@ from torch import Tensor
 from lightning_zero.device import HOST
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.journal import Journal
-from lightning_zero.run.plan import END, NEXT_BACKWARD, Plan, Residents, Step, make_plan
+from lightning_zero.run.plan import ASK, END, NEXT_BACKWARD, REDUCE, Plan, Residents, Step, make_plan
 from lightning_zero.run.plan_cache import NOTHING, Expected, Past, PlanCache
 from lightning_zero.run.program import Cause
 from lightning_zero.run.reductions import Reductions, Stage
@@ -49,6 +53,7 @@ class _Round:
     start: int = 0  # the use at which the plan begins
     past: Past = field(default_factory=Past)
     in_flight: dict[int, Gather] = field(default_factory=dict)  # unit -> its gather, until it tells who diverges
+    marks: Gather | None = None  # beside the first reduction of this backward, until they tell who diverges
 
     @property
     def plan(self) -> Plan | None:
@@ -100,6 +105,7 @@ class Rendezvous:
         return self.serving.take_result()
 
     def _arrive(self, number: int) -> None:
+        self._hear_marks()
         is_unit = number < len(self._units)
         self.journal.note(Cause.UNIT if is_unit else Cause.CALL, number if is_unit else number - len(self._units))
         past = self._round.past
@@ -154,6 +160,11 @@ class Rendezvous:
         if step.use == NEXT_BACKWARD:
             self._reductions.settle_alike()
             self._round.past.reduced += len(self._reductions.shards)
+        elif step.use == REDUCE:
+            self._send_marks(diverges=not keep)
+            return keep
+        elif step.use == ASK and not keep:
+            return False  # the others ask there: an exchange, in which they hear of it
         elif step.use >= len(self._units):
             self.serving.serve_call(step.use, keep)
         return not self._learn_of_divergence(number for number in step.learns if number in step.gathers)
@@ -163,11 +174,12 @@ class Rendezvous:
         marks = True
         for step in plan[at:]:
             if not self._take(step, keep=False, marks=marks):
-                return
+                break
             marks = marks and not step.gathers
         self._stop()
 
     def _leave_plan(self) -> None:
+        self._hear_marks()
         if (plan := self._round.plan) is not None:
             self._diverge(plan, self._round.at)  # at its end there is nothing to mark
 
@@ -191,6 +203,41 @@ class Rendezvous:
             if gather.has_divergence() and not self._mesh.shard.learns_late:
                 self._cache.discard(number)
         self._round.in_flight.clear()
+
+    @property
+    def marks_reductions(self) -> bool:
+        """Whether ranks that expect to reduce start without asking, and a mark travels beside the first reduction of
+        each backward. Not where a collective waits for those before it, or is compared with what other ranks issue:
+        what a rank that diverges wants could not pass the reductions that wait for it. Nor where backward steps, as the
+        values that it wants would change."""
+        comm, steps = self._mesh.shard, self._reductions.step is not None
+        in_order = comm.keeps_order or comm.sanitize
+        return self.spans and comm.size > 1 and not (self._units or in_order or steps)
+
+    def _send_marks(self, *, diverges: bool) -> None:
+        """Tells all ranks whether this one diverges before the first reduction of a backward. Those that do not begin
+        to reduce, and hear of one that does before they wait. It joins their reductions when they have served it."""
+        name = f"reduce {self._reductions.shards[0].group.name}"
+        gather = self._mesh.shard.host.mark(name, diverges=diverges)
+        if diverges:
+            self.serving.marked = gather
+        else:
+            self._round.marks = gather
+            self._reductions.wait_after(self._hear_marks)
+
+    def _hear_marks(self) -> None:
+        """Learns whether all ranks are about to reduce, before this one waits for them or does anything else with them.
+        Where one has diverged, all serve it until they are."""
+        marks, self._round.marks = self._round.marks, None
+        if marks is None:
+            return
+        self._reductions.wait_after(None)
+        marks.wait()
+        if marks.has_divergence():
+            self._stop()
+            self._wait_until_all_reduce()
+        else:
+            self._note_that_all_reduce(each=True)
 
     # -- which plan
 
@@ -223,7 +270,8 @@ class Rendezvous:
         its end."""
         past, complete = self._round.past, self._reductions.count_complete_in(statement)
         is_over = self._reductions.stage is Stage.UNSETTLED and END in past.uses
-        past.note_complete(past.last_end if is_over else len(past.uses), past.reduced + complete)
+        if self._units:  # elsewhere no plan starts reductions
+            past.note_complete(past.last_end if is_over else len(past.uses), past.reduced + complete)
         return complete
 
     @property
@@ -302,14 +350,24 @@ class Rendezvous:
         """
         if self._units or number <= self._reductions.started:
             return
-        serving = self.serving
-        if self._reductions.may_wait and not serving.reduces:
-            serving.reduces = True
-            self._leave_plan()
-            heard = serving.until_all_reduce(self._round.past)
-            serving.knew_all = False
-            serving.all_reduce = self._reductions.may_settle_alone and self.spans and not heard.ended
+        if self._reductions.may_wait and not self.serving.reduces and self._round.marks is None:
+            plan, past = self._round.plan, self._round.past
+            if plan is None or not self._follow(plan, REDUCE):
+                self._wait_until_all_reduce()
+            if self.marks_reductions:
+                past.begins = past.begins or (REDUCE, False)
+                past.note(REDUCE)
         self._replicas.start(number)
+
+    def _wait_until_all_reduce(self) -> None:
+        self.serving.reduces = True
+        heard = self.serving.until_all_reduce(self._round.past)
+        self._note_that_all_reduce(each=not heard.ended)
+
+    def _note_that_all_reduce(self, *, each: bool) -> None:
+        """Notes that no rank wants anything before it reduces. `each` has gradients of its own."""
+        self.serving.reduces, self.serving.knew_all = True, False
+        self.serving.all_reduce = self._reductions.may_settle_alone and self.spans and each
 
     def end_backward(self) -> None:
         """Notes the end of a backward among the uses of units."""
@@ -327,6 +385,7 @@ class Rendezvous:
     def settle_last_backward(self) -> None:
         """Settles the gradients of the backward before the one that begins: by what is known of the other ranks, and
         otherwise by meeting. Collective."""
+        self._hear_marks()
         if self.serving.all_reduce:
             self._settle_alone()
             return
@@ -342,6 +401,7 @@ class Rendezvous:
     def settle_gradients(self, *, meets: bool = False) -> None:
         """Makes ranks agree on which parameters have gradients, if they have not since the last backward. With `meets`,
         ranks also meet if one of them may have read gradients alone, so that another collective may follow."""
+        self._hear_marks()
         is_unsettled = self._reductions.stage is Stage.UNSETTLED
         with no_interception(), torch.no_grad():
             if meets and (is_unsettled or self.serving.may_be_wanted):
@@ -365,8 +425,13 @@ class Rendezvous:
         if self._reductions.is_complete:
             self.serving.settle_alone(None)
             self.serving.knew_all = True
-        else:
-            self.serving.until_settled(self._round.past)
+            return
+        plan, past = self._round.plan, self._round.past
+        follows = plan is not None and self._follow(plan, ASK)
+        if not self.serving.until_settled(past, follows=follows):
+            self._round.leave_plan()
+        if self.marks_reductions:
+            past.note(ASK)
 
     def forget_backward(self) -> None:
         """Forgets what was known of a backward, which has failed on every rank. Its plan would start reductions in the

@@ -12,7 +12,7 @@ from lightning_zero.run.plan_cache import Past
 from lightning_zero.run.reductions import Reductions, Stage
 from lightning_zero.run.replicas import Replicas
 from lightning_zero.shards.slot import no_interception
-from lightning_zero.wire.comm import Comm, RankTimeoutError
+from lightning_zero.wire.comm import Comm, Gather, RankTimeoutError
 
 # The others may wait in a reduction for gradients that this rank has not got yet, and cannot serve it.
 _IN_BACKWARD = (
@@ -52,6 +52,7 @@ class Serving:
         self._replicas = replicas  # starts reductions, where all ranks are ready for them
         self._calls: list[_Call] = []
         self._result: Any = None  # of the latest call that this rank has wanted
+        self.marked: Gather | None = None  # by this rank, to tell the others that they are to come to an exchange
         self.is_waiting = False  # this rank wants nothing but that the others come to where it is
         self.reduces = False  # all ranks are known to reduce the gradients of this backward
         self.all_reduce = False  # ... and each of them has some of its own
@@ -119,12 +120,17 @@ class Serving:
                 self.serve(heard.wants, self.to_reduce)
         return heard
 
-    def until_settled(self, past: Past) -> None:
+    def until_settled(self, past: Past, *, follows: bool) -> bool:
         """Asks which parameters have gradients on the others, and serves them until all have settled those of the last
-        backward: the others come to an exchange before they reduce again."""
+        backward: the others come to an exchange before they reduce again. Returns whether all asked, of which each
+        `follows` a plan, or none."""
+        agree = True
         with self._waiting(), no_interception(), torch.no_grad():
             while self.all_reduce:
-                self.serve(self.exchange(self.to_settle, past).wants, self.to_settle)
+                heard = self.exchange(self.to_settle, past, follows=follows)
+                self.serve(heard.wants, self.to_settle)
+                agree &= heard.agree
+        return agree
 
     def until_end(self, past: Past, *, early: bool, continues: bool) -> Heard:
         """Serves the others until all have come to the end of the round; see `Rendezvous.meet`."""
@@ -143,7 +149,9 @@ class Serving:
 
     # -- what is said
 
-    def exchange(self, number: int | None, past: Past, *, early: bool = False, continues: bool = False) -> Heard:
+    def exchange(
+        self, number: int | None, past: Past, *, early: bool = False, continues: bool = False, follows: bool = False
+    ) -> Heard:
         """Says what this rank wants (None: nothing more in this round), and hears what the others want. Collective.
 
         Args:
@@ -151,6 +159,7 @@ class Serving:
             past: what it has done in this round.
             early: it will meet the others once more before the step.
             continues: it comes to the end of a micro-batch, and not of a step.
+            follows: it is to follow its plan after this exchange, if all agree.
         """
         known = self.to_settle + 1
         wants = bytearray(known)
@@ -158,7 +167,7 @@ class Serving:
             wants[number] = 1
         want = known if number is None else number
         is_unsettled = self._reductions.stage is Stage.UNSETTLED
-        same = self._state(want + continues, past)
+        same = self._state(want + continues, past, follows=follows)
         # Where ranks differ in a byte of `same`, its maximum and that of its complement do not add up to 255.
         pattern = self._reductions.pattern.to_bytes(8, "little")
         pairs = (part for value in (same, pattern) for part in (value, bytes(255 - byte for byte in value)))
@@ -171,6 +180,9 @@ class Serving:
         except RankTimeoutError as error:
             self._explain(error, want)
             raise
+        if self.marked is not None:
+            self.marked.wait()  # all have sent theirs, as they have come here
+            self.marked = None
         sizes = [known, len(same), len(same), len(pattern), len(pattern), len(told), len(said) - len(mine)]
         wanted, one, other, first, second, anybody, statement = heard.split(sizes)
         if wanted.any() and self._units:  # else the rest starts together, when gradients are settled
@@ -183,12 +195,13 @@ class Serving:
             self.settle_alone(None if all_known else statement)
         return Heard(wanted.nonzero().flatten().tolist(), agree, is_early, alike, has_ended, statement)
 
-    def _state(self, want: int, past: Past) -> bytes:
+    def _state(self, want: int, past: Past, *, follows: bool) -> bytes:
         """What is the same on all ranks if they agree."""
         stage = self._reductions.stage
         began_on = past.begins is not None and past.begins[1]  # on a rank that evaluates first, it may not be
         modes = (
-            torch.is_grad_enabled(), stage is Stage.COLLECTING, stage is Stage.UNSETTLED, past.has_failed, began_on
+            torch.is_grad_enabled(), stage is Stage.COLLECTING, stage is Stage.UNSETTLED, past.has_failed, began_on,
+            follows,
         )  # fmt: skip
         flags = sum(mode << at for at, mode in enumerate(modes))
         return b"".join(

@@ -26,9 +26,12 @@ class Bucket:
         )
         self.finish: Callable[[], None] | None = None  # waits for the reduction under way, and stores its result
         self.holder: object = None  # whose reduction that is, or was
+        self.before_wait: Callable[[], None] | None = None  # called before a reduction is waited for, if set
 
     def settle(self) -> None:
         """Waits for the reduction in this bucket, if there is one, and stores its result."""
+        if self.finish is not None and self.before_wait is not None:
+            self.before_wait()
         finish, self.finish = self.finish, None
         if finish is not None:
             finish()
@@ -71,6 +74,11 @@ class BucketPool:
     def packs(self) -> bool:
         """Whether gradients are copied into the buckets."""
         return self._buckets[0].full.numel() > 0
+
+    def wait_after(self, hear: Callable[[], None] | None) -> None:
+        """Has `hear` called before any reduction is waited for; None ends that."""
+        for bucket in self._buckets:
+            bucket.before_wait = hear
 
     def beside(self) -> AbstractContextManager[None]:
         """Inside, work goes to the stream of the pool, after what the current one has been given so far."""

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_zero.device import Limit
+from lightning_zero.device import HOST, Limit
 from lightning_zero.wire.board import Board
 from lightning_zero.wire.clock import Clock
 
@@ -55,6 +55,7 @@ class RankTimeoutError(RuntimeError):
 # The purpose of an operation, by its kind and the beginning of its name. The first entry that fits counts.
 _PLACES = {
     ("reduce_scatter", "reduce"): "the reduction of the gradients of {}",
+    ("mark", "reduce"): "the reduction of the gradients of {}",
     ("all_gather", "reduce"): "the reduction of the gradients of {}",
     ("all_gather", "gradient"): "the all-gather of the gradients of {}",
     ("all_gather", "read"): "the all-gather of the {}",
@@ -146,6 +147,14 @@ class Comm(ABC):
         """
         key = self._begin("all_gather", name, shard, (self.size - 1) * shard.nbytes)
         gather = self._all_gather(full, shard, key, diverges)
+        gather.clock = self.clock
+        return gather
+
+    def mark(self, name: str, *, diverges: bool) -> Gather:
+        """Starts to tell all ranks whether this one diverges, where no gather can tell it: 8 bytes to each."""
+        rows = torch.zeros(self.size, 1, dtype=torch.int64, device=HOST)
+        key = self._begin("mark", name, None, (self.size - 1) * rows[0].nbytes)
+        gather = self._all_gather(rows, rows[self.rank], key, diverges)
         gather.clock = self.clock
         return gather
 
