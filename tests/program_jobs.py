@@ -109,7 +109,7 @@ def recording(engine: Engine) -> Iterator[Recorder]:
         if window.is_staged and not window.is_begun:
             recorder.note_window(Kind.FETCH, window)
 
-    def put(window: Window, *_: Any) -> None:
+    def put(window: Window) -> None:
         if window.is_staged:
             recorder.note_window(Kind.PUT, window)
 
@@ -119,8 +119,8 @@ def recording(engine: Engine) -> Iterator[Recorder]:
         (Unit, "release"): lambda unit, _: recorder.note(Kind.RESHARD, unit.name),
         (GradientShard, "_store"): recorder.note_store,
         (Window, "begin"): begin_fetch,
-        (Window, "enter"): lambda window, **_: recorder.note_window(Kind.STEP, window),
-        (Window, "put"): put,
+        (Window, "prepare"): lambda window: recorder.note_window(Kind.STEP, window),
+        (Window, "put_values"): put,
         (WholeWindow, "_bring_whole"): lambda window: recorder.note_exchange(Kind.COLLECT, window),
         (WholeWindow, "_send_back"): lambda window: recorder.note_exchange(Kind.RETURN, window),
     }
