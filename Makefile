@@ -5,7 +5,7 @@
 # TORCH   what to install as torch, with pip options if need be. CI runs the default; for another build:
 #             make test TORCH='torch==2.11.0 --extra-index-url URL'
 #         It goes in first, and nothing installed after it may replace it or what it brought along.
-# FLOOR_TORCH  the same for `make test-floors`, in place of the lowest that pyproject.toml allows, whose build from PyPI
+# FLOOR_TORCH  the same for `make test-floors`, in place of the lowest that pyproject.toml allows, whose usual build
 #         is the one for CUDA: FLOOR_TORCH='torch==2.11.0 --index-url URL'
 # LANES   of the tests, each with ranks of its own; one more than cores, since lanes also wait for ranks
 # ARGS    passed on to pytest, to the example (`make demo ARGS=trainer.max_steps=50`) or to the benchmark
