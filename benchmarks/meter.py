@@ -33,6 +33,8 @@ class Meter:
         self.on_gpu = on_gpu
         self.sent = sent
         self.marks: list[Any] = []
+        self.worked: list[float] = []  # s of the processor, in all threads
+        self.rests: list[float] = []  # MB at the end of each step
         self.sent_before = 0
 
     def end_step(self, number: int, loss: Tensor) -> None:
@@ -41,13 +43,17 @@ class Meter:
             self.sent_before = self.sent()
         if number >= WARM_UP:
             self.marks.append(cuda_mark() if self.on_gpu else time.perf_counter())
+            self.worked.append(time.process_time())
+            self.rests.append(memory(self.on_gpu)["rest_mb"])
         if number == WARM_UP + self.steps:
             sent = (self.sent() - self.sent_before) / self.steps
             found = {
                 "seconds": median_interval(self.marks),
+                "processor": median_interval(self.worked),
                 "wire": sent / self.parameter_bytes,
                 "loss": float(loss),
                 **memory(self.on_gpu),
+                "rest_mb": statistics.mean(self.rests),
             }
             self.file.write_text(json.dumps(found))
 
@@ -66,7 +72,7 @@ def median_interval(marks: list[Any]) -> float:
 
 
 def memory(on_gpu: bool) -> dict[str, float]:
-    """What this rank holds between two steps, and the most it ever held, in MB."""
+    """What this rank holds now, between two steps, and the most it ever held, in MB."""
     if on_gpu:
         return {"rest_mb": torch.cuda.memory_allocated() / 1e6, "peak_mb": torch.cuda.max_memory_allocated() / 1e6}
     kilobytes = {

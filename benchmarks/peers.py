@@ -38,11 +38,12 @@ Step = Callable[[Tensor], Tensor]  # tokens (batch, length) -> this rank's loss,
 class Contestant:
     """Somebody who trains. Exactly one of `strategy` and `loop` is given."""
 
-    family: str  # "ours", "Lightning", "torch" or "DeepSpeed"
+    family: str  # "ours", "Lightning", "torch", "DeepSpeed" or "limit"
     told: str
     strategy: Callable[[int], Any] | None = None  # number of devices -> what the Trainer is given
     loop: Callable[[nn.Module, torch.device, Size], Step] | None = None  # the model is on the device
     shards_itself: bool = False  # the module divides its model in `configure_model`
+    is_limit: bool = False  # no peer: ranks train apart, so that what it has learnt is not what others have
     package: str = "torch"  # has to be installed
 
     def train(self, options: argparse.Namespace) -> None:
@@ -252,6 +253,31 @@ def fsdp2(keep: bool) -> Callable[[nn.Module, torch.device, Size], Step]:
     return loop
 
 
+def apart(model: nn.Module, device: torch.device, size: Size) -> Step:
+    """What no ZeRO can beat: the arithmetic of a rank, at once on all ranks, and nothing else. Each computes its
+    gradients, sends none, and steps its 1/N of each parameter."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    parameters = [*model.parameters()]
+
+    def mine(values: Tensor) -> Tensor:
+        return values.flatten().tensor_split(world_size)[rank]
+
+    pieces = [nn.Parameter(mine(parameter.detach())) for parameter in parameters]  # views
+    optimizer = AdamW(pieces, lr=RATE)
+
+    def step(tokens: Tensor) -> Tensor:
+        loss = loss_of(model(tokens), tokens)
+        model.zero_grad()
+        loss.backward()
+        for piece, parameter in zip(pieces, parameters, strict=True):
+            assert parameter.grad is not None
+            piece.grad = mine(parameter.grad)
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
 def shard(model: nn.Module, mesh: DeviceMesh, *, keep: bool) -> None:
     """Divides each block and then what is left by FSDP2. With `keep` a block stays whole from forward to backward."""
     for module in (*blocks_of(model), model):
@@ -285,6 +311,9 @@ def deepspeed(stage: int) -> Callable[[nn.Module, torch.device, Size], Step]:
 # --- who there is
 
 CONTESTANTS = {
+    "limit": Contestant(
+        family="limit", told="the arithmetic alone: nothing is sent, a rank steps its part", loop=apart, is_limit=True
+    ),
     "ddp": Contestant(
         family="Lightning",
         told="Lightning's `ddp`, on one device its single-device strategy",

@@ -16,7 +16,7 @@ from matplotlib.transforms import Bbox
 
 from peers import CONTESTANTS
 
-COLORS = {"ours": "#3f6fb5", "Lightning": "#7a4fa3", "torch": "#e0913a", "DeepSpeed": "#5b9e6f"}
+COLORS = {"ours": "#3f6fb5", "Lightning": "#7a4fa3", "torch": "#e0913a", "DeepSpeed": "#5b9e6f", "limit": "#8a8a8a"}
 STYLE: dict[Any, Any] = {"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 11}
 POINT = 6.0  # points: how far around a contestant nothing is written
 # Where its name is tried, in points from it: beside it first, then farther.

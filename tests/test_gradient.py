@@ -75,6 +75,20 @@ def test_grad_reads_as_ddps_average_in_full_shape(stage: int) -> None:
     on_two_ranks(stage, act)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_average_lands_where_it_rests_and_passes_no_bucket(stage: int) -> None:
+    expected = average(0)
+
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+        totals = [bucket.total.fill_(torch.nan) for pool in engine.reductions.pools for bucket in pool._buckets]
+        loss_of(model, comm.rank, 0).backward()
+        assert_grads(model, expected)
+        assert totals
+        assert all(total.isnan().all() for total in totals)
+
+    on_two_ranks(stage, act)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_writing_a_grad_in_place_reaches_the_step(stage: int) -> None:
     def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> Tensor:

@@ -248,7 +248,7 @@ def test_sums_that_ranks_begin_in_different_orders_do_not_wait_for_each_other(po
 
 def sum_every_dtype(size: int) -> list[str]:
     """What differs from the same sum after TCP, in dtype and number of elements: inline, in one part and in several.
-    And from the same average."""
+    And from the same average, and where the sum takes the place of this rank's term."""
     comm = comm_of_world()
     linked, wrong = GlooComm(own_group("gloo"), SOON, Links(comm)), []
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.complex64):
@@ -259,6 +259,10 @@ def sum_every_dtype(size: int) -> list[str]:
                 one.reduce_scatter(total, full, full.new_empty(one.scratch_rows, columns), "sum").wait()
             if not torch.equal(found, expected):
                 wrong.append(f"{dtype} {columns}")
+            for one in (linked, comm):
+                rows = full.clone()
+                one.reduce_scatter(rows[comm.rank], rows, full.new_empty(one.scratch_rows, columns), "in place").wait()
+                wrong += [] if torch.equal(rows[comm.rank], expected) else [f"in place {dtype} {columns}"]
             if dtype.is_floating_point:
                 for one in (linked, comm):
                     one.reduce_scatter(found, full, full.new_empty(one.scratch_rows, columns), "average", size).wait()

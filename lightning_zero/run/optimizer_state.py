@@ -48,9 +48,9 @@ class OptimizerState:
         the parameter is, a block's size where it has an element for each block, 0 where it is not cut."""
         if slot is None or not isinstance(value, Tensor):
             return 0
-        if self._stepper.cut.get(name, False):
+        if self._stepper.known.cut.get(name, False):
             return 1
-        return slot.group.setting.block if slot.has_blocks and self._stepper.by_block.get(name, False) else 0
+        return slot.group.setting.block if slot.has_blocks and self._stepper.known.by_block.get(name, False) else 0
 
     def _taken(self) -> tuple[dict[str, Any], dict[Any, Any]]:
         """Returns `optimizer.state_dict()`, and those entries of its state that belong to no parameter, which rank 0
@@ -74,7 +74,7 @@ class OptimizerState:
         On a rank that owns little, a whole tensor may have the shape of a piece by chance: such a rank takes it for
         cut, until a rank on which the shapes differ says otherwise.
         """
-        known = (self._stepper.cut, self._stepper.by_block)
+        known = (self._stepper.known.cut, self._stepper.known.by_block)
         told = (copy.deepcopy(known), unclear)
         for theirs, unclear_there in self._comm.all_gather_object(told, "cuts of optimizer state"):
             for mine, of_rank in zip(known, theirs, strict=True):
@@ -233,7 +233,7 @@ class OptimizerState:
         Returns names of entries whose shape is, for some parameter, not the parameter's.
         """
         differing: set[str] = set()
-        by_block = self._stepper.by_block
+        by_block = self._stepper.known.by_block
         for parameter, state in states:
             slot = self._slot(parameter)
             for name, value in state.items():
@@ -259,7 +259,7 @@ class OptimizerState:
         is_whole |= not shape and name in differing
         is_whole |= stored is not None and stored.name.endswith(WHOLE)
         if slot is not None:
-            self._stepper.cut[name] = self._stepper.cut.get(name, True) and not is_whole
+            self._stepper.known.cut[name] = self._stepper.known.cut.get(name, True) and not is_whole
             device = slot.group.places.optimizer.device
             if not slot.steps_any and (value.dim() or not is_whole):
                 return torch.empty(0, dtype=value.dtype, device=device)

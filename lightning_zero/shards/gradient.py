@@ -200,7 +200,7 @@ class GradientShard:
         """Whether the average that is being reduced replaces the one in owned_grad, in the same memory: then it needs
         no copy more. Where work is asynchronous, earlier work that is under way may still read owned_grad."""
         group, owned = self.group, self.owned_grad
-        replaces = self._is_sharded and not self._carries and group.replicate.size == 1
+        replaces = self.is_spread and not self._carries and group.replicate.size == 1
         is_there = isinstance(owned, InMemory) and is_host(owned.place.device) and is_host(group.places.gathered.device)
         return replaces and is_there and not group.comm.is_asynchronous
 

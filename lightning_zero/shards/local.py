@@ -66,6 +66,7 @@ class Local:
         self._comm = comm
         self._dim = _dim_of(parameter) if isinstance(parameter, DTensor) else None
         self._stand_in: Parameter | None = None  # for a DTensor, see `stepped`
+        self.nothing: Tensor | None = None  # what it points at without values, made once
 
     @property
     def is_divided(self) -> bool:

@@ -6,7 +6,6 @@ stay the user's parameters. Where the pieces do not all rest in one tier, the us
 parameters, and the same `step` is called again for each other window.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -19,15 +18,14 @@ from torch.nn import Parameter
 from torch.optim import Optimizer, SparseAdam
 
 from lightning_zero.shards.group import ShardGroup
+from lightning_zero.shards.known import KnownState
 from lightning_zero.shards.layout import fill
 from lightning_zero.shards.moment import CaughtUpState, Moment, wrapped_in
 from lightning_zero.shards.probe import calls_closure_again, steps_nothing, unhooked
 from lightning_zero.shards.setting import Setting
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.whole import WholeWindow, may_wait, rounds
-from lightning_zero.shards.window import MakeResting, Staging, StateElsewhere, Window, by_group, is_its_piece, state_of
-from lightning_zero.tiers.composed import is_composed, plain_parts
-from lightning_zero.tiers.ledger import Category, Tier
+from lightning_zero.shards.window import MakeResting, Staging, Window, by_group, is_its_piece, state_of
 
 T = TypeVar("T")
 
@@ -39,9 +37,7 @@ class PieceStepper:
 
     def __init__(self, optimizer: Optimizer, setting: Setting, rest: MakeResting, *, is_lazy: bool = False) -> None:
         self.optimizer = optimizer
-        # By name of a state tensor, known once a step has made it:
-        self.cut: dict[str, bool] = {}  # whether it is cut as its parameter is
-        self.by_block: dict[str, bool] = {}  # whether it has one entry for each block of its parameter
+        self.known = KnownState(optimizer, setting.ledger)
         self._setting = setting
         self._rest = rest
         self._staging = Staging(setting.ledger, setting.places.optimizer.pinned)
@@ -293,32 +289,12 @@ class PieceStepper:
             for slot in window.shown:
                 window.show_whole(slot)
             self.is_stepping = False
-            self._note_state(window.slots)
+            stepped: dict[Parameter, Slot | None] = {slot.parameter: slot for slot in window.slots}
+            self.known.note({**dict.fromkeys(self._left_alone), **stepped})
             if is_done and window.slots:  # none, where all is stepped apart from the user's call
                 window.put_values()
-                window.put_state(self._rest, lambda name: self.cut.get(name, False))
+                window.put_state(self._rest, self.known.is_cut)
             window.forget()
-
-    def _note_state(self, slots: Sequence[Slot]) -> None:
-        """Books new state, and notes for each name whether it is cut. A piece may have the shape of a whole tensor by
-        chance, so one tensor that does not fit decides for its name."""
-        known, optimizers = set(self.cut), wrapped_in(self.optimizer)
-        stepped: dict[Parameter, Slot | None] = {slot.parameter: slot for slot in slots}
-        for parameter, slot in {**dict.fromkeys(self._left_alone), **stepped}.items():
-            for name, value in itertools.chain(*(state_of(one, parameter).items() for one in optimizers)):
-                if not isinstance(value, Tensor) or isinstance(value, StateElsewhere):
-                    continue
-                tier = Tier.DEVICE if slot is None else slot.group.master.place.tier
-                # State of a parameter on disk is in host memory until it is written, and stays there if it is small.
-                tier = Tier.HOST if tier is Tier.DISK else tier
-                for part in plain_parts(value):
-                    self._setting.ledger.adopt(Category.OPTIMIZER_STATE, part, tier)
-                # Of a parameter that is a single number anything single has the shape: a count of steps, too.
-                if name not in known and slot is not None and slot.steps_any and slot.state_shape:
-                    fits = value.shape == slot.state_shape and not is_composed(value)
-                    self.cut[name] = self.cut.get(name, True) and fits
-                    blocks = range(slot.blocks)[slot.own_blocks] if slot.has_blocks else ()
-                    self.by_block[name] = self.by_block.get(name, True) and value.shape == (len(blocks),)
 
     # -- state of what other ranks step
 
@@ -345,7 +321,7 @@ class PieceStepper:
     def _emptied(self, name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        is_piece = value.dim() or self.cut.get(name, False)
+        is_piece = value.dim() or self.known.is_cut(name)
         return torch.empty(0, dtype=value.dtype, device=value.device) if is_piece else value.clone()
 
 

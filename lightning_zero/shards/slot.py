@@ -171,6 +171,8 @@ def point_at_nothing(slot: Slot) -> None:
     The class of the parameter intercepts readers (`run.parameter`). A read past that finds NaN, and never memory that
     holds another tensor by now.
     """
-    dtype, device = slot.group.kind.resting, slot.group.setting.places.gathered.device
+    local = slot.local
     with no_interception(), torch.inference_mode(False):
-        slot.local.values = nothing(slot.shape, dtype, device)
+        if local.nothing is None or slot.numel == 1:  # a single element can be written to
+            local.nothing = nothing(slot.shape, slot.group.kind.resting, slot.group.setting.places.gathered.device)
+        local.values = local.nothing

@@ -160,7 +160,8 @@ class Comm(ABC):
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, name: str, divisor: int = 1) -> Work:
         """Starts to sum row j of all ranks' `full` ``(N, columns)`` into rank j's `shard` ``(columns,)``, and divides
-        the sum by `divisor`. `full` must not change until `wait` returns. `scratch` is ``(scratch_rows, columns)``."""
+        the sum by `divisor`. `full` must not change until `wait` returns, but for its row of this rank, which `shard`
+        may be. `scratch` is ``(scratch_rows, columns)``."""
         key = self._begin("reduce_scatter", name, full, full.nbytes - full[0].nbytes)
         work = self._reduce_scatter(shard, full, scratch, key, divisor)
         work.clock = self.clock

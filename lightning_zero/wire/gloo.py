@@ -23,7 +23,7 @@ from lightning_zero.torch_private import default_store
 from lightning_zero.wire.board import Board
 from lightning_zero.wire.comm import Combine, Comm, Gather, RankTimeoutError, Work, copy_unless_same, in_tree, place_of
 from lightning_zero.wire.exchange import INLINE
-from lightning_zero.wire.landing import Message
+from lightning_zero.wire.landing import Message, apart
 from lightning_zero.wire.links import Links
 from lightning_zero.wire.worlds import next_number, own_subgroup
 
@@ -118,6 +118,8 @@ class GlooComm(Comm):
         def finish() -> None:
             self._wait(pending, key)
             total = _landing(shard)
+            if self.rank > 1:
+                terms[self.rank] = apart(terms[self.rank], total)
             torch.add(terms[0], terms[1], out=total)  # in rank order: the bits do not depend on which came first
             for rank in range(2, self.size):
                 total.add_(terms[rank])

@@ -56,7 +56,7 @@ class Message:
 class Landing:
     """A tensor that is being received: a peer's, or the sum of `terms`, which are tensors of this rank and, by their
     numbers, of peers. Terms are added in this order, and the sum is divided by `divisor`: part by part, as long as a
-    part is in a cache."""
+    part is in a cache. A term of this rank may be the memory that is filled."""
 
     def __init__(
         self, into: Tensor, terms: Sequence[int | Tensor], give_up: Callable[[int], None], divisor: int = 1
@@ -96,7 +96,7 @@ class Landing:
             ctypes.memmove(into.data_ptr(), address, nbytes)
         else:
             terms = [t[part] if isinstance(t, Tensor) else _view(found[t], nbytes, dtype) for t in self._terms]
-            _average(terms, into, self._divisor)
+            _average([*terms[:2], *(apart(term, into) for term in terms[2:])], into, self._divisor)
 
 
 class Unusable(Exception):
@@ -120,6 +120,11 @@ class Part(NamedTuple):
 
 def _view(address: int, nbytes: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=dtype)
+
+
+def apart(term: Tensor, into: Tensor) -> Tensor:
+    """Returns a term; a copy of it if it lies where the sum of those before it will."""
+    return term.clone() if term.data_ptr() == into.data_ptr() else term
 
 
 def _average(terms: Sequence[Tensor], into: Tensor, divisor: int) -> None:
