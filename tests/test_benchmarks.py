@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,15 +47,17 @@ def time_steps(options: str, folder: Path) -> str:
 
 
 def test_step_time_compares_a_stage_with_ddp_in_one_run(tmp_path: Path) -> None:
-    time_steps("--stages ddp,2,2:tensor", tmp_path)
+    time_steps("--stages ddp,limit,2,2:tensor", tmp_path)
     table = json.loads((tmp_path / "found.json").read_text())["table"]
-    assert table.keys() == {"ddp", "2", "2:tensor"}
+    assert table.keys() == {"ddp", "limit", "2", "2:tensor"}
     assert table["ddp"]["x_ddp"] == 1.0
     assert table["2"]["loss"] == pytest.approx(table["ddp"]["loss"], rel=1e-6)
     assert table["2:tensor"]["loss"] == table["2"]["loss"]
     assert table["2:tensor"]["x_pieces"] > 0
+    del table["limit"]  # sends nothing
     for row in table.values():
         assert 0 < row["seconds"] < 10
+        assert 0 < row["processor"] < 10
         assert 100 < row["rest_mb"] <= row["peak_mb"]
         assert row["wire"] > 1.9  # at least; the counter is the machine's, and others may use it
 
@@ -110,6 +113,40 @@ def test_step_time_refuses_what_does_not_fit_and_warns_where_ranks_share_cores(
     assert step_time.warnings_for(step_time.parse()) == []
     monkeypatch.setattr(sys, "argv", [*command.split(), "4"])
     assert step_time.warnings_for(step_time.parse())[0].startswith("4 ranks share 2 cores")
+
+
+def test_the_limit_trains_no_model_of_ddps_and_nobody_says_so(step_time: ModuleType) -> None:
+    rows = {"ddp": {"loss": 3.0}, "limit": {"loss": 4.0}}
+    assert step_time.disagreements(rows) == []
+
+
+PERF = """\
+          python  11/11  100.000000:  ffffffff821f5127 exc_page_fault ([kernel.kallsyms])
+          python  11/11  101.000000:      7fb96a226bab mkl_blas_def_sgemm_kernel_0_zen (/lib/torch/lib/libtorch_cpu.so)
+          python  11/13  102.000000:      7f1ba318290d __memmove_avx512_unaligned_erms (/usr/lib/libc.so.6)
+          python  11/13  103.000000:      7faeb0315560 FLOAT_add_X86_V3 (/lib/numpy/_core/_multiarray_umath.so)
+          python  12/12  103.500000:      7f1ba32fb609 _PyEval_EvalFrameDefault (/lib/libpython3.11.so.1.0)
+          python  12/12  105.000000:      7f1ba32fb609 _PyEval_EvalFrameDefault (/lib/libpython3.11.so.1.0)
+   a name: more  14/14  104.000000:  ffffffff821f5127 exc_page_fault ([kernel.kallsyms])
+nothing that perf would say
+"""
+
+
+def test_a_profile_counts_each_sample_of_a_rank_in_one_place(step_time: ModuleType) -> None:
+    profile = load("profile_step")
+    samples = list(profile.samples_in(PERF))
+    places = ["system", "arithmetic", "copies", "sums", "Python", "Python", "system"]
+    assert [sample.place for sample in samples] == places
+    spent = profile.spent_in(samples, 1.0, Namespace(steps=2, devices=2))  # the seconds from 100.5 to 102 are counted
+    each = 1 / (profile.RATE * 1.5 * 2)
+    assert spent == {"copies": each, "sums": 0, "Python": 0, "system": 0, "arithmetic": each}
+
+
+def test_a_profile_without_perf_says_what_to_install(tmp_path: Path) -> None:
+    command = [sys.executable, BENCHMARKS / "profile_step.py"]
+    done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout == "Error: perf is not installed. It is in the package linux-tools of most distributions.\n"
 
 
 def test_checkpoint_io_loads_what_each_contestant_saved(tmp_path: Path) -> None:
