@@ -122,7 +122,7 @@ class Following:
         elif step.use == ASK and not keep:
             return False  # the others ask there: an exchange, in which they hear of it
         elif step.use >= len(self._units):
-            self._serving.serve_call(step.use, keep)
+            self._serving.serve([step.use], step.use if keep else None)
         return not self._learn_of_divergence(number for number in step.learns if number in step.gathers)
 
     def end_backward(self) -> None:

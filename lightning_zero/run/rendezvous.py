@@ -71,38 +71,32 @@ class Rendezvous:
         uses = self._following.past.uses
         if uses and uses[-1] == number and unit.is_gathered:
             return
-        self._arrive(number)
+        self.call(number)
 
     def call(self, number: int) -> Any:
-        """Has all ranks serve a call. Returns its result."""
-        if self._is_alone:
-            self.journal.note(Cause.CALL, number - len(self._units))
-            self.serving.serve_call(number, True)
-        else:
-            self._arrive(number)
-        return self.serving.take_result()
-
-    def _arrive(self, number: int) -> None:
+        """Has all ranks gather a unit, or serve a call. Returns the result of the call."""
         self._hear_marks()
         is_unit = number < len(self._units)
         self.journal.note(Cause.UNIT if is_unit else Cause.CALL, number if is_unit else number - len(self._units))
+        if self._is_alone:
+            self.serving.serve([number], number)
+            return self.serving.take_result()
         past = self._following.past
         if not past.uses:
             past.begins = (number, torch.is_grad_enabled())
-        if not self._following.follow(number):
-            if is_unit and self._units[number].is_gathered:
-                self._cache.touch([number])
-            else:
-                self._ask(number)
+        if self._following.follow(number):
+            pass  # the plan has had it done
+        elif is_unit and self._units[number].is_gathered:
+            self._cache.touch([number])
+        else:
+            heard = self.serving.exchange(number, past)
+            if heard.agree:
+                self._following.count_complete(heard.statement)
+            self.serving.serve(heard.wants, number)
+            if heard.agree and self._plans.is_on:
+                self._look_for_plan(number)
         past.note(number)
-
-    def _ask(self, number: int) -> None:
-        heard = self.serving.exchange(number, self._following.past)
-        if heard.agree:
-            self._following.count_complete(heard.statement)
-        self.serving.serve(heard.wants, number)
-        if heard.agree and self._plans.is_on:
-            self._look_for_plan(number)
+        return self.serving.take_result()
 
     # -- which plan
 
@@ -157,7 +151,7 @@ class Rendezvous:
     def meet_all(self) -> None:
         """Meets until no rank is early: such a rank may have wanted something since it met. Collective."""
         while self.meet():
-            pass
+            pass  # the plan has had it done
 
     def meet_before_collective(self) -> None:
         """Meets, if a rank may want something alone that the others must serve first."""

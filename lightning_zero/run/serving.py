@@ -94,16 +94,13 @@ class Serving:
             elif want == self.to_settle:
                 pass  # all have settled as they heard of it
             elif want >= len(self._units):
-                self.serve_call(want, want == own)
+                result = self._calls[want - len(self._units)].serve(want == own)
+                if want == own:
+                    self._result = result
             elif want == own:
                 self._cache.gather(want)
             else:
                 self._units[want].pass_by()
-
-    def serve_call(self, number: int, keep: bool) -> None:
-        result = self._calls[number - len(self._units)].serve(keep)
-        if keep:
-            self._result = result
 
     def take_result(self) -> Any:
         """Returns the result of the latest call that this rank has wanted, once."""
