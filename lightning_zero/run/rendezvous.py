@@ -27,7 +27,6 @@ from collections.abc import Mapping
 from typing import Any, final
 
 import torch
-from torch import Tensor
 
 from lightning_zero.device import HOST
 from lightning_zero.run.cache import UnitCache
@@ -39,7 +38,7 @@ from lightning_zero.run.program import Cause
 from lightning_zero.run.readiness import Readiness
 from lightning_zero.run.reductions import Reductions, Stage
 from lightning_zero.run.replicas import Replicas
-from lightning_zero.run.serving import Serving
+from lightning_zero.run.serving import Heard, Serving
 from lightning_zero.shards.slot import no_interception
 from lightning_zero.shards.unit import Unit
 from lightning_zero.wire.mesh import Mesh
@@ -133,8 +132,23 @@ class Rendezvous:
         `early` may want something alone before the step, and meets once more. Returns whether any rank does.
         `continues`: another micro-batch of the same step follows."""
         if self._is_alone:
-            self._settle(self._reductions.statement(), early=early)
-            return False
+            statement = self._reductions.statement()
+        else:
+            heard = self._end_round(early=early, continues=continues)
+            statement, early = heard.statement, heard.early
+        # So far, these are of the ranks that share shards.
+        said = torch.cat([statement, torch.tensor([early], dtype=torch.uint8, device=HOST)])
+        for comm in (self._mesh.replicate, self._mesh.tensor):
+            if comm.size > 1:
+                said = comm.host.all_reduce(said, "settle", "max")
+        self._reductions.settle(said[:-1])
+        if self._order != self._reductions.shards:  # ranks have just changed it, or added to it
+            self._order = self._reductions.shards
+            self._plans.clear()
+            self._begin_round()
+        return bool(said[-1]) and self.serving.may_be_wanted and not self._is_alone
+
+    def _end_round(self, *, early: bool, continues: bool) -> Heard:
         self._leave_plan()
         past, groups = self._following.past, len(self._reductions.shards)
         self.is_awaited = early and self.serving.may_be_wanted
@@ -146,7 +160,7 @@ class Rendezvous:
         self._plans.learn(past, groups, self._reductions.pattern, agree=heard.agree, continues=continues)
         self._begin_round(self._plans.expected)
         self._cache.discard_all()
-        return self._settle(heard.statement, early=heard.early) and self.serving.may_be_wanted
+        return heard
 
     def meet_all(self) -> None:
         """Meets until no rank is early: such a rank may have wanted something since it met. Collective."""
@@ -162,20 +176,6 @@ class Rendezvous:
         self._following.begin_round(expected)
         self.readiness.forget()
         self._replicas.begin_round()
-
-    def _settle(self, statement: Tensor, *, early: bool) -> bool:
-        """Settles gradients by the statements of all ranks: `statement`, and whether any is `early`, is of those that
-        share shards. Returns whether any rank is early."""
-        said = torch.cat([statement, torch.tensor([early], dtype=torch.uint8, device=HOST)])
-        for comm in (self._mesh.replicate, self._mesh.tensor):
-            if comm.size > 1:
-                said = comm.host.all_reduce(said, "settle", "max")
-        self._reductions.settle(said[:-1])
-        if self._order != self._reductions.shards:  # ranks have just changed it, or added to it
-            self._order = self._reductions.shards
-            self._plans.clear()
-            self._begin_round()
-        return bool(said[-1])
 
     # -- backward
 
