@@ -1,14 +1,15 @@
 """`Following`: how ranks that go by a plan take part in it, and how one leaves it; see `rendezvous`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import final
 
+import torch
 from torch import Tensor
 
 from lightning_zero.run.cache import UnitCache
-from lightning_zero.run.plan import ASK, END, NEXT_BACKWARD, REDUCE, Plan, Step
-from lightning_zero.run.plan_cache import NOTHING, Expected, Past
+from lightning_zero.run.plan import ASK, END, NEXT_BACKWARD, REDUCE, Plan, Residents, Step, make_plan
+from lightning_zero.run.plan_cache import NOTHING, Expected, Past, PlanCache
 from lightning_zero.run.readiness import Readiness
 from lightning_zero.run.reductions import Reductions, Stage
 from lightning_zero.run.replicas import Replicas
@@ -28,7 +29,8 @@ class _Round:
 
 @final
 class Following:
-    """The plan that this rank follows in the current round, if any. Numbers are those of `Serving`."""
+    """The plan that this rank follows in the current round, if any, and those of earlier rounds. Numbers are those of
+    `Serving`."""
 
     def __init__(
         self,
@@ -47,26 +49,62 @@ class Following:
         self._serving = serving
         self._readiness = readiness
         self._round = _Round()
+        self._plans = PlanCache(self._plan_of)
+        self._order = reductions.shards  # in which plans count them
 
     @property
     def past(self) -> Past:
         """What this rank has done in the current round."""
         return self._round.past
 
-    def begin_round(self, expected: Expected = NOTHING) -> None:
-        self._round = _Round(expected)
+    # -- which plan
 
-    def begin(self, expected: Expected, number: int) -> None:
-        """Follows a plan from here on, of which all ranks have just gathered `number`."""
+    def look_for_plan(self, number: int) -> None:
+        """Follows a plan from here on, if there is one. All ranks want `number`, and have used the same before it, so
+        they all come to the same plan: that of the last round that began so, or of the last batch of an evaluation."""
+        if not self._plans.is_on:
+            return
+        uses, expected = self.past.uses, NOTHING
+        if not uses:
+            expected = self._plans.beginning(number, enabled=torch.is_grad_enabled())
+        elif number in uses and not (torch.is_grad_enabled() or self._reductions.stage is Stage.COLLECTING):
+            # One batch after another. A backward may use a unit again, too, but is none.
+            expected = Expected(self._plan_of(uses[len(uses) - uses[::-1].index(number) - 1 :], {}))
+            self._cache.discard_all(but=number)  # as the plan expects
         self._round.expected = expected
         if expected.plan is None:
             return
-        self._round.start = len(self.past.uses)
+        self._round.start = len(uses)
         first = expected.plan[0]
         self._cache.touch(first.window)
         for ahead in first.gathers:
             if ahead != number:
                 self._round.in_flight[ahead] = self._cache.gather(ahead, diverges=False)
+
+    def _plan_of(self, uses: list[int], complete: Mapping[int, int]) -> Plan:
+        residents = Residents(self._cache.room, self._cache.apart)
+        return make_plan(uses, range(len(self._units)), residents, complete, self._learns_late)
+
+    def end_round(self, *, agree: bool, continues: bool) -> None:
+        """Learns the plan of the round that is over, and begins the next one; see `PlanCache.learn`."""
+        groups, pattern = len(self._reductions.shards), self._reductions.pattern
+        self._plans.learn(self.past, groups, pattern, agree=agree, continues=continues)
+        self._round = _Round(self._plans.expected)
+
+    def forget_old_order(self) -> bool:
+        """Drops all plans if ranks have just changed the order of gradient groups, or added to it, and begins the round
+        anew. Returns whether they have."""
+        if self._order == self._reductions.shards:
+            return False
+        self._order = self._reductions.shards
+        self._plans.clear()
+        self._round = _Round()
+        return True
+
+    def close(self) -> None:
+        """Drops all plans, and makes no more."""
+        self._plans.close()
+        self.drop()
 
     # -- as the plan says
 

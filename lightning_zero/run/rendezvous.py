@@ -23,7 +23,6 @@ So a head that only one rank uses, uneven evaluation, `generate` of different le
 draws all work.
 """
 
-from collections.abc import Mapping
 from typing import Any, final
 
 import torch
@@ -32,8 +31,7 @@ from lightning_zero.device import HOST
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.following import Following
 from lightning_zero.run.journal import Journal
-from lightning_zero.run.plan import ASK, END, NEXT_BACKWARD, REDUCE, Plan, Residents, make_plan
-from lightning_zero.run.plan_cache import NOTHING, Expected, PlanCache
+from lightning_zero.run.plan import ASK, END, NEXT_BACKWARD, REDUCE
 from lightning_zero.run.program import Cause
 from lightning_zero.run.readiness import Readiness
 from lightning_zero.run.reductions import Reductions, Stage
@@ -60,8 +58,6 @@ class Rendezvous:
         self.serving = Serving(mesh.shard, cache, reductions, self._replicas, self.readiness)
         self._following = Following(mesh.shard, cache, reductions, self._replicas, self.serving, self.readiness)
         self.journal = Journal()
-        self._plans = PlanCache(self._plan_of)
-        self._order = reductions.shards  # in which plans count them
         self.is_awaited = False  # the others wait for this rank to meet them once more, as it was early
 
     def use(self, unit: Unit) -> None:
@@ -92,28 +88,12 @@ class Rendezvous:
             if heard.agree:
                 self._following.count_complete(heard.statement)
             self.serving.serve(heard.wants, number)
-            if heard.agree and self._plans.is_on:
-                self._look_for_plan(number)
+            if heard.agree:
+                self._following.look_for_plan(number)
         past.note(number)
         return self.serving.take_result()
 
-    # -- which plan
-
-    def _look_for_plan(self, number: int) -> None:
-        """Follows a plan from here on, if there is one. All ranks want `number`, and have used the same before it, so
-        they all come to the same plan: that of the last round that began so, or of the last batch of an evaluation."""
-        uses, expected = self._following.past.uses, NOTHING
-        if not uses:
-            expected = self._plans.beginning(number, enabled=torch.is_grad_enabled())
-        elif number in uses and not (torch.is_grad_enabled() or self._reductions.stage is Stage.COLLECTING):
-            # One batch after another. A backward may use a unit again, too, but is none.
-            expected = Expected(self._plan_of(uses[len(uses) - uses[::-1].index(number) - 1 :], {}))
-            self._cache.discard_all(but=number)  # as the plan expects
-        self._following.begin(expected, number)
-
-    def _plan_of(self, uses: list[int], complete: Mapping[int, int]) -> Plan:
-        units, late = range(len(self._units)), self._mesh.shard.learns_late
-        return make_plan(uses, units, Residents(self._cache.room, self._cache.apart), complete, late)
+    # -- plans
 
     def expect_nothing(self) -> None:
         """Drops the plan of this round: all ranks are known to be here, and not to follow it."""
@@ -121,8 +101,7 @@ class Rendezvous:
 
     def forget(self) -> None:
         """Drops all plans, and makes no more, as the units in them are about to be freed."""
-        self._plans.close()
-        self._following.drop()
+        self._following.close()
 
     # -- meeting
 
@@ -142,9 +121,7 @@ class Rendezvous:
             if comm.size > 1:
                 said = comm.host.all_reduce(said, "settle", "max")
         self._reductions.settle(said[:-1])
-        if self._order != self._reductions.shards:  # ranks have just changed it, or added to it
-            self._order = self._reductions.shards
-            self._plans.clear()
+        if self._following.forget_old_order():
             self._begin_round()
         return bool(said[-1]) and self.serving.may_be_wanted and not self._is_alone
 
@@ -157,23 +134,22 @@ class Rendezvous:
         self._replicas.join(heard.statement)
         is_over = self._following.count_complete(heard.statement) == groups and END in past.uses
         continues &= is_over and heard.alike and not heard.early
-        self._plans.learn(past, groups, self._reductions.pattern, agree=heard.agree, continues=continues)
-        self._begin_round(self._plans.expected)
+        self._following.end_round(agree=heard.agree, continues=continues)
+        self._begin_round()
         self._cache.discard_all()
         return heard
 
     def meet_all(self) -> None:
         """Meets until no rank is early: such a rank may have wanted something since it met. Collective."""
         while self.meet():
-            pass  # the plan has had it done
+            pass
 
     def meet_before_collective(self) -> None:
         """Meets, if a rank may want something alone that the others must serve first."""
         if self.serving.may_be_wanted:
             self.meet_all()
 
-    def _begin_round(self, expected: Expected = NOTHING) -> None:
-        self._following.begin_round(expected)
+    def _begin_round(self) -> None:
         self.readiness.forget()
         self._replicas.begin_round()
 
