@@ -12,9 +12,9 @@ serves the others until they have, too:
     rank 1   block.0   block.1   head.b    head.c    done
     served   block.0   block.1   both      head.c    (no rank wants anything: the round is over)
 
-Where there are no units, a plan is of calls and of the first reduction of each backward. Beside it travels a mark,
-which ranks read where they first wait for a reduction. If a rank has diverged, the others serve it there. Their
-reductions under way wait for those that it begins when it comes to them.
+Where there are no units, a plan is of calls and of the first reduction of each backward. Beside it travels a mark
+(`readiness`), which ranks read where they first wait for a reduction. If a rank has diverged, the others serve it
+there. Their reductions under way wait for those that it begins when it comes to them.
 
 Micro-batches that are reduced make one round where ranks have gradients of the same parameters as in the last such
 round. A rank that has others diverges at the end of a backward, so before the next one all have heard if any does.
@@ -126,6 +126,7 @@ class Rendezvous:
         return bool(said[-1]) and self.serving.may_be_wanted and not self._is_alone
 
     def _end_round(self, *, early: bool, continues: bool) -> Heard:
+        """Ends the round of the ranks that share shards, and begins the next one; see `meet`."""
         self._leave_plan()
         past, groups = self._following.past, len(self._reductions.shards)
         self.is_awaited = early and self.serving.may_be_wanted
