@@ -23,6 +23,7 @@ from lightning_zero.config import Offload
 from lightning_zero.run import plan_cache
 from lightning_zero.run.engine import Engine
 from lightning_zero.run.plan import Residents
+from lightning_zero.run.readiness import Readiness
 from lightning_zero.run.reductions import Stage
 from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.shards.offload import Machine
@@ -76,7 +77,7 @@ class Things:
         self.here = Residents(self.room)
         self.gathers: dict[int, Gather] = {}
         self.called = 0
-        self.reductions = Readiness()
+        self.reductions = FewReductions()
         self.rendezvous = Rendezvous(Mesh.of(comm, 1), self, self.reductions)  # type: ignore[arg-type]
         self.calls = [self.rendezvous.serving.enroll(f"call {each}", self.serve) for each in range(calls)]
 
@@ -124,7 +125,7 @@ class Things:
         assert not any(unit.is_gathered for unit in self.units)
 
 
-class Readiness:
+class FewReductions:
     """Reductions of which a test says how many are complete, and notes when they start."""
 
     complete = 0
@@ -218,7 +219,7 @@ def test_every_rank_gets_what_it_wants_whichever_way_the_others_go(
                         things.reductions.stage = Stage.UNSETTLED
                         things.rendezvous.end_backward()
                 things.end_round()
-        found = things.rendezvous._plans
+        found = things.rendezvous._following._plans
         return copy.deepcopy((found._plans, found._patterns, found._beginnings, found._next))
 
     first, *others = ThreadWorld(world, 5, learns_late=late).run(rank_main)
@@ -295,7 +296,7 @@ def test_what_came_next_is_remembered_of_the_newest_ways_alone() -> None:
     def rank_main(comm: Comm) -> tuple[int, list[int]]:
         things = Things(comm, 1)
         messages = messages_in(things, [*ways, *[WAY] * 3])
-        return len(things.rendezvous._plans._next), messages
+        return len(things.rendezvous._following._plans._next), messages
 
     with patch.object(plan_cache, "_MOST_NEXT", 20):
         for remembered, messages in ThreadWorld(2, 5).run(rank_main):
@@ -453,7 +454,7 @@ def test_what_ranks_have_not_done_alike_is_learnt_by_none(apart: str) -> None:
                 late = 4 if is_apart and apart == "not ready" else 0
                 things.reductions.complete = max(0, at - 5 - late)
             things.end_round()
-        found = things.rendezvous._plans
+        found = things.rendezvous._following._plans
         return found._plans, found._beginnings, found._next
 
     first, second = ThreadWorld(2, 5).run(rank_main)
@@ -797,7 +798,7 @@ def test_a_round_that_spans_micro_batches_keeps_the_bits_whatever_user_code_does
     if world == 1:
         expected = on_one_device(tower(4), act, momentum)
     else:
-        with patch.object(Rendezvous, "spans", False):
+        with patch.object(Mesh, "is_flat", False):
             expected = on_engine(tower(4), act, 3, momentum, **options)[0]
     options |= {"offload": offload, "machine": APART}
     for found in on_engine(tower(4), act, 3, momentum, world=world, **options):
@@ -824,7 +825,7 @@ def test_a_plan_that_begins_with_the_end_of_a_backward_is_not_taken_for_one_that
         return state_of(model, engine)
 
     options = {"unit_classes": ("Linear",), "prefetch": 1}
-    with patch.object(Rendezvous, "spans", False):
+    with patch.object(Mesh, "is_flat", False):
         expected = on_engine(tower(3), act, 3, **options)
     for found, theirs in zip(on_engine(tower(3), act, 3, **options), expected, strict=True):
         assert_same_bits(found, theirs)
@@ -888,7 +889,7 @@ def test_optimizers_that_step_by_turns_get_what_the_micro_batches_of_a_round_hav
     if world == 1:
         expected = train(None)
     else:
-        with patch.object(Rendezvous, "spans", False):
+        with patch.object(Mesh, "is_flat", False):
             expected = on_ranks()[0]
     for found in on_ranks(offload=Offload(**RESTS[rests]) if RESTS[rests] else None, machine=APART):
         assert_same_bits(found, expected)
@@ -1009,7 +1010,7 @@ def test_ranks_that_start_to_reduce_without_asking_keep_the_bits_of_those_that_a
     offload = Offload(optimizer="cpu") if is_offloaded else None
     options = {"autocast_dtype": dtype, "bucket_bytes": bucket_bytes, "offload": offload, "machine": APART}
     found = on_engine(start, act, stage, momentum, world=world, **options)
-    with patch.object(Rendezvous, "marks_reductions", False):
+    with patch.object(Readiness, "marks_reductions", False):
         expected = on_engine(start, act, stage, momentum, world=world, **options)
     for mine, theirs in zip(found, expected, strict=True):
         assert_same_bits(mine, theirs)

@@ -316,8 +316,7 @@ class Engine:
         return make_program(facts, uses)
 
     def _facts(self) -> Facts:
-        comm = self.mesh.shard
-        return facts_of(self.loans, self.reductions, self.stepping, self.options, self.partition, comm)
+        return facts_of(self.loans, self.reductions, self.stepping, self.options, self.partition, self.mesh)
 
     def bytes_by_category(self) -> dict[str, int]:
         """Returns the resident bytes of this rank by `Category`; after `close`, those before it. Activation checkpoints

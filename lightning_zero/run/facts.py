@@ -14,18 +14,18 @@ from lightning_zero.shards.optimizer import PieceStepper
 from lightning_zero.shards.options import Options
 from lightning_zero.shards.whole import WholeWindow
 from lightning_zero.stage import Partition
-from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.mesh import Mesh
 
 
 def facts_of(
-    loans: Loans, reductions: Reductions, stepping: Stepping, options: Options, partition: Partition, comm: Comm
+    loans: Loans, reductions: Reductions, stepping: Stepping, options: Options, partition: Partition, mesh: Mesh
 ) -> Facts:
-    """Returns what rests where on this rank. `comm` is of the ranks that share the shards."""
+    """Returns what rests where on this rank."""
     numbers = {group: number for number, group in enumerate(loans.groups)}
     steppers = list(stepping.steppers.values())
     gradients = {shard.group: shard for shard in reductions.shards}
     pools = {pool: number for number, pool in enumerate(reductions.pools)}
-    units, rendezvous = loans.cache.units, loans.rendezvous
+    units, rendezvous, comm = loans.cache.units, loans.rendezvous, mesh.shard
     return Facts(
         groups=tuple(_group_facts(one, gradients.get(one), pools) for one in loans.groups),
         units=tuple(
@@ -45,9 +45,9 @@ def facts_of(
         gathers_gradients=not partition.optimizer,
         steps_in_backward=options.step_in_backward,
         publishes_late=stepping.publishes_late,
-        spans=bool(units) and rendezvous.spans,
-        marks_reductions=rendezvous.marks_reductions,
-        settles_alone=not units and rendezvous.spans and reductions.may_settle_alone,
+        spans=bool(units) and mesh.is_flat,
+        marks_reductions=rendezvous.readiness.marks_reductions,
+        settles_alone=not units and mesh.is_flat and reductions.may_settle_alone,
     )
 
 

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.plan_cache import Past
+from lightning_zero.run.readiness import Readiness
 from lightning_zero.run.reductions import Reductions, Stage
 from lightning_zero.run.replicas import Replicas
 from lightning_zero.shards.slot import no_interception
-from lightning_zero.wire.comm import Comm, Gather, RankTimeoutError
+from lightning_zero.wire.comm import Comm, RankTimeoutError
 
 # The others may wait in a reduction for gradients that this rank has not got yet, and cannot serve it.
 _IN_BACKWARD = (
@@ -44,22 +45,18 @@ class Serving:
     """Exchanges what the ranks that share shards want next, and does it. Each unit has its number in the cache; calls,
     and last the reductions of a backward, have the numbers after those."""
 
-    def __init__(self, comm: Comm, cache: UnitCache, reductions: Reductions, replicas: Replicas) -> None:
+    def __init__(
+        self, comm: Comm, cache: UnitCache, reductions: Reductions, replicas: Replicas, readiness: Readiness
+    ) -> None:
         self._comm = comm.host
         self._cache = cache
         self._units = cache.units
         self._reductions = reductions
         self._replicas = replicas  # starts reductions, where all ranks are ready for them
+        self._readiness = readiness
         self._calls: list[_Call] = []
         self._result: Any = None  # of the latest call that this rank has wanted
-        self.marked: Gather | None = None  # by this rank, to tell the others that they are to come to an exchange
         self.is_waiting = False  # this rank wants nothing but that the others come to where it is
-        self.reduces = False  # all ranks are known to reduce the gradients of this backward
-        self.all_reduce = False  # ... and each of them has some of its own
-        self.knew_all = False  # this rank has settled gradients alone: each parameter had one on it
-
-    def begin_round(self) -> None:
-        self.reduces = self.all_reduce = False
 
     def enroll(self, label: str, serve: Callable[[bool], Any]) -> int:
         """Returns the number of a call; see `_Call`."""
@@ -97,16 +94,13 @@ class Serving:
             elif want == self.to_settle:
                 pass  # all have settled as they heard of it
             elif want >= len(self._units):
-                self.serve_call(want, want == own)
+                result = self._calls[want - len(self._units)].serve(want == own)
+                if want == own:
+                    self._result = result
             elif want == own:
                 self._cache.gather(want)
             else:
                 self._units[want].pass_by()
-
-    def serve_call(self, number: int, keep: bool) -> None:
-        result = self._calls[number - len(self._units)].serve(keep)
-        if keep:
-            self._result = result
 
     def take_result(self) -> Any:
         """Returns the result of the latest call that this rank has wanted, once."""
@@ -126,7 +120,7 @@ class Serving:
         `follows` a plan, or none."""
         agree = True
         with self._waiting(), no_interception(), torch.no_grad():
-            while self.all_reduce:
+            while self._readiness.settles_alone:
                 heard = self.exchange(self.to_settle, past, follows=follows)
                 self.serve(heard.wants, self.to_settle)
                 agree &= heard.agree
@@ -171,8 +165,8 @@ class Serving:
         # Where ranks differ in a byte of `same`, its maximum and that of its complement do not add up to 255.
         pattern = self._reductions.pattern.to_bytes(8, "little")
         pairs = (part for value in (same, pattern) for part in (value, bytes(255 - byte for byte in value)))
-        collects = self.all_reduce and not is_unsettled
-        told = bytes([early, number is None, self.knew_all, collects])
+        collects = self._readiness.settles_alone and not is_unsettled
+        told = bytes([early, number is None, self._readiness.knew_all, collects])
         mine = torch.frombuffer(wants + b"".join(pairs) + told, dtype=torch.uint8)
         said = torch.cat([mine, self._reductions.statement()])
         try:
@@ -180,9 +174,7 @@ class Serving:
         except RankTimeoutError as error:
             self._explain(error, want)
             raise
-        if self.marked is not None:
-            self.marked.wait()  # all have sent theirs, as they have come here
-            self.marked = None
+        self._readiness.end_mark()
         sizes = [known, len(same), len(same), len(pattern), len(pattern), len(told), len(said) - len(mine)]
         wanted, one, other, first, second, anybody, statement = heard.split(sizes)
         if wanted.any() and self._units:  # else the rest starts together, when gradients are settled
@@ -191,8 +183,8 @@ class Serving:
         is_early, has_ended, all_known, collects = (bool(flag) for flag in anybody)
         # A rank that reduces again, while this one has not settled the last backward, has settled it alone.
         settles = wanted[self.to_settle] or wanted[self.to_reduce]
-        if settles and self.all_reduce and not collects:
-            self.settle_alone(None if all_known else statement)
+        if settles and self._readiness.settles_alone and not collects:
+            self._readiness.settle_alone(None if all_known else statement)
         return Heard(wanted.nonzero().flatten().tolist(), agree, is_early, alike, has_ended, statement)
 
     def _state(self, want: int, past: Past, *, follows: bool) -> bytes:
@@ -214,10 +206,5 @@ class Serving:
         labels += [*self.labels, "the reductions of a backward", "the agreement on the gradients of a backward"]
         labels += ["the agreement that ends a step or an evaluation"]
         error.place = f"{labels[want]}, on rank {self._comm.rank}"
-        if self.reduces and want < self.to_reduce:
+        if self._readiness.all_reduce and want < self.to_reduce:
             error.details.append(_IN_BACKWARD)
-
-    def settle_alone(self, statement: Tensor | None) -> None:
-        """Settles gradients whose reductions all ranks have started; see `Reductions.settle_alone`."""
-        self._reductions.settle_alone(statement)
-        self.reduces = self.all_reduce = False

@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_zero.device import is_host
 from lightning_zero.shards.bucket import Bucket, BucketPool
 from lightning_zero.shards.group import ShardGroup
-from lightning_zero.shards.layout import Chunk, Slice, overlap
+from lightning_zero.shards.layout import Chunk, overlap
 from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.shards.sparse import NOTHING, dense_of
 from lightning_zero.shards.squares import Squares
@@ -185,7 +185,10 @@ class GradientShard:
                 bucket = self.pool.take()
                 self._buckets.append(bucket)
                 bucket.holder = self
-                full = self._contribution(chunk, bucket)
+                if self.full_grad is not None and chunk.is_whole:  # contiguous: it is sent from where it is
+                    full = self.group.matrix(self.full_grad, chunk.of)
+                else:
+                    full = self._pack(chunk, bucket)
                 scratch = bucket.scratch[: comm.scratch_rows * chunk.width].view(-1, chunk.width)
                 name = f"reduce {self.group.name}[{chunk.of.start}+{chunk.start}]"
                 total = self.owned_grad.open(chunk.in_shard) if lands else bucket.total[: chunk.width]
@@ -219,37 +222,33 @@ class GradientShard:
             if self.full_grad is not None and grad is None:
                 slot.view(self.full_grad).fill_(_nothing_of(slot))
 
-    def _contribution(self, chunk: Chunk, bucket: Bucket) -> Tensor:
-        """Returns what this rank sends of a chunk: ``(N, width)``, contiguous. Copies only what is not so already."""
-        if self.full_grad is not None and chunk.is_whole:
-            return self.group.matrix(self.full_grad, chunk.of)
-        packed = bucket.full[: self.group.layout.ranks * chunk.width].view(-1, chunk.width)
+    def _pack(self, chunk: Chunk, bucket: Bucket) -> Tensor:
+        """Copies what this rank sends of a chunk into a bucket, ``(N, width)``. Between and after the gradients are
+        zeros: padding must not carry NaNs."""
+        group, of = self.group, chunk.of
+        packed = bucket.full[: group.layout.ranks * chunk.width].view(-1, chunk.width)
         if self.full_grad is not None:
-            return packed.copy_(self.group.matrix(self.full_grad, chunk.of)[:, chunk.start : chunk.stop])
-        if chunk.is_whole:
-            self._pack(packed.view(-1), chunk.of)
-        else:  # such a slice holds one parameter
-            index = chunk.of.parameters.start
+            return packed.copy_(group.matrix(self.full_grad, of)[:, chunk.start : chunk.stop])
+        if not chunk.is_whole:  # such a slice holds one parameter
+            index = of.parameters.start
             if index in self._held:
                 _pack_columns(packed, self._held[index], chunk)
             else:
-                packed.fill_(_nothing_of(self.group.slots[index]))
-        return packed
-
-    def _pack(self, flat: Tensor, of: Slice) -> None:
-        """Packs the gradients of a slice, with zeros between them: padding must not carry NaNs."""
-        end = 0
+                packed.fill_(_nothing_of(group.slots[index]))
+            return packed
+        flat, end = packed.view(-1), 0
         for index in of.parameters:
-            held, span = self._held.get(index), self.group.layout.spans[index]
+            held, span = self._held.get(index), group.layout.spans[index]
             start = span.offset - of.start
             if start > end:
                 flat[end:start].zero_()
             end = start + span.numel
             if held is None:
-                flat[start:end].fill_(_nothing_of(self.group.slots[index]))
+                flat[start:end].fill_(_nothing_of(group.slots[index]))
             else:
                 flat[start:end].view(span.shape).copy_(held)
         flat[end:].zero_()
+        return packed
 
     def _store(self, work: Work, total: Tensor | None, chunk: Chunk, carries: frozenset[int], name: str) -> None:
         """Waits for the reduction of a chunk, and stores the average, unless it has landed there (None)."""

@@ -40,6 +40,11 @@ class Mesh:
         return cls(world, shard, replicate, tensor)
 
     @property
+    def is_flat(self) -> bool:
+        """Whether all ranks share shards: there are no replicas, and no tensor-parallel groups."""
+        return self.replicate.size == self.tensor.size == 1
+
+    @property
     def tensor_ranks(self) -> list[int]:
         """The ranks in `world` of this rank's tensor-parallel group."""
         start = self.world.rank - self.tensor.rank
