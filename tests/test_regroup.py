@@ -43,6 +43,42 @@ def test_what_begins_to_train_equals_ddp_with_other_options(options: dict, setti
         assert differing(found["weights"], expected["weights"]) == [], stage
 
 
+GIVEN_FROZEN = ["GivenFrozen", "ThawedInForward", "ThawedOneByOne", "UsedByOneRank"]
+
+
+@pytest.mark.parametrize("name", GIVEN_FROZEN)
+def test_at_stage_0_what_an_optimizer_has_frozen_and_then_trains_equals_ddp(name: str, two_ranks: RankPool) -> None:
+    expected = two_ranks.once(regroup_jobs.fit, "ddp", name)
+    for mine, theirs in zip(two_ranks.run(regroup_jobs.fit, {"stage": 0}, name), expected, strict=True):
+        assert mine["losses"] == theirs["losses"]
+        assert differing(mine["weights"], theirs["weights"]) == []
+
+
+@pytest.mark.parametrize("name", GIVEN_FROZEN)
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        ({"units": "modules"}, {}),
+        ({"bucket_size_mb": 0.0002}, {}),
+        ({"accumulation": "local"}, {"accumulate_grad_batches": 2}),
+        ({}, {"precision": "bf16-mixed", "gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}),
+        ({"offload": {"optimizer": "cpu"}}, {}),
+        ({"overlap": False}, {}),
+    ],
+)
+def test_what_an_optimizer_has_frozen_and_then_trains_equals_ddp_with_other_options(
+    name: str, options: dict, settings: dict, two_ranks: RankPool
+) -> None:
+    expected = two_ranks.once(regroup_jobs.fit, "ddp", name, **settings)
+    for stage in STAGES:
+        if "offload" in options and stage < 2:
+            continue
+        found = two_ranks.run(regroup_jobs.fit, {"stage": stage, **options}, name, **settings)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine["losses"] == theirs["losses"], stage
+            assert differing(mine["weights"], theirs["weights"]) == [], stage
+
+
 def test_a_run_goes_on_in_mid_freeze_with_groups_that_were_added(two_ranks: RankPool, tmp_path: Path) -> None:
     expected = two_ranks.run(regroup_jobs.resume, "ddp", tmp_path)[0]
     assert len(expected["groups"]) == 3

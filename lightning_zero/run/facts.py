@@ -26,13 +26,15 @@ def facts_of(
     gradients = {shard.group: shard for shard in reductions.shards}
     pools = {pool: number for number, pool in enumerate(reductions.pools)}
     units, rendezvous = loans.cache.units, loans.rendezvous
+    order = tuple(numbers[shard.group] for shard in reductions.shards if not shard.group.kind.is_idle)
+    stepped = {group for stepper in steppers for group in stepper.stepped_in(stepper.slots)}
     return Facts(
-        groups=tuple(_group_facts(one, gradients.get(one), pools) for one in loans.groups),
+        groups=tuple(_group_facts(one, gradients.get(one), pools, one in stepped) for one in loans.groups),
         units=tuple(
             UnitFacts(name=unit.name, groups=tuple(numbers[group] for group in unit.groups), is_leaf=unit.is_leaf)
             for unit in units
         ),
-        order=tuple(numbers[shard.group] for shard in reductions.shards),
+        order=order,
         optimizers=tuple(_optimizer_facts(one, numbers) for one in steppers),
         buckets=tuple(pool.size for pool in reductions.pools),
         calls=rendezvous.serving.labels,
@@ -47,7 +49,9 @@ def facts_of(
         publishes_late=stepping.publishes_late,
         spans=bool(units) and rendezvous.spans,
         marks_reductions=rendezvous.marks_reductions,
-        settles_alone=not units and rendezvous.spans and reductions.may_settle_alone,
+        settles_alone=(
+            not units and rendezvous.spans and reductions.may_settle_alone and len(order) == len(reductions.shards)
+        ),
     )
 
 
@@ -66,7 +70,9 @@ def _optimizer_facts(stepper: PieceStepper, numbers: Mapping[ShardGroup, int]) -
     )
 
 
-def _group_facts(group: ShardGroup, gradient: GradientShard | None, pools: Mapping[BucketPool, int]) -> GroupFacts:
+def _group_facts(
+    group: ShardGroup, gradient: GradientShard | None, pools: Mapping[BucketPool, int], is_stepped: bool
+) -> GroupFacts:
     travels = gradient is not None and gradient.travels
     return GroupFacts(
         name=group.name,
@@ -77,5 +83,5 @@ def _group_facts(group: ShardGroup, gradient: GradientShard | None, pools: Mappi
         reduced_itemsize=group.kind.declared.itemsize if gradient is None else gradient.dtype.itemsize,
         pool=pools[gradient.pool] if gradient is not None and travels else 0,
         is_full=group.stays_full,
-        is_published=group.is_cut,
+        is_published=group.is_cut and is_stepped,
     )
