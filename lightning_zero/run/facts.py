@@ -27,9 +27,8 @@ def facts_of(
     pools = {pool: number for number, pool in enumerate(reductions.pools)}
     units, rendezvous = loans.cache.units, loans.rendezvous
     order = tuple(numbers[shard.group] for shard in reductions.shards if not shard.group.kind.is_idle)
-    stepped = {group for stepper in steppers for group in stepper.stepped_in(stepper.slots)}
     return Facts(
-        groups=tuple(_group_facts(one, gradients.get(one), pools, one in stepped) for one in loans.groups),
+        groups=tuple(_group_facts(one, gradients.get(one), pools) for one in loans.groups),
         units=tuple(
             UnitFacts(name=unit.name, groups=tuple(numbers[group] for group in unit.groups), is_leaf=unit.is_leaf)
             for unit in units
@@ -57,7 +56,7 @@ def facts_of(
 
 def _optimizer_facts(stepper: PieceStepper, numbers: Mapping[ShardGroup, int]) -> OptimizerFacts:
     return OptimizerFacts(
-        groups=tuple(dict.fromkeys(numbers[slot.group] for slot in stepper.slots)),
+        groups=tuple(dict.fromkeys(numbers[slot.group] for slot in stepper.without_idle(stepper.slots))),
         windows=tuple(
             WindowFacts(
                 groups=tuple(dict.fromkeys(numbers[slot.group] for slot in window.slots)),
@@ -70,9 +69,7 @@ def _optimizer_facts(stepper: PieceStepper, numbers: Mapping[ShardGroup, int]) -
     )
 
 
-def _group_facts(
-    group: ShardGroup, gradient: GradientShard | None, pools: Mapping[BucketPool, int], is_stepped: bool
-) -> GroupFacts:
+def _group_facts(group: ShardGroup, gradient: GradientShard | None, pools: Mapping[BucketPool, int]) -> GroupFacts:
     travels = gradient is not None and gradient.travels
     return GroupFacts(
         name=group.name,
@@ -83,5 +80,5 @@ def _group_facts(
         reduced_itemsize=group.kind.declared.itemsize if gradient is None else gradient.dtype.itemsize,
         pool=pools[gradient.pool] if gradient is not None and travels else 0,
         is_full=group.stays_full,
-        is_published=group.is_cut and is_stepped,
+        is_published=group.is_cut,
     )

@@ -90,11 +90,11 @@ class Stepping:
             if slot.local.grad is not None:
                 self._reductions.refuse_stepped(f"what you have put into {slot.name}.grad")
             self._reductions.adopt(slot)
-        groups, stepped = groups_of(slots), stepper.stepped_in(slots)
+        groups, slots = groups_of(slots), stepper.without_idle(slots)
         with stepper.step(slots):
             yield
             self._journal.end_step(optimizer)
-        self._publish(groups, stepped)
+        self._publish(groups, groups_of(slots))
         if self._leaves_much:
             if self._steps % KEPT_STEPS == 0:
                 return_freed_memory()

@@ -68,13 +68,16 @@ class PieceStepper:
         stepped = dict.fromkeys(self.parameters)
         return [self.slot(parameter) for parameter in stepped if parameter not in self._left_alone]
 
-    def stepped_in(self, slots: Iterable[Slot]) -> list[ShardGroup]:
-        """Returns the groups whose values a step of `slots` may change elsewhere than in the parameters themselves; the
-        same on all ranks. An optimizer that nobody knows may change what has no gradient, too."""
-        groups = groups_of(slots)
+    def without_idle(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Returns those of `slots` that a step may change; the same on all ranks. An optimizer that is not known may
+        change what has no gradient, too."""
         if not leaves_idle(self.optimizer):
-            return groups
-        return [one for one in groups if not one.kind.is_idle or any(slot.local.grad is not None for slot in one.slots)]
+            return [*slots]
+        with no_interception():
+            given = {
+                slot.group for slot in slots if slot.local.grad is not None
+            }  # users may give gradients of their own
+        return [slot for slot in slots if not slot.group.kind.is_idle or slot.group in given]
 
     def holds(self, parameter: Parameter) -> bool:
         """Whether the engine manages the parameter. Otherwise each rank has, and steps, all of it."""
