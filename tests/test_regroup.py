@@ -60,6 +60,7 @@ def test_at_stage_0_what_an_optimizer_has_frozen_and_then_trains_equals_ddp(name
     [
         ({"units": "modules"}, {}),
         ({"bucket_size_mb": 0.0002}, {}),
+        ({"bucket_size_mb": 0.0002}, {"accumulate_grad_batches": 2}),
         ({"accumulation": "local"}, {"accumulate_grad_batches": 2}),
         ({}, {"precision": "bf16-mixed", "gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}),
         ({"offload": {"optimizer": "cpu"}}, {}),

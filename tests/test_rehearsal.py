@@ -280,7 +280,7 @@ class Drawn(L.LightningModule):
         return self.layers(batch).sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        # Frozen ones that an optimizer had would have room for gradients, too: they may train later.
+        # Frozen ones that an optimizer had would travel in buckets, whose size they choose, too: they may train later.
         return torch.optim.AdamW(one for one in self.parameters() if one.requires_grad)
 
 

@@ -73,10 +73,8 @@ class PieceStepper:
         change what has no gradient, too."""
         if not leaves_idle(self.optimizer):
             return [*slots]
-        with no_interception():
-            given = {
-                slot.group for slot in slots if slot.local.grad is not None
-            }  # users may give gradients of their own
+        with no_interception():  # users may have given some gradients of their own
+            given = {slot.group for slot in slots if slot.local.grad is not None}
         return [slot for slot in slots if not slot.group.kind.is_idle or slot.group in given]
 
     def holds(self, parameter: Parameter) -> bool:
