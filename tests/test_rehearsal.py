@@ -110,6 +110,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "recomputed": ({"stage": 3, **UNITS, "activation_checkpointing": True}, {}),
     "activations on the host": ({"stage": 2, "activation_checkpointing": {"offload": True}}, {}),
     "replicas": ({"stage": 3, **UNITS, "replicate_size": 2}, {}),
+    "half frozen, on disk": ({"stage": 2, "offload": {"optimizer": "nvme"}}, {"make": rehearsal_jobs.HalfFrozen}),
 }
 
 
