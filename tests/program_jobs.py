@@ -160,10 +160,13 @@ def train(
     clips: bool = False,
     at_once: bool = False,
     world: int = 2,
+    frozen: int = 0,
     make: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
     **options: Any,
 ) -> tuple[Program, Recorder]:
     """Trains until every step is like the last one. Returns the program, and what the engine did in one more step."""
+    for layer in list(model.children())[1 : 1 + frozen]:
+        layer.requires_grad_(False)
     optimizer = make(model.parameters())
     setting = Options(**{"bucket_bytes": BUCKET_BYTES, "unit_classes": ("Linear",) if stage == 3 else None} | options)
     engine = Engine(model, [optimizer], stage=stage, comm=CountingComm(0, world), options=setting)

@@ -125,6 +125,77 @@ class GivenInMidEpoch(Net):
             self.optimizer.add_param_group({"params": self.backbone[0].parameters(), "lr": 0.05})
 
 
+class GivenFrozen(Net):
+    """The optimizer has had the backbone frozen; it trains from the third batch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.batches == 2:
+            self.thaw()
+
+    def thaw(self) -> None:
+        self.backbone.requires_grad_(True)
+
+    @property
+    def batches(self) -> int:
+        return len(self.losses)
+
+
+class GivenFrozenToSGD(GivenFrozen):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+class GivenFrozenWhole(GivenFrozen):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters(), lr=1e-2)
+
+
+class ThawedInForward(GivenFrozen):
+    """In the middle of a step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.batches == 2:
+            self.thaw()
+        return super().forward(x)
+
+
+class ThawedOneByOne(GivenFrozen):
+    """And frozen again."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.backbone[2].requires_grad_(self.batches in (1, 2, 3, 5))
+        self.backbone[0].requires_grad_(self.batches in (3, 4))
+
+
+class ThawedAtAnEpoch(GivenFrozen):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.thaw()
+
+
+class UsedByOneRank(GivenFrozen):
+    """In the first batch in which it trains, and in the next one by the other rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.backbone(x)
+        if self.batches in (2, 3) and self.global_rank != self.batches % 2:
+            hidden = hidden.detach()
+        return self.head(torch.tanh(hidden))
+
+
 class Grown(Net):
     """A layer is made after the first epoch: the same on every rank, as rank 0 makes it."""
 
@@ -186,6 +257,8 @@ MODULES: dict[str, type[Net]] = {
     for module in (
         *(FineTuned, FineTunedWithFrozenStatistics, FineTunedBackbone, FineTunedWhole, GivenWhole, GivenInMidEpoch),
         *(Grown, GrownFromTheStart, Assigned, AssignedFromTheStart),
+        *(GivenFrozen, GivenFrozenToSGD, GivenFrozenWhole, ThawedInForward, ThawedOneByOne, ThawedAtAnEpoch),
+        UsedByOneRank,
     )
 }
 

@@ -84,6 +84,15 @@ class Small(Model):
         self.blocks = nn.ModuleList(Layer() for _ in range(2))
 
 
+class HalfFrozen(Small):
+    """Its optimizer has all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words.requires_grad_(False)
+        self.blocks[0].requires_grad_(False)
+
+
 class SmallDivided(Small):
     configure_model = Divided.configure_model
 

@@ -35,8 +35,12 @@ def tower() -> nn.Module:
 PSI = 6 * (96 * 96 + 96)
 
 
-def step_on(comm: Comm, stage: int, *, autocast: bool = False, steps: int = 2, **options: Any) -> dict[str, Any]:
+def step_on(
+    comm: Comm, stage: int, *, autocast: bool = False, steps: int = 2, frozen: int = 0, **options: Any
+) -> dict[str, Any]:
     model = clone(tower())
+    for layer in list(model)[:frozen]:
+        layer.requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters())
     dtype = torch.bfloat16 if autocast else None
     engine = Engine(model, [optimizer], stage=stage, comm=comm, options=Options(autocast_dtype=dtype, **options))
@@ -65,6 +69,30 @@ def test_every_rank_sends_its_share_of_two_or_three_psi(stage: int, world: int) 
     runs = ThreadWorld(world, 20).run(lambda comm: step_on(comm, stage))
     total = sum(run["sent"] for run in runs) / 4
     assert total == pytest.approx(psi_sent(stage) * (world - 1) * PSI, rel=0.05)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_frozen_layers_that_an_optimizer_has_send_nothing(stage: int) -> None:
+    runs = ThreadWorld(2, 20).run(lambda comm: step_on(comm, stage, frozen=2))
+    assert sum(run["sent"] for run in runs) / 4 == pytest.approx(2 * PSI * 4 / 6, rel=0.05)
+
+
+def test_at_stage_3_only_the_values_of_frozen_layers_travel() -> None:
+    all_train, some_do = (
+        sum(run["sent"] for run in ThreadWorld(2, 20).run(lambda comm, frozen=frozen: step_on(comm, 3, frozen=frozen)))
+        for frozen in (0, 2)
+    )
+    # No gradient, and no gather in backward, which ends before it comes to them.
+    assert (all_train - some_do) / 4 == pytest.approx(PSI * 2 / 6 + PSI * 2 / 6, rel=0.05)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_rank_has_as_much_state_beside_frozen_layers_that_an_optimizer_has(stage: int, world: int) -> None:
+    for run in ThreadWorld(world, 20).run(lambda comm: step_on(comm, stage, frozen=3)):
+        assert run["rests"]["optimizer state"] == pytest.approx(8 * PSI / 2 / world, rel=0.02)
+        gradient = 4 * PSI / 2 / (world if stage >= 2 else 1)
+        assert run["rests"]["gradient"] == pytest.approx(gradient, rel=0.02)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -27,6 +27,7 @@ from engine_checkpoints import (
     everything,
     one_of_each,
     resume,
+    resumed_at,
     save,
     states_of,
     strange,
@@ -227,6 +228,29 @@ def test_r07_tied_frozen_and_odd_tensors_are_saved_as_one_device_would(
         assert found["frozen_too.weight"] is found["frozen.weight"]
         assert found["same_mean"] is found["mean"]
         assert found["second.bias"] is not found["third.bias"]
+
+
+@pytest.mark.parametrize("thaws", [True, False])
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [((0, 2), (2, 3)), ((1, 2), (3, 4)), ((2, 3), (1, 2)), ((3, 4), (0, 2)), ((2, 2), (2, 1)), ((3, 1), (3, 3))],
+)
+def test_what_an_optimizer_has_frozen_is_resumed_thawed_and_the_reverse(
+    saved: tuple[int, int], resumed: tuple[int, int], thaws: bool, tmp_path: Path
+) -> None:
+    """Frozen parameters are in groups of their own, and so each rank has other pieces of the rest, too."""
+
+    def give_all(model: nn.Module) -> list[Optimizer]:
+        return [torch.optim.AdamW(model.parameters(), lr=0.01)]
+
+    frozen, thawed = everything(), everything()
+    for name, parameter in thawed.named_parameters():
+        parameter.requires_grad_(name != "nothing")
+    frozen.first.requires_grad_(False)
+    before, after = (frozen, thawed) if thaws else (thawed, frozen)
+    expected = train_and_save(before, give_all, Place(*saved), tmp_path / "ckpt")
+    for found in resumed_at(Place(*resumed), after, give_all, tmp_path / "ckpt"):
+        assert differences(found, expected) == []
 
 
 @pytest.mark.parametrize("stage", STAGES)

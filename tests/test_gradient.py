@@ -361,3 +361,81 @@ def test_an_average_that_replaces_the_last_one_passes_no_bucket_and_one_that_is_
         return untouched
 
     assert on_two_ranks(stage, act) == [[True, False]] * 2
+
+
+def _layers() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(5, 5) for _ in range(3)])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_users_give_to_a_frozen_parameter_is_stepped(stage: int) -> None:
+    start = seeded(_layers)
+
+    def train(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        for step in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(2, 5)).square().mean().backward()
+            if step == 1:
+                model[1].weight.grad = torch.ones(5, 5)
+            optimizer.step()
+        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model: Any = clone(start)
+        model[1].requires_grad_(False)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def on_rank(comm: Comm) -> dict[str, Tensor]:
+        model, optimizer = made()
+        engine = Engine(model, [optimizer], stage=stage, comm=comm)
+        train(model, optimizer)
+        engine.close()
+        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    expected = train(*made())
+    for found in ThreadWorld(2, 10).run(on_rank):
+        assert all(torch.allclose(found[name], value, atol=1e-6) for name, value in expected.items())
+        assert not found["1.weight"].equal(start.state_dict()["1.weight"])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"step_in_backward": True}, {"replicate_size": 2}, {"bucket_bytes": 64}], ids=str
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_layer_that_is_thawed_on_some_ranks_is_averaged_over_all(stage: int, options: dict[str, Any]) -> None:
+    """At first it has a gradient on rank 1 alone, and in the end on none."""
+    if "step_in_backward" in options and stage < 2:
+        return
+    start, world = seeded(_layers), 4
+
+    def loss(model: Any, rank: int, step: int) -> Tensor:
+        hidden = model[0](torch.full((2, 5), 1.0 + rank))
+        other = hidden if step in (0, 1, 5) or (step == 2 and rank != 1) else model[1](hidden)
+        return model[2](other).square().mean()
+
+    def on_rank(comm: Comm) -> dict[str, Tensor]:
+        model: Any = clone(start)
+        model[1].requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        given = Options(unit_classes=("Linear",) if stage == 3 else None, **options)
+        engine = Engine(model, [optimizer], stage=stage, comm=comm, options=given)
+        for step in range(6):
+            model[1].requires_grad_(step >= 2)
+            optimizer.zero_grad()
+            with engine.forward():
+                mine = loss(model, comm.rank, step)
+            with engine.backward():
+                mine.backward()
+            optimizer.step()
+        engine.close()
+        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    alone: Any = clone(start)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.01, momentum=0.9)
+    for step in range(6):
+        optimizer.zero_grad()
+        torch.stack([loss(alone, rank, step) for rank in range(world)]).mean().backward()
+        optimizer.step()
+    for found in ThreadWorld(world, 20).run(on_rank):
+        for name, value in alone.state_dict().items():
+            assert torch.allclose(found[name], value, atol=1e-6), name

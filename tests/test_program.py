@@ -29,6 +29,9 @@ CASES: dict[str, dict[str, Any]] = {
     "published late, clipped, two micro-batches": {"late_publish_bytes": 0, "clips": True, "micros": 2},
     "64 ranks": {"world": 64},
     "one rank": {"world": 1},
+    "some frozen": {"frozen": 2},
+    "some frozen, clipped, two micro-batches": {"frozen": 2, "clips": True, "micros": 2},
+    "some frozen, published late": {"frozen": 2, "late_publish_bytes": 0},
 }
 OFFLOADED: dict[str, dict[str, Any]] = {
     "host": {"optimizer": "cpu"},
@@ -55,12 +58,14 @@ def test_the_engine_does_what_the_program_says(case: str, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("frozen", [0, 1])
 @pytest.mark.parametrize("tier", OFFLOADED)
 def test_the_engine_takes_offloaded_steps_where_the_program_says(
-    tier: str, clips: bool, stage: int, tmp_path: Path
+    tier: str, frozen: int, clips: bool, stage: int, tmp_path: Path
 ) -> None:
     settings = OFFLOADED[tier] | ({"path": tmp_path} if "nvme" in OFFLOADED[tier].values() else {})
-    found = program_jobs.train(program_jobs.tower(5), stage=stage, clips=clips, offload=Offload(**settings))
+    offload = Offload(**settings)
+    found = program_jobs.train(program_jobs.tower(5), stage=stage, clips=clips, frozen=frozen, offload=offload)
     assert_does_what_it_says(*found)
 
 
@@ -70,6 +75,14 @@ def test_the_engine_steps_whole_tensors_where_the_program_says(tier: str | None,
     offload = None if tier is None else Offload(tier, path=tmp_path if tier == "nvme" else None)
     found = program_jobs.train(program_jobs.tower(4), stage=stage, granularity="tensor", offload=offload, clips=True)
     assert_does_what_it_says(*found)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"step_in_backward": True}, {"granularity": "tensor"}])
+def test_the_engine_does_what_the_program_says_beside_frozen_layers(options: dict[str, Any], stage: int) -> None:
+    if stage > 1 or "step_in_backward" not in options:
+        found = program_jobs.train(program_jobs.tower(5), stage=stage, frozen=2, **options)
+        assert_does_what_it_says(*found)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import regroup_jobs
 from compare import differing
@@ -41,6 +42,56 @@ def test_what_begins_to_train_equals_ddp_with_other_options(options: dict, setti
         found = two_ranks.run(regroup_jobs.fit, {"stage": stage, **options}, "FineTuned", **settings)[0]
         assert found["losses"] == expected["losses"], stage
         assert differing(found["weights"], expected["weights"]) == [], stage
+
+
+GIVEN_FROZEN = ["GivenFrozen", "ThawedInForward", "ThawedOneByOne", "UsedByOneRank"]
+
+
+@pytest.mark.parametrize("name", GIVEN_FROZEN)
+def test_at_stage_0_what_an_optimizer_has_frozen_and_then_trains_equals_ddp(name: str, two_ranks: RankPool) -> None:
+    expected = two_ranks.once(regroup_jobs.fit, "ddp", name)
+    for mine, theirs in zip(two_ranks.run(regroup_jobs.fit, {"stage": 0}, name), expected, strict=True):
+        assert mine["losses"] == theirs["losses"]
+        assert differing(mine["weights"], theirs["weights"]) == []
+
+
+@pytest.mark.parametrize("name", GIVEN_FROZEN)
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        ({"units": "modules"}, {}),
+        ({"bucket_size_mb": 0.0002}, {}),
+        ({"accumulation": "local"}, {"accumulate_grad_batches": 2}),
+        ({}, {"precision": "bf16-mixed", "gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}),
+        ({"offload": {"optimizer": "cpu"}}, {}),
+        ({"overlap": False}, {}),
+    ],
+)
+def test_what_an_optimizer_has_frozen_and_then_trains_equals_ddp_with_other_options(
+    name: str, options: dict, settings: dict, two_ranks: RankPool
+) -> None:
+    expected = two_ranks.once(regroup_jobs.fit, "ddp", name, **settings)
+    for stage in STAGES:
+        if "offload" in options and stage < 2:
+            continue
+        found = two_ranks.run(regroup_jobs.fit, {"stage": stage, **options}, name, **settings)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine["losses"] == theirs["losses"], stage
+            assert differing(mine["weights"], theirs["weights"]) == [], stage
+
+
+@pytest.mark.parametrize("name", ["GivenFrozenToSGD", "ThawedOneByOne", "UsedByOneRank"])
+@pytest.mark.parametrize("bucket", [0.0002, 25])
+def test_micro_batches_may_be_the_first_in_which_frozen_parameters_train(
+    name: str, bucket: float, two_ranks: RankPool
+) -> None:
+    """To rounding, as each is averaged by itself."""
+    expected = two_ranks.once(regroup_jobs.fit, "ddp", name, accumulate_grad_batches=2)
+    for stage in STAGES:
+        strategy = {"stage": stage, "bucket_size_mb": bucket}
+        found = two_ranks.run(regroup_jobs.fit, strategy, name, accumulate_grad_batches=2)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert all(torch.allclose(mine["weights"][at], value) for at, value in theirs["weights"].items()), stage
 
 
 def test_a_run_goes_on_in_mid_freeze_with_groups_that_were_added(two_ranks: RankPool, tmp_path: Path) -> None:

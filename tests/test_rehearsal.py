@@ -89,6 +89,15 @@ def test_bytes_messages_and_program_are_those_of_real_ranks(
     assert_told(pool_of(ranks).run(rehearsal_jobs.train, strategy, ranks), strategy, ranks)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bytes_of_a_model_half_of_which_is_frozen_are_those_of_real_ranks(
+    ranks: int, stage: int, pool_of: Callable[[int], RankPool]
+) -> None:
+    strategy, make = {"stage": stage, **(UNITS if stage == 3 else {})}, rehearsal_jobs.HalfFrozen
+    assert_told(pool_of(ranks).run(rehearsal_jobs.train, strategy, ranks, make), strategy, ranks, make=make)
+
+
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "clipped": ({"stage": 2}, {"gradient_clip_val": 0.1}),
     "micro-batches": ({"stage": 3, **UNITS}, {"accumulate_grad_batches": 2}),
@@ -101,6 +110,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "recomputed": ({"stage": 3, **UNITS, "activation_checkpointing": True}, {}),
     "activations on the host": ({"stage": 2, "activation_checkpointing": {"offload": True}}, {}),
     "replicas": ({"stage": 3, **UNITS, "replicate_size": 2}, {}),
+    "half frozen, on disk": ({"stage": 2, "offload": {"optimizer": "nvme"}}, {"make": rehearsal_jobs.HalfFrozen}),
 }
 
 
@@ -271,7 +281,7 @@ class Drawn(L.LightningModule):
         return self.layers(batch).sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        # Frozen ones that an optimizer had would have room for gradients, too: they may train later.
+        # Frozen ones that an optimizer had would travel in buckets, whose size they choose, too: they may train later.
         return torch.optim.AdamW(one for one in self.parameters() if one.requires_grad)
 
 

@@ -68,6 +68,32 @@ def test_a_frozen_tower_takes_no_more_room_than_one_that_trains(frozen: str) -> 
         assert result["peak"] == 2 * 4 * (WIDTH * WIDTH + WIDTH)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("frozen", [0, 3, 5])
+def test_reductions_overlap_with_backward_where_an_optimizer_has_frozen_layers(stage: int, frozen: int) -> None:
+    start = tower()
+
+    def train(comm: Comm) -> list[int]:
+        model = clone(start)
+        model[frozen].requires_grad_(False)
+        options = Options(bucket_bytes=2 * 4 * WIDTH * WIDTH, unit_classes=("Linear",), prefetch=0)
+        engine = Engine(model, [torch.optim.SGD(model.parameters())], stage=stage, comm=comm, options=options)
+        begun = []
+        for _ in range(3):
+            engine.optimizers[0].zero_grad()
+            x = torch.ones(2, WIDTH, requires_grad=True)
+            hidden = model[1](model[0](x))
+            hidden.register_hook(lambda _: begun.append(engine.reductions.started))
+            model[2:](hidden).square().mean().backward()
+            engine.optimizers[0].step()
+        engine.close()
+        return begun
+
+    for first, *_, last in ThreadWorld(2, 10).run(train):
+        assert last >= 1  # in the second layer, of six
+        assert stage == 3 or first >= 1  # where ranks have no plan yet
+
+
 def test_a_step_has_one_message_beside_its_gathers_and_reductions() -> None:
     start = tower()
     for result in ThreadWorld(2, 10).run(lambda comm: run(comm, start)):

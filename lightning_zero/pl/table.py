@@ -16,7 +16,6 @@ from lightning_zero.run.engine import Engine
 from lightning_zero.run.forecast import STATES, Forecast, forecast, states_in
 from lightning_zero.shards.early import early_of
 from lightning_zero.shards.local import shares_modules
-from lightning_zero.shards.setting import Kind
 from lightning_zero.shards.units import scripted
 from lightning_zero.shards.window import may_fuse
 from lightning_zero.tiers.ledger import Category, Tier
@@ -146,11 +145,11 @@ def bytes_table(numel: int, **reports: Mapping[str, int]) -> list[str]:
 def _dtype_lines(engine: Engine) -> list[str]:
     rows = [["elements", "storage", "compute", "reduce", "master"]]
     grads = {shard.group: shard.dtype for shard in engine.reductions.shards}
-    numels: Counter[tuple[Kind, torch.dtype | None]] = Counter()
+    numels: Counter[tuple[torch.dtype, torch.dtype, torch.dtype | None]] = Counter()
     for group in engine.groups:
-        numels[group.kind, grads.get(group)] += sum(slot.numel for slot in group.slots)
-    for (kind, reduce), numel in numels.items():
-        cells = (f"{numel:,}", kind.resting, kind.resting, reduce or "-", kind.declared if reduce else "-")
+        numels[group.kind.resting, group.kind.declared, grads.get(group)] += sum(slot.numel for slot in group.slots)
+    for (resting, declared, reduce), numel in numels.items():
+        cells = (f"{numel:,}", resting, resting, reduce or "-", declared if reduce else "-")
         rows.append([str(cell).removeprefix("torch.") for cell in cells])
     return aligned(rows)
 

@@ -26,13 +26,14 @@ def facts_of(
     gradients = {shard.group: shard for shard in reductions.shards}
     pools = {pool: number for number, pool in enumerate(reductions.pools)}
     units, rendezvous, comm = loans.cache.units, loans.rendezvous, mesh.shard
+    order = tuple(numbers[shard.group] for shard in reductions.shards if not shard.group.kind.is_idle)
     return Facts(
         groups=tuple(_group_facts(one, gradients.get(one), pools) for one in loans.groups),
         units=tuple(
             UnitFacts(name=unit.name, groups=tuple(numbers[group] for group in unit.groups), is_leaf=unit.is_leaf)
             for unit in units
         ),
-        order=tuple(numbers[shard.group] for shard in reductions.shards),
+        order=order,
         optimizers=tuple(_optimizer_facts(one, numbers) for one in steppers),
         buckets=tuple(pool.size for pool in reductions.pools),
         calls=rendezvous.serving.labels,
@@ -47,13 +48,15 @@ def facts_of(
         publishes_late=stepping.publishes_late,
         spans=bool(units) and mesh.is_flat,
         marks_reductions=rendezvous.readiness.marks_reductions,
-        settles_alone=not units and mesh.is_flat and reductions.may_settle_alone,
+        settles_alone=(
+            not units and mesh.is_flat and reductions.may_settle_alone and len(order) == len(reductions.shards)
+        ),
     )
 
 
 def _optimizer_facts(stepper: PieceStepper, numbers: Mapping[ShardGroup, int]) -> OptimizerFacts:
     return OptimizerFacts(
-        groups=tuple(dict.fromkeys(numbers[slot.group] for slot in stepper.slots)),
+        groups=tuple(dict.fromkeys(numbers[slot.group] for slot in stepper.without_idle(stepper.slots))),
         windows=tuple(
             WindowFacts(
                 groups=tuple(dict.fromkeys(numbers[slot.group] for slot in window.slots)),

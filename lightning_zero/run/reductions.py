@@ -63,7 +63,7 @@ class Reductions:
 
     def add(self, shards: Sequence[GradientShard], pools: Sequence[BucketPool]) -> None:
         """Appends gradients that have begun to train to the agreed order. Call it between two backwards."""
-        self.shards = [*self.shards, *shards]
+        self.shards = sorted([*self.shards, *shards], key=lambda shard: shard.group.kind.is_idle)
         self.pools = [*self.pools, *pools]
         self._may_wait = None
 
@@ -74,7 +74,7 @@ class Reductions:
         if self._may_wait is None:
             chunks = Counter({pool: -pool.size for pool in self.pools})
             for shard in self.shards:
-                if shard.travels:
+                if shard.travels and not shard.group.kind.is_idle:
                     chunks[shard.pool] += len(shard.group.layout.chunks)
             in_order = any(shard.group.comm.keeps_order for shard in self.shards)
             self._may_wait = in_order or any(more > 0 for more in chunks.values())
@@ -128,7 +128,10 @@ class Reductions:
             return len(self.shards)
         if not (self.is_on and self._overlap):
             return 0
-        while self._complete < len(self.shards) and self.shards[self._complete].is_complete:
+        while self._complete < len(self.shards):
+            shard = self.shards[self._complete]
+            if not (shard.is_complete or shard.group.kind.is_idle):  # idle ones wait for ranks to agree
+                break
             self._complete += 1
         return self._complete
 
@@ -138,6 +141,8 @@ class Reductions:
             return
         with no_interception(), torch.no_grad():
             for shard in self.shards[self.started : number]:
+                if shard.group.kind.is_idle:  # other ranks may have no gradient of it: see `_awake`
+                    continue
                 shard.begin_reduce()
                 if self.step is not None:
                     self._step_reduced()
@@ -149,12 +154,25 @@ class Reductions:
         for pool in self.pools:
             pool.wait_after(hear)
 
-    def reduce_all(self) -> None:
-        """Starts all reductions, and waits until they are stored."""
+    def reduce_all(self, having: Sequence[Sequence[Slot]] = ()) -> None:
+        """Starts all reductions, and waits until they are stored. `having` are the parameters with a gradient on any
+        rank, by group, where ranks have agreed on them."""
         self.start(len(self.shards))  # all, before the first wait: another rank may be out of buckets
         with no_interception(), torch.no_grad():
+            for shard, _ in self._awake(having):
+                shard.begin_reduce()
             for pool in self.pools:
                 pool.drain()
+
+    def _awake(self, having: Sequence[Sequence[Slot]]) -> list[tuple[GradientShard, Sequence[Slot]]]:
+        """Returns the idle groups of which any rank has gradients, and those parameters. They are idle no longer. All
+        ranks come to the same ones, and reduce them after all others."""
+        found = [(shard, slots) for shard, slots in zip(self.shards, having, strict=False) if slots]
+        found = [(shard, slots) for shard, slots in found if shard.group.kind.is_idle]
+        for shard, _ in found:
+            shard.begin_having_gradients()
+            self._may_wait = None
+        return found
 
     def _step_reduced(self) -> None:
         """Steps reduced gradients while the latest reduction is under way, so only two groups have gradients."""
@@ -233,11 +251,12 @@ class Reductions:
             return
         if self._alone is None:
             with no_interception(), torch.no_grad():
+                having = self._slots_in(used)
                 if self.step is None:
-                    self.reduce_all()
-                    self._show_averages(self._slots_in(used))
+                    self.reduce_all(having)
+                    self._show_averages(having)
                 else:
-                    self._step_averages(self._slots_in(used))
+                    self._step_averages(having)
         self._alone = None
         self._learn_order()
         self._clear()
@@ -266,8 +285,8 @@ class Reductions:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all parameters have gradients on this rank."""
-        return all(self._flags)
+        """Whether all parameters have gradients on this rank, and ranks need not agree on which have."""
+        return all(self._flags) and not any(shard.group.kind.is_idle for shard in self.shards)
 
     def settle_alone(self, said: Tensor | None) -> None:
         """Does what `settle` does, where all reductions are under way on all ranks. Other ranks may settle later. Of
@@ -282,8 +301,9 @@ class Reductions:
             self._interception.show(shard.group)
         self.stage = Stage.CLEAR
         with no_interception(), torch.no_grad():
-            self.reduce_all()
-            self._show_averages(self._slots_in(flags))
+            having = self._slots_in(flags)
+            self.reduce_all(having)
+            self._show_averages(having)
         order = self._ready_order  # `_learn_order` is still to come
         self._clear()
         self._ready_order = order
@@ -310,8 +330,12 @@ class Reductions:
             self.start(number + 1)
             if shard in self._unstepped:
                 self._step_reduced()
-            elif shard not in self._stepped:
+            elif shard not in self._stepped and not shard.group.kind.is_idle:
                 self._step(shard, slots)
+        for shard, slots in self._awake(having):
+            shard.begin_reduce()
+            self._step(shard, slots)
+        for shard in self.shards:
             shard.end_reduce()
 
     @property

@@ -90,11 +90,11 @@ class Stepping:
             if slot.local.grad is not None:
                 self._reductions.refuse_stepped(f"what you have put into {slot.name}.grad")
             self._reductions.adopt(slot)
-        groups = groups_of(slots)
+        groups, slots = groups_of(slots), stepper.without_idle(slots)
         with stepper.step(slots):
             yield
             self._journal.end_step(optimizer)
-        self._publish(groups)
+        self._publish(groups, groups_of(slots))
         if self._leaves_much:
             if self._steps % KEPT_STEPS == 0:
                 return_freed_memory()
@@ -106,7 +106,7 @@ class Stepping:
         stepper = self.steppers[optimizer]
         groups = groups_of(stepper.slots)
         result = stepper.change(call)
-        self._publish(groups)
+        self._publish(groups, groups)
         return result
 
     def _step_in_backward(self, slots: Sequence[Slot]) -> None:
@@ -124,12 +124,14 @@ class Stepping:
 
     def publish_stepped_in_backward(self) -> None:
         """Publishes what this backward has stepped, at its end. Collective."""
-        self._publish(groups_of(self._in_backward))
+        groups = groups_of(self._in_backward)
+        self._publish(groups, groups)
 
-    def _publish(self, groups: Sequence[ShardGroup]) -> None:
-        """Sends stepped values to where forward reads them. Leaves to `Latest.catch_up` what may arrive late."""
+    def _publish(self, groups: Sequence[ShardGroup], stepped: Sequence[ShardGroup]) -> None:
+        """Sends the values of those of `groups` that were `stepped` to where forward reads them. Leaves to
+        `Latest.catch_up` what may arrive late."""
         with torch.no_grad():
-            for group in groups:
+            for group in stepped:
                 if not group.is_behind:
                     group.begin_publish()
                     if self.publishes_late and group.is_arriving:

@@ -97,6 +97,7 @@ def assemble(
     shards = [_make_gradient(group, options.reduce_dtype) for group in groups if group.kind.trainable]
     if is_sharded:
         shards.reverse()  # units stand in the order of forward; the groups of whole models are made last first
+    shards.sort(key=lambda shard: shard.group.kind.is_idle)
     by_module = {inner: unit for unit in made for inner in unit.modules}
     encoders = [encoder for encoder in module.modules() if isinstance(encoder, nn.TransformerEncoder)]
     # Units around other units are in use for longer than those, and have room of their own.
@@ -191,7 +192,7 @@ def _make_groups(
         is_divided = stays_full or not setting.keeps_gradients
         runs = units.fill_buckets(parameters, numel) if is_divided else [dict(parameters)]
         words = str(kind.resting).removeprefix("torch.") + ("" if kind.trainable else " frozen")
-        words += " offloaded" if kind.is_offloaded else ""
+        words += " offloaded" * kind.is_offloaded + " idle" * kind.is_idle
         for number, run in enumerate(runs):
             groups.append(ShardGroup(f"{unit or 'model'}/{words}/{number}", run, kind, setting, stays_full=stays_full))
     return groups

@@ -58,12 +58,10 @@ class GradientShard:
         # Averaged gradients are elsewhere than in `p.grad`: in shards, or in another tier.
         self.is_spread = self.travels and (group.is_cut or self._is_sharded)
         self.full_grad: Tensor | None = None
-        keeps_shard = self._is_sharded and setting.keeps_gradients
-        self.owned_grad = self._make_owned(group.layout.shard_numel if keeps_shard else 0)
-        leaves = not is_host(group.places.gathered.device) and is_host(group.places.gradient.device)
-        self.squares = Squares(self.owned_grad) if keeps_shard and leaves and not dtype.is_complex else None
-        if self.travels and not self._is_sharded:
-            self._make_full()
+        self.owned_grad = self._make_owned(0)
+        self.squares: Squares | None = None
+        if not group.kind.is_idle:
+            self._make_room()
         self.ready: set[int] = set()  # indices of parameters that have a gradient in this backward
         self.used: set[int] = set()  # ... or have had one since the last reduction, on this rank
         self._buckets: list[Bucket] = []  # of the reductions under way
@@ -72,6 +70,21 @@ class GradientShard:
         self._carries: set[int] = set()  # parameters whose next average is added to the one in owned_grad
         for slot in group.slots:
             slot.gradient = self
+
+    def _make_room(self) -> None:
+        """Allocates what keeps averages until the step, unless it is there."""
+        group = self.group
+        if self._is_sharded and group.setting.keeps_gradients and not self.owned_grad.numel:
+            self.owned_grad = self._make_owned(group.layout.shard_numel)
+            leaves = not is_host(group.places.gathered.device) and is_host(group.places.gradient.device)
+            self.squares = Squares(self.owned_grad) if leaves and not self.dtype.is_complex else None
+        elif self.travels and not self._is_sharded and self.full_grad is None:
+            self._make_full()
+
+    def begin_having_gradients(self) -> None:
+        """Notes that parameters, which were idle, have gradients from now on, on any rank."""
+        self.group.begin_having_gradients()
+        self._make_room()
 
     def _make_owned(self, numel: int) -> Array:
         group = self.group
@@ -131,7 +144,7 @@ class GradientShard:
             )
         if not self.travels:
             slot.local.grad = grad
-        elif local or self.full_grad is not None:  # it exists also after a backward that was not reduced
+        elif local or not self._is_sharded or self.full_grad is not None:  # after a backward that was not reduced, too
             self._accumulate_locally(slot, grad, carried)
         else:
             if again:
@@ -382,6 +395,7 @@ class GradientShard:
     def write(self, slot: Slot, grad: Tensor) -> None:
         """Replaces this rank's piece by the one of `grad`, a whole gradient."""
         self.group.catch_up_alone()
+        self._make_room()  # the parameter may be idle
         self.owned_grad.write(slot.piece.in_shard, grad.reshape(-1)[slot.piece.start : slot.piece.stop])
 
     def gather(self, slot: Slot) -> Tensor:

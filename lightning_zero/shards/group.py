@@ -120,6 +120,10 @@ class ShardGroup:
         """Notes that optimizers step the values from now on, where they already rest."""
         self.kind = replace(self.kind, trainable=True)
 
+    def begin_having_gradients(self) -> None:
+        """Notes that parameters, which were idle, have gradients from now on, on any rank."""
+        self.kind = replace(self.kind, is_idle=False)
+
     def _take_over(self) -> tuple[Array, Array]:
         """Allocates the arrays, and moves the values of the parameters into them. Returns owned_param and master."""
         places, kind = self.places, self.kind

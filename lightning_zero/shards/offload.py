@@ -91,11 +91,14 @@ def refuse_too_little_room(
     machine: Machine,
 ) -> None:
     """Raises ValueError unless the tiers have room for the state that the optimizers will make. Parameters, masters and
-    the gradients in `shards` are there already."""
+    the gradients in `shards` are there already, except for gradients of idle groups."""
     per_element = max(map(state_tensors_of, optimizers), default=0)
     groups = [shard.group for shard in shards if shard.group.kind.is_offloaded]
     dtypes = {group: group.places.state_dtype or group.master.dtype for group in groups}
     state_bytes = per_element * sum(group.master.numel * dtype.itemsize for group, dtype in dtypes.items())
+    if setting.partition.gradient:
+        idle = [shard for shard in shards if shard.group.kind.is_offloaded and shard.group.kind.is_idle]
+        state_bytes += sum(shard.group.layout.shard_numel * shard.dtype.itemsize for shard in idle)
     place, taken = setting.places.optimizer, setting.ledger.tiers[Tier.HOST]
     needed = taken + (state_bytes if place.tier is Tier.HOST else 0)
     if needed and machine.host_bytes is not None and needed > machine.host_bytes:

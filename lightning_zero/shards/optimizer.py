@@ -21,7 +21,7 @@ from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.known import KnownState
 from lightning_zero.shards.layout import fill
 from lightning_zero.shards.moment import CaughtUpState, Moment, wrapped_in
-from lightning_zero.shards.probe import calls_closure_again, steps_nothing, unhooked
+from lightning_zero.shards.probe import calls_closure_again, leaves_idle, steps_nothing, unhooked
 from lightning_zero.shards.setting import Setting
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.whole import WholeWindow, may_wait, rounds
@@ -67,6 +67,15 @@ class PieceStepper:
         """The slots that the optimizer steps, each once. They stay known after the engine is closed."""
         stepped = dict.fromkeys(self.parameters)
         return [self.slot(parameter) for parameter in stepped if parameter not in self._left_alone]
+
+    def without_idle(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Returns those of `slots` that a step may change; the same on all ranks. An optimizer that is not known may
+        change what has no gradient, too."""
+        if not leaves_idle(self.optimizer):
+            return [*slots]
+        with no_interception():  # users may have given some gradients of their own
+            given = {slot.group for slot in slots if slot.local.grad is not None}
+        return [slot for slot in slots if not slot.group.kind.is_idle or slot.group in given]
 
     def holds(self, parameter: Parameter) -> bool:
         """Whether the engine manages the parameter. Otherwise each rank has, and steps, all of it."""
@@ -234,11 +243,13 @@ class PieceStepper:
         return [window for group in groups.values() for window in self._windows(group, late=late)]
 
     def windows_apart(self) -> list[Window]:
-        """Returns the windows that are stepped apart from the user's call, if all parameters have gradients."""
+        """Returns the windows that are stepped apart from the user's call, if all parameters but idle ones have
+        gradients."""
+        stepped = [slot for slot in self.slots if not slot.group.kind.is_idle]
         if self._setting.keeps_gradients:
-            return self._divide(self.slots, self.slots)[1]
-        own = set(self.slots)  # in backward, group after group
-        groups = [group for group in by_group(self.slots) if group.places.steps_apart]
+            return self._divide(self.slots, stepped)[1]
+        own = set(stepped)  # in backward, group after group
+        groups = [group for group in by_group(stepped) if group.places.steps_apart]
         return [
             window
             for group in groups

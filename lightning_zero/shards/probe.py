@@ -126,6 +126,11 @@ def steps_nothing(optimizer: Optimizer) -> bool:
     return type(optimizer) in ELEMENT_WISE
 
 
+def leaves_idle(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is known to leave a parameter alone that has no gradient."""
+    return type(optimizer) in ELEMENT_WISE
+
+
 def state_tensors_of(optimizer: Optimizer, device: torch.device = HOST) -> int:
     """Returns how many tensors of a parameter's shape an optimizer, which steps on `device`, keeps for it: known of
     torch's own, and found by a step on a small one of any other. Where the step fails it is taken to be 2, as for most

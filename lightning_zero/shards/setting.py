@@ -19,6 +19,7 @@ class Kind:
     resting: torch.dtype  # of the values between uses, in collectives and in forward
     trainable: bool
     is_offloaded: bool = False  # gradients, masters and optimizer state rest in the tier that was asked for
+    is_idle: bool = False  # they train, but were frozen when they were taken over, and none has had a gradient since
 
     @property
     def is_cast(self) -> bool:

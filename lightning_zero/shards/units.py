@@ -207,7 +207,9 @@ def split_by_kind(
     kinds: dict[Kind, dict[str, Parameter]] = {}
     for name, parameter in parameters.items():
         rests_in = resting.get(id(parameter), parameter.dtype)
-        kind = Kind(parameter.dtype, rests_in, id(parameter) in trainable, id(parameter) in offloaded)
+        trains = id(parameter) in trainable
+        is_idle = trains and not parameter.requires_grad
+        kind = Kind(parameter.dtype, rests_in, trains, id(parameter) in offloaded, is_idle)
         kinds.setdefault(kind, {})[name] = parameter
     return kinds
 
