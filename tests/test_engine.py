@@ -313,3 +313,19 @@ def test_a_training_forward_begins_with_rank_0s_buffers_unless_told_otherwise(br
     assert zero_first == first == [0.0] * 4
     assert (zero == one) is shared
     assert zero != zero_first
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_ranks_that_freeze_different_parameters_are_told_which_on_every_rank(stage: int) -> None:
+    def set_up(comm: Comm) -> str:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model[comm.rank].requires_grad_(False)
+        with pytest.raises(ValueError, match="on some ranks") as told:
+            Engine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], stage=stage, comm=comm)
+        return str(told.value)
+
+    (told,) = set(ThreadWorld(2, 20).run(set_up))
+    assert told == (
+        "0.weight, 0.bias, 1.weight and others train on some ranks and are frozen on others. Freeze the same "
+        "parameters on all ranks; one may still be without use, and without a gradient, on some."
+    )

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
-from lightning_zero.device import point_at
+from lightning_zero.device import HOST, point_at
 from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.shards.early import early_of
 from lightning_zero.shards.local import local_of
@@ -33,6 +33,20 @@ def broadcast_states(module: Module, foreign: Container[str], mesh: Mesh) -> Non
         if (isinstance(tensor, Parameter) and name not in foreign) or type(tensor) in (Tensor, DTensor):
             comms = (mesh.replicate, mesh.shard) if type(tensor) is DTensor else (mesh.world,)
             _broadcast(name, local_of(tensor).detach(), *comms)
+
+
+def refuse_uneven_freezing(module: Module, comm: Comm) -> None:
+    """Raises ValueError, on every rank, where ranks freeze different parameters: they would group them differently, and
+    add gradients of one to those of another. Collective."""
+    named = dict(module.named_parameters())
+    trains = torch.tensor([parameter.requires_grad for parameter in named.values()], dtype=torch.uint8, device=HOST)
+    found = comm.host.all_reduce(torch.stack([trains, 1 - trains]), "which parameters train", "max")
+    uneven = [name for name, both in zip(named, found.all(0).tolist(), strict=True) if both]
+    if uneven:
+        raise ValueError(
+            f"{', '.join(uneven[:3])}{' and others' * (len(uneven) > 3)} train on some ranks and are frozen on others. "
+            "Freeze the same parameters on all ranks; one may still be without use, and without a gradient, on some."
+        )
 
 
 def broadcast_new(parameters: Mapping[str, Parameter], known: Container[int], mesh: Mesh) -> None:

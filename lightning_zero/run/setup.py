@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.device import HOST, SideStream
 from lightning_zero.run.recompute import Recompute, recompute_for
-from lightning_zero.run.replicated import broadcast_states
+from lightning_zero.run.replicated import broadcast_states, refuse_uneven_freezing
 from lightning_zero.shards import assembly, offload
 from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.granularity import Stepped, choose_stepped
@@ -58,6 +58,7 @@ def set_up(
     steps_on = device if options.offload is None else HOST
     stepped = choose_stepped(optimizers if is_cut or is_divided else [], options, is_divided, steps_on)
     broadcast_states(module, foreign, mesh)
+    refuse_uneven_freezing(module, mesh.world)
     together = nullcontext if options.offload is None else partial(failing_together, mesh.world, "setting up")
     if options.offload is not None:
         ledger.pinned.give_back()  # of a training that has failed

@@ -69,6 +69,7 @@ _PLACES = {
     ("all_reduce", "norm"): "the sum of the gradient norm",
     ("all_reduce", "overflow"): "the agreement on whether gradients overflowed",
     ("all_reduce", "rendezvous"): "the agreement on what comes next",
+    ("all_reduce", "which"): "the agreement on which parameters train",
     ("all_reduce", "settle"): "the agreement on which parameters have gradients",
     ("all_reduce", "gradients at the end"): "the agreement on which gradients are left after fit",
     ("all_reduce", "fits in host memory"): "the agreement on whether the whole model fits into host memory",
