@@ -170,7 +170,7 @@ def properties_that_act(source: str) -> list[str]:
     ["self.group.catch_up()", "return self.comm.all_gather(full, own)", "return self._read()", "return self._latest"],
 )
 def test_a_property_that_steps_or_communicates_is_found(body: str) -> None:
-    others = "def _read(self): self.rendezvous.call(1)\n @property\n def _latest(self): return self._read()"
+    others = "def _read(self): self.rendezvous.course.call(1)\n @property\n def _latest(self): return self._read()"
     assert properties_that_act(f"class Group:\n @property\n def master(self): {body}\n {others}")
 
 

@@ -110,11 +110,11 @@ class Things:
     def use(self, which: int) -> None:
         if which >= len(self.units):
             before = self.called
-            self.rendezvous.call(which)
+            self.rendezvous.course.call(which)
             assert self.called == before + 1
             return
         self.ahead += self.units[which].is_gathered
-        self.rendezvous.use(self.units[which])
+        self.rendezvous.course.use(self.units[which])
         self.gathers[which].wait()
         rows = self.units[which].rows
         assert rows is not None
@@ -219,7 +219,7 @@ def test_every_rank_gets_what_it_wants_whichever_way_the_others_go(
                         things.reductions.stage = Stage.UNSETTLED
                         things.rendezvous.end_backward()
                 things.end_round()
-        found = things.rendezvous._following._plans
+        found = things.rendezvous.course._plans
         return copy.deepcopy((found._plans, found._patterns, found._beginnings, found._next))
 
     first, *others = ThreadWorld(world, 5, learns_late=late).run(rank_main)
@@ -296,7 +296,7 @@ def test_what_came_next_is_remembered_of_the_newest_ways_alone() -> None:
     def rank_main(comm: Comm) -> tuple[int, list[int]]:
         things = Things(comm, 1)
         messages = messages_in(things, [*ways, *[WAY] * 3])
-        return len(things.rendezvous._following._plans._next), messages
+        return len(things.rendezvous.course._plans._next), messages
 
     with patch.object(plan_cache, "_MOST_NEXT", 20):
         for remembered, messages in ThreadWorld(2, 5).run(rank_main):
@@ -454,7 +454,7 @@ def test_what_ranks_have_not_done_alike_is_learnt_by_none(apart: str) -> None:
                 late = 4 if is_apart and apart == "not ready" else 0
                 things.reductions.complete = max(0, at - 5 - late)
             things.end_round()
-        found = things.rendezvous._following._plans
+        found = things.rendezvous.course._plans
         return found._plans, found._beginnings, found._next
 
     first, second = ThreadWorld(2, 5).run(rank_main)

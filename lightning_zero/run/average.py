@@ -205,7 +205,7 @@ class Average:
         if not group.is_cut:
             group.catch_up()
             return self._arrays[group].read()
-        full: Tensor = self._engine.rendezvous.call(self._numbers[group])
+        full: Tensor = self._engine.rendezvous.course.call(self._numbers[group])
         return full
 
     def _serve(self, group: ShardGroup, keep: bool) -> Tensor | None:

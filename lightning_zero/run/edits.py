@@ -37,7 +37,7 @@ class EditBarrier:
     def wait_for_all(self, place: Place) -> None:
         """Waits until all ranks have come to the edit that this one is about to keep, and serves them meanwhile."""
         self._place = place
-        while self._rendezvous.call(self._number) < place:
+        while self._rendezvous.course.call(self._number) < place:
             pass
         self._place = Place.ELSEWHERE
 

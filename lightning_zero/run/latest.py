@@ -66,7 +66,7 @@ class Latest:
             if not (group.is_behind or group.needs_all):
                 continue
             if group in self._publishing and not group.is_arriving:
-                self._rendezvous.call(self._publishing[group])
+                self._rendezvous.course.call(self._publishing[group])
             else:
                 # Its values are on their way already, or all of them are stepped on this rank.
                 self._rendezvous.journal.note(Cause.READ, group)
@@ -118,7 +118,7 @@ class Latest:
             return group.full_param
         if group not in self._calls:  # only all ranks together read them
             return self.gather(group, group.master)
-        full: Tensor = self._rendezvous.call(self._calls[group])
+        full: Tensor = self._rendezvous.course.call(self._calls[group])
         return full
 
     def _serve(self, group: ShardGroup, keep: bool) -> Tensor | None:

@@ -104,7 +104,7 @@ class Loans(Lender):
             return Lent(slot.parameter, values, partial(self._end_lasting, group))  # until `settle`
         unit = self._unit_of(group)
         if not unit.is_held:
-            self.rendezvous.use(unit)
+            self.rendezvous.course.use(unit)
         self.cache.pin(unit)
         # Activation checkpointing compares what autograd saves in forward and in recomputation. A recomputed layer may
         # come here where its first forward did not, so the checkpoint's hooks must see parameters themselves both
@@ -237,7 +237,7 @@ class Loans(Lender):
                 self._borrow_declared(group)
             elif not group.stays_full:
                 needed = self._unit_of(group)
-                self.rendezvous.use(needed)
+                self.rendezvous.course.use(needed)
                 self.hold(needed)
         if write:
             for group in groups:
@@ -277,7 +277,8 @@ class Loans(Lender):
         if slot in self._gradients:
             return self._gradients[slot]
         self.settle_gradients()  # reading `p.grad` has not done it if the parameter is shown plain
-        gradient: Tensor = self.rendezvous.call(self._averages[slot])  # until the step, one rank may read it alone
+        # Until the step, one rank may read it alone.
+        gradient: Tensor = self.rendezvous.course.call(self._averages[slot])
         return gradient
 
     def _serve_gradient(self, slot: Slot, _: bool) -> Tensor:

@@ -1,6 +1,6 @@
 """`Rendezvous`: makes all ranks issue the same gathers and reductions in the same order, also where they diverge.
 
-It has two modes: ranks follow a plan (`following`), or ask each other (`serving`).
+It has two modes: ranks follow a plan (`course`), or ask each other (`serving`).
 
 A gather needs every rank. A *round* is the time from one meeting of all ranks to the next; in training, it is a step.
 Ranks that have used the same units in an earlier round follow its plan (`plan.Plan`), and send only the gathers. A rank
@@ -23,29 +23,26 @@ So a head that only one rank uses, uneven evaluation, `generate` of different le
 draws all work.
 """
 
-from typing import Any, final
+from typing import final
 
 import torch
 
 from lightning_zero.device import HOST
 from lightning_zero.run.cache import UnitCache
-from lightning_zero.run.following import Following
-from lightning_zero.run.journal import Journal
+from lightning_zero.run.course import Course
 from lightning_zero.run.plan import ASK, END, NEXT_BACKWARD, REDUCE
-from lightning_zero.run.program import Cause
 from lightning_zero.run.readiness import Readiness
 from lightning_zero.run.reductions import Reductions, Stage
 from lightning_zero.run.replicas import Replicas
 from lightning_zero.run.serving import Heard, Serving
 from lightning_zero.shards.slot import no_interception
-from lightning_zero.shards.unit import Unit
 from lightning_zero.wire.mesh import Mesh
 
 
 @final
 class Rendezvous:
-    """Agrees on the next collectives among the ranks that share shards: by a plan (`following`), and where they part
-    ways, by asking (`serving`). Numbers are those of `Serving`."""
+    """Where ranks meet, and agree on gradients. In between, `course` has what each of them uses. Numbers are those of
+    `Serving`."""
 
     def __init__(self, mesh: Mesh, cache: UnitCache, reductions: Reductions) -> None:
         self._mesh = mesh
@@ -56,52 +53,19 @@ class Rendezvous:
         self._replicas = Replicas(mesh.replicate, reductions)
         self.readiness = Readiness(mesh, reductions, gathers=bool(cache.units))
         self.serving = Serving(mesh.shard, cache, reductions, self._replicas, self.readiness)
-        self._following = Following(mesh.shard, cache, reductions, self._replicas, self.serving, self.readiness)
-        self.journal = Journal()
+        self.course = Course(mesh.shard, cache, reductions, self._replicas, self.serving, self.readiness)
+        self.journal = self.course.journal
         self.is_awaited = False  # the others wait for this rank to meet them once more, as it was early
-
-    def use(self, unit: Unit) -> None:
-        """Has a unit gathered, or at least its gather under way."""
-        number = self._cache.numbers[unit]
-        uses = self._following.past.uses
-        if uses and uses[-1] == number and unit.is_gathered:
-            return
-        self.call(number)
-
-    def call(self, number: int) -> Any:
-        """Has all ranks gather a unit, or serve a call. Returns the result of the call."""
-        self._hear_marks()
-        is_unit = number < len(self._units)
-        self.journal.note(Cause.UNIT if is_unit else Cause.CALL, number if is_unit else number - len(self._units))
-        if self._is_alone:
-            self.serving.serve([number], number)
-            return self.serving.take_result()
-        past = self._following.past
-        if not past.uses:
-            past.begins = (number, torch.is_grad_enabled())
-        if self._following.follow(number):
-            pass  # the plan has had it done
-        elif is_unit and self._units[number].is_gathered:
-            self._cache.touch([number])
-        else:
-            heard = self.serving.exchange(number, past)
-            if heard.agree:
-                self._following.count_complete(heard.statement)
-            self.serving.serve(heard.wants, number)
-            if heard.agree:
-                self._following.look_for_plan(number)
-        past.note(number)
-        return self.serving.take_result()
 
     # -- plans
 
     def expect_nothing(self) -> None:
         """Drops the plan of this round: all ranks are known to be here, and not to follow it."""
-        self._following.drop()
+        self.course.drop()
 
     def forget(self) -> None:
         """Drops all plans, and makes no more, as the units in them are about to be freed."""
-        self._following.close()
+        self.course.close()
 
     # -- meeting
 
@@ -121,21 +85,21 @@ class Rendezvous:
             if comm.size > 1:
                 said = comm.host.all_reduce(said, "settle", "max")
         self._reductions.settle(said[:-1])
-        if self._following.forget_old_order():
+        if self.course.forget_old_order():
             self._begin_round()
         return bool(said[-1]) and self.serving.may_be_wanted and not self._is_alone
 
     def _end_round(self, *, early: bool, continues: bool) -> Heard:
         """Ends the round of the ranks that share shards, and begins the next one; see `meet`."""
-        self._leave_plan()
-        past, groups = self._following.past, len(self._reductions.shards)
+        self.course.leave()
+        past, groups = self.course.past, len(self._reductions.shards)
         self.is_awaited = early and self.serving.may_be_wanted
         heard = self.serving.until_end(past, early=early, continues=continues)
         self.readiness.knew_all = False
         self._replicas.join(heard.statement)
-        is_over = self._following.count_complete(heard.statement) == groups and END in past.uses
+        is_over = self.course.count_complete(heard.statement) == groups and END in past.uses
         continues &= is_over and heard.alike and not heard.early
-        self._following.end_round(agree=heard.agree, continues=continues)
+        self.course.end_round(agree=heard.agree, continues=continues)
         self._begin_round()
         self._cache.discard_all()
         return heard
@@ -165,51 +129,32 @@ class Rendezvous:
         if self._units or number <= self._reductions.started:
             return
         if self._reductions.may_wait and not self.readiness.all_reduce and self.readiness.marks is None:
-            past = self._following.past
-            if self._following.follow(REDUCE):  # a mark is on its way
-                self._reductions.wait_after(self._hear_marks)
+            past = self.course.past
+            if self.course.follow(REDUCE):  # a mark is on its way
+                self._reductions.wait_after(self.course.hear_marks)
             else:
-                self._wait_until_all_reduce()
+                self.course.wait_until_all_reduce()
             if self.readiness.marks_reductions:
                 past.begins = past.begins or (REDUCE, False)
                 past.note(REDUCE)
         self._replicas.start(number)
 
-    def _wait_until_all_reduce(self) -> None:
-        self.readiness.all_reduce = True
-        heard = self.serving.until_all_reduce(self._following.past)
-        self.readiness.note_that_all_reduce(each=not heard.ended)
-
-    def _hear_marks(self) -> None:
-        """Learns whether all ranks are about to reduce, before this one waits for them or does anything else with them.
-        Where one has diverged, all serve it until they are."""
-        if self.readiness.marks is None:
-            return
-        self._reductions.wait_after(None)
-        if self.readiness.hear_marks():
-            self._following.stop()
-            self._wait_until_all_reduce()
-
-    def _leave_plan(self) -> None:
-        self._hear_marks()
-        self._following.leave()
-
     def end_backward(self) -> None:
         """Notes the end of a backward among the uses of units."""
         if self._units:
-            self._following.end_backward()
+            self.course.end_backward()
 
     def settle_last_backward(self) -> None:
         """Settles the gradients of the backward before the one that begins: by what is known of the other ranks, and
         otherwise by meeting. Collective."""
-        self._hear_marks()
+        self.course.hear_marks()
         if self.readiness.settles_alone:
             self._settle_alone()
             return
-        if self._following.expects(NEXT_BACKWARD):
+        if self.course.expects(NEXT_BACKWARD):
             with no_interception(), torch.no_grad():
-                if self._following.follow(NEXT_BACKWARD):
-                    self._following.past.note(NEXT_BACKWARD)
+                if self.course.follow(NEXT_BACKWARD):
+                    self.course.past.note(NEXT_BACKWARD)
                     return
         if not self._settles_by_leaving() and self.meet(continues=self._mesh.is_flat):
             self.meet_all()
@@ -217,7 +162,7 @@ class Rendezvous:
     def settle_gradients(self, *, meets: bool = False) -> None:
         """Makes ranks agree on which parameters have gradients, if they have not since the last backward. With `meets`,
         ranks also meet if one of them may have read gradients alone, so that another collective may follow."""
-        self._hear_marks()
+        self.course.hear_marks()
         is_unsettled = self._reductions.stage is Stage.UNSETTLED
         with no_interception(), torch.no_grad():
             if meets and (is_unsettled or self.serving.may_be_wanted):
@@ -231,7 +176,7 @@ class Rendezvous:
         """Leaves the plan. Returns whether the last backward is settled then, as the others begin the next one before
         they learn that this rank has left: they meet no more for it."""
         with no_interception(), torch.no_grad():
-            self._leave_plan()
+            self.course.leave()
         return self._reductions.stage is not Stage.UNSETTLED and not self.is_awaited
 
     def _settle_alone(self) -> None:
@@ -242,10 +187,10 @@ class Rendezvous:
             self.readiness.settle_alone(None)
             self.readiness.knew_all = True
             return
-        past = self._following.past
-        follows = self._following.follow(ASK)
+        past = self.course.past
+        follows = self.course.follow(ASK)
         if not self.serving.until_settled(past, follows=follows):
-            self._following.drop()
+            self.course.drop()
         if self.readiness.marks_reductions:
             past.note(ASK)
 
@@ -254,8 +199,8 @@ class Rendezvous:
         next one, before that has gradients; and a plan of this round would count its gradients. Where ranks start
         reductions by themselves, others may wait in some that this rank has not come to, or for it to come to any."""
         with no_interception(), torch.no_grad():
-            self._leave_plan()
+            self.course.leave()
         if self._reductions.reduces and self._reductions.step is None:
             self.start_reductions(len(self._reductions.shards))
         self.readiness.forget()
-        self._following.past.has_failed = True
+        self.course.past.has_failed = True

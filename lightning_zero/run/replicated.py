@@ -83,7 +83,7 @@ class SharedBuffers:
     def bring(self) -> None:
         """Takes rank 0's buffers, if they may have other values. Collective."""
         if self._number is not None and self._are_stale:
-            self._rendezvous.call(self._number)
+            self._rendezvous.course.call(self._number)
 
     def note_forward(self, *, reduces: bool) -> None:
         """Notes the end of a forward, whose gradients will be reduced or not. DDP broadcasts after the former."""

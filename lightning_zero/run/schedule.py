@@ -88,7 +88,7 @@ class Schedule:
     def _before_forward(self, unit: Unit) -> None:
         if self._reductions.stage is Stage.COLLECTING and not self.backward_is_known:
             self._recover()  # before other ranks are told what is complete
-        self._rendezvous.use(unit)
+        self._rendezvous.course.use(unit)
         self._loans.show_edits(unit)
         self._cache.pin(unit)
         if not self._saved.push():
@@ -100,7 +100,7 @@ class Schedule:
 
     def _show_entrance(self, unit: Unit) -> None:
         """Shows the parameters of `unit` to the module around it, which reads them before it calls the unit."""
-        self._rendezvous.use(unit)
+        self._rendezvous.course.use(unit)
         self._cache.show(unit)
 
     def bring(self, unit: Unit, is_recomputed: bool) -> None:
@@ -108,7 +108,7 @@ class Schedule:
         recomputed sees the latest edits, as the recomputation does."""
         if backward_number() != -1:
             self._enter_backward()
-        self._rendezvous.use(unit)
+        self._rendezvous.course.use(unit)
         if is_recomputed:
             self._loans.show_edits(unit)
         unit.wait()

@@ -1,19 +1,23 @@
-"""`Following`: how ranks that go by a plan take part in it, and how one leaves it; see `rendezvous`."""
+"""`Course`: what a rank uses, one thing after another: by a plan, until any rank leaves it, or by asking the others.
+See `rendezvous`."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from lightning_zero.run.cache import UnitCache
+from lightning_zero.run.journal import Journal
 from lightning_zero.run.plan import ASK, END, NEXT_BACKWARD, REDUCE, Plan, Residents, Step, make_plan
 from lightning_zero.run.plan_cache import NOTHING, Expected, Past, PlanCache
+from lightning_zero.run.program import Cause
 from lightning_zero.run.readiness import Readiness
 from lightning_zero.run.reductions import Reductions, Stage
 from lightning_zero.run.replicas import Replicas
 from lightning_zero.run.serving import Serving
+from lightning_zero.shards.unit import Unit
 from lightning_zero.wire.comm import Comm, Gather
 
 
@@ -28,9 +32,9 @@ class _Round:
 
 
 @final
-class Following:
-    """The plan that this rank follows in the current round, if any, and those of earlier rounds. Numbers are those of
-    `Serving`."""
+class Course:
+    """The uses of this rank in the current round, the plan that it follows in it, if any, and those of earlier rounds.
+    Numbers are those of `Serving`."""
 
     def __init__(
         self,
@@ -41,6 +45,7 @@ class Following:
         serving: Serving,
         readiness: Readiness,
     ) -> None:
+        self._is_alone = comm.size == 1 and not cache.units
         self._learns_late = comm.learns_late
         self._cache = cache
         self._units = cache.units
@@ -51,15 +56,49 @@ class Following:
         self._round = _Round()
         self._plans = PlanCache(self._plan_of)
         self._order = reductions.shards  # in which plans count them
+        self.journal = Journal()
 
     @property
     def past(self) -> Past:
         """What this rank has done in the current round."""
         return self._round.past
 
+    def use(self, unit: Unit) -> None:
+        """Has a unit gathered, or at least its gather under way."""
+        number = self._cache.numbers[unit]
+        uses = self.past.uses
+        if uses and uses[-1] == number and unit.is_gathered:
+            return
+        self.call(number)
+
+    def call(self, number: int) -> Any:
+        """Has all ranks gather a unit, or serve a call. Returns the result of the call."""
+        self.hear_marks()
+        is_unit = number < len(self._units)
+        self.journal.note(Cause.UNIT if is_unit else Cause.CALL, number if is_unit else number - len(self._units))
+        if self._is_alone:
+            self._serving.serve([number], number)
+            return self._serving.take_result()
+        past = self.past
+        if not past.uses:
+            past.begins = (number, torch.is_grad_enabled())
+        if self.follow(number):
+            pass  # the plan has had it done
+        elif is_unit and self._units[number].is_gathered:
+            self._cache.touch([number])
+        else:
+            heard = self._serving.exchange(number, past)
+            if heard.agree:
+                self.count_complete(heard.statement)
+            self._serving.serve(heard.wants, number)
+            if heard.agree:
+                self._look_for_plan(number)
+        past.note(number)
+        return self._serving.take_result()
+
     # -- which plan
 
-    def look_for_plan(self, number: int) -> None:
+    def _look_for_plan(self, number: int) -> None:
         """Follows a plan from here on, if there is one. All ranks want `number`, and have used the same before it, so
         they all come to the same plan: that of the last round that began so, or of the last batch of an evaluation."""
         if not self._plans.is_on:
@@ -182,10 +221,29 @@ class Following:
             past.note_complete(past.last_end if is_over else len(past.uses), past.reduced + complete)
         return complete
 
+    # -- reductions that all ranks begin
+
+    def hear_marks(self) -> None:
+        """Learns whether all ranks are about to reduce, before this one waits for them or does anything else with them.
+        Where one has diverged, all serve it until they are."""
+        if self._readiness.marks is None:
+            return
+        self._reductions.wait_after(None)
+        if self._readiness.hear_marks():
+            self._stop()
+            self.wait_until_all_reduce()
+
+    def wait_until_all_reduce(self) -> None:
+        """Serves the others until all ranks are about to reduce, or have come to the end of the round."""
+        self._readiness.all_reduce = True
+        heard = self._serving.until_all_reduce(self.past)
+        self._readiness.note_that_all_reduce(each=not heard.ended)
+
     # -- no longer
 
     def leave(self) -> None:
         """Diverges from the plan, if there is one; at its end there is nothing to mark."""
+        self.hear_marks()
         if (plan := self._round.expected.plan) is not None:
             self._diverge(plan, self._at)
 
@@ -196,7 +254,7 @@ class Following:
             if not self._take(step, keep=False, marks=marks):
                 break
             marks = marks and not step.gathers
-        self.stop()
+        self._stop()
 
     def _learn_of_divergence(self, numbers: Iterable[int]) -> bool:
         """Whether a rank has marked one of these gathers. Then no rank follows the plan any longer."""
@@ -205,12 +263,12 @@ class Following:
             if gather is not None:
                 gather.wait()
                 if gather.has_divergence():
-                    self.stop()
+                    self._stop()
                     return True
                 del self._round.in_flight[number]
         return False
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         """Ends the plan, as all ranks do here. Units gathered with a mark are void, unless marks travel beside them."""
         self.drop()
         for number, gather in self._round.in_flight.items():
