@@ -7,7 +7,7 @@ compiled. It has no name from the moment it is open, so nothing is left, however
 import errno
 import os
 import tempfile
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -88,11 +88,11 @@ class Disk:
 
     def begin_read(self, moves: Sequence[Move]) -> "Future[None]":
         """Starts to `read` tensors in the background, one after the other, and does not wait for pending writes."""
-        return self._reader.submit(self._move_all, os.preadv, "reading", moves)
+        return self._reader.submit(self._move_all, os.preadv, "reading", deque(moves))
 
     def begin_write(self, moves: Sequence[Move]) -> "Future[None]":
         """Starts to `write` tensors in the background. They must not change until all is done, or until `drain`."""
-        self._writes.append(self._writer.submit(self._move_all, os.pwritev, "writing", moves))
+        self._writes.append(self._writer.submit(self._move_all, os.pwritev, "writing", deque(moves)))
         return self._writes[-1]
 
     def drain(self) -> None:
@@ -109,9 +109,11 @@ class Disk:
         for threads in (self._reader, self._writer):
             threads.shutdown(wait=drains)
 
-    def _move_all(self, call: Callable[..., int], doing: str, moves: Sequence[Move]) -> None:
-        for start, values in moves:
-            self._move(call, doing, start, values)
+    def _move_all(self, call: Callable[..., int], doing: str, moves: deque[Move]) -> None:
+        """Lets go of each tensor when it is there: a thread keeps what it was given a moment longer than the one who
+        waits for it."""
+        while moves:
+            self._move(call, doing, *moves.popleft())
 
     def _move(self, call: Callable[..., int], doing: str, start: int, values: Tensor) -> None:
         view = memoryview(values.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
