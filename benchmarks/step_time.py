@@ -267,7 +267,7 @@ def show(table: dict[str, dict[str, float]], options: argparse.Namespace) -> Non
         )
         if "x_pieces" in row:
             print(f"{'':<16}{row['x_pieces']:.2f} x the same stage that steps pieces")
-    print("cpu: time of the processor in all threads of a rank, per step; what else the machine does leaves it alone")
+    print("cpu: time of the processor in all threads of a rank, per step, without the time that others had it")
     print("rest, peak: MB of the largest rank, rest the mean between steps; wire: bytes that all ranks send per step")
     print("for each of the parameters, as the kernel counts them on the loopback device; our stages use none on one")
     print("machine, and count themselves; TFLOP/s: what forward and backward of the model ask of one rank")

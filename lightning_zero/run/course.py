@@ -45,7 +45,7 @@ class Course:
         serving: Serving,
         readiness: Readiness,
     ) -> None:
-        self._is_alone = comm.size == 1 and not cache.units
+        self.is_alone = comm.size == 1 and not cache.units  # there is nobody to agree with
         self._learns_late = comm.learns_late
         self._cache = cache
         self._units = cache.units
@@ -76,7 +76,7 @@ class Course:
         self.hear_marks()
         is_unit = number < len(self._units)
         self.journal.note(Cause.UNIT if is_unit else Cause.CALL, number if is_unit else number - len(self._units))
-        if self._is_alone:
+        if self.is_alone:
             self._serving.serve([number], number)
             return self._serving.take_result()
         past = self.past

@@ -46,7 +46,6 @@ class Rendezvous:
 
     def __init__(self, mesh: Mesh, cache: UnitCache, reductions: Reductions) -> None:
         self._mesh = mesh
-        self._is_alone = mesh.shard.size == 1 and not cache.units
         self._cache = cache
         self._units = cache.units
         self._reductions = reductions
@@ -74,7 +73,7 @@ class Rendezvous:
         Collective; collectives of the engine that are not issued above must come after a meeting. A rank that is
         `early` may want something alone before the step, and meets once more. Returns whether any rank does.
         `continues`: another micro-batch of the same step follows."""
-        if self._is_alone:
+        if self.course.is_alone:
             statement = self._reductions.statement()
         else:
             heard = self._end_round(early=early, continues=continues)
@@ -87,7 +86,7 @@ class Rendezvous:
         self._reductions.settle(said[:-1])
         if self.course.forget_old_order():
             self._begin_round()
-        return bool(said[-1]) and self.serving.may_be_wanted and not self._is_alone
+        return bool(said[-1]) and self.serving.may_be_wanted and not self.course.is_alone
 
     def _end_round(self, *, early: bool, continues: bool) -> Heard:
         """Ends the round of the ranks that share shards, and begins the next one; see `meet`."""

@@ -1,7 +1,7 @@
 """`KnownState`: what a step has shown of an optimizer's state."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import final
 from weakref import WeakValueDictionary
 
@@ -30,12 +30,13 @@ class KnownState:
     def is_cut(self, name: str) -> bool:
         return self.cut.get(name, False)
 
-    def note(self, stepped: Mapping[Parameter, Slot | None]) -> None:
-        """Books what a step has made, and notes for each name whether it is cut. A piece may have the shape of a whole
-        tensor by chance, so one tensor that does not fit decides for its name. Parameters without a slot are those that
-        the engine leaves alone."""
+    def note(self, stepped: Iterable[Slot], left_alone: Iterable[Parameter]) -> None:
+        """Books what a step has made, also of parameters that the engine leaves alone, and notes for each name whether
+        it is cut. A piece may have the shape of a whole tensor by chance, so one tensor that does not fit decides for
+        its name."""
         known, optimizers = set(self.cut), wrapped_in(self._optimizer)
-        for parameter, slot in stepped.items():
+        slots = ((slot.parameter, slot) for slot in stepped)
+        for parameter, slot in itertools.chain(((parameter, None) for parameter in left_alone), slots):
             for name, value in itertools.chain(*(state_of(one, parameter).items() for one in optimizers)):
                 if not isinstance(value, Tensor) or isinstance(value, StateElsewhere):
                     continue

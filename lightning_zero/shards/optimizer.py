@@ -300,8 +300,7 @@ class PieceStepper:
             for slot in window.shown:
                 window.show_whole(slot)
             self.is_stepping = False
-            stepped: dict[Parameter, Slot | None] = {slot.parameter: slot for slot in window.slots}
-            self.known.note({**dict.fromkeys(self._left_alone), **stepped})
+            self.known.note(window.slots, self._left_alone)
             if is_done and window.slots:  # none, where all is stepped apart from the user's call
                 window.put_values()
                 window.put_state(self._rest, self.known.is_cut)
