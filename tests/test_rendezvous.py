@@ -146,20 +146,20 @@ class FewReductions:
         assert number <= self.count_complete(), "started before it was complete here"
         self.started = max(self.started, number)
 
-    def statement(self) -> torch.Tensor:
-        return torch.tensor([9 - self.count_complete()], dtype=torch.uint8)  # over all ranks the largest counts
+    def statement(self) -> bytes:
+        return bytes([9 - self.count_complete()])  # over all ranks the largest counts
 
-    def count_complete_in(self, said: torch.Tensor) -> int:
-        return 9 - int(said[0])
+    def count_complete_in(self, said: bytes) -> int:
+        return 9 - said[0]
 
-    def settle(self, said: torch.Tensor) -> None:
+    def settle(self, said: bytes) -> None:
         self.complete = self.started = 0
         self.stage = Stage.CLEAR
 
     def settle_alike(self) -> None:
         assert self.stage is Stage.UNSETTLED
         assert self.started == 9
-        self.settle(torch.empty(0))
+        self.settle(b"")
 
 
 CAMPAIGN = int(os.environ.get("RANDOM_ROUNDS", "0"))

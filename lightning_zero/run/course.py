@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
-from torch import Tensor
 
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.journal import Journal
@@ -212,7 +211,7 @@ class Course:
         past.ended[len(past.uses)] = pattern
         past.note(END)
 
-    def count_complete(self, statement: Tensor) -> int:
+    def count_complete(self, statement: bytes) -> int:
         """Notes how many gradient groups are complete on all ranks, and returns it. After a backward that is so since
         its end."""
         past, complete = self._round.past, self._reductions.count_complete_in(statement)

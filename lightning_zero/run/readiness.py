@@ -2,8 +2,6 @@
 
 from typing import final
 
-from torch import Tensor
-
 from lightning_zero.run.reductions import Reductions
 from lightning_zero.wire.comm import Gather
 from lightning_zero.wire.mesh import Mesh
@@ -35,7 +33,7 @@ class Readiness:
         self.all_reduce, self.knew_all = True, False
         self.settles_alone = self._reductions.may_settle_alone and self._mesh.is_flat and each
 
-    def settle_alone(self, statement: Tensor | None) -> None:
+    def settle_alone(self, statement: bytes | None) -> None:
         """Settles gradients whose reductions all ranks have started; see `Reductions.settle_alone`."""
         self._reductions.settle_alone(statement)
         self.forget()

@@ -4,6 +4,7 @@ The order starts as the reverse of the model's. It is then learnt from rank 0's 
 overlap with the backward of a model whose modules do not run in the order in which they are defined.
 """
 
+import itertools
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,7 +12,6 @@ from enum import Enum, auto
 from typing import final
 
 import torch
-from torch import Tensor
 
 from lightning_zero.device import HOST
 from lightning_zero.run.gradient import ShardedGradient
@@ -23,6 +23,8 @@ from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.norm import gradient_of
 from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.wire.comm import Comm
+
+_AFTER_NOTICES = 1 + len(Notice)  # where a statement goes on after its notices
 
 
 class Stage(Enum):
@@ -211,36 +213,33 @@ class Reductions:
 
     # -- what ranks agree on
 
-    def statement(self) -> Tensor:
-        """Returns what this rank knows of the backward, ``(bytes,)`` uint8, one flag for each question. Ranks combine
-        their statements by the maximum: a flag is set if any rank has set it."""
+    def statement(self) -> bytes:
+        """Returns what this rank knows of the backward, one flag for each question. Ranks combine their statements by
+        the maximum: a flag is set if any rank has set it."""
         has_gradients = self.stage is Stage.UNSETTLED and any(shard.used for shard in self.shards)
         has_gradients |= self._alone is not None
-        said = bytearray([has_gradients, *self.notices.flags()])
         complete = self.count_complete()
-        said += bytes(at >= complete for at in range(len(self.shards)))
-        said += self._flags if self._alone is None else self._alone
-        return torch.frombuffer(said, dtype=torch.uint8)
+        incomplete = bytes(at >= complete for at in range(len(self.shards)))
+        return bytes([has_gradients, *self.notices.flags()]) + incomplete + (self._alone or self._flags)
 
     @property
     def _flags(self) -> bytes:
         return bytes(index in shard.used for shard in self.shards for index in range(len(shard.group.slots)))
 
-    def has_gradients_in(self, said: Tensor) -> bool:
+    def has_gradients_in(self, said: bytes) -> bool:
         """Returns whether any rank has gradients to reduce, by the combined statements."""
         return bool(said[0])
 
-    def count_complete_in(self, said: Tensor) -> int:
+    def count_complete_in(self, said: bytes) -> int:
         """Returns how many groups are complete on all ranks, by their combined statements."""
-        first = 1 + len(Notice)
-        incomplete = said[first : first + len(self.shards)].tolist()
-        return incomplete.index(1) if 1 in incomplete else len(self.shards)
+        first_incomplete = said[_AFTER_NOTICES:].find(1, 0, len(self.shards))
+        return len(self.shards) if first_incomplete < 0 else first_incomplete
 
-    def settle(self, said: Tensor) -> None:
+    def settle(self, said: bytes) -> None:
         """Reduces the remaining gradients, by the combined statements of all ranks, and shows the averaged ones in
         `p.grad` (or steps them). Collective."""
-        has_gradients, noticed, _, used = said.split([1, len(Notice), len(self.shards), len(self._flags)])
-        self.notices.hear(noticed.tolist())
+        has_gradients = self.has_gradients_in(said)
+        self.notices.hear(said[1:_AFTER_NOTICES])
         if self.notices.are_apart:
             self._refuse_uneven_batches()
         if self.stage is Stage.UNSETTLED:
@@ -251,7 +250,7 @@ class Reductions:
             return
         if self._alone is None:
             with no_interception(), torch.no_grad():
-                having = self._slots_in(used)
+                having = self._slots_in(self._used_in(said))
                 if self.step is None:
                     self.reduce_all(having)
                     self._show_averages(having)
@@ -261,13 +260,17 @@ class Reductions:
         self._learn_order()
         self._clear()
 
-    def _slots_in(self, flags: Tensor) -> list[list[Slot]]:
+    def _used_in(self, said: bytes) -> bytes:
+        """Returns the flags of parameters that have a gradient on any rank, by the combined statements."""
+        return said[_AFTER_NOTICES + len(self.shards) :]
+
+    def _slots_in(self, flags: bytes) -> list[list[Slot]]:
         """Returns the parameters with a flag, by group."""
-        each = flags.split([len(shard.group.slots) for shard in self.shards])
-        return [
-            [shard.group.slots[index] for index in own.nonzero().flatten().tolist()]
-            for shard, own in zip(self.shards, each, strict=True)
-        ]
+        found, rest = [], flags
+        for slots in (shard.group.slots for shard in self.shards):
+            own, rest = rest[: len(slots)], rest[len(slots) :]
+            found.append([*itertools.compress(slots, own)])
+        return found
 
     @property
     def pattern(self) -> int:
@@ -276,7 +279,7 @@ class Reductions:
 
     def settle_alike(self) -> None:
         """Does what `settle` does, where all ranks are known to have gradients of the same parameters. Collective."""
-        self._settle_by(torch.frombuffer(bytearray(self._flags), dtype=torch.uint8))
+        self._settle_by(self._flags)
 
     @property
     def may_settle_alone(self) -> bool:
@@ -288,15 +291,14 @@ class Reductions:
         """Whether all parameters have gradients on this rank, and ranks need not agree on which have."""
         return all(self._flags) and not any(shard.group.kind.is_idle for shard in self.shards)
 
-    def settle_alone(self, said: Tensor | None) -> None:
+    def settle_alone(self, said: bytes | None) -> None:
         """Does what `settle` does, where all reductions are under way on all ranks. Other ranks may settle later. Of
         `said`, the combined statements, it takes which parameters have gradients; without it, all have."""
-        numel = len(self._flags)
-        flags = torch.ones(numel, dtype=torch.uint8, device=HOST) if said is None else said[len(said) - numel :]
+        flags = bytes([1] * len(self._flags)) if said is None else self._used_in(said)
         self._settle_by(flags)
-        self._alone = bytes(flags.tolist())
+        self._alone = flags
 
-    def _settle_by(self, flags: Tensor) -> None:
+    def _settle_by(self, flags: bytes) -> None:
         for shard in self._plain:
             self._interception.show(shard.group)
         self.stage = Stage.CLEAR

@@ -27,7 +27,6 @@ from typing import final
 
 import torch
 
-from lightning_zero.device import HOST
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.course import Course
 from lightning_zero.run.plan import ASK, END, NEXT_BACKWARD, REDUCE
@@ -79,10 +78,10 @@ class Rendezvous:
             heard = self._end_round(early=early, continues=continues)
             statement, early = heard.statement, heard.early
         # So far, these are of the ranks that share shards.
-        said = torch.cat([statement, torch.tensor([early], dtype=torch.uint8, device=HOST)])
+        said = statement + bytes([early])
         for comm in (self._mesh.replicate, self._mesh.tensor):
             if comm.size > 1:
-                said = comm.host.all_reduce(said, "settle", "max")
+                said = comm.host.all_reduce_bytes(said, "settle")
         self._reductions.settle(said[:-1])
         if self.course.forget_old_order():
             self._begin_round()

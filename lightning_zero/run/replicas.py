@@ -2,10 +2,6 @@
 
 from typing import final
 
-import torch
-from torch import Tensor
-
-from lightning_zero.device import HOST
 from lightning_zero.run.reductions import Reductions
 from lightning_zero.wire.comm import Comm
 
@@ -32,7 +28,7 @@ class Replicas:
             self._tell(reduces=True)
         self._reductions.start(number)
 
-    def join(self, statement: Tensor) -> None:
+    def join(self, statement: bytes) -> None:
         """Does the reductions of this round that another replica may wait in, before anything else waits for it."""
         if self._waits and self._tell(reduces=self._reductions.has_gradients_in(statement)):
             self._reductions.reduce_all()
@@ -45,6 +41,5 @@ class Replicas:
     def _tell(self, *, reduces: bool) -> bool:
         """Returns whether any replica reduces gradients in this round. Collective."""
         if self._reduces is None:
-            told = torch.tensor([reduces], dtype=torch.uint8, device=HOST)
-            self._reduces = bool(self._comm.host.all_reduce(told, "replicas", "max"))
+            self._reduces = bool(self._comm.host.all_reduce_bytes(bytes([reduces]), "replicas")[0])
         return self._reduces

@@ -1,11 +1,11 @@
 """`Serving`: how ranks that do not go by a plan take part in what any of them wants; see `rendezvous`."""
 
+import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor
 
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.plan_cache import Past
@@ -37,7 +37,7 @@ class Heard(NamedTuple):
     early: bool  # a rank will meet the others once more before the step
     alike: bool  # all have gradients of the same parameters
     ended: bool  # a rank has come to the end of the round
-    statement: Tensor  # see `Reductions.statement`
+    statement: bytes  # see `Reductions.statement`
 
 
 @final
@@ -162,30 +162,28 @@ class Serving:
         want = known if number is None else number
         is_unsettled = self._reductions.stage is Stage.UNSETTLED
         same = self._state(want + continues, past, follows=follows)
-        # Where ranks differ in a byte of `same`, its maximum and that of its complement do not add up to 255.
         pattern = self._reductions.pattern.to_bytes(8, "little")
-        pairs = (part for value in (same, pattern) for part in (value, bytes(255 - byte for byte in value)))
         collects = self._readiness.settles_alone and not is_unsettled
         told = bytes([early, number is None, self._readiness.knew_all, collects])
-        mine = torch.frombuffer(wants + b"".join(pairs) + told, dtype=torch.uint8)
-        said = torch.cat([mine, self._reductions.statement()])
+        parts = [bytes(wants), *_with_complement(same), *_with_complement(pattern), told, self._reductions.statement()]
         try:
-            heard = self._comm.all_reduce(said, "rendezvous", "max")
+            heard = self._comm.all_reduce_bytes(b"".join(parts), "rendezvous")
         except RankTimeoutError as error:
             self._explain(error, want)
             raise
         self._readiness.end_mark()
-        sizes = [known, len(same), len(same), len(pattern), len(pattern), len(told), len(said) - len(mine)]
-        wanted, one, other, first, second, anybody, statement = heard.split(sizes)
-        if wanted.any() and self._units:  # else the rest starts together, when gradients are settled
+        each = io.BytesIO(heard)
+        wanted, one, other, first, second, anybody, statement = (each.read(len(part)) for part in parts)
+        if any(wanted) and self._units:  # else the rest starts together, when gradients are settled
             self._replicas.start(self._reductions.count_complete_in(statement))
-        agree, alike = (bool((a.int() + b.int() == 255).all()) for a, b in ((one, other), (first, second)))
+        agree, alike = one == _complement(other), first == _complement(second)
         is_early, has_ended, all_known, collects = (bool(flag) for flag in anybody)
         # A rank that reduces again, while this one has not settled the last backward, has settled it alone.
         settles = wanted[self.to_settle] or wanted[self.to_reduce]
         if settles and self._readiness.settles_alone and not collects:
             self._readiness.settle_alone(None if all_known else statement)
-        return Heard(wanted.nonzero().flatten().tolist(), agree, is_early, alike, has_ended, statement)
+        wants_of_any = [number for number, flag in enumerate(wanted) if flag]
+        return Heard(wants_of_any, agree, is_early, alike, has_ended, statement)
 
     def _state(self, want: int, past: Past, *, follows: bool) -> bytes:
         """What is the same on all ranks if they agree."""
@@ -208,3 +206,16 @@ class Serving:
         error.place = f"{labels[want]}, on rank {self._comm.rank}"
         if self._readiness.all_reduce and want < self.to_reduce:
             error.details.append(_IN_BACKWARD)
+
+
+_COMPLEMENTS = bytes(range(255, -1, -1))
+
+
+def _complement(value: bytes) -> bytes:
+    return value.translate(_COMPLEMENTS)
+
+
+def _with_complement(value: bytes) -> tuple[bytes, bytes]:
+    """Returns bytes of which the maximum over ranks tells whether all have the same: only then are both maxima still
+    complements of each other."""
+    return value, _complement(value)
