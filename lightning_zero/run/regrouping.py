@@ -13,7 +13,7 @@ from lightning_zero.run.replicated import broadcast_new
 from lightning_zero.run.schedule import Schedule
 from lightning_zero.shards import assembly
 from lightning_zero.shards.group import ShardGroup
-from lightning_zero.shards.managed import newly_trainable
+from lightning_zero.shards.managed import are_all_in, newly_trainable
 from lightning_zero.shards.optimizer import PieceStepper
 from lightning_zero.shards.options import Options
 from lightning_zero.shards.setting import Setting
@@ -47,7 +47,9 @@ class Regrouping:
         Raises:
             RuntimeError: if there are any, and parameters are offloaded.
         """
-        newly = newly_trainable(self.module, self.steppers, self._trained) if self.steppers else {}
+        if not self.steppers or are_all_in(self.module, self._trained):
+            return {}
+        newly = newly_trainable(self.module, self.steppers, self._trained)
         if newly and self.options.offload is not None and self.options.offload.parameters is not None:
             raise RuntimeError(
                 f"{', '.join(list(newly)[:3])} began to train after set-up, and parameters are offloaded: not yet. "
@@ -84,6 +86,8 @@ class Regrouping:
     def refuse_strangers(self, foreign: Collection[str]) -> None:
         """Raises RuntimeError for a parameter that began to train in the middle of this step, as its gradient is not
         averaged. `foreign` are the names of parameters that are tensors of a kind of their own."""
+        if are_all_in(self.module, self._trained):
+            return
         for name, parameter in self.module.named_parameters():
             if id(parameter) in self._trained or parameter.grad is None:
                 continue

@@ -67,6 +67,7 @@ class Local:
         self._dim = _dim_of(parameter) if isinstance(parameter, DTensor) else None
         self._stand_in: Parameter | None = None  # for a DTensor, see `stepped`
         self.nothing: Tensor | None = None  # what it points at without values, made once
+        self.averaged: Tensor | None = None  # what stands in `p.grad` for an average that is spread, made once
 
     @property
     def is_divided(self) -> bool:

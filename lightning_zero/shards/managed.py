@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_zero.shards.early import class_of, early_of
 from lightning_zero.shards.local import local_of, refuse_other_meshes
 from lightning_zero.shards.slot import slot_of
-from lightning_zero.torch_private import STEP_HOOKS
+from lightning_zero.torch_private import STEP_HOOKS, modules_in, parameters_in
 
 
 def trainable_of(managed: Sequence[Parameter], optimizers: Sequence[Optimizer]) -> set[int]:
@@ -112,6 +112,18 @@ def is_plain(parameter: Parameter) -> bool:
         and parameter.layout == torch.strided
         and not parameter.is_quantized
     )
+
+
+def are_all_in(module: Module, ids: Container[int]) -> bool:
+    """Whether all parameters of a module have their ids there. Asked in every step, and so without names."""
+    waiting, seen = [module], set()
+    while waiting:
+        one = waiting.pop()
+        if not all(parameter is None or id(parameter) in ids for parameter in parameters_in(one).values()):
+            return False
+        seen.add(one)
+        waiting += [other for other in modules_in(one).values() if other is not None and other not in seen]
+    return True
 
 
 def newly_trainable(module: Module, optimizers: Iterable[Optimizer], trained: Container[int]) -> dict[str, Parameter]:

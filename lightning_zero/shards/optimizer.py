@@ -42,6 +42,7 @@ class PieceStepper:
         self._rest = rest
         self._staging = Staging(setting.ledger, setting.places.optimizer.pinned)
         self._slots: dict[Parameter, Slot] = {}
+        self._listed: tuple[list[int], list[Slot]] = [], []  # ids of `parameters`, and what `slots` is then
         self.note_parameters()
         self.is_stepping = self._is_partial = False
         self.is_interrupted = False  # the step under way has failed and is only being left
@@ -55,6 +56,7 @@ class PieceStepper:
         self._slots.update({parameter: slot for parameter in self.parameters if (slot := training_slot(parameter))})
         # Integer tables and quantised tensors, which a module's `parameters()` has too. They have no gradient.
         self._left_alone = {parameter for parameter in self.parameters if parameter not in self._slots}
+        self._listed = [], []
         for slot in self.slots:
             slot.is_sparse = isinstance(self.optimizer, SparseAdam)
 
@@ -65,8 +67,12 @@ class PieceStepper:
     @property
     def slots(self) -> list[Slot]:
         """The slots that the optimizer steps, each once. They stay known after the engine is closed."""
-        stepped = dict.fromkeys(self.parameters)
-        return [self.slot(parameter) for parameter in stepped if parameter not in self._left_alone]
+        parameters = self.parameters
+        ids = [id(parameter) for parameter in parameters]
+        if ids != self._listed[0]:  # asked several times in a step, and a hash of a tensor takes a while
+            own = [p for p in dict.fromkeys(parameters) if p not in self._left_alone]
+            self._listed = ids, [self.slot(parameter) for parameter in own]
+        return self._listed[1]
 
     def without_idle(self, slots: Sequence[Slot]) -> list[Slot]:
         """Returns those of `slots` that a step may change; the same on all ranks. An optimizer that is not known may

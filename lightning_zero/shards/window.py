@@ -18,7 +18,7 @@ from lightning_zero.device import HOST, is_host, on_host, point_at
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.moment import VERDICT
 from lightning_zero.shards.probe import steps_nothing
-from lightning_zero.shards.slot import Slot, no_interception, point_at_nothing
+from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.shards.sparse import sparse_of
 from lightning_zero.tiers.alignment import ALIGNMENT_BYTES, round_up
 from lightning_zero.tiers.array import ALL, Array, OnDisk, empty
@@ -57,8 +57,9 @@ NOT_STAGED = _Staged(None, None, {}, {}, {})
 
 
 class _Shown(NamedTuple):
-    """The gradient and the class that a parameter had before it became its piece."""
+    """What a parameter was before it became its piece."""
 
+    values: Tensor
     grad: Tensor | None
     kind: type[Parameter]  # plain, or a parameter whose values are elsewhere
     has_gradient: bool  # whether the piece has one
@@ -266,7 +267,7 @@ class Window:
             piece, grad = self._stepped(slot, shown)
             if grad is not None and slot.is_sparse:
                 grad = sparse_of(grad)
-            self._shown[slot] = _Shown(shown, type(parameter), grad is not None)
+            self._shown[slot] = _Shown(parameter.data, shown, type(parameter), grad is not None)
             parameter.grad = None
             parameter.__class__ = Parameter
             point_at(parameter, piece)
@@ -281,10 +282,13 @@ class Window:
         piece = slot.stepped(slot.group.master) if master is None else master.view(shape)
         if not ((self.is_late or shown is not None) and self._steps(slot)):
             return piece, None
-        if grad is None:
-            grad = gradient.piece(slot) if gradient.travels else shown
-        assert grad is not None
-        return piece, grad.view(shape).to(piece.device, piece.dtype)
+        if grad is None and gradient.travels:
+            grad = gradient.piece(slot)
+        else:
+            whole = shown if grad is None else grad
+            assert whole is not None
+            grad = whole.view(shape)
+        return piece, grad.to(piece.device, piece.dtype)
 
     def _steps(self, slot: Slot) -> bool:
         """Whether the optimizer is given the gradient of a slot: of an empty piece too, if it can step that. The state
@@ -314,17 +318,14 @@ class Window:
 
     def show_whole(self, slot: Slot) -> None:
         """Gives a parameter back what its users see."""
-        parameter, full, gradient, shown = slot.parameter, slot.group.full_param, slot.gradient, self._shown[slot]
+        parameter, gradient, shown = slot.parameter, slot.gradient, self._shown[slot]
         assert gradient is not None
         with no_interception():
             if parameter in self._stand_ins:  # only the stand-in was changed
                 slot.local.stepped.grad = None
                 return
             parameter.grad = None
-            if full is None:
-                point_at_nothing(slot)
-            else:
-                point_at(parameter, slot.view(full))
+            point_at(parameter, shown.values)
             set_grad_dtype(parameter, gradient.dtype)
             parameter.grad = shown.grad
             parameter.__class__ = shown.kind
