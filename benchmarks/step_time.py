@@ -40,6 +40,8 @@ from benchmark_models import SIZES
 from peers import CONTESTANTS, USUAL, WHOLE
 
 SAME_LOSS = 1e-4  # relative; sums in another order differ by some 1e-6
+SHORT = 1_000_000  # parameters of a model whose steps take milliseconds
+SHORT_STEPS = 200  # of such a model; 10 would measure the scheduler of the system
 PER_PARAMETER = 20  # bytes: parameter, gradient, AdamW's two states, and ddp's bucket
 PER_PROCESS = 600_000_000  # bytes on the host: Python, torch, Lightning, activations; measured of `ddp`
 
@@ -78,7 +80,10 @@ def parse() -> argparse.Namespace:
         help=f"default: {','.join(USUAL)}",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=10, help="measured steps per round")
+    parser.add_argument(
+        "--steps", type=int, default=None,
+        help=f"measured steps per round; default: 10, and {SHORT_STEPS} of a model whose steps take milliseconds",
+    )  # fmt: skip
     parser.add_argument("--devices", type=int, default=torch.cuda.device_count() if on_gpu else 2)
     parser.add_argument("--accelerator", choices=["cpu", "gpu"], default="gpu" if on_gpu else "cpu")
     parser.add_argument("--precision", choices=["32-true", "bf16-mixed"], default="32-true")
@@ -87,6 +92,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds one contestant may take in one round")
     parser.add_argument("--child", type=Path, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.steps is None:
+        options.steps = SHORT_STEPS if SIZES[options.size].parameters < SHORT else 10
     options.json = options.json or Path("outputs") / f"step_time-{options.size}.json"
     if unknown := [name for name in options.contestants if name not in CONTESTANTS]:
         parser.error(f"--contestants has {unknown}; write some of {','.join(CONTESTANTS)}")
