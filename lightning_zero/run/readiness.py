@@ -46,7 +46,7 @@ class Readiness:
         each backward. Not where a collective waits for those before it, or is compared with what other ranks issue:
         what a rank that diverges wants could not pass the reductions that wait for it. Nor where backward steps, as the
         values that it wants would change."""
-        comm, steps = self._mesh.shard, self._reductions.step is not None
+        comm, steps = self._mesh.shard, self._reductions.steps is not None
         in_order = comm.keeps_order or comm.sanitize
         return self._mesh.is_flat and comm.size > 1 and not (self._gathers or in_order or steps)
 

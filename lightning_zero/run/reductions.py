@@ -1,8 +1,4 @@
-"""`Reductions`: sends the gradients of all groups, on every rank in one agreed order, whichever became ready first.
-
-The order starts as the reverse of the model's. It is then learnt from rank 0's first backward, so that reductions also
-overlap with the backward of a model whose modules do not run in the order in which they are defined.
-"""
+"""`Reductions`: sends the gradients of all groups, and tells the other ranks which parameters have some."""
 
 import itertools
 import zlib
@@ -13,10 +9,11 @@ from typing import final
 
 import torch
 
-from lightning_zero.device import HOST
 from lightning_zero.run.gradient import ShardedGradient
+from lightning_zero.run.in_backward import StepsInBackward
 from lightning_zero.run.notices import Notice, Notices
 from lightning_zero.run.parameter import Interception
+from lightning_zero.run.reduction_order import ReductionOrder
 from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.bucket import BucketPool
 from lightning_zero.shards.gradient import GradientShard
@@ -44,28 +41,28 @@ class Reductions:
     """
 
     def __init__(self, assembly: Assembly, comm: Comm, overlap: bool, interception: Interception) -> None:
-        self.shards = assembly.shards  # in the agreed order
+        self._order = ReductionOrder(assembly.shards, comm)
         self.pools = assembly.pools
         self._comm = comm
         self._overlap = overlap
         self._interception = interception
         self.started = 0  # how many of `shards` are being reduced, or have been
-        self._complete = 0  # how many of them were complete when that was last counted in this backward
         self._may_wait: bool | None = None  # see `may_wait`; None until it is asked
-        self._ready_order: list[GradientShard] = []  # the order in which this backward has completed groups
-        self._order_learnt = False
         self.stage = Stage.CLEAR
         self._alone: bytes | None = None  # flags of parameters with gradients, if this rank has settled them alone
         self.is_on = True  # False: backwards only accumulate gradients, on this rank
         self.reduces = True  # the latest backward was begun while `is_on`
         self.notices = Notices()  # told to the other ranks with each statement
-        self.step: Callable[[Sequence[Slot]], None] | None = None  # steps averaged gradients in backward, if set
-        self._unstepped: list[GradientShard] = []  # complete on this rank, being reduced, and to be stepped
-        self._stepped: set[GradientShard] = set()  # in this backward
+        self.steps: StepsInBackward | None = None  # takes averaged gradients in backward, if set
+
+    @property
+    def shards(self) -> list[GradientShard]:
+        """All gradients, in the agreed order."""
+        return self._order.shards
 
     def add(self, shards: Sequence[GradientShard], pools: Sequence[BucketPool]) -> None:
         """Appends gradients that have begun to train to the agreed order. Call it between two backwards."""
-        self.shards = sorted([*self.shards, *shards], key=lambda shard: shard.group.kind.is_idle)
+        self._order.add(shards)
         self.pools = [*self.pools, *pools]
         self._may_wait = None
 
@@ -80,11 +77,11 @@ class Reductions:
                     chunks[shard.pool] += len(shard.group.layout.chunks)
             in_order = any(shard.group.comm.keeps_order for shard in self.shards)
             self._may_wait = in_order or any(more > 0 for more in chunks.values())
-        return self._may_wait or self.step is not None
+        return self._may_wait or self.steps is not None
 
     def refuse_stepped(self, doing: str) -> None:
         """Raises RuntimeError for an action that needs gradients after backward, if backward steps them."""
-        if self.step is not None:
+        if self.steps is not None:
             raise RuntimeError(
                 f"step_in_backward=True takes each gradient as it comes, and there is nothing left for {doing}. Leave "
                 "step_in_backward out."
@@ -96,7 +93,7 @@ class Reductions:
         """Notes that a backward begins, and that the last one is settled."""
         self.stage = Stage.COLLECTING
         self.reduces = self.is_on
-        self._ready_order = []
+        self._order.begin_backward()
         self.forget_settled()
         with no_interception():
             for shard in self.shards:
@@ -120,7 +117,7 @@ class Reductions:
             shard.collect(slot, local=not self.is_on)
         if was_complete or not shard.is_complete:
             return False
-        self._ready_order.append(shard)
+        self._order.note_complete(shard)
         return True
 
     def count_complete(self) -> int:
@@ -128,14 +125,7 @@ class Reductions:
         will have: once backward has ended, those are all groups."""
         if self.stage is Stage.UNSETTLED and self.has_gradients:
             return len(self.shards)
-        if not (self.is_on and self._overlap):
-            return 0
-        while self._complete < len(self.shards):
-            shard = self.shards[self._complete]
-            if not (shard.is_complete or shard.group.kind.is_idle):  # idle ones wait for ranks to agree
-                break
-            self._complete += 1
-        return self._complete
+        return self._order.count_complete() if self.is_on and self._overlap else 0
 
     def start(self, number: int) -> None:
         """Starts the first `number` reductions of the agreed order, except those that have started."""
@@ -146,9 +136,8 @@ class Reductions:
                 if shard.group.kind.is_idle:  # other ranks may have no gradient of it: see `_awake`
                     continue
                 shard.begin_reduce()
-                if self.step is not None:
-                    self._step_reduced()
-                    self._unstepped += [shard] if shard.is_complete else []
+                if self.steps is not None:
+                    self.steps.follow(shard)
         self.started = number
 
     def wait_after(self, hear: Callable[[], None] | None) -> None:
@@ -176,20 +165,6 @@ class Reductions:
             self._may_wait = None
         return found
 
-    def _step_reduced(self) -> None:
-        """Steps reduced gradients while the latest reduction is under way, so only two groups have gradients."""
-        for shard in self._unstepped:
-            self._step(shard, shard.group.slots)
-        self._unstepped.clear()
-
-    def _step(self, shard: GradientShard, slots: Sequence[Slot]) -> None:
-        assert self.step is not None
-        shard.wait()
-        self._stepped.add(shard)
-        if slots:
-            self.step(slots)
-        shard.let_go()
-
     @property
     def has_gradients(self) -> bool:
         """Whether this rank has gradients to reduce."""
@@ -205,7 +180,7 @@ class Reductions:
             return
         self.stage = Stage.UNSETTLED
         for shard in self.shards:  # what a next backward adds to `p.grad` before ranks agree is kept apart
-            if shard.is_spread and self.step is None:
+            if shard.is_spread and self.steps is None:
                 for index in shard.used:
                     self.show(shard.group.slots[index])
         for shard in self._plain:
@@ -251,13 +226,13 @@ class Reductions:
         if self._alone is None:
             with no_interception(), torch.no_grad():
                 having = self._slots_in(self._used_in(said))
-                if self.step is None:
+                if self.steps is None:
                     self.reduce_all(having)
                     self._show_averages(having)
                 else:
-                    self._step_averages(having)
+                    self._step_averages(self.steps, having)
         self._alone = None
-        self._learn_order()
+        self._order.learn()
         self._clear()
 
     def _used_in(self, said: bytes) -> bytes:
@@ -284,7 +259,7 @@ class Reductions:
     @property
     def may_settle_alone(self) -> bool:
         """Whether averages are stored without further collectives, and stay as they are until the next ones are."""
-        return self.step is None and all(s.travels and s.group.setting.partition.gradient for s in self.shards)
+        return self.steps is None and all(s.travels and s.group.setting.partition.gradient for s in self.shards)
 
     @property
     def is_complete(self) -> bool:
@@ -306,9 +281,7 @@ class Reductions:
             having = self._slots_in(flags)
             self.reduce_all(having)
             self._show_averages(having)
-        order = self._ready_order  # `_learn_order` is still to come
         self._clear()
-        self._ready_order = order
 
     def _refuse_uneven_batches(self) -> None:
         """Raises RuntimeError on every rank. Collective."""
@@ -326,17 +299,14 @@ class Reductions:
             for slot in slots if shard.travels else ():
                 self.show(slot)
 
-    def _step_averages(self, having: Sequence[Sequence[Slot]]) -> None:
+    def _step_averages(self, steps: StepsInBackward, having: Sequence[Sequence[Slot]]) -> None:
         """Steps the remaining gradients group by group; each reduction starts when it is the group's turn."""
         for number, (shard, slots) in enumerate(zip(self.shards, having, strict=True)):
             self.start(number + 1)
-            if shard in self._unstepped:
-                self._step_reduced()
-            elif shard not in self._stepped and not shard.group.kind.is_idle:
-                self._step(shard, slots)
+            steps.step_rest(shard, slots)
         for shard, slots in self._awake(having):
             shard.begin_reduce()
-            self._step(shard, slots)
+            steps.step(shard, slots)
         for shard in self.shards:
             shard.end_reduce()
 
@@ -377,25 +347,15 @@ class Reductions:
         self._clear()
 
     def _clear(self) -> None:
-        self.started, self._complete, self._ready_order = 0, 0, []
-        self._unstepped.clear()
-        self._stepped.clear()
+        self.started = 0
+        self._order.end_backward()
+        if self.steps is not None:
+            self.steps.clear()
 
     def free(self) -> None:
         """Releases gradients and buckets permanently."""
         for shard in self.shards:
             shard.free()
         self._clear()
-        self.shards, self.pools = [], []  # so nothing is due, even if an error has ended a backward in the middle
-
-    def _learn_order(self) -> None:
-        """Takes over the order in which rank 0's first backward has completed groups. Collective, once."""
-        if self._order_learnt:  # not a check that may differ between ranks: it decides whether a message is sent
-            return
-        self._order_learnt = True
-        numbers = {shard: number for number, shard in enumerate(self.shards)}
-        agreed = torch.tensor(
-            [numbers[shard] for shard in {**dict.fromkeys(self._ready_order), **numbers}], device=HOST
-        )
-        self._comm.broadcast(agreed, "reduction order")
-        self.shards = [self.shards[at] for at in agreed.tolist()]
+        # Nothing is due any more, even if an error has ended a backward in the middle.
+        self._order.shards, self.pools = [], []

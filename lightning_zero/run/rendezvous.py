@@ -198,7 +198,7 @@ class Rendezvous:
         reductions by themselves, others may wait in some that this rank has not come to, or for it to come to any."""
         with no_interception(), torch.no_grad():
             self.course.leave()
-        if self._reductions.reduces and self._reductions.step is None:
+        if self._reductions.reduces and self._reductions.steps is None:
             self.start_reductions(len(self._reductions.shards))
         self.readiness.forget()
         self.course.past.has_failed = True

@@ -10,6 +10,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_zero.run.calls import StepCalls
+from lightning_zero.run.in_backward import StepsInBackward
 from lightning_zero.run.journal import Journal
 from lightning_zero.run.modes import Modes
 from lightning_zero.run.parameter import Interception
@@ -64,7 +65,7 @@ class Stepping:
         self.steppers = {each: PieceStepper(each, setting, RestingState, is_lazy=is_lazy) for each in optimizers}
         self._in_backward: dict[Slot, None] = {}  # stepped by backward, since the last call of the optimizer's `step`
         if options.step_in_backward:
-            reductions.step = self._step_in_backward
+            reductions.steps = StepsInBackward(self._step_in_backward)
         self._calls: list[StepCalls] = []
         self._modes: list[Modes] = []
 
@@ -171,6 +172,6 @@ class Stepping:
         for calls, modes in zip(self._calls, self._modes, strict=True):
             calls.remove()
             modes.remove()
-        self._reductions.step = None
+        self._reductions.steps = None
         for stepper in self.steppers.values():
             stepper.leave()
