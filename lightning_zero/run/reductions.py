@@ -331,8 +331,13 @@ class Reductions:
 
     def adopt(self, slot: Slot) -> None:
         """Takes over a gradient that the user has put into `p.grad` in place of ours, the same one on every rank."""
-        shard, grad = gradient_of(slot), slot.local.grad
-        if grad is not None and not shard.is_shown(slot, grad):
+        shard = gradient_of(slot)
+        with no_interception():
+            grad = slot.local.grad
+        if grad is None:
+            return
+        self.refuse_stepped(f"what you have put into {slot.name}.grad")
+        if not shard.is_shown(slot, grad):
             shard.write(slot, grad.detach().to(shard.dtype))
             self.show(slot)
 

@@ -162,6 +162,8 @@ class Rendezvous:
         ranks also meet if one of them may have read gradients alone, so that another collective may follow."""
         self.course.hear_marks()
         is_unsettled = self._reductions.stage is Stage.UNSETTLED
+        if not (is_unsettled or meets):
+            return  # as nearly always: it is asked at each look at a `p.grad`
         with no_interception(), torch.no_grad():
             if meets and (is_unsettled or self.serving.may_be_wanted):
                 self.meet_all()

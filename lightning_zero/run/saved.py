@@ -160,13 +160,12 @@ class SavedParameters:
             self.use(saved.unit, saved.is_recomputed)
             with no_interception():
                 return parameter.detach()
-        flat = None if saved.edition is None else saved.edition.kept
+        flat, start = None if saved.edition is None else saved.edition.kept, 0
         if flat is None:
             self.use(saved.unit, saved.is_recomputed)
-            full = saved.slot.group.full_param
-            assert full is not None
-            flat = saved.slot.view(full).view(-1)
-        first = flat[:0].view(saved.dtype)  # of another size of items: the whole may not divide into those
+            flat, start = saved.slot.group.full_param, saved.slot.offset
+            assert flat is not None
+        first = flat[start:start].view(saved.dtype)  # of another size of items: the whole may not divide into those
         values = first.as_strided(saved.shape, saved.stride, int(first.storage_offset()) + saved.offset)
         return values if saved.layout is None else DTensor(values, saved.layout, requires_grad=False)
 

@@ -88,8 +88,6 @@ class Stepping:
         stepper = self.steppers[optimizer]
         slots = [slot for slot in stepper.slots if slot not in self._in_backward]
         for slot in stepper.slots:
-            if slot.local.grad is not None:
-                self._reductions.refuse_stepped(f"what you have put into {slot.name}.grad")
             self._reductions.adopt(slot)
         groups, slots = groups_of(slots), stepper.without_idle(slots)
         with stepper.step(slots):

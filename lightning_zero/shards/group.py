@@ -146,7 +146,7 @@ class ShardGroup:
                 continue
             nbytes = values.nbytes
             del values
-            point_at_nothing(slot)  # frees it before the next one is taken over: a rank never holds two of them whole
+            point_at_nothing([slot])  # frees it before the next one is taken over: a rank never holds two of them whole
             if nbytes > MUCH:
                 return_freed_memory()
         if full is not None:
@@ -173,8 +173,7 @@ class ShardGroup:
     def clear_full(self) -> None:
         """Undoes `set_full`: the parameters have no values any more, and the memory may be used again."""
         self.full_param = None
-        for slot in self.slots:
-            point_at_nothing(slot)
+        point_at_nothing(self.slots)
 
     def matrix(self, full: Tensor, of: Slice) -> Tensor:
         """Returns a slice of a full array, as a view of shape ``(N, width)``."""

@@ -1,6 +1,7 @@
 """`Slot`: a parameter in its group, and the one map from a parameter to its slot."""
 
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -166,14 +167,15 @@ def forget_slot(slot: Slot) -> None:
     _SLOTS.pop(slot.parameter, None)
 
 
-def point_at_nothing(slot: Slot) -> None:
-    """Takes the values from a parameter, which keeps its shape and dtype and holds no memory.
+def point_at_nothing(slots: Iterable[Slot]) -> None:
+    """Takes the values from parameters, which keep their shapes and dtypes and hold no memory.
 
-    The class of the parameter intercepts readers (`run.parameter`). A read past that finds NaN, and never memory that
+    The class of a parameter intercepts readers (`run.parameter`). A read past that finds NaN, and never memory that
     holds another tensor by now.
     """
-    local = slot.local
     with no_interception(), torch.inference_mode(False):
-        if local.nothing is None or slot.numel == 1:  # a single element can be written to
-            local.nothing = nothing(slot.shape, slot.group.kind.resting, slot.group.setting.places.gathered.device)
-        local.values = local.nothing
+        for slot in slots:
+            local, group = slot.local, slot.group
+            if local.nothing is None or slot.numel == 1:  # a single element can be written to
+                local.nothing = nothing(slot.shape, group.kind.resting, group.setting.places.gathered.device)
+            local.values = local.nothing
