@@ -13,6 +13,7 @@ from lightning_zero.shards.local import Box
 from lightning_zero.shards.slot import Slot
 from lightning_zero.shards.units import as_written
 from lightning_zero.shards.window import StateElsewhere
+from lightning_zero.shards.written import Written
 from lightning_zero.tiers.array import Array, Part, read_late
 from lightning_zero.torch_private import local_tensor
 from lightning_zero.views.lazy import LazyTensor, Spread, Stored
@@ -48,10 +49,11 @@ class SpreadParameter(Spread):
 
     def pieces(self) -> list[tuple[Extent, Tensor | Part]]:
         self._refuse_freed()
-        slot, share = self._slot, self._slot.share
+        slot, written = self._slot, Written(self._slot)
+        share = written.values
         slot.group.catch_up()  # on every rank: it may be collective
         owned = self._values.owned(slot.group)
-        if not (share.numel or slot.writes_once):
+        if not (share.numel or written.is_first):
             return []
         return [(slot.local.box.extent(self.name, share.start, share.stop), read_late(owned, share.in_shard))]
 
@@ -98,8 +100,9 @@ class SpreadState(Spread):
         )
 
     def pieces(self) -> list[tuple[Extent, Tensor | Part]]:
-        slot, share = self._slot, self._slot.state_share
-        if not (share.numel or slot.writes_state_once):
+        slot, written = self._slot, Written(self._slot)
+        share = written.state
+        if not (share.numel or written.is_first_of_state):
             return []
         start = share.shard_start - slot.state_piece.shard_start
         part, piece = slice(start, start + share.numel), self._piece
@@ -126,7 +129,7 @@ class SpreadBlocks(Spread):
 
     def pieces(self) -> list[tuple[Extent, Tensor | Part]]:
         own = self._slot.own_blocks
-        is_written = self._slot.is_first_copy and self._slot.piece.numel
+        is_written = Written(self._slot).is_first_copy and self._slot.piece.numel
         return [(Extent.of_whole(self.name, self.shape, own.start, own.stop), self._entries)] if is_written else []
 
 

@@ -413,5 +413,5 @@ class Engine:
             self._interception.leave(group)
             for slot in group.slots:
                 slot.local.grad = None
-                slot.local.values = slot.whole(slot.view(full), device)
+                slot.local.values = slot.local.copied(slot.view(full), device)
         group.free()

@@ -16,6 +16,7 @@ from lightning_zero.shards.moment import wrapped_in
 from lightning_zero.shards.optimizer import PieceStepper
 from lightning_zero.shards.slot import Slot
 from lightning_zero.shards.units import as_written
+from lightning_zero.shards.written import Written
 from lightning_zero.tiers.composed import is_composed
 from lightning_zero.views.lazy import LazyTensor, OfOneRank, Partial, materialize
 from lightning_zero.wire.comm import Comm
@@ -164,16 +165,16 @@ class OptimizerState:
             slot = self._slot(self._stepper.parameters[index])
             if slot is None or not slot.steps_any:
                 continue
-            mine[index] = {}
+            mine[index], written = {}, Written(slot)
             for key, value in state.items():
                 full_name, per = f"{name}:{as_written(slot.name)}:{key}", self._per(slot, key, value)
                 if per == 1:
-                    if slot.writes_state_once or slot.state_share.numel:
+                    if written.is_first_of_state or written.state.numel:
                         mine[index][key] = LazyTensor(SpreadState(full_name, slot, value))
                 elif per:
-                    if slot.is_first_copy and slot.piece.numel:
+                    if written.is_first_copy and slot.piece.numel:
                         mine[index][key] = LazyTensor(SpreadBlocks(full_name, slot, value))
-                elif slot.writes_state_once:
+                elif written.is_first_of_state:
                     is_tensor = isinstance(value, Tensor) and not is_composed(value)
                     mine[index][key] = LazyTensor(OfOneRank(full_name + WHOLE, value)) if is_tensor else value
         return {**local, "state": Partial(name, mine)}

@@ -67,7 +67,7 @@ class States:
                 if slot.local.is_divided:
                     view = slot.local.gathered(view).to(device)
                 elif copy or not stays_full:
-                    view = slot.whole(view, device)
+                    view = slot.local.copied(view, device)
                 whole[id(slot.parameter)] = view
         state = self._model_with(whole, copy=copy)
         for name, value in state.items():

@@ -65,6 +65,7 @@ class Local:
         self.box = Box.of(parameter)
         self._comm = comm
         self._dim = _dim_of(parameter) if isinstance(parameter, DTensor) else None
+        self._strides = self.values.stride()  # as the user made it; at rest the values are in C order
         self._stand_in: Parameter | None = None  # for a DTensor, see `stepped`
         self.nothing: Tensor | None = None  # what it points at without values, made once
         self.averaged: Tensor | None = None  # what stands in `p.grad` for an average that is spread, made once
@@ -117,6 +118,11 @@ class Local:
         if self._stand_in is None:
             self._stand_in = Parameter(self.values.detach(), requires_grad=self.parameter.requires_grad)
         return self._stand_in
+
+    def copied(self, values: Tensor, device: torch.device) -> Tensor:
+        """Returns a copy of these `values` of the parameter, in storage of its own and in the user's memory format."""
+        made = torch.empty_strided(self.box.shape, self._strides, dtype=values.dtype, device=device)
+        return made.copy_(values)
 
     def gathered(self, local: Tensor) -> Tensor:
         """Returns the whole of a tensor that is divided as the parameter is. Collective among tensor-parallel ranks."""

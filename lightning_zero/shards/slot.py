@@ -35,29 +35,22 @@ class Slot:
     """A parameter (the user's own object) in its group."""
 
     def __init__(self, group: "ShardGroup", index: int, parameter: Parameter) -> None:
-        span, tensor = group.layout.spans[index], group.setting.mesh.tensor
+        span = group.layout.spans[index]
         self.group = group
         self.index = index
         self.parameter = parameter
-        self.local = Local(parameter, tensor)  # what is packed, reduced and stepped of it
+        self.local = Local(parameter, group.setting.mesh.tensor)  # what is packed, reduced and stepped of it
         self.name, self.shape, self.numel = span.name, span.shape, span.numel
         self.offset = span.offset  # in full arrays of the group
-        self._owned = group.layout.piece(index, group.comm.rank)
         # What this rank steps: its part, or the whole parameter where the optimizer is not partitioned.
-        self.piece = self._owned if group.is_cut else Piece(start=0, stop=span.numel, shard_start=span.offset)
+        whole = Piece(start=0, stop=span.numel, shard_start=span.offset)
+        self.piece = group.layout.piece(index, group.comm.rank) if group.is_cut else whole
         self.stepped_shape = (self.piece.numel,) if group.is_cut else span.shape  # a piece is flat
         self.plain_class = class_of(parameter)  # that the user gave it
         self.gradient: GradientShard | None = None  # of the group; None where it does not train
         self.is_sparse = False  # its optimizer steps the rows that have a gradient, and no others; see `sparse`
         self.stepper: int | None = None  # the rank that steps the whole parameter; None: every rank steps its piece
-        self.blocks = -(-span.numel // group.setting.block)  # of the whole parameter
-        # Replicas hold copies of the values, and so do tensor-parallel ranks if the parameter is not divided.
-        self._copy, self._copies = group.replicate.rank, group.replicate.size
-        if not self.local.is_divided:
-            self._copy, self._copies = self._copy * tensor.size + tensor.rank, self._copies * tensor.size
-        self.is_first_copy = self._copy == 0  # writes the tensors that ranks with copies do not divide
         self.edition = Edition()  # of the values that a unit gathers
-        self._strides = self.local.values.stride()  # as the user made it; at rest the values are in C order
         _SLOTS[parameter] = weakref.ref(self)
 
     def view(self, full: Tensor) -> Tensor:
@@ -85,25 +78,6 @@ class Slot:
             kept = ledger.allocate(Category.GATHERED, self.numel, values.dtype, place)
             edition.kept = kept.copy_(values.reshape(-1))
 
-    # -- what this rank writes into checkpoints
-
-    @property
-    def share(self) -> Piece:
-        """The elements that this rank writes, placed in an owned array. Ranks that hold copies divide them evenly."""
-        owned = self._owned
-        start, stop = (owned.start + owned.numel * at // self._copies for at in (self._copy, self._copy + 1))
-        return Piece(start=start, stop=stop, shard_start=self.piece.shard_start + start - self.piece.start)
-
-    @property
-    def writes_once(self) -> bool:
-        """Whether this rank writes what a checkpoint holds once per parameter: true on the rank that writes its first
-        element, and on rank 0 for an empty parameter."""
-        if self.local.is_divided and self.group.setting.mesh.tensor.rank:
-            return False
-        if not self.numel:
-            return self.group.comm.rank == 0 and self.is_first_copy
-        return self.share.start == 0 and self.share.numel > 0
-
     # -- optimizer state that is cut as the parameter is
 
     @property
@@ -119,16 +93,14 @@ class Slot:
         return self.stepped_shape if self.stepper is None else self.shape
 
     @property
-    def state_share(self) -> Piece:
-        """The elements whose state this rank writes into checkpoints; see `share`."""
-        if self.stepper is None:
-            return self.share
-        return self.state_piece if self.is_first_copy else Piece(start=0, stop=0, shard_start=0)
-
-    @property
     def has_blocks(self) -> bool:
         """Whether each rank steps a piece that consists of whole blocks."""
         return self.group.is_cut and self.group.setting.block > 1 and self.stepper is None
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the whole parameter."""
+        return -(-self.numel // self.group.setting.block)
 
     @property
     def own_blocks(self) -> slice:
@@ -137,23 +109,11 @@ class Slot:
         return slice(piece.start // size, -(-piece.stop // size)) if piece.numel else slice(0, 0)
 
     @property
-    def writes_state_once(self) -> bool:
-        """Whether this rank writes the state that a checkpoint holds once per parameter; see `writes_once`."""
-        if self.stepper is None:
-            return self.writes_once
-        return self.stepper == self.group.comm.rank and self.is_first_copy
-
-    @property
     def steps_any(self) -> bool:
         """Whether this rank steps any of the parameter. All ranks step an empty one: it has optimizer state too."""
         if self.stepper is not None:
             return self.stepper == self.group.comm.rank
         return self.piece.numel > 0 or not self.numel
-
-    def whole(self, view: Tensor, device: torch.device) -> Tensor:
-        """Returns a copy of the parameter's values `view`, in storage of its own and in the user's memory format."""
-        made = torch.empty_strided(self.shape, self._strides, dtype=view.dtype, device=device)
-        return made.copy_(view)
 
 
 def slot_of(parameter: Parameter) -> Slot | None:

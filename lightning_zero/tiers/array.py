@@ -77,9 +77,10 @@ class InMemory(Array):
         for _, arrival in _take_of(self._arriving, part, self.numel):
             arrival.wait(self.place.limit)
         at = part.start, part.stop
-        if (values := self._parts.get(at)) is None:
-            values = self._parts[at] = self._values[part]
-        return values
+        if at not in self._parts:
+            with torch.inference_mode(False):  # an evaluation may be the first to read, and training edits it later
+                self._parts[at] = self._values[part]
+        return self._parts[at]
 
     def open(self, part: slice = ALL) -> Tensor:
         for _, event in _take_of(self._leaving, part, self.numel):
