@@ -199,7 +199,7 @@ class Reductions:
 
     @property
     def _flags(self) -> bytes:
-        return bytes(index in shard.used for shard in self.shards for index in range(len(shard.group.slots)))
+        return b"".join(bytes(map(shard.used.__contains__, range(len(shard.group.slots)))) for shard in self.shards)
 
     def has_gradients_in(self, said: bytes) -> bool:
         """Returns whether any rank has gradients to reduce, by the combined statements."""

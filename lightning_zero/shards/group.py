@@ -258,7 +258,8 @@ class ShardGroup:
 
     def note_versions(self) -> None:
         """Notes that the parameters show full_param from now on, so that `keep_edits` can tell what users edit."""
-        self._shown = self._states()
+        if self.is_apart or not self.is_plain:  # where parameters are their own masters, edits need no keeping
+            self._shown = self._states()
 
     def _states(self) -> list[tuple[int, int, int]]:
         """Returns the versions of the parameters and of what they hold here, which differ in a DTensor, and where."""

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,15 +115,16 @@ def is_plain(parameter: Parameter) -> bool:
     )
 
 
-def are_all_in(module: Module, ids: Container[int]) -> bool:
+def are_all_in(module: Module, ids: set[int]) -> bool:
     """Whether all parameters of a module have their ids there. Asked in every step, and so without names."""
-    waiting, seen = [module], set()
-    while waiting:
-        one = waiting.pop()
-        if not all(parameter is None or id(parameter) in ids for parameter in parameters_in(one).values()):
+    found: list[Any] = [module]
+    seen = {None, module}
+    for one in found:  # which grows meanwhile
+        if not ids.issuperset(id(parameter) for parameter in parameters_in(one).values() if parameter is not None):
             return False
-        seen.add(one)
-        waiting += [other for other in modules_in(one).values() if other is not None and other not in seen]
+        others = {*modules_in(one).values()} - seen
+        seen |= others
+        found += others
     return True
 
 

@@ -424,8 +424,10 @@ def _move_state(optimizer: Optimizer, one: Parameter, other: Parameter) -> None:
 def is_its_piece(slot: Slot) -> bool:
     """Whether a step needs no swap: the whole parameter is stepped where it is, with its gradient as it is."""
     group, gradient = slot.group, slot.gradient
+    if group.is_cut:
+        return False
     assert gradient is not None
-    is_whole = group.is_plain and not group.is_cut and slot.local.stepped is slot.parameter
+    is_whole = group.is_plain and slot.local.stepped is slot.parameter
     is_as_declared = group.master is group.owned_param and gradient.dtype == group.kind.declared
     return is_whole and is_as_declared and not gradient.is_spread
 
