@@ -1,6 +1,7 @@
 """The models that the benchmarks train: a plain GPT, in sizes that differ in what costs the most, and small modules."""
 
-from dataclasses import dataclass
+from argparse import Namespace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,13 @@ class Size:
         attention = 12 * self.depth * self.width * self.length if self.heads else 0
         return float(self.batch * self.length * (6 * weights + attention))
 
+    def with_layers(self, depth: int) -> "Size":
+        """Returns the same with so many blocks, of `heads`."""
+        block = (
+            12 * self.width**2 + 13 * self.width
+        )  # two matrices of attention, two of the MLP, their biases, two norms
+        return replace(self, depth=depth, parameters=self.parameters + (depth - self.depth) * block)
+
 
 SIZES = {
     # For GPUs: what one of them trains with a billion parameters.
@@ -38,6 +46,12 @@ SIZES = {
     # Seconds for a test of the benchmark itself.
     "tiny": Size(vocabulary=256, width=64, depth=2, heads=2, length=16, batch=2, parameters=133_888),
 }
+
+
+def size_of(options: Namespace) -> Size:
+    """The size that was asked for, with as many `layers` as were asked for (None: its own)."""
+    size = SIZES[options.size]
+    return size if options.layers is None else size.with_layers(options.layers)
 
 
 class Block(nn.Module):

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from benchmark_models import SIZES, Size, blocks_of, model_of
+from benchmark_models import Size, blocks_of, model_of, size_of
 from meter import WARM_UP, Meter, loopback_bytes
 
 WHOLE = ":tensor"
@@ -53,7 +53,7 @@ class Contestant:
         else:
             assert self.strategy
             with device_of(options):
-                task = (ShardedTask if self.shards_itself else Task)(SIZES[options.size])
+                task = (ShardedTask if self.shards_itself else Task)(size_of(options))
             if options.compile:
                 task.model.compile()
             train_under_lightning(self.strategy(options.devices), task, options)
@@ -80,7 +80,7 @@ class RandomTokens(Dataset[Tensor]):
 
 def loader_for(options: argparse.Namespace, rank: int) -> DataLoader[Tensor]:
     """This rank's part of the tokens, a batch for each step. Lightning's own sampler would shuffle them."""
-    size = SIZES[options.size]
+    size = size_of(options)
     tokens = RandomTokens(size, (WARM_UP + options.steps) * options.devices)
     mine: DistributedSampler[Tensor] = DistributedSampler(tokens, options.devices, rank, shuffle=False)
     return DataLoader(tokens, batch_size=size.batch, sampler=mine)
@@ -153,7 +153,7 @@ class MeterCallback(L.Callback):
 
 
 def meter_of(options: argparse.Namespace, rank: int, *, on_gpu: bool, sent: Callable[[], int]) -> Meter:
-    nbytes = 4 * SIZES[options.size].parameters
+    nbytes = 4 * size_of(options).parameters
     return Meter(options.child, rank=rank, steps=options.steps, parameter_bytes=nbytes, on_gpu=on_gpu, sent=sent)
 
 
@@ -201,7 +201,7 @@ def model_parallel(devices: int) -> Any:
 
 def train_in_a_loop(loop: Callable[[nn.Module, torch.device, Size], Step], options: argparse.Namespace) -> None:
     """Trains on a rank that `torch.distributed.run` has started."""
-    size, rank, on_gpu = SIZES[options.size], int(os.environ["RANK"]), options.accelerator == "gpu"
+    size, rank, on_gpu = size_of(options), int(os.environ["RANK"]), options.accelerator == "gpu"
     device, casts = device_of(options), options.precision == "bf16-mixed"
     if on_gpu:
         torch.cuda.set_device(device)

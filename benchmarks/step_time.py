@@ -36,7 +36,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from benchmark_models import SIZES
+from benchmark_models import SIZES, size_of
 from peers import CONTESTANTS, USUAL, WHOLE
 
 SAME_LOSS = 1e-4  # relative; sums in another order differ by some 1e-6
@@ -60,7 +60,7 @@ def main() -> int:
     for line in told_skipped(skipped):
         print(line, flush=True)
     rows = measure([name for name in options.contestants if name not in skipped], options)
-    table = summarize({name: found for name, found in rows.items() if found}, SIZES[options.size].flops)
+    table = summarize({name: found for name, found in rows.items() if found}, size_of(options).flops)
     show(table, options)
     for line in disagreements(table):
         print(line)
@@ -79,6 +79,7 @@ def parse() -> argparse.Namespace:
         "--contestants", "--stages", metavar="NAMES", type=lambda text: text.split(","), default=USUAL,
         help=f"default: {','.join(USUAL)}",
     )  # fmt: skip
+    parser.add_argument("--layers", type=int, default=None, help="blocks of the GPT; default: as --size has")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--steps", type=int, default=None,
@@ -93,8 +94,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--child", type=Path, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.steps is None:
-        options.steps = SHORT_STEPS if SIZES[options.size].parameters < SHORT else 10
+        options.steps = SHORT_STEPS if size_of(options).parameters < SHORT else 10
     options.json = options.json or Path("outputs") / f"step_time-{options.size}.json"
+    if options.layers is not None and not SIZES[options.size].heads:
+        parser.error(f"--layers is of a GPT, and --size {options.size} is none")
     if unknown := [name for name in options.contestants if name not in CONTESTANTS]:
         parser.error(f"--contestants has {unknown}; write some of {','.join(CONTESTANTS)}")
     return options
@@ -108,7 +111,7 @@ def refusals_of(options: argparse.Namespace) -> list[str]:
     from lightning_zero.pl.table import sized
     from lightning_zero.tiers.host_memory import available_host_bytes
 
-    states = PER_PARAMETER * SIZES[options.size].parameters
+    states = PER_PARAMETER * size_of(options).parameters
     if options.accelerator == "gpu":
         if options.devices > torch.cuda.device_count():
             return [f"--devices {options.devices}, and there are {torch.cuda.device_count()} GPUs"]
@@ -119,7 +122,7 @@ def refusals_of(options: argparse.Namespace) -> list[str]:
         available, place = available_host_bytes() or needed, f"of memory for {options.devices} ranks"
     if needed <= available:
         return []
-    smaller = [name for name, size in SIZES.items() if size.parameters < SIZES[options.size].parameters]
+    smaller = [name for name, size in SIZES.items() if size.parameters < size_of(options).parameters]
     advice = f"take fewer --devices or --size {' or '.join(smaller)}" if smaller else "take fewer --devices"
     return [f"--size {options.size} takes some {sized(needed)} {place}, and {sized(available)} are free: {advice}"]
 
@@ -171,6 +174,7 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
         command += ["--steps", str(options.steps), "--devices", str(options.devices)]
         command += ["--accelerator", options.accelerator, "--precision", options.precision]
         command += ["--compile"] * options.compile
+        command += [] if options.layers is None else ["--layers", str(options.layers)]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         process = subprocess.Popen(
             command,
@@ -246,7 +250,8 @@ def disagreements(table: dict[str, dict[str, float]]) -> list[str]:
 def setting(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "size": options.size,
-        "parameters": SIZES[options.size].parameters,
+        "layers": size_of(options).depth,
+        "parameters": size_of(options).parameters,
         "devices": options.devices,
         "device": torch.cuda.get_device_name() if options.accelerator == "gpu" else f"cpu, {os.cpu_count()} cores",
         "precision": options.precision,
