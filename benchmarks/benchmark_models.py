@@ -28,9 +28,7 @@ class Size:
 
     def with_layers(self, depth: int) -> "Size":
         """Returns the same with so many blocks, of `heads`."""
-        block = (
-            12 * self.width**2 + 13 * self.width
-        )  # two matrices of attention, two of the MLP, their biases, two norms
+        block = 12 * self.width**2 + 13 * self.width  # four matrices and their biases, and two norms
         return replace(self, depth=depth, parameters=self.parameters + (depth - self.depth) * block)
 
 

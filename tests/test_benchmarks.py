@@ -36,9 +36,16 @@ def test_gpt_has_the_number_of_parameters_its_size_states(size: str, millions: f
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 3) == millions
 
 
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_gpt_may_have_other_layers_than_its_size(layers: int) -> None:
+    models = load("benchmark_models")
+    model = models.model_of(models.size_of(Namespace(size="tiny", layers=layers)))  # which checks the parameters
+    assert len(model.blocks) == layers
+
+
 def time_steps(options: str, folder: Path) -> str:
     """What `step_time.py` prints; `folder` gets found.json, found.csv and found.svg."""
-    command = [sys.executable, BENCHMARKS / "step_time.py", *"--size tiny --rounds 1 --steps 4 --devices 2".split()]
+    command = [sys.executable, BENCHMARKS / "step_time.py", *"--size tiny --layers 1 --rounds 1 --steps 4 --devices 2".split()]
     command += ["--accelerator", "cpu", *options.split(), "--json", folder / "found.json"]
     with warm.starts():
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
