@@ -13,13 +13,14 @@ from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_zero.device import allocated_bytes, held_bytes, is_host
+from lightning_zero.device import allocated_bytes, is_host
 from lightning_zero.pl.advice import (
     BESIDE,
     Held,
     advice_for,
     advise,
     asked_bytes,
+    bytes_beside,
     command_for,
     options_beside_ddp,
     tell_once,
@@ -29,7 +30,7 @@ from lightning_zero.pl.lightning_private import accumulates, logged_step, should
 from lightning_zero.pl.precision import ShardedGradients
 from lightning_zero.pl.table import bytes_table, ranks_told, sized
 from lightning_zero.run.forecast import bytes_under_ddp
-from lightning_zero.tiers.host_memory import peak_resident_bytes, resident_bytes
+from lightning_zero.tiers.host_memory import peak_resident_bytes
 from lightning_zero.tiers.ledger import Category
 from lightning_zero.wire.clock import Clock, Mark
 
@@ -218,23 +219,12 @@ def bytes_at_rest(trainer: "pl.Trainer", module: "pl.LightningModule") -> dict[s
     strategy = trainer.strategy
     if hasattr(strategy, "memory_report"):
         return strategy.memory_report()
-    state = [item for optimizer in trainer.optimizers for held in optimizer.state.values() for item in held.values()]
-    parameters, averages = list(module.parameters()), _averages(trainer)
-    whole = sum(parameter.nbytes for parameter in parameters)
-    # Between backward and step each parameter has a gradient, though zero_grad() may just have dropped it.
-    gradients = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     wrapped = strategy.model
-    # DDP's buckets are a second copy of all gradients, unless the gradients are views of them.
     has_buckets = isinstance(wrapped, DistributedDataParallel) and not wrapped.gradient_as_bucket_view
-    found: dict[str, int] = {
-        Category.PARAMETER: whole,
-        Category.GRADIENT: gradients,
-        Category.OPTIMIZER_STATE: sum(item.nbytes for item in state if isinstance(item, torch.Tensor)),
-        Category.BUCKET: gradients if has_buckets else 0,
-    }
-    if averages:
-        found[Category.AVERAGE] = averages * (whole + sum(buffer.nbytes for buffer in module.buffers()))
-    return found
+    # Between backward and step each parameter has a gradient, though zero_grad() may just have dropped it.
+    found = bytes_under_ddp(module, (), averages=_averages(trainer), buckets=has_buckets)
+    state = [item for optimizer in trainer.optimizers for held in optimizer.state.values() for item in held.values()]
+    return found | {Category.OPTIMIZER_STATE: sum(item.nbytes for item in state if isinstance(item, torch.Tensor))}
 
 
 def _averages(trainer: "pl.Trainer") -> int:
@@ -263,8 +253,7 @@ def _formula(trainer: "pl.Trainer", module: "pl.LightningModule") -> int | None:
     ranks = trainer.world_size
     if ranks > 1 and not isinstance(trainer.strategy, DDPStrategy):
         return None
-    gradients = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
-    return 2 * (ranks - 1) * gradients // ranks
+    return 2 * (ranks - 1) * bytes_under_ddp(module, ())[Category.GRADIENT] // ranks
 
 
 def _summary(costs: dict[str, Any]) -> str:
@@ -281,5 +270,5 @@ def _summary(costs: dict[str, Any]) -> str:
 
 def _beside_ddp(trainer: "pl.Trainer", module: "pl.LightningModule") -> int:
     """Returns the bytes of the device, or without a GPU of the process, that are in no category."""
-    there = held_bytes(trainer.strategy.root_device) if _is_on_device(trainer) else resident_bytes()
-    return max(there - sum(bytes_at_rest(trainer, module).values()), 0)
+    device = trainer.strategy.root_device
+    return bytes_beside(bytes_at_rest(trainer, module), device, device)
