@@ -16,8 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from lightning_zero import Offload
-from lightning_zero.pl.planning import DDP, plans_for
-from lightning_zero.pl.table import sized
+from lightning_zero.pl.table import DDP, plans_for, sized
 from lightning_zero.run.forecast import STATES, states_in
 from lightning_zero.tiers.ledger import Category
 

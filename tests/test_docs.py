@@ -21,9 +21,8 @@ from hydra import compose, initialize_config_dir
 
 import lightning_zero
 from lightning_zero import Offload, ZeroStrategy, cli
-from lightning_zero.pl.elsewhere import ELSEWHERE
-from lightning_zero.pl.planning import plans_for
-from lightning_zero.pl.table import sized
+from lightning_zero.pl.elsewhere import elsewhere
+from lightning_zero.pl.table import plans_for, sized
 from lightning_zero.run.forecast import states_in
 from lightning_zero.run.program import Kind
 from test_benchmarks import load
@@ -243,7 +242,7 @@ def test_the_readmes_comparison_is_that_of_the_page() -> None:
 
 def test_every_argument_of_other_strategies_is_answered_on_the_page_as_by_the_error() -> None:
     told = {cells[0].strip("`"): cells[1] for cells in table_cells(DOCS / "coming-from.md") if len(cells) == 2}
-    assert {name: told.get(name) for name in ELSEWHERE} == ELSEWHERE
+    assert {name: told.get(name) for name in elsewhere()} == elsewhere()
 
 
 def test_users_are_told_in_words_that_the_field_has() -> None:

@@ -43,8 +43,8 @@ def table_on(ranks: int, stage: int, width: int = 64, **options: Any) -> list[st
     """The table of rank 0."""
 
     def job(comm: Comm) -> str:
-        engine, optimizer = begin(comm, stage, width, **options)
-        return table_of(engine, stage, [optimizer])
+        engine, _ = begin(comm, stage, width, **options)
+        return table_of(engine, stage)
 
     return ThreadWorld(ranks, 20).run(job)[0].splitlines()
 

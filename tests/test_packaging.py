@@ -99,7 +99,7 @@ def run(*command: object, cwd: Path, stdin: str | None = None, **environment: st
 def test_source_distribution_has_what_its_tests_need_and_runs_them(source: Path) -> None:
     for name in ("benchmarks", "conf", "docs", "examples", "lightning_zero", "tests"):
         files = {path.relative_to(REPOSITORY) for path in (REPOSITORY / name).rglob("*") if path.is_file()}
-        kinds = (".css", ".js", ".md", ".py", ".safetensors", ".svg", ".typed", ".yaml")
+        kinds = (".css", ".js", ".md", ".py", ".safetensors", ".svg", ".toml", ".typed", ".yaml")
         files = {path for path in files if path.suffix in kinds}
         assert not [path for path in files if not (source / path).is_file()]
     for name in ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "constraints.txt", "mkdocs.yml"):
@@ -120,9 +120,10 @@ def test_wheel_holds_every_module_and_the_configs_that_an_app_has_not_for_itself
     configs = {f"lightning_zero/{path.relative_to(REPOSITORY)}" for path in groups}
     assert "lightning_zero/conf/strategy/zero2.yaml" in configs
     of_the_page = {f"lightning_zero/rehearsal/page.{kind}" for kind in ("css", "js")}
-    kinds = (".py", ".yaml", ".css", ".js")
+    answers = "lightning_zero/pl/elsewhere.toml"
+    kinds = (".py", ".toml", ".yaml", ".css", ".js")
     shipped = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(kinds)}
-    assert shipped == modules | configs | of_the_page | {"lightning_zero/conf/__init__.py"}
+    assert shipped == modules | configs | of_the_page | {answers, "lightning_zero/conf/__init__.py"}
 
 
 def test_what_composes_configs_and_sweeps_is_installed_with_the_package_and_only_the_picture_asks_for_more(

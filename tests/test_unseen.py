@@ -132,7 +132,7 @@ def test_a_fit_begins_without_a_step_of_torchs_own_optimizers(kind: type[SGD]) -
     def job(comm: Comm) -> None:
         module = nn.Linear(3, 3)
         optimizer = kind(module.parameters(), lr=0.1)
-        table_of(Engine(module, [optimizer], stage=2, comm=comm), 2, [optimizer])
+        table_of(Engine(module, [optimizer], stage=2, comm=comm), 2)
 
     with patch.object(kind, "step", autospec=True) as step:
         ThreadWorld(2, 10).run(job)

@@ -268,7 +268,7 @@ class ShardedStrategy:
 
     def _tell(self, engine: Engine, **about: Any) -> None:
         """Prints `table_of` the engine."""
-        rank_zero_info(table_of(engine, self.stage, engine.optimizers, **about))
+        rank_zero_info(table_of(engine, self.stage, **about))
 
     def _copies_that_fit(self, engine: Engine) -> int:
         """Returns how many whole copies of the model every rank of this machine can hold in host memory, 0 to 2.

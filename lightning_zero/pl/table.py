@@ -1,28 +1,32 @@
-"""Plain-text reports of a run: bytes by category beside DDP's, dtypes, what is kept where, settings that bring nothing.
+"""Plain-text reports of a run: bytes by category beside DDP's, dtypes, what is kept where, settings that bring nothing;
+and of the bytes of each stage before there is a model.
 
 They fit into 60 columns and have no colour, because they end up in logs.
 """
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn import Module
-from torch.optim import Optimizer
 
+from lightning_zero.config import Offload
 from lightning_zero.run.engine import Engine
+from lightning_zero.run.estimate import states_of, states_under_ddp
 from lightning_zero.run.forecast import STATES, Forecast, forecast, states_in
 from lightning_zero.shards.early import early_of
 from lightning_zero.shards.local import shares_modules
 from lightning_zero.shards.units import scripted
 from lightning_zero.shards.window import may_fuse
+from lightning_zero.stage import STAGES
 from lightning_zero.tiers.ledger import Category, Tier
 
 WORTH_TELLING = 2**30  # bytes of a model, from which on users are told that it is whole where it need not be
 WIDTH = 60  # columns that every terminal has
 SHOWN = 4  # kinds of modules that stay in fp32
+DDP = "ddp"
 
 
 class MemoryReport(dict[str, int]):
@@ -62,7 +66,6 @@ def wrapped(text: str) -> list[str]:
 def table_of(
     engine: Engine,
     stage: int,
-    optimizers: Iterable[Optimizer],
     averages: Sequence[Mapping[tuple[Category, Tier], int]] = (),
     *,
     can_step_in_backward: bool = False,
@@ -73,19 +76,18 @@ def table_of(
     `step_in_backward` where optimizer state is offloaded, and the Trainer `can_step_in_backward`, because it needs no
     gradients afterwards.
     """
-    optimizers = list(optimizers)
-    expected = forecast(engine, optimizers, averages)
+    expected = forecast(engine, engine.optimizers, averages)
     lines = [
         *_mesh_lines(engine, expected),
         *bytes_table(expected.numel, ddp=expected.ddp, here=expected.here),
         *_dtype_lines(engine),
     ]
-    for note in _notes(engine, expected, optimizers, can_step_in_backward):
+    for note in _notes(engine, expected, can_step_in_backward):
         lines += wrapped(note)
     return "\n  ".join([f"ZeRO stage {stage} on {ranks_told(engine.mesh.world.size)}", *lines])
 
 
-def _notes(engine: Engine, expected: Forecast, optimizers: Sequence[Optimizer], in_backward: bool) -> list[str]:
+def _notes(engine: Engine, expected: Forecast, in_backward: bool) -> list[str]:
     """Returns the sentences below the table; see `table_of`."""
     told = [*_warnings(engine, expected), *_uncast_lines(engine)]
     if engine.parts.assembly.resident:
@@ -102,8 +104,8 @@ def _notes(engine: Engine, expected: Forecast, optimizers: Sequence[Optimizer], 
         )
     if any(group.setting.block > 1 for group in engine.groups):
         told.append("Pieces that optimizers step part no block of 256 elements")
-    told += _offload_lines(engine, optimizers)
-    if in_backward and _would_hide_in_backward(engine, optimizers):
+    told += _offload_lines(engine)
+    if in_backward and _would_hide_in_backward(engine):
         told.append(
             "If no hook of yours looks at gradients, ZeroStrategy(step_in_backward=True) hides the offloaded step "
             "behind backward, which is longer than the next forward"
@@ -197,7 +199,7 @@ def _warnings(engine: Engine, expected: Forecast) -> list[str]:
     return told
 
 
-def _offload_lines(engine: Engine, optimizers: Sequence[Optimizer]) -> list[str]:
+def _offload_lines(engine: Engine) -> list[str]:
     """Returns what is offloaded, where to, and how it is stepped."""
     offload = engine.options.offload
     if offload is None:
@@ -207,7 +209,8 @@ def _offload_lines(engine: Engine, optimizers: Sequence[Optimizer]) -> list[str]
     if offload.parameters is not None:
         lines.append(f"Parameters are kept {kept[offload.parameters]} between uses")
     if offload.optimizer is not None:
-        is_open = any(may_fuse(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups)
+        groups = [(optimizer, group) for optimizer in engine.optimizers for group in optimizer.param_groups]
+        is_open = any(may_fuse(optimizer, group) for optimizer, group in groups)
         fuses = is_open and engine.parts.setting.places.steps_on_host
         kernel = "torch's fused kernel" if fuses else "the optimizer's own kernels"
         when = "when its values are wanted"
@@ -221,7 +224,7 @@ def _offload_lines(engine: Engine, optimizers: Sequence[Optimizer]) -> list[str]
             f"Optimizer state of {_offloaded_numel(engine):,} elements is kept {kept[offload.optimizer]}{narrow}, and "
             f"is stepped by {kernel}, {when}"
         )
-        betas = {beta for one in optimizers for group in one.param_groups for beta in group.get("betas", ())}
+        betas = {beta for _, group in groups for beta in group.get("betas", ())}
         # ``beta * average`` of these may be rounded up to the average again.
         stuck = sorted(beta for beta in betas if dtype is not None and 1 - beta <= torch.finfo(dtype).eps / 2)
         if stuck:
@@ -234,13 +237,13 @@ def _offloaded_numel(engine: Engine) -> int:
     return sum(slot.numel for group in engine.groups if group.kind.is_offloaded for slot in group.slots)
 
 
-def _would_hide_in_backward(engine: Engine, optimizers: Sequence[Optimizer]) -> bool:
+def _would_hide_in_backward(engine: Engine) -> bool:
     """Whether an offloaded step, which waits for the next forward, could be taken in backward."""
     return (
         _offloaded_numel(engine) > 0
         and not engine.stepping.serial_because
         and engine.partition.gradient
-        and len(optimizers) == 1
+        and len(engine.optimizers) == 1
         and engine.regrouping.imbalance is None  # whole tensors are exchanged after backward
         and not engine.options.step_in_backward
     )
@@ -267,3 +270,35 @@ def _recompute_lines(engine: Engine) -> list[str]:
         f"{len(blocks)} blocks ({blocks[0]}, ...) compute activations again in backward; "
         f"their input is kept {kept}{how}"
     ]
+
+
+def plans_for(numel: int, stages: Sequence[int], **setting: Any) -> dict[str, Mapping[str, int]]:
+    """Returns bytes by category under ``"ddp"``, ``"stage 1"`` and so on.
+
+    `setting` has arguments of `states_of`, which may raise ValueError. Where stages are compared, those below 3 offload
+    no parameters.
+    """
+    common = {name: setting[name] for name in ("precision", "state_tensors", "averages") if name in setting}
+    offload: Offload | None = setting.pop("offload", None)
+    plans = {DDP: states_under_ddp(numel, **common)}
+    for stage in stages:
+        here = offload
+        if offload is not None and len(stages) > 1 and not STAGES[stage].parameter:
+            here = Offload(optimizer=offload.optimizer, path=offload.path if offload.optimizer == "nvme" else None)
+        plans[f"stage {stage}"] = states_of(numel, stage=stage, offload=here, **setting)
+    return plans
+
+
+def plan_text(numel: int, stages: Sequence[int], **setting: Any) -> str:
+    """Returns a table of `plans_for`, and notes on what it leaves out."""
+    plans = plans_for(numel, stages, **setting)
+    precision = setting.get("precision", "32-true")
+    head = f"{numel:,} parameters, {setting['ranks']} ranks, {precision}"
+    beside = (
+        "Beside these: a few buckets of at most 25 MiB, at stage 3 room for two of the largest units, and "
+        "activations, which no stage divides. "
+    )
+    if precision.endswith("-mixed"):
+        beside += "Under *-mixed all weights count as those of Linear and Conv; others stay in 4 bytes. "
+    beside += "The table at the start of fit has the true numbers."
+    return "\n  ".join([head, *bytes_table(numel, **plans), *wrapped(beside)])

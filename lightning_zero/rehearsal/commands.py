@@ -103,7 +103,7 @@ def run_plan(options: argparse.Namespace) -> bool:
     if options.model is not None:
         return _plan_model(options)
     from lightning_zero.config import Offload
-    from lightning_zero.pl.planning import plan_text
+    from lightning_zero.pl.table import plan_text
 
     tiers = {"optimizer": options.offload, "parameters": options.offload_parameters}
     setting = {"precision": options.precision or "32-true", "ranks": options.ranks, "replicate_size": options.replicas}
