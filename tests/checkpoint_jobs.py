@@ -138,14 +138,12 @@ def fit(
     run.fit(model, data(world) if loader is None else loader, ckpt_path=resume)
     if save is not None:
         run.save_checkpoint(save)
-    keeper = getattr(run.strategy, "keeper", None)
     return {
         "losses": model.losses,
         "weights": state_of(model),
         "started": model.started,
         "lr": run.optimizers[0].param_groups[0]["lr"],
         "step": run.global_step,
-        "bytes_read": None if keeper is None else keeper.bytes_read,
         "ties": model.blocks[1].weight is model.blocks[0].weight,
     }
 

@@ -28,22 +28,13 @@ from lightning_zero.checkpoint.folder import (
     Folder,
     hidden_beside,
     sync_names,
+    writing,
 )
+
+_ABSENT = ". Rank 0 made its folder: save to a file system that all machines share"
 
 if sys.platform != "win32":  # there, two jobs that save to one path are not told apart
     import fcntl
-
-
-@contextmanager
-def _naming(path: str) -> Iterator[None]:
-    """Turns errors of the system into a CheckpointError that names the file; those of an open file do not name it."""
-    try:
-        yield
-    except OSError as error:
-        hint = ""
-        if isinstance(error, FileNotFoundError):
-            hint = ". Rank 0 made its folder: save to a file system that all machines share"
-        raise CheckpointError(f"cannot write {path}: {error.strerror or error}{hint}") from error
 
 
 @final
@@ -59,7 +50,7 @@ class Stream:
 
     def write(self, data: Any) -> None:
         rest = memoryview(data).cast("B")
-        with _naming(self._path):
+        with writing(self._path, _ABSENT):
             while rest:
                 written = self._raw.write(rest)
                 if not written:
@@ -71,7 +62,7 @@ class Stream:
 
     def sync(self) -> None:
         if self._has_disk:
-            with _naming(self._path):
+            with writing(self._path, _ABSENT):
                 os.fsync(self._raw.fileno())
         self._unsynced = 0
 
@@ -118,14 +109,14 @@ class Draft(ABC):
     def create(self, name: str) -> Iterator[Stream]:
         """Opens a new file, which is complete when the context ends."""
         path = posixpath.join(self.written.path, name)
-        with _naming(path):
+        with writing(path, _ABSENT):
             raw = io.FileIO(path, "w") if self.folder.is_local else self.folder.fs.open(path, "wb")
         stream = Stream(raw, path, has_disk=self.folder.is_local)
         try:
             yield stream
             stream.sync()
         finally:
-            with _naming(path):
+            with writing(path, _ABSENT):
                 raw.close()
 
     def commit(self, manifest: bytes) -> str | None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.storage import UntypedStorage
 
-from lightning_zero.checkpoint.folder import MANIFEST, CheckpointError, Folder
+from lightning_zero.checkpoint.folder import MANIFEST, CheckpointError, Folder, writing
 from lightning_zero.checkpoint.load import StoredCheckpoint
 from lightning_zero.checkpoint.shard import CHUNK_BYTES, SAFE_NAMES, chunks_of, header_of
 from lightning_zero.checkpoint.single import is_single_file, model_in, problems_in, read_plain, refuse_other_files
@@ -79,13 +79,12 @@ def _arriving(place: Folder) -> Iterator[Path]:
     beside = Path(place.path).parent if place.is_local else Path(tempfile.gettempdir())
     scratch = beside / f".{posixpath.basename(place.path)}.{secrets.token_hex(4)}.tmp"
     try:
-        yield scratch
-        if place.is_local:
-            scratch.replace(place.path)
-        else:
-            place.fs.put_file(str(scratch), place.path)
-    except OSError as error:  # that of a full disk does not name the file
-        raise CheckpointError(f"cannot write {place}: {error.strerror or error}") from error
+        with writing(place):
+            yield scratch
+            if place.is_local:
+                scratch.replace(place.path)
+            else:
+                place.fs.put_file(str(scratch), place.path)
     finally:
         scratch.unlink(missing_ok=True)
 
@@ -209,7 +208,10 @@ def export_safetensors(
                 index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
                 if INDEX in target.names():  # wherever this may be cut off, no two exports are read as one model
                     target.fs.rm_file(target.file(INDEX))
-    _remove_other_exports(target, {*files} if index is None else {*files, INDEX})
+    written = {*files} if index is None else {*files, INDEX}
+    for name in target.names():
+        if _EXPORTED.fullmatch(name) and name not in written:  # of an earlier export: transformers might prefer it
+            target.fs.rm_file(target.file(name))
     return list(files)
 
 
@@ -221,13 +223,6 @@ def _model_at(place: Folder) -> Iterator[dict[str, Any]]:
         return
     with closing(StoredCheckpoint(place.url)) as checkpoint:
         yield checkpoint.model()
-
-
-def _remove_other_exports(target: Folder, written: set[str]) -> None:
-    """Removes files of an earlier export, which transformers might prefer."""
-    for name in target.names():
-        if _EXPORTED.fullmatch(name) and name not in written:
-            target.fs.rm_file(target.file(name))
 
 
 def _write_safetensors(group: dict[str, Tensor], path: Path) -> None:

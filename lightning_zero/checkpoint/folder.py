@@ -60,6 +60,17 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is nothing at the path. A FileNotFoundError, too, as Lightning's own strategies raise."""
 
 
+@contextmanager
+def writing(path: Any, absent: str = "") -> Iterator[None]:
+    """Turns errors of the system into a CheckpointError that names the file: those of an open file do not name it, nor
+    does that of a full disk. `absent` ends the message where a folder is missing."""
+    try:
+        yield
+    except OSError as error:
+        hint = absent if isinstance(error, FileNotFoundError) else ""
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}{hint}") from error
+
+
 @final
 class Folder:
     """A folder by its path or URL, such as ``memory://...`` or ``s3://...``."""
@@ -77,9 +88,6 @@ class Folder:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Folder) and str(other) == str(self)
-
-    def __hash__(self) -> int:
-        return hash(str(self))
 
     def __str__(self) -> str:
         return self.path if self.is_local else self.fs.unstrip_protocol(self.path)

@@ -148,11 +148,6 @@ class CheckpointKeeper:
         if self._resumed is not None:
             self._resumed.verify_rest(self._comm.rank, self._comm.size)
 
-    @property
-    def bytes_read(self) -> int:
-        """Bytes that this rank has read of the resumed checkpoint."""
-        return 0 if self._resumed is None else self._resumed.reader.bytes_read
-
     def forget(self) -> None:
         """Closes the resumed checkpoint."""
         if self._resumed is not None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_zero.checkpoint.folder import CheckpointError, Folder
-from lightning_zero.checkpoint.manifest import Entry, Manifest, ObjectsFile, ReadmeFile, read_manifest
+from lightning_zero.checkpoint.folder import README, CheckpointError, Folder
+from lightning_zero.checkpoint.manifest import Entry, Manifest, read_manifest
 from lightning_zero.checkpoint.shard import ShardReader, open_shard
 from lightning_zero.checkpoint.single import is_single_file, problems_in, refuse_other_files
 from lightning_zero.checkpoint.tree import Decoder, parted
@@ -165,7 +165,7 @@ class StoredCheckpoint:
 
     def _decode(self, encoded: Any, *, objects: bool, lazy: Collection[str] | None) -> dict[str, Any]:
         """Decodes a dictionary; see `tree`."""
-        raw = self._read_file(self.manifest.objects) if objects else None
+        raw = self._read_objects() if objects else None
         opened = [] if raw is None else list(torch.load(io.BytesIO(raw), map_location="cpu", weights_only=False))
         stored = {name: StoredTensor(entry, self) for name, entry in self.manifest.tensors.items()}
         make_lazy, read = cache(lambda name: LazyTensor(stored[name])), cache(lambda name: stored[name].whole())
@@ -181,7 +181,8 @@ class StoredCheckpoint:
             raise CheckpointError(f"{self.folder}: its tree cannot be believed: {error}.") from error
         return tree
 
-    def _read_file(self, file: ObjectsFile | ReadmeFile | None) -> bytes | None:
+    def _read_objects(self) -> bytes | None:
+        file = self.manifest.objects
         return None if file is None else self.folder.read_checked(file.name, file.crc32)
 
     def verify_rest(self, part: int, parts: int) -> None:
@@ -193,7 +194,7 @@ class StoredCheckpoint:
         for entry in rest[part::parts]:
             StoredTensor(entry, self).whole()
         if part == 0:
-            self._read_file(self.manifest.objects)
+            self._read_objects()
 
     @contextmanager
     def reading_together(self, module: Module, comm: Comm) -> Iterator[None]:
@@ -216,7 +217,9 @@ class StoredCheckpoint:
         """Returns a sentence for each file that is missing, short or altered."""
         checks: list[Callable[[], Any]]
         checks = [partial(self.reader.check_file, number) for number in range(len(self.manifest.files))]
-        checks += [partial(self._read_file, file) for file in (self.manifest.objects, self.manifest.readme)]
+        checks.append(self._read_objects)
+        if (crc32 := self.manifest.readme_crc32) is not None:
+            checks.append(partial(self.folder.read_checked, README, crc32))
         problems = []
         for check in [*checks, self.tree]:
             try:

@@ -97,16 +97,6 @@ class ObjectsFile(NamedTuple):
     classes: list[str]
 
 
-class ReadmeFile(NamedTuple):
-    """The text for people; only `verify` reads it."""
-
-    name: str
-    crc32: int
-
-
-WRITTEN_README = ReadmeFile(README, zlib.crc32(README_TEXT))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """The manifest as plain data; see the module's docstring."""
@@ -117,7 +107,7 @@ class Manifest:
     tree: Any
     partials: dict[str, Any]
     objects: ObjectsFile | None
-    readme: ReadmeFile | None = WRITTEN_README
+    readme_crc32: int | None = zlib.crc32(README_TEXT)  # of the text for people; only `verify` reads it
 
     def to_bytes(self) -> bytes:
         plain = {
@@ -137,7 +127,7 @@ class Manifest:
             "tree": self.tree,
             "partials": self.partials,
             "objects": self.objects and self.objects._asdict(),
-            "readme": self.readme and self.readme._asdict(),
+            "readme": None if self.readme_crc32 is None else {"name": README, "crc32": self.readme_crc32},
         }
         body = json.dumps(plain, separators=(",", ":"), allow_nan=False)[:-1].encode()
         return body + (_SEAL % zlib.crc32(body)).encode()
@@ -207,12 +197,14 @@ def _from_plain(plain: dict[str, Any]) -> Manifest:
         raise ValueError(f"it was saved at {about['saved_at']!r}")
     files = tuple(ShardFile(*(check(file[key]) for key, check in _SHARD_FILE.items())) for file in plain["files"])
     tensors = {name: _entry(name, entry, files) for name, entry in _dict(plain["tensors"], "tensors").items()}
-    if sum(entry.nbytes for entry in tensors.values()) > sum(file.nbytes for file in files):
-        raise ValueError("its tensors have more bytes than its files")
-    objects = None if plain["objects"] is None else _objects(**plain["objects"])
-    readme = None if plain.get("readme") is None else _readme(**plain["readme"])
     manifest = Manifest(
-        about=about, files=files, tensors=tensors, tree=tree, partials=partials, objects=objects, readme=readme
+        about=about,
+        files=files,
+        tensors=tensors,
+        tree=tree,
+        partials=partials,
+        objects=None if plain["objects"] is None else _objects(**plain["objects"]),
+        readme_crc32=None if plain.get("readme") is None else _count(plain["readme"]["crc32"]),
     )
     for file, held in zip(files, manifest.pieces, strict=True):
         for one, other in itertools.pairwise(piece for piece in held if piece.nbytes):
@@ -256,12 +248,10 @@ def refuse_gaps(entry: Entry) -> Entry:
         by_box.setdefault((extent.box_offset, extent.box_shape), []).append(extent)
     if extents and not _is_grid(list(by_box), entry.shape):
         raise ValueError(f"the boxes of {entry.name!r} do not tile it")
-    for (_, box_shape), inside in by_box.items():
+    for inside in by_box.values():  # as many elements as the boxes have: a gap in one were an overlap in another
         bounds = sorted((extent.start, extent.stop) for extent in inside)
         if any(start < stop for (_, stop), (start, _) in itertools.pairwise(bounds)):
             raise ValueError(f"two pieces of {entry.name!r} overlap")
-        if sum(extent.numel for extent in inside) != math.prod(box_shape):
-            raise ValueError(f"the pieces of {entry.name!r} leave a gap")
     return entry
 
 
@@ -314,10 +304,6 @@ def _objects(name: Any, nbytes: Any, crc32: Any, classes: Any) -> ObjectsFile:
     if not isinstance(classes, list) or not all(isinstance(found, str) for found in classes):
         raise ValueError(f"{classes!r} are no names of classes")
     return ObjectsFile(_name(name), _count(nbytes), _count(crc32), classes)
-
-
-def _readme(name: Any, crc32: Any) -> ReadmeFile:
-    return ReadmeFile(_name(name), _count(crc32))
 
 
 def what_was_meant(folder: Folder) -> str:

@@ -6,14 +6,14 @@ torch writes a checksum of every record into its files, which are zip archives, 
 import contextlib
 import os
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.folder import CheckpointError, Folder, hidden_beside, sync_names
+from lightning_zero.checkpoint.folder import CheckpointError, Folder, hidden_beside, sync_names, writing
 from lightning_zero.checkpoint.resume import KEY
 
 _CHUNK_BYTES = 1 << 22  # that are verified at a time
@@ -28,7 +28,7 @@ def write_at_once(place: Folder, write: Callable[[str], None]) -> None:
     Shards and the file that replaces them are not exchanged in one step: a kill in between leaves neither at the place.
     On a disk the old ones are beside it then, hidden.
     """
-    with _naming(place):
+    with writing(place):
         if not place.is_local:
             if place.is_checkpoint:
                 place.remove()
@@ -47,15 +47,6 @@ def write_at_once(place: Folder, write: Callable[[str], None]) -> None:
             delete_replaced()
         finally:
             coming.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _naming(place: Folder) -> Iterator[None]:
-    """Turns errors of the system into a CheckpointError that names the place."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"cannot write {place}: {error.strerror or error}") from error
 
 
 def is_single_file(place: Folder) -> bool:
