@@ -182,6 +182,14 @@ def save_and_tell(strategy: Any, path: Path, small: int) -> tuple[dict[str, Any]
     return found, [message for message in said if "Checkpoints are" in message]
 
 
+def load_and_save(strategy: Any, path: Path, to: Path) -> None:
+    made = fabric(strategy, 2)
+    model, optimizer = set_up(made)
+    made.load(path, {"model": model, "optimizer": optimizer})
+    made.save(to, {"model": model, "optimizer": optimizer})
+    made.strategy.teardown()
+
+
 def load_and_go_on(strategy: Any, world: int, path: Path, how: str = "load") -> dict[str, Any]:
     """Goes on from what was saved, in a model of other values."""
     made = fabric(strategy, world)

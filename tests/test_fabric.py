@@ -78,7 +78,9 @@ def test_no_backward_sync_saves_the_reductions_of_all_micro_batches_but_the_last
     assert sent[0]["reduce_scatter"] == 3 * sent[1]["reduce_scatter"] > 0
 
 
-def test_what_is_small_is_saved_in_one_file_and_what_is_larger_in_shards(two_ranks: RankPool, tmp_path: Path) -> None:
+def test_what_is_small_is_saved_in_one_file_and_what_is_larger_or_goes_on_from_shards_in_shards(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
     for small, told in ((10**9, "single files: "), (1000, "folders of shards: ")):
         path = tmp_path / f"{small}.ckpt"
         first, second = two_ranks.run(fabric_jobs.save_and_tell, {"stage": 3, "checkpoint": None}, path, small)
@@ -88,6 +90,9 @@ def test_what_is_small_is_saved_in_one_file_and_what_is_larger_in_shards(two_ran
         assert path.is_file() == (small == 10**9)
         found, _ = two_ranks.run(fabric_jobs.load_and_go_on, {"stage": 2}, 2, path)
         assert_same_bits(found["weights"], expected["weights"])
+        again = tmp_path / f"{small} again.ckpt"
+        two_ranks.run(fabric_jobs.load_and_save, {"stage": 2, "checkpoint": None}, path, again)
+        assert again.is_file() == path.is_file()
 
 
 @pytest.mark.parametrize("how", ["apart", "optimizer first", "evaluated before"])

@@ -20,7 +20,7 @@ from lightning_zero.checkpoint import CheckpointError, Folder, resume
 from lightning_zero.checkpoint.resume import ResumeEntry
 from lightning_zero.pl.lightning_private import saved_last, uploads_checkpoints
 from lightning_zero.pl.sharded_strategy import ShardedStrategy
-from lightning_zero.pl.single_file import is_plugin, is_read_by_plugin, read_single_file
+from lightning_zero.pl.single_file import is_plugin
 from lightning_zero.run.construction import Construction
 from lightning_zero.run.engine import Engine
 from lightning_zero.run.forecast import bytes_to_save
@@ -163,21 +163,15 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
             return
         if storage_options is not None:
             raise TypeError("storage_options go to a CheckpointIO plugin; checkpoints are folders of shards here.")
-        if trainer is None:
-            # This process has spawned the ranks: nothing trains here, and there is nothing to resume.
-            step, epoch = checkpoint.get("global_step", 0), checkpoint.get("epoch", 0)
-            self._checkpoints.save(checkpoint, path, step, {"epoch": epoch, "stage": self.stage})
-            self.finish_saves()
-            return
+        step, epoch = checkpoint.get("global_step", 0), checkpoint.get("epoch", 0)
         # A ModelCheckpoint that saves `path` as its last checkpoint has just saved the same state elsewhere: link to
         # that. With save_last="link" Lightning makes links by itself, so a call for `path` means to save it.
-        savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
+        callbacks = [] if trainer is None else trainer.checkpoint_callbacks  # in the process that starts the ranks
+        savers = [saver for saver in callbacks if isinstance(saver, ModelCheckpoint)]
         saved = [saved_last(s) for s in savers if s.save_last is True and s.last_model_path == path]
-        if saved and self._checkpoints.link_latest(path, saved[0], trainer.global_step):
+        if saved and self._checkpoints.link_latest(path, saved[0], step):
             return
-        self._checkpoints.save(
-            checkpoint, path, trainer.global_step, {"epoch": trainer.current_epoch, "stage": self.stage}
-        )
+        self._checkpoints.save(checkpoint, path, step, {"epoch": epoch, "stage": self.stage})
         # After the run nothing would raise its errors; and a SLURM job that is told to stop is requeued at once.
         if self._live_engine is None or Notice.STOP in self._notices.anywhere:
             self.finish_saves()
@@ -216,26 +210,17 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
         loaded, by each rank the part that it owns."""
         self._resumed_state = None
         path = os.fspath(checkpoint_path)
-        if is_read_by_plugin(self.checkpoint_io, path):
-            checkpoint = super().load_checkpoint(path, weights_only=weights_only)
-            self._resumed_state = checkpoint.pop(resume.KEY, None)  # hooks are to see what they see under DDP
-            return checkpoint
         # Entries with large tensors. Lightning's WeightAveraging saves the model beside its average in the third.
         lazy = ("state_dict", "optimizer_states", "current_model_state", resume.KEY)
-        sharded = self._checkpoints.open(path, lazy=lazy, objects=weights_only is False)
-        self._goes_on_from_shards = sharded is not None
-        if sharded is not None:
-            self._resumed_state = sharded.get(resume.KEY)
-            if Folder(path).is_link:
-                _call_it_the_last(sharded, Path(path).name)
-            return sharded
-        checkpoint = read_single_file(self.checkpoint_io, path, weights_only)
+        checkpoint = self._read(path, lazy, weights_only)
         if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
             raise CheckpointError(
                 f"ckpt_path={path!r} is not a Lightning checkpoint: it has no 'state_dict'. "
                 "Pass what Trainer.save_checkpoint wrote."
             )
-        self._resumed_state = checkpoint.pop(resume.KEY, None)
+        self._resumed_state = checkpoint.pop(resume.KEY, None)  # hooks are to see what they see under DDP
+        if self._goes_on_from_shards and Folder(path).is_link:
+            _call_it_the_last(checkpoint, Path(path).name)
         return checkpoint
 
     @override

@@ -30,7 +30,7 @@ from lightning_zero.pl.lightning_private import states_in
 from lightning_zero.pl.precision import ShardedGradients, SkippedSteps
 from lightning_zero.pl.sharded_module import ShardedModule, SyncControl
 from lightning_zero.pl.sharded_strategy import ShardedStrategy, after_meeting
-from lightning_zero.pl.single_file import is_plugin, is_read_by_plugin, read_single_file
+from lightning_zero.pl.single_file import is_plugin
 from lightning_zero.pl.strategy import ZeroStrategy
 from lightning_zero.run.engine import Engine
 from lightning_zero.run.forecast import bytes_to_save
@@ -349,11 +349,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         self._meet_before_collective()
         entries: dict[str, Any] = state if isinstance(state, dict) else {}
         lazy = [key for key, value in entries.items() if isinstance(value, ShardedModule | Optimizer)]
-        if is_read_by_plugin(self.checkpoint_io, str(path)):
-            checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-        else:
-            opened = self._checkpoints.open(str(path), lazy=lazy, objects=weights_only is False)
-            checkpoint = read_single_file(self.checkpoint_io, str(path), weights_only) if opened is None else opened
+        checkpoint = self._read(str(path), lazy, weights_only)
         if isinstance(state, Module | Optimizer):
             self._load(state, checkpoint, strict)
             checkpoint = {}

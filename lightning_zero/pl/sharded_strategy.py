@@ -25,7 +25,14 @@ from lightning_zero.device import HOST, free_bytes, is_host, untested
 from lightning_zero.pl import ranks
 from lightning_zero.pl.advice import bytes_beside
 from lightning_zero.pl.lightning_private import move_states
-from lightning_zero.pl.single_file import choose_format, format_beside, is_plugin, refuse_place
+from lightning_zero.pl.single_file import (
+    choose_format,
+    format_beside,
+    is_plugin,
+    is_read_by_plugin,
+    read_single_file,
+    refuse_place,
+)
 from lightning_zero.pl.table import MemoryReport, table_of, told_of_whole
 from lightning_zero.run.construction import Construction, constructing
 from lightning_zero.run.engine import Engine, Options
@@ -349,6 +356,16 @@ class ShardedStrategy:
         # Two steps: if rank 0 found out only in `write` that it must not write, others would wait for it in a gather.
         saver.together("look at the place", look)
         saver.together("write a single file", write)
+
+    def _read(self, path: str, lazy: Collection[str], weights_only: bool | None) -> Any:
+        """Returns what was saved to `path`, with lazy tensors in the entries `lazy` of a folder of shards. Call it on
+        every rank. Raises as `CheckpointKeeper.open` and `read_single_file`."""
+        io, self._goes_on_from_shards = self.checkpoint_io, False
+        if is_read_by_plugin(io, path):
+            return io.load_checkpoint(path, weights_only=weights_only)
+        sharded = self._checkpoints.open(path, lazy=lazy, objects=weights_only is False)
+        self._goes_on_from_shards = sharded is not None
+        return read_single_file(io, path, weights_only) if sharded is None else sharded
 
     def _model_to_save(self, engine: Engine, key: str | None = None) -> dict[str, Any]:
         """Returns the state of the engine's module as the chosen format has it: whole, or as lazy entries.
