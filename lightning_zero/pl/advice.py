@@ -81,18 +81,17 @@ def advise_on_uncaught(adviser: Adviser) -> None:
     """Has `adviser`, as long as it is there, asked about the exception that ends this process, before its traceback is
     printed."""
     _advisers.add(adviser)
-    if not hasattr(sys.excepthook, _TOLD):
-        sys.excepthook = _advising(sys.excepthook)
+    otherwise = sys.excepthook
+    if hasattr(otherwise, _TOLD):
+        return
 
-
-def _advising(otherwise: Any) -> Any:
     def excepthook(kind: type[BaseException], exception: BaseException, raised: TracebackType | None) -> None:
         for adviser in [*_advisers]:
             adviser.advise_on(exception)
         otherwise(kind, exception, raised)
 
     vars(excepthook)[_TOLD] = True
-    return excepthook
+    sys.excepthook = excepthook
 
 
 def asked_bytes(error: BaseException) -> int:
@@ -335,11 +334,10 @@ def advise(strategy: Any, error: BaseException, where: str, module: Module | Non
     memory = memory_of(error, device)
     held = held_by(engines, device, memory, strategy._beside_before.get(memory, 0))
     activations = held.grown[BESIDE] + (asked_bytes(error) if asked_for(error) == BESIDE else 0)
-    options: list[Option] = []
-    for engine in sorted(engines, key=lambda each: sum(each.ledger.live.values()))[-1:]:
-        if memory == device:
-            planned = bytes_to_rest(engine, engine.optimizers, HOST)
-            options = options_of(engine, strategy.stage, planned, activations, trains=trains)
-        else:
-            options = host_options_of(engine, held.by_category)
+    engine = max(engines, key=lambda each: sum(each.ledger.live.values()))
+    if memory == device:
+        planned = bytes_to_rest(engine, engine.optimizers, HOST)
+        options = options_of(engine, strategy.stage, planned, activations, trains=trains)
+    else:
+        options = host_options_of(engine, held.by_category)
     return advice_for(error, where, held, options, command)

@@ -1,19 +1,7 @@
 """Wraps functions of Lightning so that they know sharded checkpoints and engines; `import lightning_zero` is enough.
 
-Nothing else of Lightning is changed:
-
-- `pl_load`, its loader of files, so that `MyModule.load_from_checkpoint(folder)` and `Trainer(strategy="ddp")` read a
-  sharded checkpoint as they read a file. (Without the import, ``zero://folder`` does the same through fsspec.)
-- `ModelCheckpoint._find_last_checkpoints`, so that ``ckpt_path="last"`` takes the newest complete checkpoint.
-- `ModelCheckpoint.file_exists`, so that a path counts as taken as soon as a save to it is under way in the background.
-- `LightningCLI._parse_ckpt_path`, which reads a model's arguments from the checkpoint in ``--ckpt_path``.
-- `Fabric`, made with a strategy, so that ``Fabric(strategy=ZeroStrategy(...))`` works.
-- `Fabric.setup` and `Fabric.setup_module`, which compile what they have set up: an engine cannot be traced, so what is
-  compiled is the model in it.
-- `Trainer`, made with a strategy, so that one `ZeroStrategy` object serves several Trainers.
-- the call of all callbacks, so that those of `ZeroStrategy` are called too, which are not in `trainer.callbacks`.
-- the broadcast in each training batch of whether a rank was told to stop, which `callbacks.Preemption` replaces.
-- the end of an evaluation's batches, where logged metrics are synchronised: ranks with more batches finish them first.
+`install` lists them, and nothing else of Lightning is changed. Why each is needed: see the function that replaces it,
+and `lightning_private`.
 """
 
 import functools
@@ -55,7 +43,8 @@ from lightning_zero.views.lazy import materialize
 def read_file_or_folder(
     load: Callable[..., Any], path: Any, map_location: Any = None, weights_only: bool | None = None
 ) -> Any:
-    """Does what Lightning's loader of files does, and also reads the folder of a sharded checkpoint."""
+    """Does what Lightning's loader of files does, and also reads the folder of a sharded checkpoint. (Where nobody has
+    imported this package, ``zero://folder`` does the same through fsspec.)"""
     folder = _folder_of_checkpoint(path)
     if folder is None:
         return load(path, map_location=map_location, weights_only=weights_only)
@@ -117,7 +106,8 @@ def find_complete(find: Callable[..., set[str]], callback: ModelCheckpoint, trai
 
 
 def exists_or_is_saved(exists: Callable[..., bool], callback: ModelCheckpoint, filepath: Any, trainer: Any) -> bool:
-    """Whether a path is taken: Lightning asks before it chooses one for a checkpoint."""
+    """Whether a path is taken, as soon as a save to it is under way: Lightning asks before it chooses one for a
+    checkpoint."""
     if not isinstance(trainer.strategy, ZeroStrategy):
         return exists(callback, filepath, trainer)
     if trainer.strategy._is_saving(str(filepath)):
@@ -181,7 +171,8 @@ def make_fabric(init: Callable[..., None], fabric: Fabric, *args: Any, **kwargs:
 def set_up(
     setup: Callable[..., Any], fabric: Fabric, module: Any, *args: Any, _reapply_compile: bool = True, **kwargs: Any
 ) -> Any:
-    """Sets up ``torch.compile(model)`` with Fabric as a model that is compiled in place, with the same settings."""
+    """Sets up ``torch.compile(model)`` with Fabric as a model that is compiled in place, with the same settings: Fabric
+    compiles what it has set up, and an engine cannot be traced."""
     if isinstance(fabric.strategy, FabricZeroStrategy) and _reapply_compile:
         module, settings = private.unwrap_compiled(module)
         if settings is not None:
