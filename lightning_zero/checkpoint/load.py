@@ -112,11 +112,7 @@ class ReadingTogether:
 
 @final
 class StoredCheckpoint:
-    """An open checkpoint. Raises CheckpointError as `read_manifest` does.
-
-    Args:
-        url: its folder.
-    """
+    """An open checkpoint, of the folder `url`. Raises CheckpointError as `read_manifest` does."""
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
         self.folder = Folder(url).real

@@ -36,14 +36,10 @@ class ResumeEntry:
     def capture(
         self, step: int, parameters: list[list[str]], comm: Comm | None = None, **counters: Any
     ) -> dict[str, Any]:
-        """Returns the entry of a checkpoint after `step` optimizer steps, with plain `counters`.
+        """Returns the entry of a checkpoint after `step` optimizer steps, with `PARAMETERS` and plain `counters`.
 
-        Args:
-            step: number of optimizer steps.
-            parameters: see `PARAMETERS`.
-            comm: of all ranks, whose random states are to be in the entry, for a file that one rank writes: collective
-                then. Without it each rank has its own state there, and writes that.
-            counters: plain values.
+        With `comm` it has the random states of all ranks, for a file that one rank writes: collective then. Without it
+        each rank has its own state there, and writes that.
         """
         states = randomness.capture(self.device)
         random: Any

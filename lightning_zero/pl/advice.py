@@ -168,15 +168,8 @@ def options_of(
     engine: Engine, stage: int, planned: Mapping[str, int], activations: int, *, trains: bool = True
 ) -> list[Option]:
     """Returns what frees memory of the device and is not on yet: what is left to divide, to offload, to compute again,
-    or to make smaller.
-
-    Args:
-        engine: which has run out of memory.
-        stage: its stage.
-        planned: bytes by category that will rest on this rank, see `forecast.bytes_to_rest`.
-        activations: bytes of them.
-        trains: there will be a backward.
-    """
+    or to make smaller. `planned` are the bytes by category that will rest on this rank, see `forecast.bytes_to_rest`;
+    `activations` are bytes, too. `trains` says whether there will be a backward."""
     options = [*_stages_of(engine, stage, planned), *_offloads_of(engine, planned), *_rooms_of(engine)]
     if not trains:
         return [*options, Option("a smaller batch", activations, is_most=True)]
@@ -278,15 +271,7 @@ def options_beside_ddp(under_ddp: Mapping[str, int], ranks: int, activations: in
 
 
 def advice_for(error: BaseException, where: str, held: Held, options: Sequence[Option], command: str) -> str:
-    """Returns at most five lines.
-
-    Args:
-        error: says what could not be allocated.
-        where: the rank and the step, in words.
-        held: bytes when memory ran out.
-        options: what the user may write.
-        command: of a shell, that tells what fits.
-    """
+    """Returns at most five lines. `where` is rank and step in words; `command`, of a shell, tells what fits."""
     asked = asked_bytes(error)
     grown = Counter(held.grown)
     grown[asked_for(error)] += asked

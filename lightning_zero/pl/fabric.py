@@ -160,7 +160,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         sharded = self._add(module)
         for optimizer in optimizers:
             self.setup_optimizer(optimizer)
-        assert sharded.engine is not None
+        _ = sharded.engine  # made here, where all ranks are, and not in the first forward
         return sharded, optimizers, scheduler
 
     @override

@@ -5,7 +5,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import StochasticWeightAveraging
-from torch.nn import Module
 
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.local import shares_modules
@@ -13,29 +12,25 @@ from lightning_zero.shards.local import shares_modules
 SHOWN = 3  # number of parameters that are named
 
 
-def what_needs_gradients(trainer: "pl.Trainer", scaler: Any) -> list[str]:
-    """Returns the settings in use that need gradients after backward; `scaler` is the precision plugin's, or None."""
+def what_needs_gradients(trainer: "pl.Trainer") -> list[str]:
+    """Returns the settings in use that need gradients after backward."""
+    plugin: Any = trainer.precision_plugin
     needed = {
         f"Trainer(gradient_clip_val={trainer.gradient_clip_val})": bool(trainer.gradient_clip_val),
         f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})": trainer.accumulate_grad_batches != 1,
-        "precision='16-mixed'": scaler is not None,
+        "precision='16-mixed'": plugin.scaler is not None,
         "manual optimization": not trainer.lightning_module.automatic_optimization,
     }
     return [name for name, is_used in needed.items() if is_used]
 
 
-def refuse_to_fit(trainer: "pl.Trainer", options: Options, scaler: Any) -> None:
+def refuse_to_fit(trainer: "pl.Trainer", options: Options) -> None:
     """Raises ValueError for settings that would train something else than what was asked for.
 
     They are `step_in_backward`, which keeps no gradients, beside a setting that needs them after backward; and tensor
     parallelism beside a callback that copies the model before `configure_model` divides it among the ranks.
-
-    Args:
-        trainer: has its module and callbacks.
-        options: of the engine to be made.
-        scaler: of the precision plugin, or None.
     """
-    needing = what_needs_gradients(trainer, scaler)
+    needing = what_needs_gradients(trainer)
     if needing and options.step_in_backward:
         raise ValueError(
             f"step_in_backward=True takes each gradient as it comes, and {needing[0]} needs them all after "
@@ -49,10 +44,10 @@ def refuse_to_fit(trainer: "pl.Trainer", options: Options, scaler: Any) -> None:
         )
 
 
-def warn_of_undivided(engine: Engine, module: Module) -> None:
+def warn_of_undivided(engine: Engine) -> None:
     """Warns if tensor-parallel ranks share no parameter."""
     size = engine.mesh.tensor.size
-    if size > 1 and not shares_modules(module):
+    if size > 1 and not shares_modules(engine.module):
         rank_zero_warn(
             f"tensor_parallel_size={size}, and no module was parallelized: {size} ranks at a time do the same work on "
             "the same batches. Call parallelize_module(..., self.device_mesh['tensor_parallel'], plan) in "

@@ -29,7 +29,7 @@ def serve_pytorch_lightning() -> None:
     Raises:
         RuntimeError: when a copy is imported already.
     """
-    copies = sorted(name for name, real in OTHER_NAMES.items() if _is_copy(name, real))
+    copies = sorted(filter(_is_copy, OTHER_NAMES))
     if copies:
         raise RuntimeError(
             f"serve_pytorch_lightning() comes too late: somebody has imported {' and '.join(copies)}, whose classes "
@@ -41,15 +41,15 @@ def serve_pytorch_lightning() -> None:
 
 def advice() -> str:
     """Returns what to do when a copy is in use, for its error messages that print one of our objects; else nothing."""
-    if not _is_copy("pytorch_lightning", OTHER_NAMES["pytorch_lightning"]):
+    if not _is_copy("pytorch_lightning"):
         return ""
     return (
         " of lightning.pytorch; for pytorch_lightning call lightning_zero.serve_pytorch_lightning() before importing it"
     )
 
 
-def _is_copy(name: str, real: str) -> bool:
-    return name in sys.modules and sys.modules[name] is not sys.modules.get(real)
+def _is_copy(name: str) -> bool:
+    return name in sys.modules and sys.modules[name] is not sys.modules.get(OTHER_NAMES[name])
 
 
 @final

@@ -227,13 +227,8 @@ def guard_schedulers(
     plugin: ShardedGradients, module: "pl.LightningModule", configs: Callable[[], Sequence[LRSchedulerConfig]]
 ) -> Callable[[], None]:
     """Keeps learning rate schedulers with ``interval="step"`` from moving in a skipped fp16 step (a declared deviation
-    from DDP). Returns a function that undoes this.
-
-    Args:
-        plugin: knows whether the latest step was skipped.
-        module: whose `lr_scheduler_step` is replaced.
-        configs: returns the schedulers of then: the learning rate finder replaces them.
-    """
+    from DDP). Returns a function that undoes this. `configs` returns the schedulers of then: the learning rate finder
+    replaces them."""
     if plugin.scaler is None:
         return lambda: None
     step, own = module.lr_scheduler_step, vars(module).get("lr_scheduler_step")

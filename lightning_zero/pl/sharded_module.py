@@ -14,12 +14,8 @@ from lightning_zero.run.engine import Engine
 
 @final
 class ShardedModule(Module):
-    """Wrapper that Fabric calls instead of the user's module, as it calls DDP's.
-
-    Args:
-        module: the user's.
-        make: makes the engine. Called when the engine is first used: only then are all optimizers known.
-    """
+    """Wrapper that Fabric calls instead of the user's module, as it calls DDP's. It calls `make` when the engine is
+    first used: only then are all optimizers known."""
 
     def __init__(self, module: Module, make: Callable[["ShardedModule"], Engine]) -> None:
         super().__init__()

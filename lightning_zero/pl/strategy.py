@@ -317,12 +317,12 @@ class ZeroStrategy(CheckpointingStrategy):
             comm.report(None)  # the failure of the run before is not the reason for one from here on
         if fitting:
             self.setup_optimizers(trainer)
-            refuse_to_fit(trainer, self._settings.options, self.precision_plugin.scaler)
+            refuse_to_fit(trainer, self._settings.options)
         optimizers = self.optimizers if fitting else []
         self.engine = engine = self._new_engine(module, optimizers, self.precision_plugin, "configure_model()")
         show_device(module, device=self.root_device)  # sets `module.device`, as `module.to` would
         randomness.share(engine.mesh.tensor, self.root_device)
-        warn_of_undivided(engine, module)
+        warn_of_undivided(engine)
         self._failed, self._runs, self._left_gradients = False, self._runs + 1, {}
         self.setup_precision_plugin()
         if fitting:
@@ -331,7 +331,7 @@ class ZeroStrategy(CheckpointingStrategy):
 
     def _begin_fit(self, trainer: "pl.Trainer", engine: Engine) -> None:
         """Prepares Lightning's schedulers, optimizers and loggers for a fit, and prints the table if that is wanted."""
-        module, scaler = trainer.lightning_module, self.precision_plugin.scaler
+        module = trainer.lightning_module
         self._undo.callback(guard_schedulers(self.precision_plugin, module, lambda: self.lr_scheduler_configs))
         found: Any = module.optimizers()
         wrappers: list[Any] = found if isinstance(found, list) else [found]
@@ -343,8 +343,7 @@ class ZeroStrategy(CheckpointingStrategy):
         assert self._own_callbacks is not None
         if self._own_callbacks.summarises:
             averages = [one.room(engine) for one in trainer.callbacks if isinstance(one, ZeroEMA)]  # type: ignore[attr-defined]
-            is_free = not what_needs_gradients(trainer, scaler)
-            self._tell(engine, averages=averages, can_step_in_backward=is_free)
+            self._tell(engine, averages=averages, can_step_in_backward=not what_needs_gradients(trainer))
             tell_of_foreign(engine)
 
     # -- steps
