@@ -313,6 +313,7 @@ class Lora(Everything):
         checkpoint["mine"] = {"list": [1, 2.5, None, "x"], "tensor": torch.arange(3)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert "lightning_zero" not in checkpoint  # under DDP there is none
         state = checkpoint["state_dict"]
         state["head.weight"] = state.pop("renamed.weight")
         state.update(checkpoint["moved"])

@@ -79,12 +79,12 @@ def test_no_link_shows_what_was_removed(in_background: bool, tmp_path: Path) -> 
         keeper.link_latest(str(link), str(tmp_path / "a"), 3)
         save(keeper, comm, tmp_path / "b", 4)
         keeper.remove(str(tmp_path / "a"))
-        keeper.saver.together("wait", keeper.saver.finish)
+        keeper.saver.together("wait", keeper.saver.wait)
         shown = shown_by(link)
-        keeper.saver.together("look", keeper.saver.finish)
+        keeper.saver.together("look", keeper.saver.wait)
         keeper.remove(str(tmp_path / "b"))
         made = keeper.link_latest(str(link), str(tmp_path / "b"), 4)
-        keeper.saver.together("wait", keeper.saver.finish)
+        keeper.saver.together("wait", keeper.saver.wait)
         return [shown, made, os.path.lexists(link)]
 
     assert on_ranks(do, in_background=in_background) == [["b", False, False]] * 2
@@ -136,7 +136,7 @@ def test_ranks_wait_for_one_that_works_longer_than_the_timeout(
         save(keeper, comm, tmp_path / "b", 4)
         keeper.remove(str(tmp_path / "a"))
         save(keeper, comm, tmp_path / "c", 5)
-        keeper.saver.together("wait", keeper.saver.finish)
+        keeper.saver.together("wait", keeper.saver.wait)
 
     monkeypatch.setattr(Folder, method, slowly)
     on_ranks(do, in_background=slow == "removal in background", timeout=2.0)
@@ -336,12 +336,12 @@ def test_a_link_that_cannot_be_moved_is_told_and_the_job_goes_on(
     def do(keeper: CheckpointKeeper, comm: Comm) -> None:
         save(keeper, comm, tmp_path / "a", 3)
         keeper.link_latest(str(tmp_path / "last"), str(tmp_path / "a"), 3)
-        keeper.saver.together("wait", keeper.saver.finish)
+        keeper.saver.together("wait", keeper.saver.wait)
         if comm.rank == 0:
             monkeypatch.setattr(Folder, "link_to", refuse)
         save(keeper, comm, tmp_path / "b", 4)
         keeper.remove(str(tmp_path / "a"))
-        keeper.saver.together("wait", keeper.saver.finish)
+        keeper.saver.together("wait", keeper.saver.wait)
 
     on_ranks(do, in_background=in_background)
     (warning,) = warnings

@@ -24,7 +24,7 @@ from engine_checkpoints import Place, resume, tree_of
 from lightning_zero.checkpoint import CheckpointError, Saver, StoredCheckpoint, find_newest, verify
 from lightning_zero.checkpoint.draft import Stream
 from lightning_zero.checkpoint.folder import MANIFEST, README, Folder
-from lightning_zero.checkpoint.manifest import BLOCK_BYTES, Entry, Manifest, ShardFile, StoredRange
+from lightning_zero.checkpoint.manifest import BLOCK_BYTES, Entry, Manifest, ShardFile
 from lightning_zero.checkpoint.shard import (
     Range,
     ShardReader,
@@ -87,12 +87,12 @@ def write(folder: Path, shards: Sequence[Sequence[Range]]) -> ShardReader:
             written = write_shard(*streams, ranges, {"rank": number}, beat=lambda: None)
         assert written.nbytes == shard.stat().st_size
         files.append(ShardFile(shard.name, written.nbytes, checks.name, written.checks_crc32))
-        header = read_header(Folder(folder), shard.name)
+        header = read_header(Folder(folder), shard.name, number)
         assert header.partials == {"rank": number}
-        for dtype, extent, offset in header.pieces:
-            entry = tensors.setdefault(extent.name, Entry(extent.name, dtype, extent.shape, ()))
-            piece = StoredRange(extent, number, offset, extent.numel * dtype.itemsize)
-            tensors[extent.name] = entry._replace(pieces=(*entry.pieces, piece))
+        for dtype, piece in header.pieces:
+            name, shape = piece.extent.name, piece.extent.shape
+            entry = tensors.setdefault(name, Entry(name, dtype, shape, ()))
+            tensors[name] = entry._replace(pieces=(*entry.pieces, piece))
     manifest = Manifest(about={}, files=tuple(files), tensors=tensors, tree={}, partials={}, objects=None)
     return ShardReader(Folder(folder), manifest)
 
@@ -288,7 +288,7 @@ def test_a_header_is_padded_and_counts_bytes_as_the_format_says() -> None:
 def test_a_file_that_is_no_shard_of_ours_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"x\.safetensors is not a shard"):
-        read_header(Folder(tmp_path), "x.safetensors")
+        read_header(Folder(tmp_path), "x.safetensors", 0)
 
 
 # -- damage

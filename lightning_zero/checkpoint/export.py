@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.storage import UntypedStorage
 
-from lightning_zero.checkpoint.folder import MANIFEST, CheckpointError, Folder, writing
+from lightning_zero.checkpoint.folder import CheckpointError, Folder, writing
 from lightning_zero.checkpoint.load import StoredCheckpoint
 from lightning_zero.checkpoint.shard import CHUNK_BYTES, SAFE_NAMES, chunks_of, header_of
 from lightning_zero.checkpoint.single import is_single_file, model_in, problems_in, read_plain, refuse_other_files
@@ -67,8 +67,6 @@ def consolidate(url: str | os.PathLike[str], out: str | os.PathLike[str], *, obj
     with closing(StoredCheckpoint(url)) as checkpoint:
         with _arriving(place) as scratch, scratch.open("wb") as file:
             write_single_file(checkpoint, file, objects=objects)
-            file.flush()
-            os.fsync(file.fileno())
         return checkpoint.left_out
 
 
@@ -82,6 +80,8 @@ def _arriving(place: Folder) -> Iterator[Path]:
         with writing(place):
             yield scratch
             if place.is_local:
+                with scratch.open("rb") as file:
+                    os.fsync(file.fileno())
                 scratch.replace(place.path)
             else:
                 place.fs.put_file(str(scratch), place.path)
@@ -231,8 +231,6 @@ def _write_safetensors(group: dict[str, Tensor], path: Path) -> None:
         file.write(header_of([(name, lazy.dtype, lazy.shape) for name, lazy in group.items()], {"format": "pt"}))
         for lazy in group.values():
             file.writelines(_chunks_of_lazy(lazy, scratch) if isinstance(lazy, LazyTensor) else chunks_of(lazy))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _divide(tensors: dict[str, Tensor], shard_bytes: int) -> dict[str, dict[str, Tensor]]:
@@ -269,10 +267,6 @@ class ZeroFileSystem(fsspec.AbstractFileSystem):
     def exists(self, path: str, **_: Any) -> bool:
         place = Folder(self._strip_protocol(path))
         return place.is_checkpoint or is_single_file(place)
-
-    def modified(self, path: str) -> Any:
-        place = Folder(self._strip_protocol(path))
-        return place.fs.modified(place.path if is_single_file(place) else place.file(MANIFEST))
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
         if mode != "rb":

@@ -101,7 +101,7 @@ class CheckpointKeeper:
         """Returns what was saved to the folder `path`; None when that is a single file. Call it on every rank.
 
         Args:
-            path: of the folder.
+            path: of a folder or file.
             lazy: the entries whose tensors are to be read when they are needed.
             objects: see `StoredCheckpoint.tree`.
 
@@ -118,9 +118,8 @@ class CheckpointKeeper:
             return None
         read: dict[str, Any] = {}
 
-        def read_all() -> Record:
+        def read_all() -> None:
             read.update(resumed.tree(objects=objects, lazy=lazy))
-            return {}
 
         self.saver.together("read a checkpoint", read_all)
         if resumed.told_left_out:

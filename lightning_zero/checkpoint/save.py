@@ -31,6 +31,7 @@ from lightning_zero.views.lazy import LazyTensor, Spread
 from lightning_zero.wire.board import AgreementError, Board, Record
 
 _T = TypeVar("_T")
+_Work = Callable[[], Record | None]
 _Decide = Callable[[list[Record]], Record]
 
 _OBJECTS = "objects-{}.pt"  # with the token of the draft
@@ -74,16 +75,14 @@ class Saver:
     def muster(self) -> None:
         """Waits until all ranks are about to save, and the previous save is complete. Raises CheckpointError on every
         rank that came, when one does not, or a task in the background has failed."""
-        self.together("muster", self.finish, absent=_ABSENT)
+        self.together("muster", self.wait, absent=_ABSENT)
 
-    def together(
-        self, doing: str, work: Callable[[], Record], decide: _Decide | None = None, absent: str | None = None
-    ) -> Record:
+    def together(self, doing: str, work: _Work, decide: _Decide | None = None, absent: str | None = None) -> Record:
         """Calls `work`, and raises the same CheckpointError on all ranks when it fails on one. Call it on every rank.
 
         Args:
             doing: names the work in messages, such as "remove a file".
-            work: may take long, but must not wait for other ranks.
+            work: may take long, but must not wait for other ranks. None stands for an empty record.
             decide: called on rank 0 with what `work` returned on all ranks; returns the result for all of them. By
                 default that is what `work` returned on rank 0.
             absent: the message when ranks do not come, with ``{missing}`` for them.
@@ -115,10 +114,9 @@ class Saver:
         jobs: list[_Job] = []
         begun: list[Draft] = []  # on rank 0
 
-        def prepare() -> Record:
+        def prepare() -> None:
             self.wait()  # `muster` may not have been called
             jobs.append(self._prepare(tree, about))
-            return {}
 
         def begin(_: list[Record]) -> Record:
             draft = Draft.of(Folder(url), secrets.token_hex(4))
@@ -229,11 +227,6 @@ class Saver:
             self._executor.shutdown()
             self._executor = None
 
-    def finish(self) -> Record:
-        """Calls `wait`; a `work` for `together`."""
-        self.wait()
-        return {}
-
     def _submit(self, task: Callable[..., None], *args: Any) -> Future[None]:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "lightning_zero saver")
@@ -268,10 +261,10 @@ def pickle_on_all_ranks(value: Any, packed: io.BytesIO | None) -> None:
         torch.save(value, nowhere if packed is None else packed)
 
 
-def _told(doing: Callable[[], Record]) -> Record:
+def _told(doing: _Work) -> Record:
     """Returns what `doing` returns, or its error as a record, so that other ranks hear of it."""
     try:
-        return doing()
+        return doing() or {}
     except Exception as error:
         return {"error": str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"}
 
@@ -334,9 +327,9 @@ def _commit(draft: Draft, job: _Job, beat: Callable[[], None], records: list[Rec
     for rank, file in enumerate(files):
         beat()  # thousands of shards on a slow disk take long
         header = _header_of(draft, file, rank)
-        for dtype, extent, offset in header.pieces:
-            dtypes[extent.name] = dtype
-            pieces.setdefault(extent.name, []).append(StoredRange(extent, rank, offset, extent.numel * dtype.itemsize))
+        for dtype, piece in header.pieces:
+            dtypes[piece.extent.name] = dtype
+            pieces.setdefault(piece.extent.name, []).append(piece)
         for name_of_partial, items in header.partials.items():
             partials.setdefault(name_of_partial, []).append(items)
     tensors = {name: Entry(name, dtypes[name], held[0].extent.shape, tuple(held)) for name, held in pieces.items()}
@@ -378,7 +371,7 @@ def _header_of(draft: Draft, file: ShardFile, rank: int) -> Header:
     try:
         if draft.written.size(file.name) != file.nbytes:
             raise CheckpointError(f"{file.name} is shorter than rank {rank} wrote it")
-        return read_header(draft.written, file.name)
+        return read_header(draft.written, file.name, rank)
     except FileNotFoundError:
         raise CheckpointError(
             f"rank 0 does not see {file.name}, which rank {rank} wrote. Save to a file system that all machines share"

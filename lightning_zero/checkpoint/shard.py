@@ -40,18 +40,10 @@ class Range(NamedTuple):
         return self.values.read() if isinstance(self.values, Part) else self.values
 
 
-class Held(NamedTuple):
-    """A piece of a tensor, as the header of a shard has it."""
-
-    dtype: torch.dtype
-    extent: Extent
-    offset: int  # bytes from the start of the file
-
-
 class Header(NamedTuple):
     """The contents of a shard, as its header tells them."""
 
-    pieces: list[Held]
+    pieces: list[tuple[torch.dtype, StoredRange]]
     partials: dict[str, Any]
 
 
@@ -114,8 +106,8 @@ def _check(block: bytes | bytearray | memoryview) -> bytes:
     return zlib.crc32(block).to_bytes(4, "little")
 
 
-def read_header(folder: Folder, name: str) -> Header:
-    """Reads the header of a shard; raises CheckpointError when the file is none."""
+def read_header(folder: Folder, name: str, number: int) -> Header:
+    """Reads the header of a shard, `number` of `Manifest.files`; raises CheckpointError when the file is none."""
     with folder.open(name) as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > LONGEST_HEADER:
@@ -128,7 +120,8 @@ def read_header(folder: Folder, name: str) -> Header:
         for key, (of, dtype, shape, start, stop, *box) in metadata["extents"].items():
             shape, box_offset, box_shape = map(tuple, (shape, *box))
             extent = Extent(name=of, shape=shape, box_offset=box_offset, box_shape=box_shape, start=start, stop=stop)
-            pieces.append(Held(dtype_named(dtype), extent, 8 + length + plain[key]["data_offsets"][0]))
+            begin, end = plain[key]["data_offsets"]
+            pieces.append((dtype_named(dtype), StoredRange(extent, number, 8 + length + begin, end - begin)))
         return Header(pieces, metadata["partials"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder.file(name)} is not a shard: {type(error).__name__}: {error}.") from error

@@ -110,7 +110,7 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
     def saves_single_file(self) -> bool:
         """See `ShardedStrategy.saves_single_file`; also warns of loggers that will upload nothing."""
         is_open, is_single = self.checkpoint is None, super().saves_single_file()
-        trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
+        trainer = trainer_of(self.lightning_module)
         if is_open and trainer is not None:
             self._warn_of_loggers(trainer.loggers)
         return is_single
@@ -151,7 +151,6 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
         is_single = self.saves_single_file()
         if self.engine is not None and self.engine.mesh.tensor.size > 1:
             checkpoint = self.engine.states.spread_others(checkpoint, full=is_single)
-        assert self.lightning_module is not None
         trainer, path = trainer_of(self.lightning_module), os.fspath(filepath)
         has_chosen = is_single and not self._settings.may_choose_format  # the file is to be Lightning's, and no more
         if trainer is not None and "optimizer_states" in checkpoint and not has_chosen:
@@ -225,12 +224,7 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """See `resume.load_state_dict`. With ``strict=False``, leaves and tells what does not match.
-
-        Args:
-            checkpoint: has the entry "state_dict".
-            strict: `LightningModule.strict_loading`.
-        """
+        """See `resume.load_state_dict`. With ``strict=False``, leaves and tells what does not match."""
         assert self.lightning_module is not None
         engine = self._live_engine
         keeper, module = self._checkpoints, self.lightning_module
@@ -320,7 +314,7 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
         saver = self._checkpoints.saver
         if saver.has_agreed:
             self._meet_before_collective()  # single ranks may have read parameters in hooks
-            saver.together("finish what is being saved", saver.finish)
+            saver.together("finish what is being saved", saver.wait)
         else:  # nothing was saved: this rank has at most removed checkpoints
             saver.wait()
 
@@ -342,10 +336,10 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
             log.error("%s", error)  # the error that ended the run is being raised already
 
 
-def trainer_of(module: "pl.LightningModule") -> "pl.Trainer | None":
-    """Returns the trainer of a module; None where it has none, as in the process that starts the ranks."""
+def trainer_of(module: "pl.LightningModule | None") -> "pl.Trainer | None":
+    """Returns the trainer of a module; None where there is none, as in the process that starts the ranks."""
     try:
-        return module.trainer
+        return None if module is None else module.trainer
     except RuntimeError:
         return None
 

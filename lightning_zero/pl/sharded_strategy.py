@@ -22,9 +22,9 @@ from lightning_zero.checkpoint import CheckpointKeeper, Folder, pickle_on_all_ra
 from lightning_zero.checkpoint.single import write_at_once
 from lightning_zero.config import Checkpoint, Offload
 from lightning_zero.device import HOST, free_bytes, is_host, untested
-from lightning_zero.pl import ranks
 from lightning_zero.pl.advice import bytes_beside
 from lightning_zero.pl.lightning_private import move_states
+from lightning_zero.pl.ranks import warn_of_shared_store
 from lightning_zero.pl.single_file import (
     choose_format,
     format_beside,
@@ -198,7 +198,7 @@ class ShardedStrategy:
 
     def setup_environment(self) -> None:
         """Connects the processes."""
-        ranks.warn_of_shared_store()
+        warn_of_shared_store()
         super().setup_environment()  # type: ignore[misc]
 
     def _ensure_comm(self) -> Comm:
@@ -233,14 +233,8 @@ class ShardedStrategy:
         return constructing(stage=self.stage, comm=self._ensure_comm(), options=self._settings.options)
 
     def _new_engine(self, module: Module, optimizers: Sequence[Optimizer], precision: Any, builder: str) -> Engine:
-        """Makes an engine. Collective: call it on every rank.
-
-        Args:
-            module: whose parameters are sharded.
-            optimizers: over parameters of `module`; none for evaluation.
-            precision: Lightning's plugin.
-            builder: names, for messages, where the model would be built in shards.
-        """
+        """Makes an engine; without optimizers one for evaluation. Collective: call it on every rank. `precision` is
+        Lightning's plugin; `builder` names, for messages, where the model would be built in shards."""
         comm, options = self._ensure_comm(), self._settings.options
         if STAGES[self.stage].parameter and comm.size > 1 and (told := told_of_whole(module, builder)):
             rank_zero_info(told)
@@ -338,12 +332,11 @@ class ShardedStrategy:
         """
         io, saver = self.checkpoint_io, self._checkpoints.saver
 
-        def look() -> dict[str, Any]:
+        def look() -> None:
             if self.is_global_zero and not is_plugin(io):
                 refuse_place(path, replaces_shards=self._settings.may_choose_format)
-            return {}
 
-        def write() -> dict[str, Any]:
+        def write() -> None:
             if self.is_global_zero and is_plugin(io):
                 io.save_checkpoint(tree, path, storage_options=storage_options)
             elif self.is_global_zero:
@@ -351,7 +344,6 @@ class ShardedStrategy:
                 write_at_once(Folder(path), save)
             else:
                 pickle_on_all_ranks({key: value for key, value in tree.items() if key not in whole}, None)
-            return {}
 
         # Two steps: if rank 0 found out only in `write` that it must not write, others would wait for it in a gather.
         saver.together("look at the place", look)

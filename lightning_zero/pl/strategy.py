@@ -377,8 +377,8 @@ class ZeroStrategy(CheckpointingStrategy):
     def _prepare_collective(self, name: str) -> None:
         """Meets, then has the ranks wait for each other in a collective of this package, which says after
         `wait_timeout` who is missing. Lightning's own waits as long as `timeout`, without a message."""
-        module, own = self.lightning_module, self._own_callbacks
-        trainer = None if module is None or self._live_engine is None else trainer_of(module)
+        own = self._own_callbacks
+        trainer = None if self._live_engine is None else trainer_of(self.lightning_module)
         if own is not None and trainer is not None and (trainer.evaluating or trainer.predicting):
             own.preemption.meet(trainer)
         else:
@@ -509,7 +509,7 @@ ZeroStrategy.register_strategies(StrategyRegistry)
 
 def _moment_of(module: "pl.LightningModule | None") -> str:
     """Returns what the trainer does now, for messages, such as "step 12"."""
-    trainer = None if module is None else trainer_of(module)
+    trainer = trainer_of(module)
     if trainer is None:
         return ""
     stage = trainer.state.stage
