@@ -45,8 +45,9 @@ def test_a_gpt_may_have_other_layers_than_its_size(layers: int) -> None:
 
 def time_steps(options: str, folder: Path) -> str:
     """What `step_time.py` prints; `folder` gets found.json, found.csv and found.svg."""
-    command = [sys.executable, BENCHMARKS / "step_time.py", *"--size tiny --layers 1 --rounds 1 --steps 4 --devices 2".split()]
-    command += ["--accelerator", "cpu", *options.split(), "--json", folder / "found.json"]
+    small = "--size tiny --layers 1 --rounds 1 --steps 4 --devices 2 --accelerator cpu"
+    command = [sys.executable, BENCHMARKS / "step_time.py", *small.split(), *options.split()]
+    command += ["--json", folder / "found.json"]
     with warm.starts():
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
