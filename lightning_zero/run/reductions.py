@@ -320,11 +320,8 @@ class Reductions:
         shard = gradient_of(slot)
         if shard.is_spread:
             shown = slot.local.grad
-            if isinstance(shown, ShardedGradient) and shown.is_of(slot):
-                return
-            if slot.local.averaged is None:
-                slot.local.averaged = ShardedGradient(slot, self._interception.lender)
-            slot.local.grad = slot.local.averaged
+            if not (isinstance(shown, ShardedGradient) and shown.is_of(slot)):
+                slot.local.grad = ShardedGradient(slot, self._interception.lender)
         else:
             assert shard.full_grad is not None
             slot.local.grad = slot.view(shard.full_grad)

@@ -68,7 +68,6 @@ class Local:
         self._strides = self.values.stride()  # as the user made it; at rest the values are in C order
         self._stand_in: Parameter | None = None  # for a DTensor, see `stepped`
         self.nothing: Tensor | None = None  # what it points at without values, made once
-        self.averaged: Tensor | None = None  # what stands in `p.grad` for an average that is spread, made once
 
     @property
     def is_divided(self) -> bool:
