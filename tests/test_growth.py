@@ -8,8 +8,8 @@ import pytest
 from torch import Tensor
 
 import rehearsal_jobs
+from lightning_zero.rehearsal.comparison import GROWING, RANKS, Scaled, growth_of
 from lightning_zero.rehearsal.cost import Rates
-from lightning_zero.rehearsal.growth import GROWING, RANKS, Scaled, growth_of
 from lightning_zero.rehearsal.memory import Phase, phases_of
 from lightning_zero.rehearsal.planning import MARGIN
 from lightning_zero.rehearsal.rehearsal import Rehearsal, rehearse

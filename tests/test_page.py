@@ -21,7 +21,7 @@ from lightning_zero import cli
 from lightning_zero.pl.table import sized
 from lightning_zero.rehearsal.comparison import Comparison, compare
 from lightning_zero.rehearsal.cost import Rates, Work
-from lightning_zero.rehearsal.memory import Phase, Station
+from lightning_zero.rehearsal.memory import Moment, Phase
 from lightning_zero.rehearsal.page import page_of
 from lightning_zero.rehearsal.rehearsal import rehearse
 from lightning_zero.run.program import Cause, Kind, Op, Program, UnitFacts, Use
@@ -281,7 +281,8 @@ def long_page(shown: Comparison) -> str:
     )
     work = {at: Work(flops=10**10, nbytes=10**7) for at in range(len(uses))}
     course = tuple(
-        Station(Phase.FORWARD, f"layers.{at}", {"parameter": 10**9, "activations": at * 10**6}) for at in range(6000)
+        Moment(Phase.FORWARD, f"layers.{at}", {"parameter": 10**9, "activations": at * 10**6}, {}, {})
+        for at in range(6000)
     )
     chosen = replace(shown.chosen, program=Program(facts, uses, ops), work=work, course=course)
     return page_of(replace(shown, chosen=chosen), "large")

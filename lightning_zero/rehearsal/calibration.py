@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
@@ -34,29 +34,25 @@ class Timed(Rank):
 
     def __init__(self, rank: int, ranks: int) -> None:
         super().__init__(rank, ranks, steps=STEPS, computes=True)
-        self.moving, self.calculating = (Work(), 0.0), (Work(), 0.0)  # operations without and with FLOPs, and seconds
+        self._done, self._took = [Work(), Work()], [0.0, 0.0]  # of operations without FLOPs, and with them
 
     @override
     def _ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         super()._ran(func, args, kwargs, result)
-        if self._engine is None or self._batches_left >= COUNTED:
-            return
-        work, took = work_of(func, args, kwargs, result), self.hollow.took
-        if work.flops:
-            self.calculating = self.calculating[0] + work, self.calculating[1] + took
-        else:
-            self.moving = self.moving[0] + work, self.moving[1] + took
+        if self._engine is not None and self._batches_left < COUNTED:
+            work = work_of(func, args, kwargs, result)
+            self._done[work.flops > 0] += work
+            self._took[work.flops > 0] += self.hollow.took
 
     @property
     def memory_rate(self) -> float:
         """Bytes per second of operations that only move them."""
-        work, seconds = self.moving
-        return work.nbytes / seconds
+        return self._done[False].nbytes / self._took[False]
 
     @property
     def flops_rate(self) -> float:
         """FLOPs per second, beside the time that their bytes take."""
-        work, seconds = self.calculating
+        work, seconds = self._done[True], self._took[True]
         return work.flops / max(seconds - work.nbytes / self.memory_rate, LEAST * seconds)
 
 
@@ -79,14 +75,8 @@ def calibrate(module: Module, batch: Any, *, ranks: int = 2, accelerator: str = 
         raise ValueError(f"ranks={ranks}: a rank alone sends nothing. Calibrate with at least 2.")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rates.json"
-        spawn(_measure, (ranks, _free_port(), path, module, batch, accelerator, trainer), nprocs=ranks)
+        spawn(_measure, (ranks, find_free_network_port(), path, module, batch, accelerator, trainer), nprocs=ranks)
         return Rates(**json.loads(path.read_text()))
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return int(found.getsockname()[1])
 
 
 def _measure(

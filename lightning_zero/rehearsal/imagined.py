@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,13 +42,6 @@ class Traffic(NamedTuple):
 
     calls: int
     nbytes: int
-
-    def since(self, before: "Traffic") -> "Traffic":
-        """Returns what has come since another time."""
-        return Traffic(self.calls - before.calls, self.nbytes - before.nbytes)
-
-
-NONE = Traffic(0, 0)
 
 
 @dataclass(frozen=True)
@@ -115,8 +108,7 @@ class Rank:
         self._engine: Engine | None = None
         self._names: dict[int, str] = {}
         self._running: list[Module] = []
-        self._before: dict[str, Traffic] = {}
-        self._after: dict[str, Traffic] = {}
+        self._before = self._after = (Counter[str](), Counter[str]())  # the last step: see `_sent_by`
         self._work: defaultdict[int, Work] = defaultdict(Work)  # by the use in which it was done, in the last step
 
     @contextmanager
@@ -142,7 +134,7 @@ class Rank:
     def begin_batch(self) -> None:
         assert self._engine is not None
         if self._batches_left == self._micro_batches:
-            self._is_in_last, self._before = True, traffic_of(self._engine.mesh)
+            self._is_in_last, self._before = True, _sent_by(self._engine.mesh)
         self._batches_left -= 1
         self.memory.phase = Phase.FORWARD
         self.memory.is_last = self._is_in_last
@@ -150,7 +142,7 @@ class Rank:
     def end_step(self) -> None:
         """Notes what was sent so far. At the end of a fit ranks leave the plan of a step that does not come."""
         assert self._engine is not None
-        self._after = traffic_of(self._engine.mesh)
+        self._after = _sent_by(self._engine.mesh)
 
     def end(self) -> None:
         """Takes down what the last step has left. What comes after it is no training."""
@@ -160,11 +152,11 @@ class Rank:
         self.memory.phase, self._is_in_last = Phase.SAVE, False
         saved = _save(engine)
         self.memory.phase = Phase.OVER
-        sent = {kind: there.since(self._before.get(kind, NONE)) for kind, there in self._after.items()}
+        calls, nbytes = (after - before for before, after in zip(self._before, self._after, strict=True))
         self.outcome = Outcome(
             numel=sum(local_of(parameter).numel() for parameter in engine.module.parameters()),
             at_rest=engine.bytes_by_category(),
-            sent={kind: traffic for kind, traffic in sent.items() if traffic.calls},
+            sent={kind: Traffic(count, nbytes[kind]) for kind, count in calls.items()},
             program=engine.program(),
             saved=saved,
             work=dict(self._work),
@@ -196,14 +188,10 @@ class Rank:
         return sum(one.nbytes for one in found if one is not None)
 
 
-def traffic_of(mesh: Mesh) -> dict[str, Traffic]:
-    """Returns what a rank has sent so far, by kind of operation."""
-    found: dict[str, Traffic] = {}
-    for comm in {mesh.world, mesh.shard, mesh.replicate, mesh.tensor}:
-        for kind, calls in comm.calls.items():
-            before = found.get(kind, NONE)
-            found[kind] = Traffic(before.calls + calls, before.nbytes + comm.bytes_sent[kind])
-    return found
+def _sent_by(mesh: Mesh) -> tuple[Counter[str], Counter[str]]:
+    """Returns the calls and the bytes that a rank has sent so far, by kind of operation."""
+    comms = {mesh.world, mesh.shard, mesh.replicate, mesh.tensor}
+    return sum((one.calls for one in comms), Counter()), sum((one.bytes_sent for one in comms), Counter())
 
 
 def _save(engine: Engine) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, final
+from typing import final
 
 from torch import Tensor, UntypedStorage
 from typing_extensions import override
@@ -60,6 +60,7 @@ _MADE_IN = {
 class Moment:
     """The bytes of a rank at one moment."""
 
+    phase: Phase
     place: str  # the module, or the use, in which the last of them were made
     device: Mapping[str, int]  # by category
     host: Mapping[str, int]
@@ -68,18 +69,6 @@ class Moment:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return sum(self.device.values())
-
-
-class Station(NamedTuple):
-    """Where a rank was in a step, and the bytes on its device when it had most there."""
-
-    phase: Phase
-    place: str
-    device: Mapping[str, int]  # by category
-
-    @property
-    def nbytes(self) -> int:
         return sum(self.device.values())
 
 
@@ -92,7 +81,7 @@ class Memory(Ledger):
         self.peaks: dict[Phase, Moment] = {}  # the moment of each phase with most bytes on the device
         self.place: Callable[[], str] = str  # names where the rank is
         self.whole_gradients: Callable[[], int] = int  # bytes of gradients that autograd has made, and keeps
-        self.course: list[Station] = []  # of the last step
+        self.course: list[Moment] = []  # of the last step: the one with most bytes on the device at each place
         self._most_here = 0  # bytes at the last of these
         self._gradients = 0  # what `whole_gradients` has said last
         self.is_last = False  # the step under way is the last one
@@ -169,10 +158,10 @@ class Memory(Ledger):
 
     def _follow(self, place: str, total: int, may_ask: bool) -> None:
         """Keeps this moment of the last step, if it is the first one at its place or the one with most bytes there."""
-        is_same = bool(self.course) and self.course[-1][:2] == (self._phase, place)
+        is_same = bool(self.course) and (self.course[-1].phase, self.course[-1].place) == (self._phase, place)
         if is_same and total <= self._most_here:
             return
-        self.course[len(self.course) - is_same :] = [Station(self._phase, place, self._now(may_ask).device)]
+        self.course[len(self.course) - is_same :] = [self._now(may_ask)]
         self._most_here = total
 
     def _now(self, may_ask: bool) -> Moment:
@@ -191,4 +180,4 @@ class Memory(Ledger):
         device[Category.GRADIENT] += gradients
         device[Other.TEMPORARY] -= gradients
         found = {tier: {str(name): nbytes for name, nbytes in there.items() if nbytes} for tier, there in tiers.items()}
-        return Moment(self.place(), found[Tier.DEVICE], found[Tier.HOST], found[Tier.DISK])
+        return Moment(self._phase, self.place(), found[Tier.DEVICE], found[Tier.HOST], found[Tier.DISK])

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_zero.pl.table import ranks_told, sized
-from lightning_zero.rehearsal.comparison import COLOURS, OTHER, Comparison, in_order
-from lightning_zero.rehearsal.cost import Lane, Span
-from lightning_zero.rehearsal.growth import Scaled
+from lightning_zero.rehearsal.comparison import COLOURS, OTHER, Comparison, Scaled, in_order
+from lightning_zero.rehearsal.cost import Lane, Rates, Span
 from lightning_zero.rehearsal.memory import Phase, phases_of
 from lightning_zero.rehearsal.rehearsal import Rehearsal
 from lightning_zero.run.program import Program
@@ -46,6 +45,7 @@ def write_page(path: str | os.PathLike[str], shown: Comparison, name: str) -> No
 def page_of(shown: Comparison, name: str) -> str:
     """Returns the page as HTML; see `write_page`."""
     chosen, room = shown.chosen, files(__package__)
+    data = json.dumps(data_of(chosen), separators=(",", ":")).replace("<", "\\u003c")  # no name may end the element
     parts = [
         f"<header><h1>What a step of {escape(name)} takes</h1>{_summary(chosen)}</header>",
         _peaks(shown),
@@ -53,7 +53,7 @@ def page_of(shown: Comparison, name: str) -> str:
         _growth(shown.growth),
         _lanes(chosen),
         _tables(chosen),
-        f'<script type="application/json" id="step">{_as_json(data_of(chosen))}</script>',
+        f'<script type="application/json" id="step">{data}</script>',
         f"<script>{room.joinpath('page.js').read_text('utf-8')}</script>",
     ]
     head = (
@@ -137,11 +137,7 @@ def _course(chosen: Rehearsal) -> str:
     """Returns bytes by category, stacked, from the first place in the step to the last."""
     course, most = chosen.course, ABOVE * max([1, *(one.nbytes for one in chosen.course)])
     names = in_order(name for one in course for name in one.device)
-    marks = _marks(most)
-    lines = "".join(
-        f'<path d="M0,{_up(mark, most)}H{len(course)}" stroke="var(--line)" vector-effect="non-scaling-stroke"/>'
-        for mark in marks
-    )
+    axis, lines = _scale(most, len(course), sized)
     # What lies on top is drawn first, down to the ground, and what lies below is drawn over it.
     areas = "".join(
         f'<path d="{_outline([sum(one.device.get(each, 0) for each in names[: at + 1]) for one in course], most)}" '
@@ -153,7 +149,6 @@ def _course(chosen: Rehearsal) -> str:
         f'width:{100 * (end - begin) / len(course):.3f}%">{phase}</span>'
         for phase, begin, end in _stretches([one.phase for one in course])
     )
-    axis = "".join(f'<span style="bottom:{100 * mark / most:.2f}%">{sized(mark)}</span>' for mark in marks)
     top = max(range(len(course)), key=lambda at: course[at].nbytes, default=0)
     return (
         "<section><h2>Bytes over a step</h2><figure>"
@@ -183,11 +178,17 @@ def _outline(heights: Sequence[int], most: float) -> str:
     return "".join(path) + f"H{len(heights)}V{HEIGHT}Z"
 
 
-def _marks(most: float) -> list[float]:
-    """Returns round numbers up to `most`, which is more than zero: three to six."""
+def _scale(most: float, width: int, told: Callable[[float], str]) -> tuple[str, str]:
+    """Returns three to six round numbers up to `most`, which is more than zero, and a line across a drawing at each."""
     power = 10.0 ** math.floor(math.log10(most))
     every = next(step * power for step in (0.2, 0.5, 1, 2) if most / (step * power) < 6)
-    return [every * at for at in range(1, int(most / every) + 1)]
+    marks = [every * at for at in range(1, int(most / every) + 1)]
+    axis = "".join(f'<span style="bottom:{100 * mark / most:.2f}%">{told(mark)}</span>' for mark in marks)
+    lines = "".join(
+        f'<path d="M0,{_up(mark, most)}H{width}" stroke="var(--line)" vector-effect="non-scaling-stroke"/>'
+        for mark in marks
+    )
+    return axis, lines
 
 
 def _stretches(phases: Sequence[Phase]) -> list[tuple[Phase, int, int]]:
@@ -207,10 +208,8 @@ def _growth(growth: Sequence[Scaled]) -> str:
         "most bytes on the device": _by_ranks({one.ranks: one.rehearsal.peak.nbytes for one in growth}, sized),
         "seconds per step, modelled": _by_ranks({one.ranks: one.seconds for one in growth}, _digits),
     }
-    head, rows = (
-        ["ranks", "on the device", "s/step (model)"],
-        [[f"{one.ranks:,}", sized(one.rehearsal.peak.nbytes), _digits(one.seconds)] for one in growth],
-    )
+    head = ["ranks", "on the device", "s/step (model)"]
+    rows = [[f"{one.ranks:,}", sized(one.rehearsal.peak.nbytes), _digits(one.seconds)] for one in growth]
     grown = {one.ranks: one.throughput for one in growth if one.throughput is not None}
     told = ""
     if grown:
@@ -240,12 +239,7 @@ def _by_ranks(values: Mapping[int, float], told: Callable[[float], str]) -> str:
     most = ABOVE * max(values.values()) or 1
     first, last = math.log2(min(values)), math.log2(max(values))
     places = {ranks: (math.log2(ranks) - first) / max(1, last - first) for ranks in values}
-    marks = _marks(most)
-    axis = "".join(f'<span style="bottom:{100 * mark / most:.2f}%">{told(mark)}</span>' for mark in marks)
-    lines = "".join(
-        f'<path d="M0,{_up(mark, most)}H{HEIGHT}" stroke="var(--line)" vector-effect="non-scaling-stroke"/>'
-        for mark in marks
-    )
+    axis, lines = _scale(most, HEIGHT, told)
     line = "L".join(f"{round(HEIGHT * places[ranks])},{_up(value, most)}" for ranks, value in values.items())
     dots = "".join(
         f'<i style="left:{100 * places[ranks]:.2f}%;bottom:{100 * value / most:.2f}%" '
@@ -265,12 +259,22 @@ def _by_ranks(values: Mapping[int, float], told: Callable[[float], str]) -> str:
 
 
 def _lanes(chosen: Rehearsal) -> str:
+    timing = chosen.timing()
+    seconds = {
+        "a step": timing.seconds,
+        "computing": timing.compute,
+        "sending": timing.sent,
+        "moving to and from the host": timing.moved,
+        "waiting": timing.waited,
+    }
+    table = _table(["modelled", "seconds"], [[name, _digits(each)] for name, each in seconds.items()])
+    rates = "the rates of about an A100" if chosen.rates == Rates() else escape(str(chosen.rates))
     return (
         "<section><h2>What is done when</h2>"
         "<figure><figcaption>The program of a step in which another one came before, laid out by a model of its time "
-        "with the rates of about an A100: what the device computes, what it does at once, what the rank sends, and "
-        "what moves between the device and where the optimizer rests. These lanes run beside each other. A gap in "
-        "<em>compute</em> is time in which the device waits.</figcaption>"
+        f"with {rates}: what the device computes, what it does at once, what the rank sends, and what moves between "
+        "the device and where the optimizer rests. These lanes run beside each other. A gap in <em>compute</em> is "
+        "time in which the device waits.</figcaption>"
         '<div class="scripted"><div class="keys"><button type="button" id="nearer">zoom in</button>'
         '<button type="button" id="farther">zoom out</button><button type="button" id="whole">whole step</button>'
         '</div><div class="lanes"><div class="names" id="rows" aria-hidden="true"></div>'
@@ -278,20 +282,8 @@ def _lanes(chosen: Rehearsal) -> str:
         'and right go from one to the next, up and down to another lane, plus and minus zoom, 0 shows all">'
         '<div class="strip" id="strip"></div></div></div><output id="lanes-told"></output></div>'
         "<noscript><p>The lanes are drawn by a script. The program stands below as text.</p></noscript>"
-        f"</figure>{_times(chosen)}</section>"
+        f"</figure>{table}</section>"
     )
-
-
-def _times(chosen: Rehearsal) -> str:
-    timing = chosen.timing()
-    told = {
-        "a step": timing.seconds,
-        "computing": timing.compute,
-        "sending": timing.sent,
-        "moving to and from the host": timing.moved,
-        "waiting": timing.waited,
-    }
-    return _table(["modelled", "seconds"], [[name, f"{seconds:.3g}"] for name, seconds in told.items()])
 
 
 def data_of(chosen: Rehearsal) -> dict[str, Any]:
@@ -309,7 +301,8 @@ def data_of(chosen: Rehearsal) -> dict[str, Any]:
         name = uses[span.use] if op is None else program.told([op])
         waiting = -1 if op is None or op.by is None else number(uses[op.by])
         times = [round(span.begin * 1e9), round(span.end * 1e9)]
-        rows[_row_of(span)].append([*times, number(name), span.nbytes, waiting])
+        on_device = "compute" if op is None else "at once"
+        rows[on_device if span.lane is Lane.DEVICE else span.lane].append([*times, number(name), span.nbytes, waiting])
     categories = in_order(name for one in chosen.course for name in one.device)
     course = [
         [PHASES.index(one.phase), number(one.place), [one.device.get(name, 0) for name in categories]]
@@ -325,12 +318,6 @@ def data_of(chosen: Rehearsal) -> dict[str, Any]:
         "course": course,
         "names": list(numbers),
     }
-
-
-def _row_of(span: Span) -> str:
-    if span.lane is Lane.DEVICE:
-        return "compute" if span.op is None else "at once"
-    return str(span.lane)
 
 
 def _parts(program: Program, spans: Iterable[Span], seconds: float) -> list[list[int]]:
@@ -351,8 +338,3 @@ def _tables(chosen: Rehearsal) -> str:
         "<details><summary>The program: what is done at each use of the step</summary>"
         f'<pre tabindex="0">{escape(str(chosen.program))}</pre></details></section>'
     )
-
-
-def _as_json(data: Any) -> str:
-    """Returns JSON that no name in it can end the script's element with."""
-    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_zero.pl.table import ranks_told
-from lightning_zero.rehearsal.comparison import COLOURS, OTHER, Comparison, in_order
-from lightning_zero.rehearsal.growth import Scaled
+from lightning_zero.rehearsal.comparison import COLOURS, OTHER, Comparison, Scaled, in_order
 from lightning_zero.rehearsal.memory import Phase
 from lightning_zero.rehearsal.rehearsal import Rehearsal
 

@@ -22,7 +22,7 @@ from lightning_zero.pl.strategy import ZeroStrategy
 from lightning_zero.pl.table import aligned, ranks_told, sized, wrapped
 from lightning_zero.rehearsal.cost import Rates, Timing, Work, timing_of
 from lightning_zero.rehearsal.imagined import ImaginedStrategy, Rank, Traffic
-from lightning_zero.rehearsal.memory import Moment, Phase, Station
+from lightning_zero.rehearsal.memory import Moment, Phase
 from lightning_zero.run.program import Program
 
 STEPS = 3  # the first one makes the optimizer's state, and the second one learns what follows
@@ -51,7 +51,7 @@ class Rehearsal:
     numel: int  # parameters of the model; with tensor parallelism, of this rank's part of it
     at_rest: Mapping[str, int]  # bytes between steps by category, as `ZeroStrategy.memory_report` has them in training
     peaks: Mapping[Phase, Moment]  # the moment of each phase with most bytes on the device
-    course: tuple[Station, ...]  # of the last step: where the rank was, one place after the other
+    course: tuple[Moment, ...]  # of the last step: the one with most bytes at each place, one after the other
     sent: Mapping[str, Traffic]  # by this rank in one step, by kind of operation
     saved: int  # bytes of tensors that this rank writes into a checkpoint of shards
     program: Program  # the step as data
@@ -87,6 +87,7 @@ class Rehearsal:
             resting = sum(nbytes for name, nbytes in self.at_rest.items() if name.endswith(f"({tier})"))
             if any(there) or resting:
                 rows.append([f"on the {tier}", *map(_size, there), _size(resting)])
+        sent = [[kind, f"{calls:,}", sized(nbytes)] for kind, (calls, nbytes) in self.sent.items()]
         peak = self.peak
         phase = next(phase for phase, moment in self.peaks.items() if moment is peak)
         place = "" if not peak.place else ", at its beginning" if peak.place == phase else f", at {peak.place}"
@@ -96,7 +97,7 @@ class Rehearsal:
             "",
             *wrapped(f"Most in {phase}{place}: {sized(peak.nbytes)}{self._judged}"),
             "",
-            *aligned([["sent in a step", "times", "bytes"], *self._sent_rows]),
+            *aligned([["sent in a step", "times", "bytes"], *sent]),
             "",
             f"written to a checkpoint of shards: {sized(self.saved)}",
             *wrapped(f"modelled: {self.timing()}"),
@@ -113,10 +114,6 @@ class Rehearsal:
             return ""
         left = self.device_bytes - self.peak.nbytes
         return f", {sized(abs(left))} {'less' if left >= 0 else 'MORE'} than the device has"
-
-    @property
-    def _sent_rows(self) -> list[list[str]]:
-        return [[kind, f"{calls:,}", sized(nbytes)] for kind, (calls, nbytes) in self.sent.items()]
 
 
 def rehearse(
@@ -290,14 +287,12 @@ def batch_like(text: str) -> Callable[[], Any]:
 @contextmanager
 def isolated() -> Iterator[None]:
     """Leaves random numbers as they were, also after an error, as Lightning's `isolate_rng` does not."""
-    error = None
-    with isolate_rng():
-        try:
-            yield
-        except BaseException as caught:
-            error = caught
-    if error is not None:
-        raise error
+    states = isolate_rng()
+    states.__enter__()
+    try:
+        yield
+    finally:
+        states.__exit__(None, None, None)
 
 
 @contextmanager
