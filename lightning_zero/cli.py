@@ -27,7 +27,7 @@ import shutil
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
@@ -151,7 +151,7 @@ def _inspect(options: argparse.Namespace) -> None:
         print(json.dumps(_contents(checkpoint), indent=2))
         return
     manifest = checkpoint.manifest
-    about = {**manifest.about}
+    about = dict(manifest.about)
     saved_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(about.pop("saved_at", 0.0)))
     print(checkpoint.folder)
     print("  " + ", ".join([*(f"{key} {value}" for key, value in about.items()), f"saved {saved_at}"]))
@@ -165,6 +165,10 @@ def _inspect(options: argparse.Namespace) -> None:
     ]
     _print_table("part", "dtype", "tensors", "elements", "size", rows=rows)
     _print_model(contents["model"])
+
+
+def _described(model: Mapping[str, "Entry | Tensor"]) -> dict[str, Any]:
+    return {name: {"dtype": _short(one), "shape": list(one.shape), "bytes": one.nbytes} for name, one in model.items()}
 
 
 def _print_model(model: dict[str, Any]) -> None:
@@ -181,10 +185,7 @@ def _inspect_single(file: "Folder", *, as_json: bool) -> None:
 
     found, nbytes = read_plain(file), file.fs.size(file.path)
     about = {"step": found.get("global_step"), "epoch": found.get("epoch")}
-    model = {
-        name: {"dtype": _short(value), "shape": list(value.shape), "bytes": value.nbytes}
-        for name, value in model_in(found).items()
-    }
+    model = _described(model_in(found))
     if as_json:
         print(json.dumps({"path": str(file), "about": about, "shards": [], "bytes": nbytes, "model": model}, indent=2))
         return
@@ -203,7 +204,6 @@ def _contents(checkpoint: "StoredCheckpoint") -> dict[str, Any]:
     for entry in manifest.tensors.values():
         parts[_part_of(entry.name), _short(entry)].append(entry)
     lazy = {name: value for name, value in checkpoint.model().items() if isinstance(value, LazyTensor)}
-    model = {name: manifest.tensors[value.source.name] for name, value in lazy.items()}
     return {
         "path": str(checkpoint.folder),
         "about": manifest.about,  # step, epoch, stage, world; saved_at in seconds since 1970
@@ -220,10 +220,7 @@ def _contents(checkpoint: "StoredCheckpoint") -> dict[str, Any]:
             }
             for (part, dtype), entries in parts.items()
         ],
-        "model": {
-            name: {"dtype": _short(entry), "shape": list(entry.shape), "bytes": entry.nbytes}
-            for name, entry in model.items()
-        },
+        "model": _described({name: manifest.tensors[value.source.name] for name, value in lazy.items()}),
     }
 
 

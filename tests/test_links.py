@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import jobs
 from compare import differing
-from lightning_zero.wire import desk, links, rooms
+from lightning_zero.wire import desk, links
 from lightning_zero.wire.desk import Desk, Room, open_desk
 from lightning_zero.wire.exchange import _FREE, _HEADER, _OFFER, _PART, _ROOM, _WANTED, INLINE, Exchange
 from lightning_zero.wire.gloo import GlooComm
@@ -494,7 +494,7 @@ def test_what_arrives_after_the_end_of_a_wait_touches_no_tensor(pair: Pair) -> N
 
 def test_a_room_that_cannot_be_mapped_is_passed_by_the_desk(pair: Pair) -> None:
     pair.exchange.receive(1, torch.zeros_like(pair.values), 7)
-    with patch.object(rooms, "open_desk", side_effect=OSError):
+    with patch.object(desk, "open_desk", side_effect=OSError):
         pair.offer_from_room()
         assert pair.hear() == (_WANTED, 7, 0, 0)
 

@@ -188,6 +188,13 @@ def test_every_use_and_op_of_the_program_is_on_its_lane_when_the_model_of_time_s
     assert [parts[0][1], parts[-1][2]] == [0, found["ns"]]
 
 
+def test_it_says_by_whose_rates_times_are_modelled(shown: Comparison, text: str) -> None:
+    measured = Rates(flops=3e12)
+    other = page_of(replace(shown, chosen=replace(shown.chosen, rates=measured)), "measured")
+    assert ("about an A100" in text, "about an A100" in other) == (True, False)
+    assert str(measured) in other
+
+
 def test_what_is_printed_stands_on_it(shown: Comparison, page: Page) -> None:
     assert page.texts["pre"] == [str(shown.chosen), str(shown.chosen.program)]
 

@@ -48,13 +48,10 @@ def sized(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns `rows` as lines of columns: the first column aligned left, the others right."""
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Returns `rows` as lines of columns: the first `left` of them aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        for row in rows
-    ]
+    lines = [[*map(str.ljust, row[:left], widths), *map(str.rjust, row[left:], widths[left:])] for row in rows]
     return ["  ".join(line).rstrip() for line in lines]
 
 

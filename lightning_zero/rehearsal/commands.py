@@ -19,7 +19,7 @@ Compose = Callable[[str, Sequence[str]], Any]  # reads a config, in a room above
 
 def add_plan(one: argparse.ArgumentParser, compose: Compose) -> None:
     """Adds what `run_plan` takes."""
-    one.set_defaults(compose=compose)
+    one.set_defaults(compose=compose, default_of=one.get_default)
     one.usage = (
         "lightning-zero plan --parameters N --ranks RANKS [options]\n"
         "       lightning-zero plan MODEL --batch BATCH --ranks RANKS\n"
@@ -93,12 +93,11 @@ def _rates_from(options: argparse.Namespace, model: Callable[[], Any], batch: An
 
 def run_plan(options: argparse.Namespace) -> bool:
     """Prints a plan, and returns whether nothing fits."""
-    of_model: dict[str, Any] = {"batch": None, "arg": [], "device_memory": None, "host_memory": None, "on_cpu": False}
-    of_model |= {"rate": [], "calibrate": False, "override": []}
-    of_number = {"offload": None, "offload_parameters": None, "state_tensors": 2, "averages": 0}
+    of_model = "batch arg device_memory host_memory on_cpu rate calibrate override".split()
+    of_number = "offload offload_parameters state_tensors averages".split()
     chosen, others = ("MODEL", of_number) if options.model is not None else ("--parameters", of_model)
-    for name, default in others.items():
-        if getattr(options, name) != default:
+    for name in others:
+        if getattr(options, name) != options.default_of(name):
             options.refuse(f"--{name.replace('_', '-')} has nothing to do with {chosen}")
     if options.model is not None:
         return _plan_model(options)

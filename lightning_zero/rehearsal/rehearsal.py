@@ -1,7 +1,6 @@
 """`rehearse`: takes training steps of one rank among any number, without computing or sending anything."""
 
 import copy
-import importlib
 import logging
 import re
 import warnings
@@ -9,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pkgutil import resolve_name
+from types import ModuleType
 from typing import Any, cast, final
 
 import lightning.pytorch as pl
@@ -255,11 +256,10 @@ def found_at(path: str) -> Any:
     Raises:
         ImportError: if nothing does.
     """
-    name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
     try:
-        found: Any = importlib.import_module(name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
+        found = resolve_name(path)
+        if isinstance(found, ModuleType):
+            raise ImportError("it is a module")
     except (ImportError, AttributeError, ValueError) as error:
         raise ImportError(f"{path!r} cannot be imported: {error}. Write it as 'package.module:Name'.") from error
     return found

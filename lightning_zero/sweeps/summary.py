@@ -13,6 +13,8 @@ from pathlib import Path
 from textwrap import fill, wrap
 from typing import Any, NamedTuple
 
+from lightning_zero.pl.table import aligned
+
 log = logging.getLogger(__name__)
 
 SUMMARY = "summary.json"
@@ -181,19 +183,11 @@ def print_table(jobs: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Non
         ]
         rows.append([str(job["job"]), label, job["status"], *numbers])
     width = shutil.get_terminal_size(fallback=(120, 24)).columns  # the fallback is for files and pipes
-    lines = _aligned(rows)
+    lines = aligned(rows, left=2)
     if max(map(len, lines)) > width:
         lines = [line for row in rows[1:] for line in _paragraph(rows[0], row, width)]
     encoding = sys.stdout.encoding or "utf-8"  # it may lack characters of the overrides
     print("\n".join([title_of(jobs), *lines]).encode(encoding, "backslashreplace").decode(encoding))
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns lines of columns: number and name of a job are aligned left, all else right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join([*map(str.ljust, row[:2], widths[:2]), *map(str.rjust, row[2:], widths[2:])]).rstrip() for row in rows
-    ]
 
 
 def _paragraph(columns: Sequence[str], row: Sequence[str], width: int) -> list[str]:

@@ -43,6 +43,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_zero.pl.monitor import watch_trainers
 from lightning_zero.sweeps.session import TAIL_LINES, End, run_in_session, sigterm_as_exit
 from lightning_zero.sweeps.summary import FAILED, FINISHED, collect, open_summary, read_summary, report, update_summary
 
@@ -103,8 +104,6 @@ class SweepCallback(Callback):
         if _rank() == 0:
             number = OmegaConf.select(config, "hydra.job.num", default=None)
             open_summary(folder, number, _as_written(config.hydra.overrides.task))
-        from lightning_zero.pl.monitor import watch_trainers  # imports Lightning: seconds that the sweep itself saves
-
         self.unwatch = watch_trainers(partial(update_summary, folder))
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:

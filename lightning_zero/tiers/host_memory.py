@@ -16,7 +16,9 @@ def available_host_bytes(root: Path = _ROOT) -> int | None:
     Of the machine's free memory and what is left of each control group around the process (a container, a SLURM job),
     the least counts: a process that goes beyond it is killed without a word.
     """
-    found = [*_of_machine(root), *_of_groups(root)]
+    found = [*_of_groups(root)]
+    if (nbytes := _field(root / "proc/meminfo", "MemAvailable:")) is not None:
+        found.append(nbytes * 1024)
     return max(0, min(found)) if found else None
 
 
@@ -29,12 +31,6 @@ def resident_bytes(root: Path = _ROOT) -> int:
 def peak_resident_bytes() -> int:
     """Returns the most that this process has had in memory."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_BYTES
-
-
-def _of_machine(root: Path) -> Iterator[int]:
-    for line in _lines(root / "proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            yield int(line.split()[1]) * 1024
 
 
 def _of_groups(root: Path) -> Iterator[int]:
@@ -50,16 +46,14 @@ def _of_groups(root: Path) -> Iterator[int]:
         for folder in [inner, *inner.parents]:
             limit = _number(folder / f"memory.{limits}") if folder.is_relative_to(top) else None
             if limit is not None and limit < _UNLIMITED:
-                yield limit - (_number(folder / f"memory.{uses}") or 0) + _reclaimable(folder)
+                cached = _field(folder / "memory.stat", "inactive_file") or 0  # files, which the system drops first
+                yield limit - (_number(folder / f"memory.{uses}") or 0) + cached
 
 
-def _reclaimable(folder: Path) -> int:
-    """Returns the bytes of cached files, which the system takes back first."""
-    for line in _lines(folder / "memory.stat"):
-        name, _, value = line.partition(" ")
-        if name == "inactive_file":
-            return int(value)
-    return 0
+def _field(path: Path, name: str) -> int | None:
+    """Returns the number that stands behind a name, on a line of its own."""
+    lines = (line.split() for line in _lines(path))
+    return next((int(line[1]) for line in lines if line[:1] == [name]), None)
 
 
 def _number(path: Path) -> int | None:

@@ -1,5 +1,5 @@
-"""The memory that a rank shares with the other ranks of its machine: its `Desk`, which tensors pass in parts, and a
-`Room` for each tensor that peers read where it lies.
+"""The memory that a rank shares with the other ranks of its machine: its `Desk`, which tensors pass in parts, and its
+`Rooms`, one for each tensor that peers read where it lies.
 
 It has no name, and is no file that could be found: only a process that is sent the open file can read it, and only its
 owner can write to it.
@@ -12,8 +12,12 @@ import mmap
 import os
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from threading import Lock
 from typing import final
+
+from lightning_zero.wire.landing import Arrival, Payload
 
 ROOM = 2**23  # bytes of what is on its way to all peers
 SLOTS = 2  # for each peer: one is written while the other is read
@@ -100,6 +104,68 @@ class Room:
         if self._memory.close.alive:  # otherwise something else may lie there
             _libc.mmap(self.address, self.nbytes, _BOTH, mmap.MAP_PRIVATE | _MAP_FIXED, self.file, 0)
             self._close_file()
+
+
+@final
+class Rooms:
+    """The rooms of this rank, and those of its peers, by their starts. `wakes` is called after one of this rank has
+    gone. It is held weakly: the exchange that holds the rooms closes its sockets when nothing else refers to it."""
+
+    def __init__(self, peers: Iterable[int], wakes: "weakref.WeakMethod[Callable[[], None]]") -> None:
+        self._lock = Lock()
+        self._wakes = wakes
+        self._own: dict[int, Room] = {}
+        self._next = mmap.PAGESIZE  # the start of the next one; none is 0
+        self.gone: deque[Room] = deque()  # whose tensors are no more; the peers are to be told
+        self._seen: dict[int, dict[int, Memory]] = {peer: {} for peer in peers}
+
+    def empty(self, nbytes: int) -> Payload | None:
+        """Returns memory, as long as anything refers to it, for a tensor that peers are to read where it lies. Returns
+        None where the system has none. The first use takes the time of a copy, so it is for what is sent often."""
+        with self._lock:
+            start = self._next
+            self._next += nbytes
+        try:
+            room = self._own[start] = Room(start, nbytes)
+        except OSError:
+            return None
+        memory = (ctypes.c_char * nbytes).from_address(room.address)
+        weakref.finalize(memory, self._close, start).atexit = False
+        return memory
+
+    def _close(self, start: int) -> None:
+        """Gives the memory back. It may be called anywhere, even while this thread holds a lock."""
+        room = self._own.pop(start)
+        room.close()
+        self.gone.append(room)
+        if (wake := self._wakes()) is not None:
+            with suppress(OSError):  # in a forked process, which has no sockets
+                wake()
+
+    def holding(self, address: int) -> Room | None:
+        """Returns the room of this rank in which an address lies."""
+        rooms = [*self._own.values()]
+        return next((room for room in rooms if room.address <= address < room.address + room.nbytes), None)
+
+    def see(self, peer: int, start: int, files: Sequence[int]) -> None:
+        """Maps a room of a peer. What lies there passes the desk if that fails."""
+        for file in files:
+            with suppress(OSError):
+                room = open_desk(file)
+                if room is not None:
+                    self._seen[peer][start] = room
+
+    def forget(self, peer: int, start: int | None = None) -> None:
+        """Gives up a room of a peer, or all of them."""
+        for one in [*self._seen[peer]] if start is None else [start]:
+            self._seen[peer].pop(one, None)
+
+    def address_of(self, peer: int, arrival: Arrival) -> int | None:
+        """Returns where a tensor lies in a room of the peer; None if it cannot be read there."""
+        for start, room in self._seen[peer].items():
+            if start <= arrival.place and arrival.place - start + arrival.nbytes <= room.nbytes:
+                return room.at(arrival.place - start, arrival.nbytes)
+        return None
 
 
 def slot_for(peers: int) -> int:

@@ -29,9 +29,8 @@ from typing import Any, final
 
 from torch import Tensor
 
-from lightning_zero.wire.desk import Desk, Memory, Room
+from lightning_zero.wire.desk import Desk, Memory, Room, Rooms
 from lightning_zero.wire.landing import CLOSED, Arrival, Landing, Message, Part, Unusable
-from lightning_zero.wire.rooms import Rooms
 
 INLINE = 2**15  # bytes, at most, of a tensor in a datagram: up to here a copy takes less time than an answer
 _HEADER = struct.Struct("=cQQQ")  # kind, tag, offset, bytes
@@ -76,13 +75,11 @@ class Exchange:
         _EXCHANGES.add(self)
 
     def receive(self, peer: int, into: Tensor, tag: int) -> Message:
-        return self._await(Landing(into, [peer], self._drop), tag)[peer]
+        return self.sum(into, [peer], tag)[peer]
 
     def sum(self, into: Tensor, terms: Sequence[int | Tensor], tag: int, divisor: int = 1) -> dict[int, Message]:
         """Fills `into` with what the `terms` give; see `Landing`. Returns a message for each peer."""
-        return self._await(Landing(into, terms, self._drop, divisor), tag)
-
-    def _await(self, landing: Landing, tag: int) -> dict[int, Message]:
+        landing = Landing(into, terms, self._drop, divisor)
         with self._lock:
             for peer, message in landing.messages.items():
                 key = peer, tag

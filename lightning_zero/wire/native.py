@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.device import HOST, Arrival, Limit, can_pin, has_streams, is_host, on_host, to_host
+from lightning_zero.device import HOST, Late, Limit, has_streams, is_host, on_host
 from lightning_zero.torch_private import find, in_one_launch
 from lightning_zero.wire.board import Board
 from lightning_zero.wire.clock import Clock
@@ -97,19 +97,13 @@ class NativeComm(Comm):
         mine = torch.full((1,), diverges, dtype=torch.uint8, device=full.device)
         flags = mine.new_empty(self.size)
         works = self._all_gather_both(full, shard, flags, mine, key)
-        heard = torch.empty(flags.shape, dtype=flags.dtype, device=HOST, pin_memory=can_pin(self._device.type))
-        arrival = Arrival()
+        heard: list[Late] = []
 
         def finish() -> None:
-            nonlocal arrival
             self._wait(works, key)
-            arrival = to_host(heard, flags)
+            heard.append(Late(flags))
 
-        def has_divergence() -> bool:
-            arrival.wait(self.limit)
-            return bool(heard.any())
-
-        return Gather(finish, has_divergence)
+        return Gather(finish, lambda: bool(heard[0].read(self.limit).any()))
 
     def _all_gather_both(self, full: Tensor, shard: Tensor, flags: Tensor, mine: Tensor, key: str) -> list[Any]:
         """Starts two all-gathers, on a device in one launch."""
