@@ -143,60 +143,40 @@ def _inspect(options: argparse.Namespace) -> None:
     from lightning_zero.checkpoint import Folder, StoredCheckpoint
     from lightning_zero.checkpoint.single import is_single_file
 
-    if is_single_file(place := Folder(options.dir)):
-        _inspect_single(place, as_json=options.json)
-        return
-    checkpoint = StoredCheckpoint(options.dir)
+    place = Folder(options.dir)
+    contents, lines = _told_of_file(place) if is_single_file(place) else _told_of_shards(StoredCheckpoint(options.dir))
     if options.json:
-        print(json.dumps(_contents(checkpoint), indent=2))
+        print(json.dumps(contents, indent=2))
         return
-    manifest = checkpoint.manifest
-    about = dict(manifest.about)
-    saved_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(about.pop("saved_at", 0.0)))
-    print(checkpoint.folder)
-    print("  " + ", ".join([*(f"{key} {value}" for key, value in about.items()), f"saved {saved_at}"]))
-    print(f"  {_count(manifest.files, 'shard')}, {_count(manifest.tensors, 'tensor')}, {_size(manifest.nbytes)}")
-    if manifest.objects:
-        print(f"  pickled objects, left out unless asked for: {', '.join(manifest.objects.classes)}")
-    contents = _contents(checkpoint)
-    rows: list[tuple[str, ...]] = [
-        (part["part"], part["dtype"], f"{part['tensors']:,}", f"{part['elements']:,}", _size(part["bytes"]))
-        for part in contents["parts"]
-    ]
-    _print_table("part", "dtype", "tensors", "elements", "size", rows=rows)
-    _print_model(contents["model"])
-
-
-def _described(model: Mapping[str, "Entry | Tensor"]) -> dict[str, Any]:
-    return {name: {"dtype": _short(one), "shape": list(one.shape), "bytes": one.nbytes} for name, one in model.items()}
-
-
-def _print_model(model: dict[str, Any]) -> None:
+    print(contents["path"], *lines, sep="\n  ")
+    if "parts" in contents:
+        rows: list[tuple[str, ...]] = [
+            (part["part"], part["dtype"], f"{part['tensors']:,}", f"{part['elements']:,}", _size(part["bytes"]))
+            for part in contents["parts"]
+        ]
+        _print_table("part", "dtype", "tensors", "elements", "size", rows=rows)
     rows = [
         (name, entry["dtype"], "x".join(map(str, entry["shape"])) or "scalar", _size(entry["bytes"]))
-        for name, entry in model.items()
+        for name, entry in contents["model"].items()
     ]
     _print_table("parameter or buffer", "dtype", "shape", "size", rows=rows)
 
 
-def _inspect_single(file: "Folder", *, as_json: bool) -> None:
-    """Tells what is in a checkpoint that is one file."""
+def _told_of_file(file: "Folder") -> tuple[dict[str, Any], list[str]]:
+    """Returns what `inspect --json` prints of a checkpoint that is one file, and the lines above the tables."""
     from lightning_zero.checkpoint.single import model_in, read_plain
 
     found, nbytes = read_plain(file), file.fs.size(file.path)
     about = {"step": found.get("global_step"), "epoch": found.get("epoch")}
+    told = [f"{key} {value}" for key, value in about.items() if value is not None]
+    told.append(f"{_size(nbytes)} in one file, as Lightning writes it: torch.load reads it")
     model = _described(model_in(found))
-    if as_json:
-        print(json.dumps({"path": str(file), "about": about, "shards": [], "bytes": nbytes, "model": model}, indent=2))
-        return
-    print(file)
-    told = ", ".join(f"{key} {value}" for key, value in about.items() if value is not None)
-    print(f"  {told}{', ' if told else ''}{_size(nbytes)} in one file, as Lightning writes it: torch.load reads it")
-    _print_model(model)
+    contents = {"path": str(file), "about": about, "shards": [], "bytes": nbytes, "model": model}
+    return contents, [", ".join(told)]
 
 
-def _contents(checkpoint: "StoredCheckpoint") -> dict[str, Any]:
-    """Returns what `inspect --json` prints."""
+def _told_of_shards(checkpoint: "StoredCheckpoint") -> tuple[dict[str, Any], list[str]]:
+    """Returns the same of a checkpoint of shards."""
     from lightning_zero.views.lazy import LazyTensor
 
     manifest = checkpoint.manifest
@@ -204,7 +184,7 @@ def _contents(checkpoint: "StoredCheckpoint") -> dict[str, Any]:
     for entry in manifest.tensors.values():
         parts[_part_of(entry.name), _short(entry)].append(entry)
     lazy = {name: value for name, value in checkpoint.model().items() if isinstance(value, LazyTensor)}
-    return {
+    contents = {
         "path": str(checkpoint.folder),
         "about": manifest.about,  # step, epoch, stage, world; saved_at in seconds since 1970
         "shards": [file.name for file in manifest.files],
@@ -222,6 +202,19 @@ def _contents(checkpoint: "StoredCheckpoint") -> dict[str, Any]:
         ],
         "model": _described({name: manifest.tensors[value.source.name] for name, value in lazy.items()}),
     }
+    about = dict(manifest.about)
+    saved_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(about.pop("saved_at", 0.0)))
+    lines = [
+        ", ".join([*(f"{key} {value}" for key, value in about.items()), f"saved {saved_at}"]),
+        f"{_count(manifest.files, 'shard')}, {_count(manifest.tensors, 'tensor')}, {_size(manifest.nbytes)}",
+    ]
+    if manifest.objects:
+        lines.append(f"pickled objects, left out unless asked for: {', '.join(manifest.objects.classes)}")
+    return contents, lines
+
+
+def _described(model: Mapping[str, "Entry | Tensor"]) -> dict[str, Any]:
+    return {name: {"dtype": _short(one), "shape": list(one.shape), "bytes": one.nbytes} for name, one in model.items()}
 
 
 def _part_of(name: str) -> str:

@@ -38,7 +38,8 @@ def test_the_picture_shows_activations_among_the_bytes_hatched_where_they_are_on
         {"parameter": 2.0, "activation checkpoint": 0.0, "activation checkpoint (host)": 3.0},
     ]
     panel = Figure().subplots()
-    summary._stack_bars(panel, jobs)
+    measure = next(one for row in summary.MEASURES for one in row if one.key == "memory_bytes")
+    summary._draw_bars(panel, measure, [{"memory_bytes": parts} for parts in jobs], [])
     shown = {bars.get_label(): [bar.get_width() for bar in bars] for bars in panel.containers}
     assert shown == {
         "parameter": [2.0, 2.0],

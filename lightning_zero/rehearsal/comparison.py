@@ -132,16 +132,8 @@ def _of_the_model(strategy: ZeroStrategy | Mapping[str, Any] | int) -> dict[str,
 def growth_of(
     module: Module, batch: Any, strategy: ZeroStrategy | Mapping[str, Any] | int, chosen: Rehearsal, **setting: Any
 ) -> tuple[Scaled, ...]:
-    """Rehearses a strategy on the numbers of `RANKS` that it can be on, and returns these and `chosen`, fewest ranks
-    first.
-
-    Args:
-        module: as `rehearse` takes it.
-        batch: of each rank.
-        strategy: the one that `chosen` was rehearsed with.
-        chosen: what was rehearsed before.
-        setting: what `rehearse` was given besides; of each number, rank 0 rehearses.
-    """
+    """Rehearses a strategy on the numbers of `RANKS` that it can be on; of each, rank 0 rehearses. Returns these and
+    `chosen`, fewest ranks first. The arguments are those of `compare`; the batch is that of each rank."""
     told = [chosen]
     for ranks in RANKS:
         if ranks != chosen.ranks:

@@ -3,9 +3,8 @@
 import os
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 from lightning.pytorch import LightningModule
@@ -23,7 +22,7 @@ from lightning_zero.rehearsal.hollow import Hollow
 from lightning_zero.rehearsal.memory import Memory, Phase
 from lightning_zero.run.engine import Engine
 from lightning_zero.run.latest import names_of
-from lightning_zero.run.program import Cause, Program
+from lightning_zero.run.program import Cause
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.offload import Machine
@@ -42,18 +41,6 @@ class Traffic(NamedTuple):
 
     calls: int
     nbytes: int
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What is known at the end of the last step."""
-
-    numel: int
-    at_rest: Mapping[str, int]
-    sent: Mapping[str, Traffic]
-    program: Program
-    saved: int
-    work: Mapping[int, Work]
 
 
 FULL = 2**62  # bytes that the imagined disk has left
@@ -101,7 +88,7 @@ class Rank:
         self.memory.place = self._place
         self.memory.whole_gradients = self._whole_gradients
         self.hollow = Hollow(self.memory.born, self._ran, computes=computes, answers=answers)
-        self.outcome: Outcome | None = None
+        self.outcome: dict[str, Any] = {}  # fields of `Rehearsal` that are known at the end of the last step
         self._micro_batches = micro_batches  # of a step
         self._batches_left = steps * micro_batches
         self._is_in_last = False  # the last step is under way, or over
@@ -147,13 +134,13 @@ class Rank:
     def end(self) -> None:
         """Takes down what the last step has left. What comes after it is no training."""
         engine = self._engine
-        if engine is None or not engine.journal.has_step or self.outcome is not None:
+        if engine is None or not engine.journal.has_step or self.outcome:
             return
         self.memory.phase, self._is_in_last = Phase.SAVE, False
         saved = _save(engine)
         self.memory.phase = Phase.OVER
         calls, nbytes = (after - before for before, after in zip(self._before, self._after, strict=True))
-        self.outcome = Outcome(
+        self.outcome.update(
             numel=sum(local_of(parameter).numel() for parameter in engine.module.parameters()),
             at_rest=engine.bytes_by_category(),
             sent={kind: Traffic(count, nbytes[kind]) for kind, count in calls.items()},

@@ -29,16 +29,8 @@ ROWS = ("compute", "at once", "link", "host")
 
 
 def write_page(path: str | os.PathLike[str], shown: Comparison, name: str) -> None:
-    """Writes the page.
-
-    Args:
-        path: of the file, which is overwritten.
-        shown: what is on it.
-        name: of the model, in the title.
-
-    Raises:
-        OSError: if the file cannot be written.
-    """
+    """Writes the page of a model called `name` to the file `path`, which is overwritten. Raises OSError if it cannot be
+    written."""
     Path(path).write_text(page_of(shown, name), encoding="utf-8")
 
 

@@ -16,22 +16,13 @@ SHADES = {Phase.FORWARD: "#f2f6fa", Phase.BACKWARD: "#fdf3f4", Phase.STEP: "#f1f
 
 def draw(path: str | os.PathLike[str], shown: Comparison) -> None:
     """Draws the stages, and beside them the step of the chosen strategy, and that strategy on more ranks and fewer.
-
-    Args:
-        path: of the picture, in a format that matplotlib writes.
-        shown: what is drawn.
-
-    Raises:
-        ImportError: without matplotlib, which the extra "plots" installs.
-    """
+    Raises ImportError without matplotlib, which the extra "plots" installs."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("A picture needs matplotlib: pip install 'lightning-zero[plots]'.") from error
     chosen = shown.chosen
     figure = Figure(figsize=(15, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     grid = figure.add_gridspec(1, 3, width_ratios=(len(shown.stages), 6, 4))
     states, step = figure.add_subplot(grid[0]), figure.add_subplot(grid[1])
     _draw_peaks(states, shown)

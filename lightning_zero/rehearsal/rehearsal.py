@@ -92,11 +92,15 @@ class Rehearsal:
         peak = self.peak
         phase = next(phase for phase, moment in self.peaks.items() if moment is peak)
         place = "" if not peak.place else ", at its beginning" if peak.place == phase else f", at {peak.place}"
+        judged = ""
+        if self.device_bytes is not None:
+            left = self.device_bytes - peak.nbytes
+            judged = f", {sized(abs(left))} {'less' if left >= 0 else 'MORE'} than the device has"
         lines = [
             f"{self.strategy} on {ranks_told(self.ranks)}, rank {self.rank}: {self.numel:,} parameters",
             *aligned([head, *rows]),
             "",
-            *wrapped(f"Most in {phase}{place}: {sized(peak.nbytes)}{self._judged}"),
+            *wrapped(f"Most in {phase}{place}: {sized(peak.nbytes)}{judged}"),
             "",
             *aligned([["sent in a step", "times", "bytes"], *sent]),
             "",
@@ -108,13 +112,6 @@ class Rehearsal:
     @property
     def _resting(self) -> int:
         return sum(nbytes for name, nbytes in self.at_rest.items() if not name.endswith(("(host)", "(disk)")))
-
-    @property
-    def _judged(self) -> str:
-        if self.device_bytes is None:
-            return ""
-        left = self.device_bytes - self.peak.nbytes
-        return f", {sized(abs(left))} {'less' if left >= 0 else 'MORE'} than the device has"
 
 
 def rehearse(
@@ -176,8 +173,7 @@ def rehearse(
     imagined.played = played
     with quiet(), isolated(), played.watching():
         train(module, batch, imagined, steps, **trainer)
-    outcome = played.outcome
-    if outcome is None:
+    if not played.outcome:
         raise ValueError("No step was taken: training_step has returned nothing, or no optimizer was stepped.")
     return Rehearsal(
         strategy=repr(imagined).replace(type(imagined).__name__, ZeroStrategy.__name__, 1),
@@ -187,7 +183,7 @@ def rehearse(
         course=tuple(played.memory.course),
         device_bytes=device_bytes,
         rates=rates or Rates(),
-        **vars(outcome),
+        **played.outcome,
     )
 
 

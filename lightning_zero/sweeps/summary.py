@@ -210,7 +210,6 @@ def title_of(jobs: Sequence[Mapping[str, Any]]) -> str:
 
 def draw(jobs: Sequence[Mapping[str, Any]], labels: Sequence[str], path: Path) -> None:
     """Draws a panel of bars, one for each job, for each measure, and a panel of time against memory."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     measures = [measure for measure in measures_of(jobs) if measure.title is not None]
@@ -221,7 +220,6 @@ def draw(jobs: Sequence[Mapping[str, Any]], labels: Sequence[str], path: Path) -
     count = len(measures) + (time is not None and memory is not None)
     rows = math.ceil(count / 2)
     figure = Figure(figsize=(13, 0.8 + rows * (1.3 + 0.45 * len(jobs))), layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(title_of(jobs), fontsize="x-large")
     grid = figure.add_gridspec(rows, 2)
     places = [grid[at // 2, at % 2] for at in range(count)]
@@ -243,37 +241,31 @@ def draw(jobs: Sequence[Mapping[str, Any]], labels: Sequence[str], path: Path) -
 def _draw_bars(
     panel: Any, measure: Measure, jobs: Sequence[Mapping[str, Any]], baselines: Sequence[int | None]
 ) -> None:
-    """Draws one measure of all jobs, the first job on top."""
+    """Draws one measure of all jobs, the first job on top: a bar for each, of its parts, and next to it their sum and
+    its ratio to the job's baseline."""
     size, unit = scale_of(measure, jobs)
     scaled = [{name: part / size for name, part in parts_of(job, measure).items()} for job in jobs]
-    has_ddp = any(job.get("strategy_class") == BASELINES[0] for job in jobs)
-    _stack_bars(panel, scaled, baselines, "ddp" if has_ddp else "auto")
-    panel.set_title(f"{measure.title}{', ' if unit else ''}{unit}")
-    panel.invert_yaxis()
-    right = panel.dataLim.x1
-    panel.set_xlim(0, 1.6 * right if 0 < right < math.inf else 1.0)  # room for the numbers
-
-
-def _stack_bars(
-    panel: Any, jobs: Sequence[Mapping[str, float]], baselines: Sequence[int | None] = (), beside: str = "ddp"
-) -> None:
-    """Draws a bar for each job, of its parts. Next to it are their sum and its ratio to the job's baseline."""
     lefts = [0.0] * len(jobs)
-    categories = list(dict.fromkeys(category for parts in jobs for category, part in parts.items() if part))
+    categories = list(dict.fromkeys(category for parts in scaled for category, part in parts.items() if part))
     kinds = list(dict.fromkeys(category.partition(" (")[0] for category in categories))
     for category in categories or [""]:
         kind, _, tier = category.removesuffix(")").partition(" (")
-        widths = [parts.get(category, 0.0) for parts in jobs]
+        widths = [parts.get(category, 0.0) for parts in scaled]
         look = {"color": f"C{kinds.index(kind)}" if kinds else None, "hatch": HATCHES.get(tier), "edgecolor": "white"}
         bars = panel.barh(range(len(jobs)), widths, left=lefts, label=category, **look)
         lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
-    told = [f"{total:.4g}" if parts else "not reported" for parts, total in zip(jobs, lefts, strict=True)]
+    told = [f"{total:.4g}" if parts else "not reported" for parts, total in zip(scaled, lefts, strict=True)]
+    beside = "ddp" if any(job.get("strategy_class") == BASELINES[0] for job in jobs) else "auto"
     for at, baseline in enumerate(baselines):
-        if baseline is not None and baseline != at and jobs[at] and lefts[baseline]:
+        if baseline is not None and baseline != at and scaled[at] and lefts[baseline]:
             told[at] += f"  ({lefts[at] / lefts[baseline]:.2f} x {beside})"
     panel.bar_label(bars, told, padding=3, fontsize="small")
     if any(categories):
         panel.legend(fontsize="small", ncols=3, loc="upper left", bbox_to_anchor=(0.0, 0.0), borderaxespad=2.5)
+    panel.set_title(f"{measure.title}{', ' if unit else ''}{unit}")
+    panel.invert_yaxis()
+    right = panel.dataLim.x1
+    panel.set_xlim(0, 1.6 * right if 0 < right < math.inf else 1.0)  # room for the numbers
 
 
 def _scatter(panel: Any, jobs: Sequence[Mapping[str, Any]], time: Measure, memory: Measure) -> None:

@@ -105,7 +105,7 @@ class Ledger:
         with torch.inference_mode(False):
             if place.pinned:
                 tensor, nbytes = self.pinned.empty(numel, dtype, lasts=category in LASTING)
-                self._adopt(category, tensor, place.tier, nbytes)
+                self.adopt(category, tensor, place.tier, nbytes)
                 return tensor
             if comm is None:
                 tensor = torch.empty(numel, dtype=dtype, device=place.device)
@@ -114,16 +114,14 @@ class Ledger:
         self.adopt(category, tensor, place.tier)
         return tensor
 
-    def adopt(self, category: Category, tensor: Tensor, tier: Tier = Tier.DEVICE) -> None:
-        """Books a tensor that was made elsewhere. Books each storage once, even if several views of it come."""
-        self._adopt(category, tensor, tier, tensor.untyped_storage().nbytes())
-
-    def _adopt(self, category: Category, tensor: Tensor, tier: Tier, nbytes: int) -> None:
+    def adopt(self, category: Category, tensor: Tensor, tier: Tier = Tier.DEVICE, nbytes: int | None = None) -> None:
+        """Books a tensor that was made elsewhere. Books each storage once, even if several views of it come; `nbytes`
+        are what it takes where that is more than its storage has, as page-locked memory does."""
         storage = tensor.untyped_storage()
         key = storage_key(storage)
         if key not in self._booked:
             self._booked.add(key)
-            self.book(category, tier, nbytes, storage)
+            self.book(category, tier, storage.nbytes() if nbytes is None else nbytes, storage)
             weakref.finalize(storage, self._booked.discard, key)
 
     def has_booked(self, storage: torch.UntypedStorage) -> bool:

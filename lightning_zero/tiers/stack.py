@@ -40,7 +40,7 @@ class Stack:
         self._ledger = ledger
         self._place = place
         self._is_contiguous = contiguous
-        self._array: Tensor | None = None  # (nbytes,) uint8
+        self._array = torch.empty(0, dtype=torch.uint8, device=place.device)  # (nbytes,)
         self._ends: list[_End] = []  # of the regions that are taken, in order
         self._most = 0  # bytes of the array that regions have needed at most
 
@@ -48,14 +48,15 @@ class Stack:
         """Returns a region of uninitialised memory."""
         if not self._is_contiguous:
             return Region(self._allocate(nbytes))
-        if not self._ends:
-            self._fit()
+        if not self._ends and self._most > self._array.numel():
+            self._array = self._array.new_empty(0)  # freed before the new one is allocated
+            self._array = self._allocate(self._most)
         start = self._ends[-1].at if self._ends else 0
         end = _End(start + round_up(nbytes, ALIGNMENT_BYTES))
         self._ends.append(end)
         self._most = max(self._most, end.at)
-        is_inside = self._array is not None and end.at <= self._array.numel()
-        region = Region(self._array[start : start + nbytes] if is_inside else self._allocate(nbytes))  # type: ignore[index]
+        is_inside = end.at <= self._array.numel()
+        region = Region(self._array[start : start + nbytes] if is_inside else self._allocate(nbytes))
         weakref.finalize(region, self._give_back, end)
         return region
 
@@ -66,9 +67,3 @@ class Stack:
         end.is_free = True
         while self._ends and self._ends[-1].is_free:
             self._ends.pop()
-
-    def _fit(self) -> None:
-        """Makes the array as large as needed. No region may be taken now."""
-        if self._most > (0 if self._array is None else self._array.numel()):
-            self._array = None  # freed before the new one is allocated
-            self._array = self._allocate(self._most)

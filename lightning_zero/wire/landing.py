@@ -76,18 +76,8 @@ class Landing:
 
     def fill(self, found: Mapping[int, int], nbytes: int) -> None:
         """Fills the next `nbytes`, which lie at these addresses, by peer."""
-        if nbytes:
-            self._fill_part(found, nbytes)
-        self._filled += nbytes
-
-    def end_if_filled(self, lost: Collection[int] = ()) -> None:
-        """Ends all waits when the tensor is filled, with an error those for peers that are `lost`."""
-        if self._filled == self.nbytes:
-            del self._into, self._terms  # as in `Message.end`
-            for peer, message in self.messages.items():
-                message.end(CLOSED if peer in lost else None)
-
-    def _fill_part(self, found: Mapping[int, int], nbytes: int) -> None:
+        if not nbytes:  # torch has no view of nothing
+            return
         dtype = self._into.dtype
         part = slice(self._filled // dtype.itemsize, (self._filled + nbytes) // dtype.itemsize)
         into = self._into[part]
@@ -97,6 +87,14 @@ class Landing:
         else:
             terms = [t[part] if isinstance(t, Tensor) else _view(found[t], nbytes, dtype) for t in self._terms]
             _average([*terms[:2], *(apart(term, into) for term in terms[2:])], into, self._divisor)
+        self._filled += nbytes
+
+    def end_if_filled(self, lost: Collection[int] = ()) -> None:
+        """Ends all waits when the tensor is filled, with an error those for peers that are `lost`."""
+        if self._filled == self.nbytes:
+            del self._into, self._terms  # as in `Message.end`
+            for peer, message in self.messages.items():
+                message.end(CLOSED if peer in lost else None)
 
 
 class Unusable(Exception):

@@ -103,7 +103,10 @@ class NativeComm(Comm):
             self._wait(works, key)
             heard.append(Late(flags))
 
-        return Gather(finish, lambda: bool(heard[0].read(self.limit).any()))
+        def has_divergence() -> bool:
+            return bool(heard[0].read(self.limit).any())
+
+        return Gather(finish, has_divergence)
 
     def _all_gather_both(self, full: Tensor, shard: Tensor, flags: Tensor, mine: Tensor, key: str) -> list[Any]:
         """Starts two all-gathers, on a device in one launch."""

@@ -1,8 +1,7 @@
 """What is made once in a world of torch.distributed: process groups, which keep sockets and threads for good."""
 
 import itertools
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, MutableMapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -12,25 +11,13 @@ import torch.distributed as dist
 
 Made = TypeVar("Made")
 
-
-@dataclass
-class _World:
-    """Things of one world; they end with its default process group."""
-
-    made: dict[Any, Any] = field(default_factory=dict)
-    numbers: Iterator[int] = field(default_factory=itertools.count)
-
-
-_WORLDS: MutableMapping[Any, _World] = WeakKeyDictionary()  # default process group -> its world
-
-
-def _here() -> _World:
-    return _WORLDS.setdefault(dist.group.WORLD, _World())
+# Default process group -> what is made in its world, and ends with it.
+_MADE: MutableMapping[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 
 def once_per_world(key: Any, make: Callable[[], Made]) -> Made:
     """Returns what `make` returned the first time in this world."""
-    made = _here().made
+    made = _MADE.setdefault(dist.group.WORLD, {})
     if key not in made:
         made[key] = make()
     return made[key]
@@ -38,14 +25,14 @@ def once_per_world(key: Any, make: Callable[[], Made]) -> Made:
 
 def forget(thing: Any) -> None:
     """Has `once_per_world` make a thing anew, as this one is spoilt."""
-    made = _here().made
+    made = _MADE.get(dist.group.WORLD, {})
     for key in [key for key, known in made.items() if known is thing]:
         del made[key]
 
 
 def next_number() -> int:
     """Returns 0, 1, 2, ...: a number of its own for each communicator. All ranks make the same ones, in one order."""
-    return next(_here().numbers)
+    return next(once_per_world("numbers", itertools.count))
 
 
 def own_group(
