@@ -32,7 +32,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from lightning_zero import __version__
-from lightning_zero.rehearsal.commands import add_plan, add_rehearse, positive, run_plan, run_rehearse
+from lightning_zero.rehearsal.commands import Training, add_plan, add_rehearse, positive, run_plan, run_rehearse
 
 # Each command imports what it needs, so that --help does not wait for torch.
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _about(width: int) -> str:
     return "\n\n".join(paragraphs)
 
 
-def _composed(path: str, overrides: Sequence[str]) -> Any:
+def _composed(path: str, overrides: Sequence[str]) -> Training:
     from lightning_zero.sweeps.composed import composed
 
     return composed(path, overrides)

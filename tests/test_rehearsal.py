@@ -365,6 +365,13 @@ def test_a_plan_refuses_what_it_would_not_heed(
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("ranks_and_bytes", [(0, 10**9), (8, 0)])
+def test_a_plan_is_for_at_least_one_rank_and_a_device_with_memory(ranks_and_bytes: tuple[int, int]) -> None:
+    ranks, nbytes = ranks_and_bytes
+    with pytest.raises(ValueError, match=f"ranks={ranks} and device_bytes={nbytes}: write at least 1"):
+        plan(rehearsal_jobs.Model, rehearsal_jobs.batch_of, ranks=ranks, device_bytes=nbytes)
+
+
 def test_a_plan_rehearses_nothing_twice_when_an_argument_is_fixed() -> None:
     told = plan(
         rehearsal_jobs.Model,

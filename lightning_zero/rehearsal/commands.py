@@ -5,16 +5,27 @@ import ast
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 MODEL = "the import path of what makes a LightningModule, or a config of Hydra (conf/train.yaml)"
-Compose = Callable[[str, Sequence[str]], Any]  # reads a config, in a room above this one
 
 # Each command imports what it needs, so that --help does not wait for torch.
+
+
+class Training(NamedTuple):
+    """What is rehearsed."""
+
+    model: Callable[[], Any]  # makes the LightningModule
+    batch: Callable[[], Any]
+    strategy: dict[str, Any]  # arguments that are not the defaults
+    trainer: dict[str, Any]  # arguments of the Trainer
+
+
+Compose = Callable[[str, Sequence[str]], Training]  # reads a config, in a room above this one
 
 
 def add_plan(one: argparse.ArgumentParser, compose: Compose) -> None:
@@ -75,7 +86,7 @@ def _add_run(one: argparse.ArgumentParser) -> None:
     one.add_argument("--on-cpu", action="store_true", help=about)
 
 
-def _rates_from(options: argparse.Namespace, model: Callable[[], Any], batch: Any, trainer: Mapping[str, Any]) -> Any:
+def _rates_from(options: argparse.Namespace, training: Training) -> Any:
     """Returns the rates by which time is modelled."""
     from dataclasses import fields, replace
 
@@ -86,7 +97,7 @@ def _rates_from(options: argparse.Namespace, model: Callable[[], Any], batch: An
     if unknown := set(given) - {one.name for one in fields(Rates)}:
         options.refuse(f"--rate has no {', '.join(sorted(unknown))}; rates are those of {rates}")
     if options.calibrate:
-        rates = calibrate(model, batch, precision=trainer.get("precision"))
+        rates = calibrate(training.model, training.batch, precision=training.trainer.get("precision"))
         print(rates)
     return replace(rates, **given)
 
@@ -121,22 +132,21 @@ def _plan_model(options: argparse.Namespace) -> bool:
 
     if options.device_memory is None:
         options.refuse("plan MODEL needs --device-memory, such as --device-memory 80GB")
-    fixed: dict[str, Any] = {} if options.stage is None else {"stage": options.stage}
-    fixed |= {} if options.replicas == 1 else {"replicate_size": options.replicas}
+    fixed = _written(stage=options.stage, replicate_size=None if options.replicas == 1 else options.replicas)
     with _refusing(options):
-        model, batch, written, trainer = _training(options)
+        training = _training(options)
         open_to_choice = ("stage", "offload", "prefetch", "activation_checkpointing", "bucket_size_mb")
-        fixed = {name: value for name, value in written.items() if name not in open_to_choice} | fixed
+        fixed = {name: value for name, value in training.strategy.items() if name not in open_to_choice} | fixed
         found = plan(
-            model,
-            batch,
-            rates=_rates_from(options, model, batch, trainer),
+            training.model,
+            training.batch,
+            rates=_rates_from(options, training),
             ranks=options.ranks,
             device_bytes=options.device_memory,
             host_bytes=options.host_memory,
             fixed=fixed,
             on_cpu=options.on_cpu,
-            **trainer,
+            **training.trainer,
         )
         print(found)
     return not found.fitting
@@ -148,15 +158,15 @@ def run_rehearse(options: argparse.Namespace) -> bool:
 
     given: dict[str, Any] = {"ranks": options.ranks, "rank": options.rank, "device_bytes": options.device_memory}
     with _refusing(options):
-        model, batch, written, trainer = _training(options)
-        trainer |= {} if options.accumulate is None else {"accumulate_grad_batches": options.accumulate}
-        trainer |= {} if options.clip is None else {"gradient_clip_val": options.clip}
+        training = _training(options)
+        trainer = training.trainer | _written(
+            accumulate_grad_batches=options.accumulate, gradient_clip_val=options.clip
+        )
         if options.on_cpu:
-            given["on_cpu"] = answers_of(model, batch, **trainer)
-        given |= {"rates": _rates_from(options, model, batch, trainer), **trainer}
-        strategy = {"stage": 2, **written, **({} if options.stage is None else {"stage": options.stage})}
-        strategy |= dict(options.set)
-        found = rehearse(model, batch, strategy, **given)
+            given["on_cpu"] = answers_of(training.model, training.batch, **trainer)
+        given |= {"rates": _rates_from(options, training), **trainer}
+        strategy = {"stage": 2, **training.strategy, **_written(stage=options.stage), **dict(options.set)}
+        found = rehearse(training.model, training.batch, strategy, **given)
         print(found)
         if options.program:
             print(f"\n{found.program}")
@@ -165,7 +175,7 @@ def run_rehearse(options: argparse.Namespace) -> bool:
             from lightning_zero.rehearsal.page import write_page
             from lightning_zero.rehearsal.picture import draw
 
-            shown = compare(model, batch, strategy, found, **given)
+            shown = compare(training.model, training.batch, strategy, found, **given)
             if options.plot:
                 draw(options.plot, shown)
             if options.html:
@@ -183,23 +193,27 @@ def _refusing(options: argparse.Namespace) -> Iterator[None]:
         options.refuse(f"{type(error).__name__}: {error}")
 
 
-def _training(options: argparse.Namespace) -> tuple[Callable[[], Any], Any, dict[str, Any], dict[str, Any]]:
-    """Returns what makes the model, the batch, arguments of the strategy, and arguments of the Trainer."""
+def _written(**values: Any) -> dict[str, Any]:
+    """Returns those that the command line has."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _training(options: argparse.Namespace) -> Training:
     from lightning_zero.rehearsal.rehearsal import batch_like, found_at
 
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: a model of one's own lies here
-    given = {} if options.precision is None else {"precision": options.precision}
+    precision = _written(precision=options.precision)
     if options.model.endswith((".yaml", ".yml")):
         if options.arg:
             options.refuse("--arg is for an import path; of a config, --override model.NAME=VALUE")
         found = options.compose(options.model, options.override)
         batch = found.batch if options.batch is None else batch_like(options.batch)
-        return found.model, batch, found.strategy, {**found.trainer, **given}
+        return found._replace(batch=batch, trainer=found.trainer | precision)
     if options.override:
         options.refuse("--override is for a config; of an import path, --arg NAME=VALUE")
     if options.batch is None:
         options.refuse("a rehearsal needs --batch: an import path, or shapes, such as --batch 8x1024:int64")
-    return partial(found_at(options.model), **dict(options.arg)), batch_like(options.batch), {}, given
+    return Training(partial(found_at(options.model), **dict(options.arg)), batch_like(options.batch), {}, precision)
 
 
 def _setting(text: str) -> tuple[str, Any]:

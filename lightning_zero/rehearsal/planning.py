@@ -179,8 +179,8 @@ def plan(
     Raises:
         ValueError: for less than one rank, or a device without memory.
     """
-    if device_bytes <= 0:
-        raise ValueError(f"device_bytes={device_bytes} is to be the bytes of a device, such as 80 * 10**9.")
+    if ranks < 1 or device_bytes <= 0:
+        raise ValueError(f"ranks={ranks} and device_bytes={device_bytes}: write at least 1, and such as 80 * 10**9.")
     fixed = fixed or {}
     known = answers_of(module, batch, **trainer) if on_cpu else False
     given: dict[str, Any] = {"ranks": ranks, "device_bytes": device_bytes, "host_is_apart": host_is_apart}

@@ -1,9 +1,9 @@
 """`composed`: what a Hydra config says of a training, so that it can be rehearsed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
@@ -14,23 +14,16 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_zero import ZeroStrategy
 from lightning_zero.pl.automatic import beside_defaults
 from lightning_zero.rehearsal.choosing import batch_from
+from lightning_zero.rehearsal.commands import Training
 
 OF_TRAINER = ("precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
 PARTS = ("model", "data", "strategy")
 
 
-class Training(NamedTuple):
-    """What `rehearse` is given."""
-
-    model: Callable[[], Any]  # makes the LightningModule
-    batch: Callable[[], Any]  # the first items of the training data
-    strategy: dict[str, Any]  # arguments that are not the defaults
-    trainer: dict[str, Any]
-
-
 def composed(path: str, overrides: Sequence[str]) -> Training:
     """Composes a config with the nodes `model`, `data`, `strategy` and, if it is there, `trainer`, as
-    `examples/train.py` takes it, or as Hydra leaves it in ``.hydra/config.yaml`` of a job.
+    `examples/train.py` takes it, or as Hydra leaves it in ``.hydra/config.yaml`` of a job. The batch is the first items
+    of the training data.
 
     Args:
         path: of the YAML file.

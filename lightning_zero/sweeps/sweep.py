@@ -1,4 +1,4 @@
-"""Hydra runs and sweeps whose jobs have several processes. Only this file imports Hydra; no file imports this one.
+"""Hydra runs and sweeps whose jobs have several processes. No file imports this one: Hydra does.
 
 An app needs one line in its config, `override hydra/callbacks: lightning_zero`, and gets:
 
