@@ -523,11 +523,11 @@ def test_the_array_is_allocated_once_and_filled_again(offload: bool) -> None:
     for step in range(4):
         loss = model(batch(step)).sum()
         room: Any = recompute.store.room
-        allocated.append(None if room._array is None else room._array.data_ptr())
+        allocated.append(room._array.data_ptr())
         loss.backward()
         assert room._ends == []
         assert kept_in(recompute, tier) == (3 * batch().nbytes if step else 0)
-    assert allocated[0] is None
+    assert allocated[0] == 0  # an empty tensor has no memory
     assert len(set(allocated[1:])) == 1
     model(batch(0, rows=32)).sum().backward()  # needs more than it has
     model(batch(0, rows=32)).sum().backward()
