@@ -65,7 +65,7 @@ class Exchange:
         self._offers: set[Landing] = set()  # sums of which some terms are offered, and not all
         self._landing: defaultdict[int, deque[Landing]] = defaultdict(deque)  # passing the desk of a peer, in order
         self._wanted: defaultdict[int, deque[Message]] = defaultdict(deque)  # passing the desk here, by peer, in order
-        self._matched: deque[tuple[_Key, Landing, Arrival]] = deque()  # to be taken by the thread
+        self._matched: deque[tuple[int, Landing, int, Arrival]] = deque()  # to be taken by the thread
         self.rooms = Rooms(sockets, weakref.WeakMethod(self._wake_thread))
         self._outbox: defaultdict[int, deque[bytes]] = defaultdict(deque)  # datagrams to send, by peer; none is empty
         self._closed: set[int] = set()  # peers with whom the link is closed
@@ -84,7 +84,7 @@ class Exchange:
             for peer, message in landing.messages.items():
                 key = peer, tag
                 if key in self._arrived:
-                    self._matched.append((key, landing, _pop(self._arrived, key)))
+                    self._matched.append((peer, landing, tag, _pop(self._arrived, key)))
                 elif peer in self._closed:
                     message.end(CLOSED)
                 else:
@@ -168,8 +168,8 @@ class Exchange:
                         selector.modify(key.fileobj, selectors.EVENT_READ, key.data)
                     if events & selectors.EVENT_READ and not self._read_datagram(key.data):
                         selector.unregister(key.fileobj)
-                while self._matched:
-                    self._take(*self._matched.popleft())  # no name here may hold a tensor while the thread waits
+                while self._matched:  # no name here may hold a tensor while the thread waits
+                    self._land(self._take, *self._matched.popleft())
                 while self.rooms.gone:
                     self._tell_readers(self.rooms.gone.popleft())
                 for peer in [*self._outbox]:
@@ -203,7 +203,8 @@ class Exchange:
             return False
         kind, tag, offset, nbytes = _HEADER.unpack_from(datagram)
         if kind == _PART:
-            self._take_part(peer, Part(offset, nbytes))
+            if self._landing[peer]:  # otherwise the link was closed while the part was on its way
+                self._land(self._take_part, peer, self._landing[peer][0], Part(offset, nbytes))
         elif kind == _FREE:
             self._desk.free[peer].append(offset)
             self._fill_desk(peer)
@@ -218,36 +219,33 @@ class Exchange:
         else:
             is_small = kind == _PAYLOAD
             payload = (ctypes.c_char * nbytes).from_buffer_copy(datagram, _HEADER.size) if is_small else None
-            self._match((peer, tag), Arrival(nbytes, payload, offset))
+            self._match(peer, tag, Arrival(nbytes, payload, offset))
         return True
 
-    def _match(self, key: _Key, arrival: Arrival) -> None:
+    def _match(self, peer: int, tag: int, arrival: Arrival) -> None:
+        key = peer, tag
         with self._lock:
             if key in self._awaited:
-                self._matched.append((key, _pop(self._awaited, key), arrival))
+                self._matched.append((peer, _pop(self._awaited, key), tag, arrival))
             else:
                 self._arrived[key].append(arrival)
 
     # -- the thread: what arrives
 
-    def _land(self, peer: int, landing: Landing, take: Callable[[], None]) -> None:
-        """Calls `take`, unless nobody waits for the tensor any more. Closes the link if that fails."""
+    def _land(self, take: Callable[..., None], peer: int, landing: Landing, *what: Any) -> None:
+        """Has `take` take what a peer sends, unless nobody waits for it any more. Closes the link if that fails."""
         try:
             with self._copying:
                 if landing.has_failed:
                     raise Unusable(CLOSED)
-                take()
+                take(peer, landing, *what)
         except Unusable as failure:
             landing.messages[peer].end(str(failure))
             self._drop(peer)  # tells it
 
-    def _take(self, key: _Key, landing: Landing, arrival: Arrival) -> None:
+    def _take(self, peer: int, landing: Landing, tag: int, arrival: Arrival) -> None:
         """Takes a tensor that a peer sends, or says that it is wanted on the desk, once all terms of the sum have
         arrived."""
-        self._land(key[0], landing, partial(self._take_now, key, landing, arrival))
-
-    def _take_now(self, key: _Key, landing: Landing, arrival: Arrival) -> None:
-        peer, tag = key
         if arrival.nbytes != landing.nbytes:
             raise Unusable(f"rank {peer} sent {arrival.nbytes} bytes where {landing.nbytes} were expected")
         if arrival.payload is None and peer in self._closed:
@@ -283,13 +281,8 @@ class Exchange:
         for peer in found:
             self._tell(peer, _READ, tag=tag)
 
-    def _take_part(self, peer: int, part: Part) -> None:
+    def _take_part(self, peer: int, landing: Landing, part: Part) -> None:
         """Takes a part from the desk of a peer, once the same part of all terms of the sum is there."""
-        if self._landing[peer]:  # otherwise the link was closed while the part was on its way
-            landing = self._landing[peer][0]
-            self._land(peer, landing, partial(self._take_part_now, peer, landing, part))
-
-    def _take_part_now(self, peer: int, landing: Landing, part: Part) -> None:
         landing.parts[peer].append(part)
         landing.left[peer] -= part.nbytes
         if not landing.left[peer]:  # the next part is of another tensor, even if this one waits for other terms
