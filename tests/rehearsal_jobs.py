@@ -172,9 +172,7 @@ def train(strategy: dict[str, Any], world: int, make: type[Model] = Model, **tra
     watched.played = played
     with played.watching(), Settled():
         rehearsal.train(make, batch_of, watched, STEPS, devices=world, **trainer)
-    outcome = played.outcome
-    assert outcome is not None
-    return {**vars(outcome), "peaks": played.memory.peaks, "program": str(outcome.program)}
+    return {**played.outcome, "peaks": played.memory.peaks, "program": str(played.outcome["program"])}
 
 
 class Run(NamedTuple):
