@@ -22,9 +22,9 @@ def available_host_bytes(root: Path = _ROOT) -> int | None:
     return max(0, min(found)) if found else None
 
 
-def resident_bytes(root: Path = _ROOT) -> int:
+def resident_bytes() -> int:
     """Returns the bytes that this process has in memory; the most that it has had where the system does not say."""
-    fields = next(iter(_lines(root / "proc/self/statm")), "").split()
+    fields = next(iter(_lines(_ROOT / "proc/self/statm")), "").split()
     return int(fields[1]) * resource.getpagesize() if fields else peak_resident_bytes()
 
 
