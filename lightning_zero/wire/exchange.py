@@ -31,6 +31,7 @@ from torch import Tensor
 
 from lightning_zero.wire.desk import Desk, Memory, Room, Rooms
 from lightning_zero.wire.landing import CLOSED, Arrival, Landing, Message, Part, Unusable
+from lightning_zero.wire.outbox import Outbox
 
 INLINE = 2**15  # bytes, at most, of a tensor in a datagram: up to here a copy takes less time than an answer
 _HEADER = struct.Struct("=cQQQ")  # kind, tag, offset, bytes
@@ -38,6 +39,7 @@ _PAYLOAD, _OFFER, _WANTED, _PART, _FREE = b"p", b"o", b"w", b"s", b"f"
 _READ, _ROOM, _GONE = b"r", b"m", b"g"
 _QUIT = b"q"
 
+_Match = tuple[int, Landing, int, Arrival]  # peer, what it fills, tag, and what has arrived
 _Key = tuple[int, int]  # peer and tag; messages with the same key arrive in the order in which they are sent
 
 
@@ -46,10 +48,7 @@ class Exchange:
     """Matches arriving datagrams with the calls of `receive` and `sum`. One thread does `run`; other threads call the
     rest.
 
-    No thread ever waits for room in a socket: if the threads of two ranks did, neither would read what the other has
-    sent. A datagram that finds no room waits in the outbox of its peer.
-
-    Nor does a tensor lie on the desk before its receiver wants it: it would keep out another, which the receiver wants
+    No tensor lies on the desk before its receiver wants it: it would keep out another, which the receiver wants
     first. Of a sum all terms are wanted at once: so all desks come to the same sum next.
     """
 
@@ -65,13 +64,10 @@ class Exchange:
         self._offers: set[Landing] = set()  # sums of which some terms are offered, and not all
         self._landing: defaultdict[int, deque[Landing]] = defaultdict(deque)  # passing the desk of a peer, in order
         self._wanted: defaultdict[int, deque[Message]] = defaultdict(deque)  # passing the desk here, by peer, in order
-        self._matched: deque[tuple[int, Landing, int, Arrival]] = deque()  # to be taken by the thread
-        self.rooms = Rooms(sockets, weakref.WeakMethod(self._wake_thread))
-        self._outbox: defaultdict[int, deque[bytes]] = defaultdict(deque)  # datagrams to send, by peer; none is empty
+        self._matched: deque[_Match] = deque()  # to be taken by the thread
+        self._outbox = Outbox(sockets)
+        self.rooms = Rooms(sockets, weakref.WeakMethod(self._outbox.wake))
         self._closed: set[int] = set()  # peers with whom the link is closed
-        self._wake, self._woken = socket.socketpair()  # wakes the thread
-        for link in (*sockets.values(), self._wake):
-            link.setblocking(False)
         _EXCHANGES.add(self)
 
     def receive(self, peer: int, into: Tensor, tag: int) -> Message:
@@ -79,18 +75,22 @@ class Exchange:
 
     def sum(self, into: Tensor, terms: Sequence[int | Tensor], tag: int, divisor: int = 1) -> dict[int, Message]:
         """Fills `into` with what the `terms` give; see `Landing`. Returns a message for each peer."""
-        landing = Landing(into, terms, self._drop, divisor)
+        landing, matched = Landing(into, terms, self._drop, divisor), list[_Match]()
         with self._lock:
             for peer, message in landing.messages.items():
                 key = peer, tag
                 if key in self._arrived:
-                    self._matched.append((peer, landing, tag, _pop(self._arrived, key)))
+                    matched.append((peer, landing, tag, _pop(self._arrived, key)))
                 elif peer in self._closed:
                     message.end(CLOSED)
                 else:
                     self._awaited[key].append(landing)
-        if self._matched:
-            self._wake_thread()
+        if all(arrival.payload is not None for *_, arrival in matched):
+            for each in matched:  # here: it is a copy of a few bytes, and to wake the thread takes longer
+                self._land(self._take, *each)
+        else:
+            self._matched.extend(matched)
+            self._outbox.wake()
         return landing.messages
 
     def _place_for(self, peer: int, message: Message) -> int:
@@ -119,30 +119,16 @@ class Exchange:
                 self._offered[peer, tag].append(message)
         if not message.is_over:
             try:
-                self._post(peer, header, payload)
+                self._outbox.post(peer, header, payload)
                 if is_small:
                     message.end()
             except OSError as error:
                 message.end(f"connection closed ({error})")
         return message
 
-    def _post(self, peer: int, header: bytes, payload: Any = b"") -> None:
-        """Sends a datagram now, or leaves it to the thread if there is no room for it yet."""
-        with self._lock:
-            if peer not in self._outbox:
-                with suppress(BlockingIOError):
-                    self._sockets[peer].sendmsg([header, payload])
-                    return
-            self._outbox[peer].append(header + bytes(payload))
-        self._wake_thread()
-
     def _tell(self, peer: int, kind: bytes, *, tag: int = 0, offset: int = 0, nbytes: int = 0) -> None:
         with suppress(OSError):  # the peer is gone, as the thread is about to read
-            self._post(peer, _HEADER.pack(kind, tag, offset, nbytes))
-
-    def _wake_thread(self, word: bytes = b".") -> None:
-        with suppress(BlockingIOError):  # the thread has not even read that it was woken before
-            self._wake.send(word)
+            self._outbox.post(peer, _HEADER.pack(kind, tag, offset, nbytes))
 
     # -- the thread
 
@@ -150,21 +136,21 @@ class Exchange:
         """Ends the thread. A forked process, which has none, must not end its parent's."""
         if self in _EXCHANGES:
             with suppress(OSError):
-                self._wake_thread(_QUIT)
+                self._outbox.wake(_QUIT)
 
     def run(self) -> None:
         with selectors.DefaultSelector() as selector:
-            selector.register(self._woken, selectors.EVENT_READ)
+            selector.register(self._outbox.woken, selectors.EVENT_READ)
             for peer, link in self._sockets.items():
                 selector.register(link, selectors.EVENT_READ, peer)
             while True:
                 for key, events in selector.select():
                     if key.data is None:
-                        if _QUIT in self._woken.recv(4096):
+                        if _QUIT in self._outbox.woken.recv(4096):
                             return
                         continue
                     if events & selectors.EVENT_WRITE:
-                        self._flush(key.data)
+                        self._outbox.flush(key.data)
                         selector.modify(key.fileobj, selectors.EVENT_READ, key.data)
                     if events & selectors.EVENT_READ and not self._read_datagram(key.data):
                         selector.unregister(key.fileobj)
@@ -172,22 +158,9 @@ class Exchange:
                     self._land(self._take, *self._matched.popleft())
                 while self.rooms.gone:
                     self._tell_readers(self.rooms.gone.popleft())
-                for peer in [*self._outbox]:
+                for peer in self._outbox.peers:
                     if self._sockets[peer] in selector.get_map():
                         selector.modify(self._sockets[peer], selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
-
-    def _flush(self, peer: int) -> None:
-        """Sends what is in an outbox, as far as there is room."""
-        with self._lock:
-            box = self._outbox.pop(peer, deque())
-            try:
-                while box:
-                    self._sockets[peer].send(box[0])
-                    box.popleft()
-            except BlockingIOError:
-                self._outbox[peer] = box
-            except OSError:
-                return  # the peer is gone, as the thread is about to read
 
     def _read_datagram(self, peer: int) -> bool:
         """Reads one datagram. Returns False if the link is closed."""
@@ -341,7 +314,7 @@ class Exchange:
     def _close(self, peer: int) -> None:
         with self._lock:
             self._closed.add(peer)
-            self._outbox.pop(peer, None)
+            self._outbox.drop(peer)
             self.rooms.forget(peer)
             offered = {landing for landing in self._offers if peer in landing.arrivals}
             self._offers -= offered
@@ -356,8 +329,7 @@ class Exchange:
 
     def leave_to_parent(self) -> None:
         """Closes the sockets in a forked process: while it has them, nobody would notice the end of its parent."""
-        for link in (*self._sockets.values(), self._wake, self._woken):
-            link.close()
+        self._outbox.close()
 
 
 _EXCHANGES: "weakref.WeakSet[Exchange]" = weakref.WeakSet()  # of this process
