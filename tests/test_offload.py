@@ -31,6 +31,7 @@ from models import assorted, clone, loss_of, weights
 from reference import Run
 from thread_world import ThreadWorld
 from unit_jobs import WIDTH, assert_as_on_one_device, state_of, tower, x
+from wrappers import Lookahead
 
 # The host's memory stands in for another tier than the "device", which is memory of the host here, too.
 APART = Machine(host_is_apart=True)
@@ -291,6 +292,100 @@ def test_a_gradient_that_is_edited_after_the_call_of_step_is_stepped_as_it_was(
 
     options = {"offload": at(tiers, tmp_path), "machine": APART}
     assert_as_on_one_device(tower(), act, stage, fused_sgd, world=world, **options)
+
+
+def fused_adam(parameters: Any) -> Optimizer:
+    first, *others = parameters
+    return torch.optim.Adam([{"params": [first]}, {"params": others, "lr": 0.02}], lr=0.01, fused=True)
+
+
+def _forget_each(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state.pop(parameter)
+
+
+def _empty_first(optimizer: Optimizer) -> None:
+    optimizer.state[optimizer.param_groups[0]["params"][0]] = {}
+
+
+def _drop_last(optimizer: Optimizer) -> None:
+    optimizer.param_groups[1]["params"].pop()
+
+
+def _move_one(optimizer: Optimizer) -> None:
+    first, second = optimizer.param_groups
+    first["params"].append(second["params"].pop(0))
+
+
+AFTER_STEP: dict[str, Callable[[Optimizer], None]] = {
+    "clear": lambda optimizer: optimizer.state.clear(),
+    "pop": _forget_each,
+    "empty": _empty_first,
+    "set": lambda optimizer: setattr(optimizer, "state", defaultdict(dict)),
+    "drop": _drop_last,
+    "move": _move_one,
+    "reverse": lambda optimizer: optimizer.param_groups.reverse(),
+    "remove": lambda optimizer: optimizer.param_groups.pop(),
+}
+
+
+@pytest.mark.parametrize("edit", AFTER_STEP)
+@pytest.mark.parametrize("tiers", ["optimizer on the host", "optimizer on disk"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_optimizer_whose_state_or_groups_are_edited_after_the_call_of_step_has_stepped_as_it_was(
+    stage: int, tiers: str, edit: str, tmp_path: Path
+) -> None:
+    def act(model: Any, engine: Any, optimizer: Optimizer, comm: Any) -> dict[str, torch.Tensor]:
+        for step in range(3):
+            optimizer.zero_grad()
+            model(x()).square().mean().backward()
+            optimizer.step()
+            if step == 1:
+                AFTER_STEP[edit](optimizer)
+        return state_of(model, engine)
+
+    options = {"offload": at(tiers, tmp_path), "machine": APART}
+    assert_as_on_one_device(tower(), act, stage, fused_adam, **options)
+
+
+@pytest.mark.parametrize("tiers", ["optimizer on the host", "optimizer on disk"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_optimizer_goes_back_to_a_state_of_its_own_from_before(stage: int, tiers: str, tmp_path: Path) -> None:
+    def act(model: Any, engine: Any, optimizer: Optimizer, comm: Any) -> dict[str, torch.Tensor]:
+        saved = {}
+        for step in range(4):
+            optimizer.zero_grad()
+            model(x()).square().mean().backward()
+            optimizer.step()
+            if step == 1:
+                saved = copy.deepcopy(optimizer.state_dict())
+            if step == 2:
+                optimizer.load_state_dict(saved)
+        return state_of(model, engine)
+
+    options = {"offload": at(tiers, tmp_path), "machine": APART}
+    assert_as_on_one_device(tower(), act, stage, fused_adam, **options)
+
+
+@pytest.mark.parametrize("tiers", ["optimizer on the host", "optimizer on disk"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_state_that_a_wrapper_shares_with_what_it_wraps_is_one_state_to_both(
+    stage: int, tiers: str, tmp_path: Path
+) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, torch.Tensor]:
+        for owner in (optimizer, optimizer.base, optimizer):
+            optimizer.zero_grad()
+            model(x()).square().mean().backward()
+            optimizer.step()
+            for parameter in model.parameters():
+                owner.state[parameter]["exp_avg"].mul_(0.5)
+        return state_of(model, engine)
+
+    def make(parameters: Any) -> Optimizer:
+        return Lookahead(torch.optim.Adam(parameters, lr=0.01, fused=True))
+
+    assert_as_on_one_device(tower(), act, stage, make, offload=at(tiers, tmp_path), machine=APART)
 
 
 @pytest.mark.parametrize("tiers", ["optimizer on the host", "optimizer on disk"])

@@ -25,9 +25,11 @@ def wrapped_in(optimizer: Optimizer) -> list[Optimizer]:
 
 @dataclass(frozen=True)
 class Moment:
-    """The options of an optimizer, and the counts that it and those it wraps keep, at one moment."""
+    """The parameter groups of an optimizer, and the state and the counts of it and those it wraps, at one moment."""
 
-    options: list[dict[str, Any]]  # of each parameter group
+    groups: list[dict[str, Any]]  # the user's own dictionaries
+    contents: list[dict[str, Any]]  # what each of them held: its parameters and options
+    states: list[Any]  # of each optimizer, the dictionary itself: who edits it takes postponed steps first
     numbers: list[dict[str, Any]]  # attributes of each optimizer that are numbers
     counts: list[dict[Any, Any]]  # entries of each optimizer's state whose keys are no parameters
     default_dtype: torch.dtype  # of the scalars that a step makes; precision 64-true changes it during forward
@@ -35,22 +37,26 @@ class Moment:
 
     @classmethod
     def of(cls, optimizer: Optimizer, *, clones: bool = False) -> "Moment":
-        """Returns the optimizer as it is now. A moment that outlives the call needs `clones` of options that are
-        tensors: a scheduler writes into a learning rate that is one."""
+        """Returns the optimizer as it is now. A moment that outlives the call needs `clones` of what is edited in
+        place: lists of parameters, and options that are tensors, as a learning rate that a scheduler writes into."""
 
         def kept(value: Any) -> Any:
-            return value.clone() if clones and isinstance(value, Tensor) else value
+            if isinstance(value, Tensor):
+                return value.clone() if clones else value
+            return [*value] if clones and isinstance(value, list) else value
 
-        options = [{n: kept(value) for n, value in g.items() if n != "params"} for g in optimizer.param_groups]
+        groups = [*optimizer.param_groups]
+        contents = [{n: kept(value) for n, value in group.items()} for group in groups]
         optimizers = wrapped_in(optimizer)
+        states = [vars(one).get("state") for one in optimizers]
         numbers = [{n: value for n, value in vars(one).items() if _is_number(n, value)} for one in optimizers]
         counts = [copy.deepcopy(_counts_of(one)) for one in optimizers]
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        return cls(options, numbers, counts, torch.get_default_dtype(), autocast)
+        return cls(groups, contents, states, numbers, counts, torch.get_default_dtype(), autocast)
 
     @contextmanager
     def back(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, the optimizer is as it was at this moment, except for its parameters and their state."""
+        """Inside, the optimizer is as it was at this moment. Parameters and their state have their latest values."""
         now = Moment.of(optimizer)
         self._put(optimizer)
         autocast = torch.autocast("cpu", self.autocast, enabled=self.autocast is not None, cache_enabled=False)
@@ -61,12 +67,15 @@ class Moment:
             now._put(optimizer)
 
     def _put(self, optimizer: Optimizer) -> None:
-        for group, options in zip(optimizer.param_groups, self.options, strict=False):
-            parameters = group["params"]
+        optimizer.param_groups[:] = self.groups
+        for group, content in zip(self.groups, self.contents, strict=True):
             group.clear()
-            group.update(params=parameters, **options)
-        for one, numbers, counts in zip(wrapped_in(optimizer), self.numbers, self.counts, strict=True):
+            group.update(content)
+        parts = zip(wrapped_in(optimizer), self.states, self.numbers, self.counts, strict=True)
+        for one, state, numbers, counts in parts:
             own = vars(one)
+            if own.get("state") is not state:  # the user has loaded another one, or set it
+                own["state"] = state
             for name in [name for name, value in own.items() if _is_number(name, value)]:
                 del own[name]
             own.update(numbers)
@@ -89,17 +98,18 @@ def _is_number(name: str, value: Any) -> bool:
 
 def _caught_up(name: str) -> Any:
     """Returns the method of `defaultdict` of that name, which takes the postponed steps first."""
-    look_up = getattr(defaultdict, name)
+    method = getattr(defaultdict, name)
 
-    def catch_up_first(self: "CaughtUpState", *args: Any) -> Any:
+    def catch_up_first(self: "CaughtUpState", *args: Any, **kwargs: Any) -> Any:
         self._catch_up()
-        return look_up(self, *args)
+        return method(self, *args, **kwargs)
 
     return catch_up_first
 
 
 class CaughtUpState(defaultdict[Any, Any]):
-    """`optimizer.state` where steps may be postponed: it calls `catch_up`, which takes them, before each look-up."""
+    """`optimizer.state` where steps may be postponed: it calls `catch_up`, which takes them, before each look-up and
+    before each edit."""
 
     def __init__(self, state: Mapping[Any, Any], catch_up: Callable[[], None]) -> None:
         super().__init__(dict, state)
@@ -113,6 +123,14 @@ class CaughtUpState(defaultdict[Any, Any]):
     keys = _caught_up("keys")
     items = _caught_up("items")
     values = _caught_up("values")
+    __setitem__ = _caught_up("__setitem__")
+    __delitem__ = _caught_up("__delitem__")
+    __ior__ = _caught_up("__ior__")
+    setdefault = _caught_up("setdefault")
+    update = _caught_up("update")
+    pop = _caught_up("pop")
+    popitem = _caught_up("popitem")
+    clear = _caught_up("clear")
 
     def as_made(self) -> defaultdict[Any, Any]:
         """Returns the same state as a plain `defaultdict`, as torch makes it."""
@@ -122,3 +140,23 @@ class CaughtUpState(defaultdict[Any, Any]):
 
     def __reduce__(self) -> Any:
         return defaultdict, (dict, dict(self.items()))
+
+
+def catch_up_before_use(optimizer: Optimizer, catch_up: Callable[[], None]) -> None:
+    """Has an optimizer, and those that it wraps, call `catch_up` before anyone looks at or edits their state."""
+    _replace_states(
+        optimizer, lambda state: state if isinstance(state, CaughtUpState) else CaughtUpState(state, catch_up)
+    )
+
+
+def forget_to_catch_up(optimizer: Optimizer) -> None:
+    """Undoes `catch_up_before_use`."""
+    _replace_states(optimizer, lambda state: state.as_made() if isinstance(state, CaughtUpState) else state)
+
+
+def _replace_states(optimizer: Optimizer, replaced: Callable[[Any], Any]) -> None:
+    """Replaces the states of an optimizer and of those that it wraps. Those that share one go on sharing it."""
+    own = [vars(one) for one in wrapped_in(optimizer) if isinstance(vars(one).get("state"), dict)]
+    made = {id(each["state"]): replaced(each["state"]) for each in own}
+    for each in own:
+        each["state"] = made[id(each["state"])]

@@ -20,7 +20,7 @@ from torch.optim import Optimizer, SparseAdam
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.known import KnownState
 from lightning_zero.shards.layout import fill
-from lightning_zero.shards.moment import CaughtUpState, Moment, wrapped_in
+from lightning_zero.shards.moment import Moment, catch_up_before_use, forget_to_catch_up, wrapped_in
 from lightning_zero.shards.probe import calls_closure_again, leaves_idle, steps_nothing, unhooked
 from lightning_zero.shards.setting import Setting
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
@@ -106,8 +106,8 @@ class PieceStepper:
         windows are stepped when the call ends; with `is_lazy`, when their values are needed. Each of them is stepped
         with the options of the user's call. `slots` are all that the optimizer steps, except what backward has stepped.
         """
-        if self.is_lazy and not isinstance(self.optimizer.state, CaughtUpState):
-            self.optimizer.state = CaughtUpState(self.optimizer.state, self._catch_up)
+        if self.is_lazy:
+            catch_up_before_use(self.optimizer, self._catch_up)
         with no_interception():
             stepped = [slot for slot in slots if slot.parameter.grad is not None]
         self._note_absent(stepped)
@@ -189,14 +189,15 @@ class PieceStepper:
         """Steps a window with the optimizer as it was at moment `then`."""
         if window in self._ahead:
             self._ahead.remove(window)
-        window.begin()
-        self._begin_next()
-        with then.back(self.optimizer), self._stepping(window, is_all=False):
-            unhooked(type(self.optimizer).step)(self.optimizer)
-        self.finish()
-        self._written = window
-        if window.is_late and not self._ahead:
-            self._fill_absent()
+        with then.back(self.optimizer):
+            window.begin()
+            self._begin_next()
+            with self._stepping(window, is_all=False):
+                unhooked(type(self.optimizer).step)(self.optimizer)
+            self.finish()
+            self._written = window
+            if window.is_late and not self._ahead:
+                self._fill_absent()
 
     def _begin_next(self) -> None:
         """Starts to read one window ahead: the next one, if values are needed in the order of the model."""
@@ -205,14 +206,13 @@ class PieceStepper:
 
     def _catch_up(self) -> None:
         """Takes the postponed steps of this rank. They may be taken in any order: no step reads another's state."""
-        if self._ahead and not self.is_stepping:
-            for slot in self.slots:
-                slot.group.catch_up_alone()
+        if not self.is_stepping:
+            for group in by_group(slot for window in self._ahead for slot in window.slots):
+                group.catch_up_alone()
 
     def leave(self) -> None:
         """Gives the optimizer back to the user as it was made."""
-        if isinstance(self.optimizer.state, CaughtUpState):
-            self.optimizer.state = self.optimizer.state.as_made()
+        forget_to_catch_up(self.optimizer)
 
     def finish(self) -> None:
         """Waits until the window that was stepped last is written."""
