@@ -282,6 +282,15 @@ optimizer that lacks them would fail in its first step, and a trial step would c
 `_optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`."""
 
 
+def put_innermost(optimizer: torch.optim.Optimizer, before: int, after: int) -> None:
+    """Has two hooks on the steps of an optimizer, by the numbers that their registration has returned, be called next
+    to the step: one after all others before it, one before all others after it. torch calls hooks in the order that
+    they came in. Without it users' hooks would find parts of parameters and gradients. Private: see `STEP_HOOKS`."""
+    first, then = (vars(optimizer)[name] for name in STEP_HOOKS)
+    first.move_to_end(before)
+    then.move_to_end(after, last=False)
+
+
 def scale_of(scaler: torch.amp.GradScaler) -> Tensor:
     """Returns the scale of a scaler on its device, also of one that has not been used. `get_scale` makes the host wait
     for the device. Without it unscaling would. Private: `_check_scale_growth_tracker`."""

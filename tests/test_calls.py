@@ -11,12 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from compare import assert_same_bits
+from lightning_zero.config import Offload
 from lightning_zero.run.engine import Engine
+from lightning_zero.shards.offload import Machine
 from lightning_zero.wire.comm import Comm
 from thread_world import ThreadWorld
+from unit_jobs import assert_as_on_one_device, state_of, tower, x
 
 BATCHES = [torch.linspace(-1, number, 32).view(2, 16) for number in range(4)]
 
@@ -184,3 +187,40 @@ def test_gradients_that_a_step_clears_are_not_there_after_it(stage: int) -> None
     for weights, are_left in ThreadWorld(2).run(partial(gradients, stage=stage)):
         assert_same_bits(weights, expected)
         assert not any(are_left)
+
+
+@torch.no_grad()
+def _bound_gradients(optimizer: Optimizer, *_: Any) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad.div_(parameter.grad.norm())
+
+
+@torch.no_grad()
+def _bound_weights(optimizer: Optimizer, *_: Any) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.div_(parameter.norm())
+        optimizer.state[parameter]["momentum_buffer"].mul_(0.5)
+
+
+@pytest.mark.parametrize("is_offloaded", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_users_hooks_on_the_step_find_whole_tensors_whenever_they_came_in(stage: int, is_offloaded: bool) -> None:
+    def hooked(optimizer: Optimizer) -> Optimizer:
+        optimizer.register_step_pre_hook(_bound_gradients)
+        optimizer.register_step_post_hook(_bound_weights)
+        return optimizer
+
+    def make(parameters: Any) -> Optimizer:
+        return hooked(torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True))
+
+    def act(model: Any, engine: Any, optimizer: Optimizer, comm: Any) -> dict[str, Tensor]:
+        for step in range(3):
+            optimizer.zero_grad()
+            model(x()).square().mean().backward()
+            if step:
+                hooked(optimizer)
+            optimizer.step()
+        return state_of(model, engine)
+
+    offload, machine = Offload("cpu") if is_offloaded else None, Machine(host_is_apart=True)
+    assert_as_on_one_device(tower(), act, stage, make, offload=offload, machine=machine)

@@ -1,16 +1,33 @@
 """`StepCalls`: hooks on the user's calls of `optimizer.step`, which enter and leave what the engine does around it."""
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
 from typing import Any, final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_zero.shards.optimizer import PieceStepper
+from lightning_zero.torch_private import put_innermost
+
+_INNERMOST = WeakKeyDictionary[Optimizer, tuple[int, int]]()  # the numbers of our hooks, before and after the step
+
+
+@functools.cache  # once in a process, and not removed: another thread may be going through torch's list
+def _begin_to_order_hooks() -> None:
+    # torch calls what is on all optimizers first, when it does not go through the hooks of the one that steps yet.
+    register_optimizer_step_pre_hook(torch.compiler.disable(_order_hooks))
+
+
+def _order_hooks(optimizer: Optimizer, *_: Any) -> None:
+    if optimizer in _INNERMOST:
+        put_innermost(optimizer, *_INNERMOST[optimizer])
 
 
 @final
@@ -21,6 +38,8 @@ class StepCalls:
     torch calls hooks around the `step` of every class that there has been an instance of. So where an optimizer's class
     calls `super().step()`, they may be called once more from within. The engine's step ends with the outermost call,
     and so includes what the class does after `super().step()`.
+
+    Users' own hooks on the step run outside of it, whenever they came in, and find whole parameters and gradients.
     """
 
     def __init__(
@@ -41,8 +60,12 @@ class StepCalls:
             optimizer.register_step_pre_hook(torch.compiler.disable(self._before)),
             optimizer.register_step_post_hook(torch.compiler.disable(self._after)),
         ]
+        before, after = (hook.id for hook in self._hooks)
+        _INNERMOST[optimizer] = before, after
+        _begin_to_order_hooks()
 
     def remove(self) -> None:
+        _INNERMOST.pop(self._stepper.optimizer, None)
         for hook in self._hooks:
             hook.remove()
 
