@@ -303,6 +303,63 @@ def test_edits_of_views_of_a_gradient_persist(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_gradients_of_two_parameters_change_places_as_copies_where_they_rest_in_shards(stage: int) -> None:
+    def act_with(taken: Callable[[Tensor], Tensor]) -> Any:
+        def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+            first, second = model[0][0].weight, model[1][0].weight
+            for _ in range(3):
+                model(x()).square().mean().backward()
+                first.grad, second.grad = taken(second.grad), taken(first.grad)
+                optimizer.step()
+                optimizer.zero_grad()
+            return state_of(model, engine)
+
+        return act
+
+    def as_it_is(grad: Tensor) -> Tensor:
+        return grad
+
+    assert_as_on_one_device(tower(), act_with(Tensor.clone), stage)
+    if stage == 0:
+        assert_as_on_one_device(tower(), act_with(as_it_is), stage)
+    else:
+        with pytest.raises(
+            RuntimeError, match=r"'1.0.weight' rests in shards, .*Put a copy there: q\.grad = p\.grad\.c"
+        ):
+            on_engine(tower(), act_with(as_it_is), stage)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_gradient_that_was_kept_is_what_later_backwards_add_to_or_says_that_it_is_gone(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> None:
+        weight = model[0][0].weight
+
+        def backward() -> Tensor:
+            model(x()).square().mean().backward()
+            return weight.grad
+
+        kept, once = backward(), weight.grad.clone()
+        backward()
+        assert torch.equal(kept, 2 * once)
+        optimizer.zero_grad()
+        assert torch.equal(kept, 2 * once)
+        backward()
+        with pytest.raises(RuntimeError, match=r"'0.0.weight' in an earlier backward is there no more.*p\.grad\.clone"):
+            kept.norm()
+        assert torch.equal(weight.grad, once)
+        weight.grad = 3 * once
+        optimizer.step()
+        kept = weight.grad
+        weight.grad = 4 * once
+        optimizer.step()
+        weight.grad = kept
+        with pytest.raises(RuntimeError, match="Put a copy there"):
+            optimizer.step()
+
+    on_engine(tower(), act, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_sparse_gradients_are_averaged_as_dense_ones(stage: int) -> None:
     rows = torch.tensor([1, 3, 3, 5])
 

@@ -46,8 +46,7 @@ class Averages:
             self.loans.take_back_gradients()
             found = [p for p in dict.fromkeys(parameters) if p.grad is not None]
             slots = [slot for slot in map(training_slot, found) if slot is not None]
-            for slot in slots:
-                self.reductions.adopt(slot)
+            self.reductions.adopt(slots)
         return slots
 
     def _measure(self, slots: list[Slot], norm_type: float) -> norm.Measured:

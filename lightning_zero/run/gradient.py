@@ -5,7 +5,7 @@ edits in place reach the shard. Reading it is a collective: do it on every rank.
 import weakref
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import Any, TypeVar, final
+from typing import Any, NoReturn, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ class ShardedGradient(AveragedGradient):
     _slot: weakref.ref[Slot]
     _lender: weakref.ref[GradientLender]
     _parameter: str
+    _edition: int  # see `GradientShard.editions`
 
     @staticmethod
     def __new__(cls, slot: Slot, lender: GradientLender) -> "ShardedGradient":
@@ -50,13 +51,19 @@ class ShardedGradient(AveragedGradient):
         with torch.inference_mode(False):
             self = make_wrapper(cls, slot.shape, dtype=slot.gradient.dtype, device=place.device)
         self._slot, self._lender, self._parameter = weakref.ref(slot), weakref.ref(lender), slot.name
+        self._edition = slot.gradient.editions[slot.index]
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedGradient({self._parameter!r}, shape={tuple(self.shape)}, dtype={self.dtype}; reading gathers)"
 
     def is_of(self, slot: Slot) -> bool:
-        return self._slot() is slot
+        return self._slot() is slot and self._is_current
+
+    @property
+    def _is_current(self) -> bool:
+        slot = self.slot
+        return slot.gradient is not None and slot.gradient.editions[slot.index] == self._edition
 
     @property
     def slot(self) -> Slot:
@@ -75,8 +82,25 @@ class ShardedGradient(AveragedGradient):
             )
         return it
 
+    def refuse_as_given(self) -> NoReturn:
+        """Raises RuntimeError, where it is in the `p.grad` of another parameter, or of a later backward."""
+        raise RuntimeError(
+            f"The gradient of {self._parameter!r} rests in shards, and was put into the p.grad of another parameter, "
+            "or of a later backward than its own. Put a copy there: q.grad = p.grad.clone(), made before p.grad is "
+            "cleared."
+        )
+
+    def _refuse_if_replaced(self) -> None:
+        if not self._is_current:
+            raise RuntimeError(
+                f"What was p.grad of {self._parameter!r} in an earlier backward is there no more: its shards have the "
+                "gradient of a later one. Keep copies of gradients that you use later: p.grad.clone()."
+            )
+
     def _again(self) -> "ShardedGradient":
-        return ShardedGradient(self.slot, self.lender)
+        again = ShardedGradient(self.slot, self.lender)
+        again._edition = self._edition
+        return again
 
     @property
     def data(self) -> "ShardedGradient":
@@ -107,7 +131,12 @@ class ShardedGradient(AveragedGradient):
         return call(func, args, kwargs, lambda value: value.borrow(is_edited) if isinstance(value, cls) else None)
 
     def borrow(self, is_edited: bool = False) -> Lent:
-        """Lends its values to one call. With `is_edited` they count as edited, whatever their version."""
+        """Lends its values to one call. With `is_edited` they count as edited, whatever their version.
+
+        Raises:
+            RuntimeError: if its shards have the average of a later backward.
+        """
+        self._refuse_if_replaced()
         with torch.inference_mode(False):
             return Lent(self, self.lender.lend_gradient(self.slot), partial(_end, is_edited=is_edited))
 

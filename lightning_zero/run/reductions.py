@@ -3,11 +3,12 @@
 import itertools
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import Enum, auto
 from typing import final
 
 import torch
+from torch import Tensor
 
 from lightning_zero.run.gradient import ShardedGradient
 from lightning_zero.run.in_backward import StepsInBackward
@@ -19,6 +20,7 @@ from lightning_zero.shards.bucket import BucketPool
 from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.norm import gradient_of
 from lightning_zero.shards.slot import Slot, no_interception
+from lightning_zero.torch_private import storage_key
 from lightning_zero.wire.comm import Comm
 
 _AFTER_NOTICES = 1 + len(Notice)  # where a statement goes on after its notices
@@ -326,17 +328,33 @@ class Reductions:
             assert shard.full_grad is not None
             slot.local.grad = slot.view(shard.full_grad)
 
-    def adopt(self, slot: Slot) -> None:
-        """Takes over a gradient that the user has put into `p.grad` in place of ours, the same one on every rank."""
-        shard = gradient_of(slot)
-        with no_interception():
-            grad = slot.local.grad
-        if grad is None:
+    def adopt(self, slots: Sequence[Slot]) -> None:
+        """Takes over gradients that the user has put into `p.grad` in place of ours, the same ones on every rank.
+
+        Raises:
+            RuntimeError: if one is an average that rests in shards, of another parameter or of an earlier backward; or
+                if backward steps gradients.
+        """
+        given = [*self._given_in(slots)]
+        if not given:
             return
-        self.refuse_stepped(f"what you have put into {slot.name}.grad")
-        if not shard.is_shown(slot, grad):
-            shard.write(slot, grad.detach().to(shard.dtype))
+        ours = {storage_key(s.full_grad.untyped_storage()) for s in self.shards if s.full_grad is not None}
+        # Views of our memory, as after `p.grad, q.grad = q.grad, p.grad`, are read before anything is written there.
+        read = {slot: grad.clone() for slot, grad in given if _is_in(grad, ours)}
+        for slot, grad in given:
+            shard = gradient_of(slot)
+            shard.replace(slot, read.get(slot, grad).detach().to(shard.dtype))
             self.show(slot)
+
+    def _given_in(self, slots: Sequence[Slot]) -> Iterator[tuple[Slot, Tensor]]:
+        """Yields the parameters whose `p.grad` is the user's, with it."""
+        for slot in slots:
+            with no_interception():
+                grad = slot.local.grad
+            if grad is not None:
+                self.refuse_stepped(f"what you have put into {slot.name}.grad")
+                if not gradient_of(slot).is_shown(slot, grad):
+                    yield slot, grad
 
     def forget(self) -> None:
         """Drops the gradients of a backward that has failed, on every rank."""
@@ -361,3 +379,14 @@ class Reductions:
         self._clear()
         # Nothing is due any more, even if an error has ended a backward in the middle.
         self._order.shards, self.pools = [], []
+
+
+def _is_in(grad: Tensor, storages: Collection[int]) -> bool:
+    """Whether a gradient is in one of these storages.
+
+    Raises:
+        RuntimeError: if it is an average that rests in shards.
+    """
+    if isinstance(grad, ShardedGradient):
+        grad.refuse_as_given()
+    return storage_key(grad.untyped_storage()) in storages

@@ -87,8 +87,7 @@ class Stepping:
         """Inside, each parameter of `optimizer` is the piece that this rank owns. Collective."""
         stepper = self.steppers[optimizer]
         slots = [slot for slot in stepper.slots if slot not in self._in_backward]
-        for slot in stepper.slots:
-            self._reductions.adopt(slot)
+        self._reductions.adopt(stepper.slots)
         groups, slots = groups_of(slots), stepper.without_idle(slots)
         with stepper.step(slots):
             yield

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
@@ -38,7 +38,11 @@ class AveragedGradient(Tensor):
     """The `p.grad` of a parameter after a reduction, if its values rest as shards; see `run.gradient`."""
 
     def is_of(self, slot: Slot) -> bool:
-        """Whether it is the gradient of the parameter at `slot`."""
+        """Whether it is the gradient of the parameter at `slot`, of its latest backward."""
+        raise NotImplementedError
+
+    def refuse_as_given(self) -> NoReturn:
+        """Raises RuntimeError, where the user has put it in place of the gradient that it is not."""
         raise NotImplementedError
 
 
@@ -55,8 +59,6 @@ class GradientShard:
         # Gradients leave `p.grad`: they are reduced over ranks, or rest in another tier.
         self.travels = group.comm.size > 1 or group.places.gradient != group.places.gathered
         self._is_sharded = self.travels and setting.partition.gradient  # owned_grad is a shard, in an array of its own
-        # Averaged gradients are elsewhere than in `p.grad`: in shards, or in another tier.
-        self.is_spread = self.travels and (group.is_cut or self._is_sharded)
         self.full_grad: Tensor | None = None
         self.owned_grad = self._make_owned(0)
         self.squares: Squares | None = None
@@ -68,8 +70,14 @@ class GradientShard:
         self._held: dict[int, Tensor] = {}  # gradients that wait for the rest of their group, by index
         self._added: dict[int, Tensor] = {}  # gradients that autograd has added to an averaged one in this backward
         self._carries: set[int] = set()  # parameters whose next average is added to the one in owned_grad
+        self.editions = [0] * len(group.slots)  # how often another average has taken the place of each one
         for slot in group.slots:
             slot.gradient = self
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether averaged gradients are elsewhere than in `p.grad`: in shards, or in another tier."""
+        return self.travels and (self.group.is_cut or self._is_sharded)
 
     def _make_room(self) -> None:
         """Allocates what keeps averages until the step, unless it is there."""
@@ -133,8 +141,12 @@ class GradientShard:
         self.ready.add(index)
         self.used.add(index)
         carried = isinstance(grad, AveragedGradient)
-        if carried:
+        if isinstance(grad, AveragedGradient):
+            if not grad.is_of(slot):
+                grad.refuse_as_given()
             grad = self._added.pop(index)
+        elif not again:
+            self.editions[index] += 1
         if grad.is_sparse:
             grad = dense_of(grad) if slot.is_sparse else grad.to_dense()
         elif slot.is_sparse:
@@ -228,6 +240,7 @@ class GradientShard:
                 continue
             grad = slot.local.grad
             carried = isinstance(grad, AveragedGradient)
+            self.editions[slot.index] += not carried
             if self._is_sharded:
                 self._carry(slot.index, carried)
             elif self.full_grad is not None and carried:
@@ -391,6 +404,11 @@ class GradientShard:
         if isinstance(grad, AveragedGradient):
             return grad.is_of(slot)
         return self.full_grad is not None and grad.data_ptr() == slot.view(self.full_grad).data_ptr()
+
+    def replace(self, slot: Slot, grad: Tensor) -> None:
+        """Does `write` for another gradient in place of the average."""
+        self.editions[slot.index] += 1
+        self.write(slot, grad)
 
     def write(self, slot: Slot, grad: Tensor) -> None:
         """Replaces this rank's piece by the one of `grad`, a whole gradient."""
