@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from lightning_zero.config import Offload
 from lightning_zero.run.parameter import RestingParameter
@@ -59,6 +60,10 @@ def replaced_data(weight: nn.Parameter) -> None:
     weight.data = weight.data * 0.5
 
 
+def set_to(weight: nn.Parameter) -> None:
+    weight.set_(torch.eye(WIDTH))
+
+
 def with_out(weight: nn.Parameter) -> None:
     torch.add(torch.ones(WIDTH, WIDTH), 0.5, out=weight)
 
@@ -72,7 +77,7 @@ def foreach(weight: nn.Parameter) -> None:
 
 
 EDITS = [
-    multiplied, copied_into, a_row, a_view, initialised, through_data, replaced_data, with_out, lerped, foreach,
+    multiplied, copied_into, a_row, a_view, initialised, through_data, replaced_data, set_to, with_out, lerped, foreach,
 ]  # fmt: skip
 
 
@@ -94,6 +99,53 @@ def test_edits_between_steps_persist(
 
     offload = Offload("nvme", path=tmp_path) if tier == "disk" else None  # parameters and masters are two things
     assert_as_on_one_device(pair(), act, stage, world=world, autocast_dtype=dtype, offload=offload)
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_data_of_one_parameter_may_be_that_of_another(stage: int, tier: str, tmp_path: Path) -> None:
+    """They change places, or one takes the values of the other."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        first, second = model
+        for _ in range(2):
+            step(model, optimizer, None)
+            first.weight.data, second.weight.data = second.weight.data, first.weight.data
+            step(model, optimizer, None)
+        first.bias.data = second.bias
+        first.bias.data = first.bias.data * 2  # or the two would share their memory on one device
+        step(model, optimizer, None)
+        return state_of(model, engine)
+
+    offload = Offload("nvme", path=tmp_path) if tier == "disk" else None
+    assert_as_on_one_device(pair(), act, stage, unit_classes=("Linear",), offload=offload)
+
+
+class Symmetric(nn.Module):
+    def forward(self, values: Tensor) -> Tensor:
+        return values.triu() + values.triu(1).t()
+
+    def right_inverse(self, values: Tensor) -> Tensor:
+        return values.triu()
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parametrization_comes_and_goes_and_its_weight_is_assigned(stage: int, tier: str, tmp_path: Path) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        changes = [
+            lambda: parametrize.register_parametrization(model[0], "weight", Symmetric()),
+            lambda: setattr(model[0], "weight", torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH)),
+            lambda: parametrize.remove_parametrizations(model[0], "weight"),
+        ]
+        for change in changes:
+            step(model, optimizer, None)
+            change()
+        step(model, optimizer, None)
+        return state_of(model, engine)
+
+    offload = Offload("nvme", path=tmp_path) if tier == "disk" else None
+    assert_as_on_one_device(pair(), act, stage, unit_classes=("Linear",), offload=offload)
 
 
 @pytest.mark.parametrize("stage", STAGES)

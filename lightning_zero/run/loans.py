@@ -24,7 +24,7 @@ from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.edits import EditBarrier, Place
 from lightning_zero.run.latest import Latest
 from lightning_zero.run.loading import Loading
-from lightning_zero.run.parameter import AsDeclared, Interception, Lender
+from lightning_zero.run.parameter import AsDeclared, Interception, Lender, RestingParameter
 from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.run.saved import SavedParameters
 from lightning_zero.run.watch import Watch
@@ -152,6 +152,9 @@ class Loans(Lender):
                 self._watch.note(group, self._copies[group].full)
             elif group.is_apart:
                 self.watch(group)
+
+    def is_lent(self, values: Tensor) -> bool:
+        return isinstance(values, RestingParameter) or self.saved.is_gathered(values)
 
     def watch(self, group: ShardGroup) -> None:
         self._watch.look(group)

@@ -52,6 +52,11 @@ class Lender(GradientLender, ABC):
         """Lends a parameter's values, in the dtype that readers see, connected to autograd."""
 
     @abstractmethod
+    def is_lent(self, values: Tensor) -> bool:
+        """Whether a tensor is a parameter whose values are elsewhere, or in the memory of gathered values: at the next
+        boundary those of other parameters may be there."""
+
+    @abstractmethod
     def watch(self, group: ShardGroup) -> None:
         """Sees to it that edits from here on are noticed, also if they raise no version. The values are there."""
 
@@ -129,13 +134,19 @@ class RestingParameter(_Intercepting):
             slot = _slot(args[0])
             slot.group.check_assigned(slot, args[1], slot.group.dtype)
             with torch.no_grad():
+                values = args[1].clone() if cls.lender.is_lent(args[1]) else args[1]
                 if slot.group.upcasts:
-                    args[0].copy_(args[1])
+                    args[0].copy_(values)
                     return None
-                call(_GET_DATA, (args[0],), None)  # lends values until the boundary, which adopts `args[1]`
+                call(_GET_DATA, (args[0],), None)  # lends values until the boundary, which adopts the assigned ones
             with no_interception():
-                return func(*args)
+                return func(args[0], values)
         return call(func, args, kwargs)
+
+    def set_(self, *source: Any) -> Tensor:
+        """torch intercepts no call of it; `torch.nn.utils.parametrize` gives weights their values by it."""
+        self.data = torch.empty(0, dtype=self.dtype, device=self.device).set_(*source)
+        return self
 
     def borrow(self) -> Lent:
         return self.lender.lend(_slot(self))

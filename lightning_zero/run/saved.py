@@ -93,6 +93,10 @@ class SavedParameters:
         assert unit.buffer is not None
         del self._units[unit.buffer.storage]
 
+    def is_gathered(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in the buffer of a unit."""
+        return storage_key(tensor.untyped_storage()) in self._units
+
     @property
     def is_inside_others(self) -> bool:
         """Whether what is saved now goes to hooks that are not ours."""
