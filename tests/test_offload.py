@@ -368,6 +368,29 @@ def test_an_optimizer_goes_back_to_a_state_of_its_own_from_before(stage: int, ti
     assert_as_on_one_device(tower(), act, stage, fused_adam, **options)
 
 
+@pytest.mark.parametrize("make", [fused_adam, lambda p: torch.optim.Adafactor(p, lr=0.01)], ids=["pieces", "whole"])
+@pytest.mark.parametrize("tiers", [None, "optimizer on the host", "optimizer on disk"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_optimizer_takes_its_pieces_of_a_state_of_one_device(
+    stage: int, tiers: str | None, make: Any, tmp_path: Path
+) -> None:
+    def act(model: Any, engine: Any, optimizer: Optimizer, comm: Any) -> dict[str, torch.Tensor]:
+        saved = {}
+        for step in range(4):
+            optimizer.zero_grad()
+            model(x()).square().mean().backward()
+            optimizer.step()
+            if step == 0:
+                saved = optimizer.state_dict() if engine is None else engine.states.full_optimizer(optimizer)
+                saved = copy.deepcopy(saved)
+            if step == 2:
+                optimizer.load_state_dict(saved)
+        return state_of(model, engine)
+
+    offload = None if tiers is None else at(tiers, tmp_path)
+    assert_as_on_one_device(tower(), act, stage, make, offload=offload, machine=APART)
+
+
 @pytest.mark.parametrize("tiers", ["optimizer on the host", "optimizer on disk"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_state_that_a_wrapper_shares_with_what_it_wraps_is_one_state_to_both(

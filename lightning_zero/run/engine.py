@@ -379,6 +379,7 @@ class Engine:
             with suppress(RuntimeError):  # an optimizer's parameter is not the module's, which has ended the run
                 self._facts_at_close = self._facts()
         self.stepping.leave()
+        self.states.leave()
         if self.parts.recompute is not None:
             self.parts.recompute.leave()
         self.schedule.detach()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.spread import WHOLE, SpreadBlocks, SpreadState, read_part
 from lightning_zero.device import HOST
@@ -203,6 +204,21 @@ class OptimizerState:
                 if slot is not None and isinstance(cut, Tensor) and cut.dim():
                     cut = cut.to(slot.group.places.optimizer.device)
                 state[name] = cut
+
+    def cut_loaded(self, _: Optimizer) -> None:
+        """Cuts the state to this rank's pieces, if user code has just loaded one as a single device has it."""
+        if any(self._is_whole(key, state) for key, state in self._stepper.optimizer.state.items()):
+            self.cut_in_place()
+
+    def _is_whole(self, key: Any, state: Any) -> bool:
+        """Whether state of a parameter has a tensor of its shape, where this rank steps a part of it. Of a parameter
+        that is a single number nothing can be told: a count of steps is one, too."""
+        slot = self._slot(key) if isinstance(key, Parameter) else None
+        if slot is None or slot.state_piece.numel == slot.numel:
+            return False
+        whole, known = slot.local.box.whole, self._stepper.known.cut
+        may_be_cut = [value for name, value in state.items() if isinstance(value, Tensor) and known.get(name, True)]
+        return bool(whole) and any(tuple(value.shape) == whole for value in may_be_cut)
 
     def load(self, state_dict: Mapping[str, Any]) -> None:
         """Loads any strategy's `optimizer.state_dict()`. Reads only those elements of stored tensors that this rank

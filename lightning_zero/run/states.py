@@ -43,6 +43,13 @@ class States:
         self._own = ModelValues("model", loans.groups, loans.latest.declared, lambda group: group.master, {})
         for state in self._optimizers.values():
             state.cut_in_place()
+        cuts = self._optimizers.items()
+        self._hooks = [optimizer.register_load_state_dict_post_hook(state.cut_loaded) for optimizer, state in cuts]
+
+    def leave(self) -> None:
+        """Leaves the optimizers to the user: what they load from here on stays as it is."""
+        for hook in self._hooks:
+            hook.remove()
 
     # -- the model
 

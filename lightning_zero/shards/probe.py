@@ -45,7 +45,7 @@ from lightning_zero.device import HOST, is_host
 from lightning_zero.shards.moment import wrapped_in
 from lightning_zero.shards.unseen import unseen
 from lightning_zero.tiers.alignment import round_up
-from lightning_zero.torch_private import STEP_HOOKS
+from lightning_zero.torch_private import OPTIMIZER_HOOKS
 
 # Torch's element-wise optimizers, without their subclasses; and how many tensors of a parameter's shape each keeps for
 # it, by the options of a parameter group. None of these is ever tried.
@@ -401,7 +401,7 @@ def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     trial = object.__new__(type(optimizer))
     memo[id(optimizer)] = trial
     own = vars(trial)
-    own.update({name: OrderedDict() for name in STEP_HOOKS})
+    own.update({name: OrderedDict() for name in OPTIMIZER_HOOKS})
     state: dict[Any, Any] = optimizer.state
     counts = {key: copy.deepcopy(value) for key, value in state.items() if isinstance(key, str)}
     own["state"] = memo.setdefault(id(optimizer.state), defaultdict(dict, counts))
