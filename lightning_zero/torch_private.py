@@ -298,6 +298,12 @@ def put_innermost(optimizer: torch.optim.Optimizer, before: int, after: int) -> 
     then.move_to_end(after, last=False)
 
 
+outside_transforms: Callable[[], AbstractContextManager[None]] = find(torch._C, "_DisableFuncTorch")
+"""Leaves the transforms of `torch.func` that are under way, for a while. Nothing public does. Without it a step that is
+taken when `torch.func.grad` reads a parameter would make optimizer state of its tensors, and crash. Private:
+`_DisableFuncTorch`."""
+
+
 def scale_of(scaler: torch.amp.GradScaler) -> Tensor:
     """Returns the scale of a scaler on its device, also of one that has not been used. `get_scale` makes the host wait
     for the device. Without it unscaling would. Private: `_check_scale_growth_tracker`."""

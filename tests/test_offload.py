@@ -368,6 +368,25 @@ def test_an_optimizer_goes_back_to_a_state_of_its_own_from_before(stage: int, ti
     assert_as_on_one_device(tower(), act, stage, fused_adam, **options)
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_step_may_be_taken_inside_a_transform_of_torch_func(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Optimizer, comm: Any) -> dict[str, torch.Tensor]:
+        seen: dict[str, torch.Tensor] = {}
+
+        def loss(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+            return torch.func.functional_call(model, weights, (x(),)).square().mean()
+
+        for step in range(3):
+            optimizer.zero_grad()
+            model(x()).square().mean().backward()
+            optimizer.step()
+            found = torch.func.grad(loss)(dict(model.named_parameters()))
+            seen |= {f"{step} {name}": grad.clone() for name, grad in found.items()}
+        return {**seen, **state_of(model, engine)}
+
+    assert_as_on_one_device(tower(), act, stage, fused_adam, offload=Offload(optimizer="cpu"), machine=APART)
+
+
 @pytest.mark.parametrize("make", [fused_adam, lambda p: torch.optim.Adafactor(p, lr=0.01)], ids=["pieces", "whole"])
 @pytest.mark.parametrize("tiers", [None, "optimizer on the host", "optimizer on disk"])
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_zero.torch_private import outside_transforms
+
 VERDICT = ("found_inf", "grad_scale")  # by which a `GradScaler` tells a fused kernel of an overflow, for one call
 
 
@@ -61,7 +63,7 @@ class Moment:
         self._put(optimizer)
         autocast = torch.autocast("cpu", self.autocast, enabled=self.autocast is not None, cache_enabled=False)
         try:
-            with torch.inference_mode(False), torch.no_grad(), autocast:
+            with outside_transforms(), torch.inference_mode(False), torch.no_grad(), autocast:
                 yield
         finally:
             now._put(optimizer)
