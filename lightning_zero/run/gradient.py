@@ -58,12 +58,8 @@ class ShardedGradient(AveragedGradient):
         return f"ShardedGradient({self._parameter!r}, shape={tuple(self.shape)}, dtype={self.dtype}; reading gathers)"
 
     def is_of(self, slot: Slot) -> bool:
-        return self._slot() is slot and self._is_current
-
-    @property
-    def _is_current(self) -> bool:
-        slot = self.slot
-        return slot.gradient is not None and slot.gradient.editions[slot.index] == self._edition
+        gradients = slot.gradient
+        return self._slot() is slot and gradients is not None and gradients.editions[slot.index] == self._edition
 
     @property
     def slot(self) -> Slot:
@@ -91,7 +87,7 @@ class ShardedGradient(AveragedGradient):
         )
 
     def _refuse_if_replaced(self) -> None:
-        if not self._is_current:
+        if not self.is_of(self.slot):
             raise RuntimeError(
                 f"What was p.grad of {self._parameter!r} in an earlier backward is there no more: its shards have the "
                 "gradient of a later one. Keep copies of gradients that you use later: p.grad.clone()."
