@@ -207,6 +207,8 @@ class OptimizerState:
 
     def cut_loaded(self, _: Optimizer) -> None:
         """Cuts the state to this rank's pieces, if user code has just loaded one as a single device has it."""
+        if self._stepper.is_stepping:  # `load` calls the optimizer, with what it has cut
+            return
         if any(self._is_whole(key, state) for key, state in self._stepper.optimizer.state.items()):
             self.cut_in_place()
 

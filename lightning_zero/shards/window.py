@@ -267,7 +267,8 @@ class Window:
             piece, grad = self._stepped(slot, shown)
             if grad is not None and slot.is_sparse:
                 grad = sparse_of(grad)
-            self._shown[slot] = _Shown(parameter.data, shown, type(parameter), grad is not None)
+            # Not its `data`: a look at that of one whose master is elsewhere has edits searched for.
+            self._shown[slot] = _Shown(parameter.detach(), shown, type(parameter), grad is not None)
             parameter.grad = None
             parameter.__class__ = Parameter
             point_at(parameter, piece)
