@@ -283,10 +283,14 @@ optimizer that lacks them would fail in its first step, and a trial step would c
 
 OPTIMIZER_HOOKS = (
     *STEP_HOOKS,
-    *(f"_optimizer_{call}_{when}_hooks" for call in ("state_dict", "load_state_dict") for when in ("pre", "post")),
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
 )
 """Attributes of an optimizer with all of its hooks; see `STEP_HOOKS`. Without it a copy of an optimizer for a trial
-would copy what hooks refer to, an engine among it. Private: `_optimizer_`, as their names begin."""
+would copy what hooks refer to, an engine among it. Private: `_optimizer_state_dict_pre_hooks`,
+`_optimizer_state_dict_post_hooks`, `_optimizer_load_state_dict_pre_hooks`, `_optimizer_load_state_dict_post_hooks`."""
 
 
 def put_innermost(optimizer: torch.optim.Optimizer, before: int, after: int) -> None:

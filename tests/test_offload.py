@@ -294,6 +294,12 @@ def test_a_gradient_that_is_edited_after_the_call_of_step_is_stepped_as_it_was(
     assert_as_on_one_device(tower(), act, stage, fused_sgd, world=world, **options)
 
 
+def train_step(model: Any, optimizer: Optimizer) -> None:
+    optimizer.zero_grad()
+    model(x()).square().mean().backward()
+    optimizer.step()
+
+
 def fused_adam(parameters: Any) -> Optimizer:
     first, *others = parameters
     return torch.optim.Adam([{"params": [first]}, {"params": others, "lr": 0.02}], lr=0.01, fused=True)
@@ -338,9 +344,7 @@ def test_an_optimizer_whose_state_or_groups_are_edited_after_the_call_of_step_ha
 ) -> None:
     def act(model: Any, engine: Any, optimizer: Optimizer, comm: Any) -> dict[str, torch.Tensor]:
         for step in range(3):
-            optimizer.zero_grad()
-            model(x()).square().mean().backward()
-            optimizer.step()
+            train_step(model, optimizer)
             if step == 1:
                 AFTER_STEP[edit](optimizer)
         return state_of(model, engine)
@@ -355,9 +359,7 @@ def test_an_optimizer_goes_back_to_a_state_of_its_own_from_before(stage: int, ti
     def act(model: Any, engine: Any, optimizer: Optimizer, comm: Any) -> dict[str, torch.Tensor]:
         saved = {}
         for step in range(4):
-            optimizer.zero_grad()
-            model(x()).square().mean().backward()
-            optimizer.step()
+            train_step(model, optimizer)
             if step == 1:
                 saved = copy.deepcopy(optimizer.state_dict())
             if step == 2:
@@ -377,9 +379,7 @@ def test_a_step_may_be_taken_inside_a_transform_of_torch_func(stage: int) -> Non
             return torch.func.functional_call(model, weights, (x(),)).square().mean()
 
         for step in range(3):
-            optimizer.zero_grad()
-            model(x()).square().mean().backward()
-            optimizer.step()
+            train_step(model, optimizer)
             found = torch.func.grad(loss)(dict(model.named_parameters()))
             seen |= {f"{step} {name}": grad.clone() for name, grad in found.items()}
         return {**seen, **state_of(model, engine)}
@@ -396,9 +396,7 @@ def test_an_optimizer_takes_its_pieces_of_a_state_of_one_device(
     def act(model: Any, engine: Any, optimizer: Optimizer, comm: Any) -> dict[str, torch.Tensor]:
         saved = {}
         for step in range(4):
-            optimizer.zero_grad()
-            model(x()).square().mean().backward()
-            optimizer.step()
+            train_step(model, optimizer)
             if step == 0:
                 saved = optimizer.state_dict() if engine is None else engine.states.full_optimizer(optimizer)
                 saved = copy.deepcopy(saved)
@@ -417,9 +415,7 @@ def test_state_that_a_wrapper_shares_with_what_it_wraps_is_one_state_to_both(
 ) -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, torch.Tensor]:
         for owner in (optimizer, optimizer.base, optimizer):
-            optimizer.zero_grad()
-            model(x()).square().mean().backward()
-            optimizer.step()
+            train_step(model, optimizer)
             for parameter in model.parameters():
                 owner.state[parameter]["exp_avg"].mul_(0.5)
         return state_of(model, engine)

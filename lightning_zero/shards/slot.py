@@ -64,7 +64,7 @@ class Slot:
     def stepped(self, owned: Array) -> Tensor:
         """Returns the piece of this parameter, in `stepped_shape`, from an owned array of its group; to be edited."""
         values = owned.open(self.piece.in_shard)
-        return values if self.group.is_cut else values.view(self.stepped_shape)  # a view takes a while
+        return values if self.group.is_cut else values.view(self.stepped_shape)  # a piece is flat already
 
     def replace(self, values: Tensor) -> None:
         """Notes that others take the place of the gathered `values`. Graphs that have saved these keep a copy, as they

@@ -17,8 +17,7 @@ class Written:
         self._copy, self._copies = group.replicate.rank, group.replicate.size
         if not slot.local.is_divided:
             self._copy, self._copies = self._copy * tensor.size + tensor.rank, self._copies * tensor.size
-        # Of copies that ranks do not divide, this one writes; so it does what a checkpoint holds once, below.
-        self.is_first_copy = self._copy == 0
+        self.is_first_copy = self._copy == 0  # writes the tensors that ranks with copies do not divide
 
     @property
     def values(self) -> Piece:

@@ -195,7 +195,7 @@ class Comm(ABC):
     def all_reduce_bytes(self, told: bytes, name: str) -> bytes:
         """Returns, byte by byte, the largest that any rank has told. All tell as many, at least one."""
         said = torch.frombuffer(bytearray(told), dtype=torch.uint8)
-        return bytes(self.all_reduce(said, name, "max").tolist())  # inside a transform of torch.func, too
+        return bytes(self.all_reduce(said, name, "max").tolist())  # not `numpy`: torch.func's tensors have no memory
 
     def all_gather_object(self, value: T, name: str) -> list[T]:
         """Returns every rank's `value`, a small plain object, in rank order, for O(log N) messages of each rank."""
