@@ -85,7 +85,7 @@ def program_of(stage: int, *, clips: bool = False, **options: Any) -> Program:
             loss.backward()
         if clips:
             engine.averages.clip_by_norm_(optimizer, 1.0)
-            engine.expect_step()
+            engine.runner.expect_step()
         optimizer.step()
         optimizer.zero_grad()
     program = engine.program()

@@ -116,7 +116,7 @@ def seconds_of_steps(stage: int, enough: float) -> dict[str, float]:
     options = Options(unit_classes=(Layer,), bucket_bytes=LAYER_BYTES, late_publish_bytes=0)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
     engine = Engine(module, [optimizer], stage=stage, comm=comm, options=options)
-    computer.journal = engine.journal
+    computer.journal = engine.runner.journal
     rate = LAYER_BYTES / comm.size / FORWARD_S  # what is sent of a layer takes as long as its forward
 
     def step() -> float:

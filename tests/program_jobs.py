@@ -70,7 +70,9 @@ class Recorder:
             self.note(found, group, next(n for n, c in enumerate(chunks) if (c.of.start, c.start) == (start, column)))
             return
         if found is Kind.UNSHARD:
-            group = next(unit.name for unit in self.engine.cache.units if group in [one.name for one in unit.groups])
+            group = next(
+                unit.name for unit in self.engine.loans.cache.units if group in [one.name for one in unit.groups]
+            )
         is_begun = bool(self.done) and (found, group, 0) in self.done[-1]
         if not (is_begun and group):  # slice after slice, and group after group of a unit
             self.note(found, group)
@@ -88,7 +90,7 @@ class Recorder:
 
     def _part_of(self, group: ShardGroup, window: Window) -> int:
         """Returns how many windows of the group are stepped before this one."""
-        (stepper,) = self.engine.stepping.steppers.values()
+        (stepper,) = self.engine.runner.stepping.steppers.values()
         alike = [[*one.slots] for one in stepper.windows_apart() if group in by_group(one.slots)]
         return alike.index([*window.slots]) if alike else 0
 
@@ -182,7 +184,7 @@ def train(
         if clips:
             engine.averages.clip_by_norm_(optimizer, 1.0)
             if at_once:
-                engine.expect_step()
+                engine.runner.expect_step()
         optimizer.step()
         optimizer.zero_grad()
 

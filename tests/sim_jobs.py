@@ -463,7 +463,7 @@ def train(
         scaler.update()
     engine.catch_up()
     told = dict(waits)
-    found = {"losses": [float(loss) for loss in losses], "waits": told, "units": len(engine.cache.units)}
+    found = {"losses": [float(loss) for loss in losses], "waits": told, "units": len(engine.loans.cache.units)}
     engine.close()
     if event == "a checkpoint is saved":
         assert path is not None

@@ -117,6 +117,13 @@ def test_it_is_torchs_average_to_the_bit(stage: int, world: int) -> None:
         assert_same_bits(found, expected)
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_swap_may_publish_late_as_a_step_may(stage: int) -> None:
+    expected = on_one_device(net(), act_with(), adam)
+    for found in on_engine(net(), act_with(), stage, adam, unit_classes=None, late_publish_bytes=0):
+        assert_same_bits(found, expected)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_begins_to_train_later_is_averaged_from_there_on(stage: int) -> None:
     """With a decay of a half, which leaves torch's average of what is frozen as it is. Whoever goes on from it begins

@@ -287,7 +287,7 @@ def test_one_rank_may_run_a_forward_alone_between_an_edit_by_all_and_the_step(
                         found[f"loss {step}.{micro}"] = _loss_of(engine, lambda: model(x(0.5)), dtype).detach()
                         found[f"norms {step}.{micro}"] = torch.stack([p.detach().norm() for p in model.parameters()])
                     if not micro:  # from here on no rank waits for another one at an edit that all have made before
-                        engine.rendezvous.meet_before_collective()
+                        engine.runner.rendezvous.meet_before_collective()
                 if step == 2:  # the others come to a meeting while they hold views, through which they edit once more
                     for weight, view in [(weight, weight.data) for weight in weights]:
                         view.sub_(weight.grad, alpha=0.1)

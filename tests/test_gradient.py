@@ -80,7 +80,7 @@ def test_an_average_lands_where_it_rests_and_passes_no_bucket(stage: int) -> Non
     expected = average(0)
 
     def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
-        totals = [bucket.total.fill_(torch.nan) for pool in engine.reductions.pools for bucket in pool._buckets]
+        totals = [bucket.total.fill_(torch.nan) for pool in engine.runner.reductions.pools for bucket in pool._buckets]
         loss_of(model, comm.rank, 0).backward()
         assert_grads(model, expected)
         assert totals
@@ -152,7 +152,7 @@ def test_leaving_an_inner_no_sync_leaves_the_outer_one_in_force(stage: int) -> N
             with engine.no_sync():
                 loss_of(model, comm.rank, 0).backward()
             loss_of(model, comm.rank, 1).backward()
-            engine.rendezvous.meet_all()
+            engine.runner.rendezvous.meet_all()
             assert comm.calls["reduce_scatter"] == before
         loss_of(model, comm.rank, 2).backward()
         assert_grads(model, average(0, 1, 2))
@@ -406,7 +406,7 @@ def test_an_average_that_replaces_the_last_one_passes_no_bucket_and_one_that_is_
         for clears in (True, False):
             if clears:
                 optimizer.zero_grad()
-            totals = [bucket.total for pool in engine.reductions.pools for bucket in pool._buckets]
+            totals = [bucket.total for pool in engine.runner.reductions.pools for bucket in pool._buckets]
             for total in totals:
                 total.fill_(float("nan"))
             with engine.forward():

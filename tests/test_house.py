@@ -182,9 +182,33 @@ def test_no_property_of_the_engine_steps_or_communicates(room: str) -> None:
     ] == []
 
 
+# What reduces gradients, has ranks agree on them, or publishes new values: for `Runner` and its parts to call.
+DUE = {
+    "begin_reduce", "start_all", "come_to_reduce", "exchange", "settle_last_backward", "settle_alike", "settle_alone",
+    "begin_publish", "end_publish", "step_now",
+}  # fmt: skip
+PARTS = ("runner", "rendezvous", "course", "serving", "readiness", "replicas", "reductions", "latest", "stepping")
+RUNNER = {f"run/{name}.py" for name in PARTS}
+
+
+def callers_of(names: set[str], module: Path) -> set[str]:
+    nodes = (node for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.Call))
+    return names & {node.func.attr for node in nodes if isinstance(node.func, ast.Attribute)}
+
+
+def test_nothing_but_the_runner_and_its_parts_reduces_agrees_or_publishes() -> None:
+    called = {
+        str(module.relative_to(PACKAGE)): callers_of(DUE, module)
+        for module in MODULES
+        if module.parent.name not in ("wire", "shards")
+    }
+    assert {module for module, names in called.items() if names} <= RUNNER | {"run/placing.py"}
+    assert set().union(*called.values()) == DUE, "a name that nobody calls any more"
+
+
 MOST_LINES, MOST_ARGUMENTS, MOST_ATTRIBUTES = 60, 8, 15
 # Classes with more attributes, which may lose some and are then written down here with fewer.
-WIDE = {"ZeroStrategy": 24, "Engine": 24, "ShardGroup": 24}
+WIDE = {"ZeroStrategy": 24, "ShardGroup": 24}
 
 
 def nodes_of(kind: type[ast.AST]) -> list[tuple[str, Any]]:

@@ -512,7 +512,7 @@ def test_looking_at_a_group_takes_no_postponed_step(stage: int) -> None:
     engine = run.engine
     slots = [slot for group in engine.groups for slot in group.slots]
     gradients = [slot.gradient for slot in slots]
-    parts = [*engine.groups, *slots, *gradients, engine.loans, *engine.stepping.steppers.values()]
+    parts = [*engine.groups, *slots, *gradients, engine.loans, *engine.runner.stepping.steppers.values()]
     for one in parts:
         for name in dir(one):
             getattr(one, name)

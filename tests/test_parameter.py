@@ -128,7 +128,9 @@ def test_a_two_byte_module_sees_fp32_where_autocast_is_off() -> None:
 
 def test_two_byte_weights_do_rest_in_two_bytes() -> None:
     def rests(model: Any, plain: Any, comm: Comm, engine: Engine, optimizer: Any) -> int:
-        groups = [shard.group for shard in engine.reductions.shards if shard.group.kind.resting == torch.bfloat16]
+        groups = [
+            shard.group for shard in engine.runner.reductions.shards if shard.group.kind.resting == torch.bfloat16
+        ]
         return sum(slot.numel for group in groups for slot in group.slots)
 
     linear = sum(p.numel() for block in assorted().blocks for p in block.parameters())

@@ -360,7 +360,7 @@ def test_reading_in_inference_mode_spoils_no_training(stage: int, dtype: torch.d
             model(x())
             if engine is not None:
                 engine.loans.settle()
-                engine.cache.discard_all()
+                engine.loans.cache.discard_all()
             model[1].weight.sum()
         for _ in range(2):
             step(model, optimizer, dtype)

@@ -22,6 +22,7 @@ from cover import name_of, pairwise
 from lightning_zero.config import Offload
 from lightning_zero.run import plan_cache
 from lightning_zero.run.engine import Engine
+from lightning_zero.run.journal import Journal
 from lightning_zero.run.plan import Residents
 from lightning_zero.run.readiness import Readiness
 from lightning_zero.run.reductions import Stage
@@ -78,7 +79,7 @@ class Things:
         self.gathers: dict[int, Gather] = {}
         self.called = 0
         self.reductions = FewReductions()
-        self.rendezvous = Rendezvous(Mesh.of(comm, 1), self, self.reductions)  # type: ignore[arg-type]
+        self.rendezvous = Rendezvous(Mesh.of(comm, 1), self, self.reductions, Journal())  # type: ignore[arg-type]
         self.calls = [self.rendezvous.serving.enroll(f"call {each}", self.serve) for each in range(calls)]
 
     def touch(self, numbers: Sequence[int]) -> None:
@@ -382,7 +383,9 @@ def test_reductions_overlap_as_much_where_layers_run_in_another_order_than_they_
         def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> list[list[int]]:
             found: list[list[int]] = []
             for parameter in model.parameters():
-                parameter.register_post_accumulate_grad_hook(lambda _: found[-1].append(engine.reductions.started))
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _: found[-1].append(engine.runner.reductions.started)
+                )
             for step in range(5):
                 found.append([])
                 for micro in range(micros):

@@ -44,7 +44,7 @@ def run(comm: Comm, start: nn.Module, forward: Any = None, steps: int = 3, **opt
         "issued": list(issued),
         "peak": engine.ledger.peak[Category.GATHERED],
         "now": engine.ledger.live[Category.GATHERED],
-        "released": [not unit.is_gathered for unit in engine.cache.units],
+        "released": [not unit.is_gathered for unit in engine.loans.cache.units],
     }
 
 
@@ -83,7 +83,7 @@ def test_reductions_overlap_with_backward_where_an_optimizer_has_frozen_layers(s
             engine.optimizers[0].zero_grad()
             x = torch.ones(2, WIDTH, requires_grad=True)
             hidden = model[1](model[0](x))
-            hidden.register_hook(lambda _: begun.append(engine.reductions.started))
+            hidden.register_hook(lambda _: begun.append(engine.runner.reductions.started))
             model[2:](hidden).square().mean().backward()
             engine.optimizers[0].step()
         engine.close()

@@ -345,7 +345,7 @@ def test_state_rests_whole_where_it_is_stepped_and_nowhere_else(tier: Tier, tmp_
         model(torch.ones(2, 16)).sum().backward()
         optimizer.step()
         shapes = Counter(tuple(state["m"].shape) for state in optimizer.state.values())
-        engine.stepping.finish()  # what is written to disk is on the host until then
+        engine.runner.stepping.finish()  # what is written to disk is on the host until then
         nbytes = {where: engine.ledger.live_in[Category.OPTIMIZER_STATE, where] for where in Tier}
         engine.close()
         return shapes, {where: each for where, each in nbytes.items() if each}

@@ -78,7 +78,7 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
 
     def _meet(self) -> None:
         """Serves other ranks until all have come here, and exchanges their notices. Collective."""
-        self._running_engine.rendezvous.meet_all()
+        self._running_engine.runner.rendezvous.meet_all()
 
     @property
     def comm(self) -> Comm:
@@ -93,7 +93,7 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
     @property
     def _notices(self) -> Notices:
         """What ranks have noticed, such as a signal."""
-        return self._running_engine.reductions.notices
+        return self._running_engine.runner.reductions.notices
 
     def _warn_of_loggers(self, loggers: Iterable[Any]) -> None:
         """Warns of loggers that Lightning has upload checkpoints, where these are folders: it skips those silently."""

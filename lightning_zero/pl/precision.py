@@ -143,7 +143,7 @@ class ShardedGradients(Precision):
         result = super()._wrap_closure(model, optimizer, closure)
         if self._has_clipped and not self._is_clipped_by_users(model):
             assert self.engine is not None
-            self.engine.expect_step()
+            self.engine.runner.expect_step()
         return result
 
     def _is_clipped_by_users(self, model: "pl.LightningModule") -> bool:

@@ -220,7 +220,7 @@ class ShardedStrategy:
         """
         for engine in self._engines:
             if not engine.closed:
-                engine.rendezvous.meet_before_collective()
+                engine.runner.rendezvous.meet_before_collective()
 
     def _prepare_collective(self, name: str) -> None:
         """Makes ranks meet before Lightning's collective `name`; see `after_meeting`."""
@@ -286,7 +286,7 @@ class ShardedStrategy:
         whole = not engine.partition.parameter
         copies_that_fit = 2 if available is None or 2 * needed < available else int(whole or needed < available)
         fits = torch.tensor(copies_that_fit, device=HOST)
-        engine.rendezvous.meet_before_collective()
+        engine.runner.rendezvous.meet_before_collective()
         return int(engine.mesh.world.all_reduce(fits, "fits in host memory", "min"))
 
     # -- checkpoints
@@ -365,7 +365,7 @@ class ShardedStrategy:
         Call it on every rank. `key` is the entry of the checkpoint, where one holds several models.
         """
         engine.loans.settle()
-        engine.rendezvous.expect_nothing()
+        engine.runner.course.drop()
         if self.saves_single_file():
             return engine.states.full_model(copy=True)
         return engine.states.spread_model(key=key)

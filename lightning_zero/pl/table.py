@@ -116,7 +116,7 @@ def ranks_told(size: int) -> str:
 
 
 def _mesh_lines(engine: Engine, expected: Forecast) -> list[str]:
-    mesh, units = engine.mesh, len(engine.cache.units)
+    mesh, units = engine.mesh, len(engine.loans.cache.units)
     axes = {"replicas": mesh.replicate.size, "shards": mesh.shard.size, "tensor-parallel": mesh.tensor.size}
     shape = " x ".join(f"{size} {axis}" for axis, size in axes.items() if size > 1)
     gathered = f", gathered in {units} units" if units else ""
@@ -143,7 +143,7 @@ def bytes_table(numel: int, **reports: Mapping[str, int]) -> list[str]:
 
 def _dtype_lines(engine: Engine) -> list[str]:
     rows = [["elements", "storage", "compute", "reduce", "master"]]
-    grads = {shard.group: shard.dtype for shard in engine.reductions.shards}
+    grads = {shard.group: shard.dtype for shard in engine.runner.reductions.shards}
     numels: Counter[tuple[torch.dtype, torch.dtype, torch.dtype | None]] = Counter()
     for group in engine.groups:
         numels[group.kind.resting, group.kind.declared, grads.get(group)] += sum(slot.numel for slot in group.slots)
@@ -213,8 +213,8 @@ def _offload_lines(engine: Engine) -> list[str]:
         when = "when its values are wanted"
         if engine.options.step_in_backward:
             when = "in backward"
-        elif engine.stepping.serial_because:
-            when = f"in each call of step: {engine.stepping.serial_because}"
+        elif engine.runner.stepping.serial_because:
+            when = f"in each call of step: {engine.runner.stepping.serial_because}"
         dtype = offload.state_torch_dtype
         narrow = "" if dtype is None else f", rounded to {dtype}"
         lines.append(
@@ -238,7 +238,7 @@ def _would_hide_in_backward(engine: Engine) -> bool:
     """Whether an offloaded step, which waits for the next forward, could be taken in backward."""
     return (
         _offloaded_numel(engine) > 0
-        and not engine.stepping.serial_because
+        and not engine.runner.stepping.serial_because
         and engine.partition.gradient
         and len(engine.optimizers) == 1
         and engine.regrouping.imbalance is None  # whole tensors are exchanged after backward

@@ -114,7 +114,7 @@ class Measuring(WatchedStrategy):
     @override
     def teardown(self) -> None:
         engine = self.engine
-        if engine is not None and not engine.closed and engine.journal.has_step:
+        if engine is not None and not engine.closed and engine.runner.journal.has_step:
             self._link, self._latency = _rates_of(engine.mesh.world, self.root_device, self.played.hollow.clock)
             here, there = (torch.ones(NUMEL, device=device) for device in (self.root_device, HOST))
             seconds = _seconds_of(lambda: there.copy_(here), self.played.hollow.clock)

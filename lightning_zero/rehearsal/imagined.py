@@ -134,7 +134,7 @@ class Rank:
     def end(self) -> None:
         """Takes down what the last step has left. What comes after it is no training."""
         engine = self._engine
-        if engine is None or not engine.journal.has_step or self.outcome:
+        if engine is None or not engine.runner.journal.has_step or self.outcome:
             return
         self.memory.phase, self._is_in_last = Phase.SAVE, False
         saved = _save(engine)
@@ -150,7 +150,7 @@ class Rank:
         )
 
     def _ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if self._engine is not None and self._is_in_last and (use := self._engine.journal.count):
+        if self._engine is not None and self._is_in_last and (use := self._engine.runner.journal.count):
             self._work[use - 1] += work_of(func, args, kwargs, result)
 
     def _place(self) -> str:
@@ -158,18 +158,18 @@ class Rank:
             module = self._running[-1]
             return self._names.get(id(module)) or type(module).__name__
         engine = self._engine
-        if engine is None or (latest := engine.journal.latest) is None:
+        if engine is None or (latest := engine.runner.journal.latest) is None:
             return ""
         cause, what = latest
         if cause is Cause.UNIT and isinstance(what, int):
-            return engine.cache.units[what].name
+            return engine.loans.cache.units[what].name
         return names_of(what) if isinstance(what, ShardGroup) else str(cause)
 
     def _whole_gradients(self) -> int:
         """Returns the bytes of gradients that autograd has made, where they are not sharded."""
         if self._engine is None:
             return 0
-        shards = [shard for shard in self._engine.reductions.shards if not shard.travels]
+        shards = [shard for shard in self._engine.runner.reductions.shards if not shard.travels]
         with no_interception():
             found = [slot.parameter.grad for shard in shards for slot in shard.group.slots]
         return sum(one.nbytes for one in found if one is not None)

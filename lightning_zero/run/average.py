@@ -53,7 +53,7 @@ class Average:
         self._use_buffers = use_buffers
         self._on_host = on_host
         self._arrays: dict[ShardGroup, Array] = {}  # the averages
-        self._numbers: dict[ShardGroup, int] = {}  # by which `Rendezvous.call` gathers them
+        self._numbers: dict[ShardGroup, int] = {}  # by which `Course.call` gathers them
         self._loaded: Mapping[str, Any] = {}  # until the next update: groups may begin to train after `load`
         engine.catch_up()
         engine.loans.settle()
@@ -85,7 +85,7 @@ class Average:
         for group in groups:
             if group.is_cut:
                 serve = partial(self._serve, group)
-                self._numbers[group] = self._engine.rendezvous.serving.enroll(f"average of {group.name}", serve)
+                self._numbers[group] = self._engine.runner.rendezvous.serving.enroll(f"average of {group.name}", serve)
 
     @property
     def _buffers(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -140,7 +140,7 @@ class Average:
         engine = self._engine
         engine.catch_up()
         engine.loans.settle()
-        engine.rendezvous.meet_before_collective()  # after it no rank has gathered, or asks for, the old values
+        engine.runner.rendezvous.meet_before_collective()  # after it no rank has gathered, or asks for, the old values
         with _writable(), no_interception():
             for group, array in self._arrays.items():
                 for part in _parts(group, array):
@@ -149,11 +149,7 @@ class Average:
                 group.take_masters()
             for buffer, average in self._buffers:
                 _exchange(local_of(average), local_of(buffer))
-        with torch.no_grad():
-            for group in engine.groups:
-                group.begin_publish()
-            for group in engine.groups:
-                group.end_publish()
+        engine.runner.stepping.publish(engine.groups, engine.groups)
         self.is_swapped = not self.is_swapped
 
     # -- in checkpoints
@@ -205,7 +201,7 @@ class Average:
         if not group.is_cut:
             group.catch_up()
             return self._arrays[group].read()
-        full: Tensor = self._engine.rendezvous.course.call(self._numbers[group])
+        full: Tensor = self._engine.runner.course.call(self._numbers[group])
         return full
 
     def _serve(self, group: ShardGroup, keep: bool) -> Tensor | None:

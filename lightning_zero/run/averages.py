@@ -35,15 +35,14 @@ class Averages:
     reductions: Reductions
     _measured: norm.Measured | None = field(default=None, init=False)  # by `unscale_`, and used again for clipping
 
-    def of(self, parameters: Iterable[Parameter] | Optimizer, *, meets: bool = False) -> list[Slot]:
-        """Returns the slots of the parameters that have a gradient, each once. Collective after a backward; the caller
-        passes `meets` if it issues another collective next."""
-        self.loans.latest.catch_up_all()
+    def of(
+        self, parameters: Iterable[Parameter] | Optimizer, cause: Cause | None = None, *, meets: bool = False
+    ) -> list[Slot]:
+        """Returns the slots of the parameters that have a gradient, each once; see `Runner.look`."""
+        self.loans.runner.look(cause, meets=meets)
         if isinstance(parameters, Optimizer):
             parameters = [parameter for group in parameters.param_groups for parameter in group["params"]]
-        self.loans.rendezvous.settle_gradients(meets=meets)
         with no_interception(), torch.no_grad():
-            self.loans.take_back_gradients()
             found = [p for p in dict.fromkeys(parameters) if p.grad is not None]
             slots = [slot for slot in map(training_slot, found) if slot is not None]
             self.reductions.adopt(slots)
@@ -75,15 +74,14 @@ class Averages:
             RuntimeError: on every rank, if `error_if_nonfinite` and the norm is not finite. Nothing is scaled then.
         """
         self.reductions.refuse_stepped("clipping")
-        self.loans.rendezvous.journal.note(Cause.CLIP)
-        measured = self._measure(self.of(parameters, meets=True), norm_type)
+        measured = self._measure(self.of(parameters, Cause.CLIP, meets=True), norm_type)
         return norm.clip_by_norm_(measured, self.mesh, max_norm, error_if_nonfinite=error_if_nonfinite)
 
     def clip_by_value_(self, parameters: Iterable[Parameter] | Optimizer, clip_value: float) -> None:
         """Clamps every element to ``[-clip_value, clip_value]``. Collective."""
         self.reductions.refuse_stepped("clipping")
-        self.loans.rendezvous.journal.note(Cause.LOOK)
-        norm.clip_by_value_(self.of(parameters, meets=True), clip_value)  # meets, as a rank may still read old values
+        # It meets, as a rank may still read old values.
+        norm.clip_by_value_(self.of(parameters, Cause.LOOK, meets=True), clip_value)
 
     def whole_on_host(self) -> dict[Parameter, Tensor]:
         """Returns host copies of the gradients that exist on all ranks, each in its parameter's dtype. Collective."""
@@ -107,8 +105,7 @@ class Averages:
         scaler's state for `optimizer` is the same as after its own method.
         """
         self.reductions.refuse_stepped("a gradient scaler")
-        self.loans.rendezvous.journal.note(Cause.UNSCALE)
-        slots = self.of(optimizer, meets=True)
+        slots = self.of(optimizer, Cause.UNSCALE, meets=True)
         norm.scale_(slots, scale_of(scaler).double().reciprocal().float(), self.mesh.world.limit)
         self._measured = norm.Measured.of(slots)
         overflow = self._measured.overflow(self.mesh.world)

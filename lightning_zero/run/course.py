@@ -43,6 +43,7 @@ class Course:
         replicas: Replicas,
         serving: Serving,
         readiness: Readiness,
+        journal: Journal,
     ) -> None:
         self.is_alone = comm.size == 1 and not cache.units  # there is nobody to agree with
         self._learns_late = comm.learns_late
@@ -52,10 +53,10 @@ class Course:
         self._replicas = replicas
         self._serving = serving
         self._readiness = readiness
+        self._journal = journal
         self._round = _Round()
         self._plans = PlanCache(self._plan_of)
         self._order = reductions.shards  # in which plans count them
-        self.journal = Journal()
 
     @property
     def past(self) -> Past:
@@ -74,7 +75,7 @@ class Course:
         """Has all ranks gather a unit, or serve a call. Returns the result of the call."""
         self.hear_marks()
         is_unit = number < len(self._units)
-        self.journal.note(Cause.UNIT if is_unit else Cause.CALL, number if is_unit else number - len(self._units))
+        self._journal.note(Cause.UNIT if is_unit else Cause.CALL, number if is_unit else number - len(self._units))
         if self.is_alone:
             self._serving.serve([number], number)
             return self._serving.take_result()
@@ -140,7 +141,7 @@ class Course:
         return True
 
     def close(self) -> None:
-        """Drops all plans, and makes no more."""
+        """Drops all plans, and makes no more, as the units in them are about to be freed."""
         self._plans.close()
         self.drop()
 
@@ -277,5 +278,5 @@ class Course:
         self._round.in_flight.clear()
 
     def drop(self) -> None:
-        """Drops the plan, where all ranks are known to."""
+        """Drops the plan of this round: all ranks are known to be here, and not to follow it."""
         self._round.expected = NOTHING

@@ -1,9 +1,9 @@
 """`Engine`: trains one module with its optimizers at a stage of ZeRO. Knows nothing of Lightning."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, final
+from typing import final
 
 import torch
 from torch.nn import Module
@@ -13,15 +13,16 @@ from lightning_zero.device import HOST, numbered
 from lightning_zero.run.averages import Averages
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.facts import facts_of
+from lightning_zero.run.journal import Journal
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.parameter import Interception
-from lightning_zero.run.phase import Phase, Phases
+from lightning_zero.run.phase import Phase
 from lightning_zero.run.placing import make_program
-from lightning_zero.run.program import Cause, Facts, Program
-from lightning_zero.run.reductions import Reductions, Stage
+from lightning_zero.run.program import Facts, Program
+from lightning_zero.run.reductions import Reductions
 from lightning_zero.run.regrouping import Regrouping
-from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.run.replicated import SharedBuffers, move_replicated
+from lightning_zero.run.runner import Runner
 from lightning_zero.run.saved import SavedParameters
 from lightning_zero.run.schedule import Schedule
 from lightning_zero.run.setup import set_up
@@ -31,8 +32,10 @@ from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.options import Options
 from lightning_zero.shards.slot import no_interception, slot_of
+from lightning_zero.stage import Partition
 from lightning_zero.tiers.ledger import Category, Ledger, Tier, category_in
 from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.mesh import Mesh
 
 __all__ = ["Engine", "Options"]
 
@@ -62,7 +65,7 @@ class Engine:
     2. `backward`, at stage 3, gathers a unit again when autograd asks for values that it has saved of it. A hook
        collects each gradient as soon as autograd has written it. When all gradients of a group are complete, they are
        reduce-scattered, bucket by bucket, while backward goes on. All ranks reduce the groups in the same order.
-    3. `optimizer.step()` enters `around_step` and `Stepping.step` through a hook. First, all ranks agree on which
+    3. `optimizer.step()` enters `Runner.step` and `Stepping.step` through hooks. First, all ranks agree on which
        parameters have a gradient (at stage 0, they do so at the end of backward). This is the only message of a step
        that ranks wait for beside its data, also where each of several micro-batches is reduced. (At stages 0 to 2, if
        all buckets can travel at once, there is one more between two micro-batches that are reduced. If they cannot, a
@@ -106,42 +109,46 @@ class Engine:
         self.options = options or Options()
         self.parts = set_up(module, optimizers, stage, comm, device, self.options, ledger or Ledger())
         setting, made = self.parts.setting, self.parts.assembly
-        self.partition = setting.partition
-        self.mesh = setting.mesh
-        self.ledger = setting.ledger
         self.groups = made.groups
         self._interception = Interception()
-        saved = SavedParameters()
-        self.cache = UnitCache(made.units, made.arena, 1 + self.options.prefetch, self._interception, saved)
-        self.reductions = Reductions(made, comm, self.options.overlap, self._interception)
-        self.rendezvous = Rendezvous(self.mesh, self.cache, self.reductions)
-        self.journal = self.rendezvous.journal
-        self.loans = Loans(self.groups, self.cache, self.rendezvous, saved, self._interception)
+        saved, journal = SavedParameters(), Journal()
+        cache = UnitCache(made.units, made.arena, 1 + self.options.prefetch, self._interception, saved)
+        reductions = Reductions(made, comm, self.options.overlap, self._interception)
+        stepping = Stepping(module, optimizers, self.parts, self.options, reductions, self._interception, journal)
+        self.runner = Runner(setting, self.groups, cache, reductions, stepping, self._interception, journal)
+        self.loans = Loans(self.groups, cache, self.runner, saved, self._interception)
         move_replicated(module, device)
-        self.stepping = Stepping(
-            module, optimizers, self.parts, self.options, self.reductions, self._interception, self.journal
-        )
-        late = module if self.stepping.may_be_late else None
-        around_backward = self._begin_backward, self._end_backward, self._recover
-        self.schedule = Schedule(made, self.reductions, self.loans, *around_backward, late=late)
+        late = module if stepping.may_be_late else None
+        self.schedule = Schedule(made, self.loans, late=late)
         if self.parts.recompute is not None:
             self.parts.recompute.begin()
-        steppers, whole = self.stepping.steppers, self.parts.stepped.whole
+        steppers, whole = stepping.steppers, self.parts.stepped.whole
         self.regrouping = Regrouping(
-            module, steppers, whole, setting, self.options, self.schedule, self.reductions, self.loans
+            module, steppers, whole, setting, self.options, self.schedule, reductions, self.loans
         )
         self.regrouping.deal()
-        self.stepping.begin(self.around_step, self._change)
-        self.averages = Averages(module, device, self.mesh, self.loans, self.reductions)
+        stepping.begin([self.runner.step, self._around_step], self.runner.change)
+        self.averages = Averages(module, device, self.mesh, self.loans, reductions)
         self.states = States(module, steppers, self.mesh, self.loans)
-        self._phases = Phases()
-        self._steps_next = False  # see `expect_step`
         is_on = self.options.broadcast_buffers
-        self._buffers = SharedBuffers(module, self.mesh.world, self.rendezvous, is_on=is_on)
+        self._buffers = SharedBuffers(module, self.mesh.world, self.runner.rendezvous, is_on=is_on)
         for group in self.groups:
             if not group.is_plain:
                 self._interception.hide(group)
         self.ledger.note_rest()
+
+    @property
+    def partition(self) -> Partition:
+        """What rests as shards."""
+        return self.parts.setting.partition
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.parts.setting.mesh
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.parts.setting.ledger
 
     # -- forward
 
@@ -149,10 +156,7 @@ class Engine:
     def forward(self, *, reduces: bool = True) -> Iterator[None]:
         """Around a forward. If its gradients will be reduced (`reduces`), the next forward broadcasts rank 0's buffers
         first, as DDP does."""
-        self._recover()
-        self._steps_next = False
-        self.journal.is_on = torch.is_grad_enabled()
-        self.journal.note(Cause.FORWARD)
+        self.runner.begin_forward()
         if torch.is_grad_enabled():
             self.regroup()
         if not torch.is_grad_enabled() or self.loans.loading:  # by user code that has loaded a checkpoint's entries
@@ -162,7 +166,7 @@ class Engine:
         self.loans.settle()
         self.schedule.start_pass()
         self._buffers.bring()
-        with self._phases.within(Phase.FORWARD), self.schedule.noting_saved():
+        with self.runner.phases.within(Phase.FORWARD), self.schedule.noting_saved():
             yield
         self._buffers.note_forward(reduces=reduces)
 
@@ -177,7 +181,7 @@ class Engine:
         """
         if newly := self.regrouping.newly_trainable():
             self.catch_up()
-            self.rendezvous.meet_all()  # settles the last backward, before there are more gradients to agree on
+            self.runner.rendezvous.meet_all()  # settles the last backward, before there are more gradients to agree on
             self.loans.settle(all_here=True)
             self.regrouping.take_in(newly)
         self.regrouping.deal()
@@ -187,109 +191,43 @@ class Engine:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around a backward. A backward without it also works: a callback of autograd tells its end."""
-        self._recover()
-        with self.schedule.bracket():
-            self._begin_backward()
+        self.runner.recover()
+        with self.runner.backward.bracket():
+            self.schedule.start_pass()
+            self.runner.begin_backward()
             yield
-        self._end_backward()
+        self.runner.end_backward()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Around backwards that only accumulate gradients on this rank; the first backward after it reduces them."""
-        self.reductions.refuse_stepped("accumulating gradients")
-        before, self.reductions.is_on = self.reductions.is_on, False
+        self.runner.reductions.refuse_stepped("accumulating gradients")
+        before, self.runner.reductions.is_on = self.runner.reductions.is_on, False
         try:
             yield
         finally:
-            self.reductions.is_on = before
+            self.runner.reductions.is_on = before
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Around the backwards of all micro-batches but the last; each is reduced if gradients accumulate as shards."""
-        self.reductions.refuse_stepped("accumulating gradients")
+        self.runner.reductions.refuse_stepped("accumulating gradients")
         reduces = self.partition.gradient and self.options.accumulation == "sharded"
         return nullcontext() if reduces else self.no_sync()
-
-    def _begin_backward(self) -> None:
-        self._recover()
-        self._steps_next = False
-        self.journal.note(Cause.BACKWARD)
-        self.catch_up()  # new gradients take the place of those that postponed steps need
-        with no_interception(), torch.no_grad():
-            self.loans.take_back_gradients()  # keeps edits of the old gradients, before this backward stores new ones
-        if self.reductions.stage is Stage.UNSETTLED or self.rendezvous.is_awaited:
-            self.rendezvous.settle_last_backward()
-        self.schedule.start_pass()
-        self.reductions.begin_backward()
-        self._phases.enter(Phase.BACKWARD)
-
-    def _end_backward(self) -> None:
-        self._phases.leave(Phase.BACKWARD)
-        self.journal.note(Cause.END if self.reductions.is_on else Cause.KEPT)
-        with no_interception(), torch.no_grad():
-            if self.reductions.has_gradients:
-                self.rendezvous.start_reductions(len(self.reductions.shards))
-            self.reductions.end_backward()
-            self.rendezvous.end_backward()
-            if self._settles_at_end and self.reductions.stage is Stage.UNSETTLED:
-                self.rendezvous.meet()  # `p.grad` is reduced in place, and must not be added to before; or is stepped
-            self.stepping.publish_stepped_in_backward()
-
-    @property
-    def _settles_at_end(self) -> bool:
-        """Whether ranks agree on gradients at the end of a backward, and not as late as in the step."""
-        return not self.partition.optimizer or self.options.step_in_backward
-
-    def _recover(self) -> None:
-        """Forgets what a failed backward or step has left half done. It must have failed on every rank."""
-        self.stepping.recover()
-        if self._phases.now is Phase.BACKWARD and not self.schedule.backward_is_known:
-            self._phases.leave(Phase.BACKWARD)
-            self.rendezvous.forget_backward()
-            with no_interception():
-                self.reductions.forget()
-            self.stepping.forget_backward()
-            self.journal.forget()
 
     # -- step
 
     @contextmanager
-    def around_step(self, optimizer: Optimizer) -> Iterator[None]:
-        """Around `Stepping.step`, in which each parameter of `optimizer` is the piece that this rank owns. `StepCalls`
-        enters both by hooks."""
-        self.journal.note(Cause.STEP_AFTER_CLIP if self._steps_next else Cause.STEP, optimizer)
-        self._prepare_step()
+    def _around_step(self, optimizer: Optimizer) -> Iterator[None]:
+        """Around `Stepping.step`, in which each parameter of `optimizer` is the piece that this rank owns."""
         self.regrouping.refuse_strangers(self.parts.foreign)
         self.regrouping.deal()
-        with self._phases.within(Phase.STEP):
-            yield
+        yield
         self.averages.forget()
         self.ledger.note_rest()
 
-    def expect_step(self) -> None:
-        """Notes that gradients have just been clipped, and that the step comes next, before any code of users, on every
-        rank: ranks have met to clip, and need not meet again. Call it on every rank."""
-        self._steps_next = True
-
-    def _change(self, optimizer: Optimizer, call: Callable[[], Any]) -> Any:
-        """Returns `call()`, which changes parameters and state of `optimizer` between two steps. Collective."""
-        self._prepare_step()
-        with self._phases.within(Phase.STEP):
-            return self.stepping.change(optimizer, call)
-
-    def _prepare_step(self) -> None:
-        """Makes ranks agree on which parameters have gradients, and takes over edits."""
-        self._recover()
-        self.catch_up()
-        if not self._steps_next and (self.rendezvous.serving.may_be_wanted or not self._settles_at_end):
-            # Before edits are taken over: a rank that diverges may still gather the old values.
-            self.rendezvous.meet_all()
-        self._steps_next = False
-        self.loans.settle(all_here=True)
-
     def catch_up(self) -> None:
         """Takes all postponed steps of offloaded parameters, which otherwise wait until the values are needed."""
-        self.loans.latest.catch_up_all()
-        self.stepping.finish()
+        self.runner.catch_up()
 
     # -- whole values
 
@@ -308,7 +246,7 @@ class Engine:
             RuntimeError: before a step has ended, and after a rank has failed.
         """
         numbers = {one: number for ones in (self.groups, self.optimizers) for number, one in enumerate(ones)}
-        if not (uses := self.journal.last_step(numbers)):
+        if not (uses := self.runner.journal.last_step(numbers)):
             raise RuntimeError("There is no program yet: a step is learnt while it is taken. Train one step first.")
         facts = self._facts_at_close if self.closed else self._facts()
         if facts is None:
@@ -316,12 +254,14 @@ class Engine:
         return make_program(facts, uses)
 
     def _facts(self) -> Facts:
-        return facts_of(self.loans, self.reductions, self.stepping, self.options, self.partition, self.mesh)
+        return facts_of(
+            self.loans, self.runner.reductions, self.runner.stepping, self.options, self.partition, self.mesh
+        )
 
     def bytes_by_category(self) -> dict[str, int]:
         """Returns the resident bytes of this rank by `Category`; after `close`, those before it. Activation checkpoints
         live from forward to backward, so for these it is the most bytes that there ever were."""
-        if self._phases.now is Phase.CLOSED:
+        if self.runner.phases.now is Phase.CLOSED:
             return self._bytes_at_close
         live = {str(category): self.ledger.live_in[category, Tier.DEVICE] for category in Category}
         elsewhere = {where: n for where, n in self.ledger.live_in.items() if where[1] is not Tier.DEVICE and n}
@@ -344,20 +284,20 @@ class Engine:
         for (category, tier), nbytes in self.ledger.live_in.items():
             if tier is not Tier.DISK:
                 grown[category_in(category, tier)] = nbytes - self.ledger.rested.get((category, tier), 0)
-        if not self.journal.has_step:  # later, what autograd has left in `p.grad` has been there after the step before
+        if not self.runner.journal.has_step:  # later, what autograd leaves in `p.grad` was there after the step before
             booked = self.ledger.live_in[Category.GRADIENT, Tier.DEVICE]
             grown[Category.GRADIENT] += self.bytes_by_category()[Category.GRADIENT] - booked
         return grown
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        return list(self.stepping.steppers)
+        return list(self.runner.stepping.steppers)
 
     # -- the end
 
     @property
     def closed(self) -> bool:
-        return self._phases.now is Phase.CLOSED
+        return self.runner.phases.now is Phase.CLOSED
 
     def close(self, *, whole: bool = True) -> None:
         """Leaves the module and the optimizers.
@@ -370,20 +310,20 @@ class Engine:
         if not whole:
             self.mesh.abandon()  # first: until then, all that follows could wait behind a collective that never ends
         if whole:
-            self.stepping.interrupt()
-            self._recover()
+            self.runner.stepping.interrupt()
+            self.runner.recover()
             self.catch_up()
         self._bytes_at_close = self.bytes_by_category()
         self._facts_at_close = None
-        if whole and self.journal.has_step:
+        if whole and self.runner.journal.has_step:
             with suppress(RuntimeError):  # an optimizer's parameter is not the module's, which has ended the run
                 self._facts_at_close = self._facts()
-        self.stepping.leave()
+        self.runner.stepping.leave()
         self.states.leave()
         if self.parts.recompute is not None:
             self.parts.recompute.leave()
         self.schedule.detach()
-        self._phases.close()
+        self.runner.phases.close()
         if not whole:
             for group in self.groups:
                 group.is_lost = not group.is_plain
@@ -391,16 +331,16 @@ class Engine:
                 disk.close(drains=False)
             return
         self.loans.settle()
-        self.rendezvous.meet_all()  # after it no rank may ask for what is freed below
-        self.rendezvous.forget()
-        self.reductions.free()  # first: whole parameters then take their memory, and not more
+        self.runner.rendezvous.meet_all()  # after it no rank may ask for what is freed below
+        self.runner.course.close()
+        self.runner.reductions.free()  # first: whole parameters then take their memory, and not more
         self.parts.assembly.free()
         for group in self.groups:
             self._restore(group)
         if disk is not None:
             disk.close()
         self.parts.setting.ledger.pinned.give_back()
-        self.rendezvous.meet()
+        self.runner.rendezvous.meet()
 
     def _restore(self, group: ShardGroup) -> None:
         """Makes the parameters of a group plain and whole again, in their declared dtypes, each with its own storage.

@@ -25,7 +25,7 @@ def facts_of(
     steppers = list(stepping.steppers.values())
     gradients = {shard.group: shard for shard in reductions.shards}
     pools = {pool: number for number, pool in enumerate(reductions.pools)}
-    units, rendezvous, comm = loans.cache.units, loans.rendezvous, mesh.shard
+    units, rendezvous, comm = loans.cache.units, loans.runner.rendezvous, mesh.shard
     order = tuple(numbers[shard.group] for shard in reductions.shards if not shard.group.kind.is_idle)
     return Facts(
         groups=tuple(_group_facts(one, gradients.get(one), pools) for one in loans.groups),

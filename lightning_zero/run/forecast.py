@@ -55,7 +55,7 @@ def bytes_to_rest(
     """Returns the bytes of `Forecast.here` without averages that are still to come. Optimizers are tried on the device
     `tried_on`; None: where each one steps."""
     here = Counter(engine.bytes_by_category())
-    for shard in engine.reductions.shards:
+    for shard in engine.runner.reductions.shards:
         if not shard.travels and not engine.options.step_in_backward:
             with no_interception():
                 to_come = [slot for slot in shard.group.slots if slot.parameter.grad is None]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.run.cache import UnitCache
+from lightning_zero.run.journal import Journal
 from lightning_zero.run.parameter import Interception
 from lightning_zero.run.program import Cause
 from lightning_zero.run.rendezvous import Rendezvous
@@ -24,10 +25,16 @@ class Latest:
     it, together: one that needs it alone is served by the others (`serving`)."""
 
     def __init__(
-        self, groups: list[ShardGroup], cache: UnitCache, rendezvous: Rendezvous, interception: Interception
+        self,
+        groups: list[ShardGroup],
+        cache: UnitCache,
+        rendezvous: Rendezvous,
+        interception: Interception,
+        journal: Journal,
     ) -> None:
         self.groups = groups
         self._rendezvous = rendezvous
+        self._journal = journal
         self._interception = interception
         self._units = {group: unit for unit in cache.units for group in unit.groups}
         self._calls = {
@@ -69,7 +76,7 @@ class Latest:
                 self._rendezvous.course.call(self._publishing[group])
             else:
                 # Its values are on their way already, or all of them are stepped on this rank.
-                self._rendezvous.journal.note(Cause.READ, group)
+                self._journal.note(Cause.READ, group)
                 with no_interception():
                     group.catch_up()
                 self._end_publish(group)

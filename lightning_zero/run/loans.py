@@ -22,10 +22,9 @@ from torch.nn import Parameter
 
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.edits import EditBarrier, Place
-from lightning_zero.run.latest import Latest
 from lightning_zero.run.loading import Loading
 from lightning_zero.run.parameter import AsDeclared, Interception, Lender, RestingParameter
-from lightning_zero.run.rendezvous import Rendezvous
+from lightning_zero.run.runner import Runner
 from lightning_zero.run.saved import SavedParameters
 from lightning_zero.run.watch import Watch
 from lightning_zero.shards.group import ShardGroup
@@ -54,23 +53,23 @@ class Loans(Lender):
         self,
         groups: list[ShardGroup],
         cache: UnitCache,
-        rendezvous: Rendezvous,
+        runner: Runner,
         saved: SavedParameters,
         interception: Interception,
     ) -> None:
         self.groups = groups
         self.cache = cache
-        self.rendezvous = rendezvous
+        self.runner = runner
         self.saved = saved
-        self.latest = Latest(groups, cache, rendezvous, interception)
+        self.latest = runner.latest
         self.loading = Loading()
         self._copies: dict[ShardGroup, _Copy] = {}
         self._in_blocks: dict[ShardGroup, Tensor] = {}  # those of them that recomputing blocks have read in this pass
         self._held: dict[Unit, None] = {}  # lent units, of whose values user code may hold views
         self._has_kept = False  # edits since the last boundary, which can be told from the loans no more
         is_cut = any(group.is_cut and not group.is_plain for group in groups)
-        self._barrier = EditBarrier(groups[0].comm, rendezvous, self._share_edits) if is_cut else None
-        self._averages: dict[Slot, int] = {}  # by which `Rendezvous.call` gathers gradients
+        self._barrier = EditBarrier(groups[0].comm, runner.rendezvous, self._share_edits) if is_cut else None
+        self._averages: dict[Slot, int] = {}  # by which `Course.call` gathers gradients
         self._gradients: dict[Slot, Tensor] = {}  # lent whole gradients, of which user code may hold views
         self._enroll_gradients(groups)
         interception.lender = self
@@ -80,7 +79,7 @@ class Loans(Lender):
         for slot in (slot for group in groups for slot in group.slots):
             if slot.gradient is not None and slot.gradient.is_spread:
                 serve = partial(self._serve_gradient, slot)
-                self._averages[slot] = self.rendezvous.serving.enroll(f"the gradient of {slot.name}", serve)
+                self._averages[slot] = self.runner.rendezvous.serving.enroll(f"the gradient of {slot.name}", serve)
 
     def add(self, groups: Sequence[ShardGroup], trained: Iterable[ShardGroup]) -> None:
         """Adds new groups, whose parameters are shown plain, and the gradients of groups that have begun to train."""
@@ -104,7 +103,7 @@ class Loans(Lender):
             return Lent(slot.parameter, values, partial(self._end_lasting, group))  # until `settle`
         unit = self._unit_of(group)
         if not unit.is_held:
-            self.rendezvous.course.use(unit)
+            self.runner.course.use(unit)
         self.cache.pin(unit)
         # Activation checkpointing compares what autograd saves in forward and in recomputation. A recomputed layer may
         # come here where its first forward did not, so the checkpoint's hooks must see parameters themselves both
@@ -240,7 +239,7 @@ class Loans(Lender):
                 self._borrow_declared(group)
             elif not group.stays_full:
                 needed = self._unit_of(group)
-                self.rendezvous.course.use(needed)
+                self.runner.course.use(needed)
                 self.hold(needed)
         if write:
             for group in groups:
@@ -274,14 +273,14 @@ class Loans(Lender):
     # -- gradients
 
     def settle_gradients(self) -> None:
-        self.rendezvous.settle_gradients()
+        self.runner.rendezvous.settle_gradients()
 
     def lend_gradient(self, slot: Slot) -> Tensor:
         if slot in self._gradients:
             return self._gradients[slot]
         self.settle_gradients()  # reading `p.grad` has not done it if the parameter is shown plain
         # Until the step, one rank may read it alone.
-        gradient: Tensor = self.rendezvous.course.call(self._averages[slot])
+        gradient: Tensor = self.runner.course.call(self._averages[slot])
         return gradient
 
     def _serve_gradient(self, slot: Slot, _: bool) -> Tensor:
@@ -294,7 +293,6 @@ class Loans(Lender):
             self._gradients[slot] = gradient
 
     def take_back_gradients(self) -> None:
-        """Ends all loans of gradients, and keeps edits made through views of them."""
         for slot, gradient in self._gradients.items():
             if slot.parameter.grad is not None:
                 self.take_gradient(slot, gradient, is_visible=False)
@@ -303,8 +301,6 @@ class Loans(Lender):
     # -- boundaries
 
     def settle(self, *, all_here: bool = False) -> None:
-        """Ends all loans, and keeps the edits that were made meanwhile. If there are any, all ranks must come here, or
-        end their round; `all_here` says that they have just met."""
         with no_interception():
             is_edited = any(self._is_edited(group, full) for group, full in self._lasting())
         if (is_edited or self._has_kept) and not all_here:

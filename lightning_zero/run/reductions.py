@@ -105,22 +105,19 @@ class Reductions:
         """Notes that other ranks have begun another backward than the one that this rank has settled alone."""
         self._alone = None
 
-    def collect(self, slot: Slot) -> bool:
-        """Takes the gradient in `p.grad`. Returns whether it completes its group."""
-        shard = gradient_of(slot)
-        was_complete = shard.is_complete
-        if was_complete and shard in self.shards[: self.started]:
+    def refuse_second(self, slot: Slot) -> None:
+        """Raises RuntimeError for another gradient of a parameter, if its group has been sent in this backward."""
+        if gradient_of(slot) in self.shards[: self.started]:
             raise RuntimeError(
                 f"Parameter {slot.name!r} received a second gradient in one backward, after its first was sent to the "
                 "other ranks: it is used in several reentrant activation checkpoints. Write "
                 "checkpoint(..., use_reentrant=False), or ZeroStrategy(overlap=False)."
             )
-        with no_interception():
-            shard.collect(slot, local=not self.is_on)
-        if was_complete or not shard.is_complete:
-            return False
+
+    def note_complete(self, shard: GradientShard) -> int:
+        """Notes that a group has all its gradients on this rank. Returns `count_complete`."""
         self._order.note_complete(shard)
-        return True
+        return self.count_complete()
 
     def count_complete(self) -> int:
         """Returns how many groups, from the first of the agreed order, have all the gradients on this rank that they
@@ -147,13 +144,17 @@ class Reductions:
         for pool in self.pools:
             pool.wait_after(hear)
 
-    def reduce_all(self, having: Sequence[Sequence[Slot]] = ()) -> None:
-        """Starts all reductions, and waits until they are stored. `having` are the parameters with a gradient on any
-        rank, by group, where ranks have agreed on them."""
-        self.start(len(self.shards))  # all, before the first wait: another rank may be out of buckets
+    def start_all(self, having: Sequence[Sequence[Slot]] = ()) -> None:
+        """Starts all reductions, before any is waited for: another rank may be out of buckets. `having` are the
+        parameters with a gradient on any rank, by group, where ranks have agreed on them."""
+        self.start(len(self.shards))
         with no_interception(), torch.no_grad():
             for shard, _ in self._awake(having):
                 shard.begin_reduce()
+
+    def drain(self) -> None:
+        """Waits until all reductions under way are stored."""
+        with no_interception(), torch.no_grad():
             for pool in self.pools:
                 pool.drain()
 
@@ -219,20 +220,11 @@ class Reductions:
         self.notices.hear(said[1:_AFTER_NOTICES])
         if self.notices.are_apart:
             self._refuse_uneven_batches()
-        if self.stage is Stage.UNSETTLED:
-            for shard in self._plain:
-                self._interception.show(shard.group)
-        self.stage = Stage.CLEAR
+        self._end_unsettled()
         if not has_gradients:  # on any rank
             return
         if self._alone is None:
-            with no_interception(), torch.no_grad():
-                having = self._slots_in(self._used_in(said))
-                if self.steps is None:
-                    self.reduce_all(having)
-                    self._show_averages(having)
-                else:
-                    self._step_averages(self.steps, having)
+            self._average(self._used_in(said))
         self._alone = None
         self._order.learn()
         self._clear()
@@ -276,14 +268,28 @@ class Reductions:
         self._alone = flags
 
     def _settle_by(self, flags: bytes) -> None:
-        for shard in self._plain:
-            self._interception.show(shard.group)
+        self._end_unsettled()
+        self._average(flags)
+        self._clear()
+
+    def _end_unsettled(self) -> None:
+        """Has parameters ask for their gradients no longer: ranks agree on them here."""
+        if self.stage is Stage.UNSETTLED:
+            for shard in self._plain:
+                self._interception.show(shard.group)
         self.stage = Stage.CLEAR
+
+    def _average(self, flags: bytes) -> None:
+        """Reduces the remaining gradients of the parameters with a flag, and shows or steps the averages."""
         with no_interception(), torch.no_grad():
             having = self._slots_in(flags)
-            self.reduce_all(having)
+            if self.steps is not None:
+                self._step_averages(self.steps, having)
+                return
+            self.start_all(having)
+            for pool in self.pools:
+                pool.drain()
             self._show_averages(having)
-        self._clear()
 
     def _refuse_uneven_batches(self) -> None:
         """Raises RuntimeError on every rank. Collective."""

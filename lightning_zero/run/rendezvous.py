@@ -29,6 +29,7 @@ import torch
 
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.course import Course
+from lightning_zero.run.journal import Journal
 from lightning_zero.run.plan import ASK, END, NEXT_BACKWARD, REDUCE
 from lightning_zero.run.readiness import Readiness
 from lightning_zero.run.reductions import Reductions, Stage
@@ -43,7 +44,7 @@ class Rendezvous:
     """Where ranks meet, and agree on gradients. In between, `course` has what each of them uses. Numbers are those of
     `Serving`."""
 
-    def __init__(self, mesh: Mesh, cache: UnitCache, reductions: Reductions) -> None:
+    def __init__(self, mesh: Mesh, cache: UnitCache, reductions: Reductions, journal: Journal) -> None:
         self._mesh = mesh
         self._cache = cache
         self._units = cache.units
@@ -51,19 +52,8 @@ class Rendezvous:
         self._replicas = Replicas(mesh.replicate, reductions)
         self.readiness = Readiness(mesh, reductions, gathers=bool(cache.units))
         self.serving = Serving(mesh.shard, cache, reductions, self._replicas, self.readiness)
-        self.course = Course(mesh.shard, cache, reductions, self._replicas, self.serving, self.readiness)
-        self.journal = self.course.journal
+        self.course = Course(mesh.shard, cache, reductions, self._replicas, self.serving, self.readiness, journal)
         self.is_awaited = False  # the others wait for this rank to meet them once more, as it was early
-
-    # -- plans
-
-    def expect_nothing(self) -> None:
-        """Drops the plan of this round: all ranks are known to be here, and not to follow it."""
-        self.course.drop()
-
-    def forget(self) -> None:
-        """Drops all plans, and makes no more, as the units in them are about to be freed."""
-        self.course.close()
 
     # -- meeting
 
@@ -118,14 +108,15 @@ class Rendezvous:
 
     # -- backward
 
-    def start_reductions(self, number: int) -> None:
-        """Starts the first `number` reductions; not at stage 3, where gathers tell when all ranks are ready.
+    def come_to_reduce(self, number: int) -> bool:
+        """Sees to it that all ranks come to the first `number` reductions, and returns whether to start them; not at
+        stage 3, where gathers tell when all ranks are ready.
 
         A reduction may wait for another rank, which never comes if it wants something alone, or has no gradients. So
         ranks serve each other until all are about to reduce, or have come to the end of the round.
         """
         if self._units or number <= self._reductions.started:
-            return
+            return False
         if self._reductions.may_wait and not self.readiness.all_reduce and self.readiness.marks is None:
             past = self.course.past
             if self.course.follow(REDUCE):  # a mark is on its way
@@ -135,7 +126,8 @@ class Rendezvous:
             if self.readiness.marks_reductions:
                 past.begins = past.begins or (REDUCE, False)
                 past.note(REDUCE)
-        self._replicas.start(number)
+        self._replicas.announce(number)
+        return True
 
     def end_backward(self) -> None:
         """Notes the end of a backward among the uses of units."""
@@ -200,7 +192,8 @@ class Rendezvous:
         reductions by themselves, others may wait in some that this rank has not come to, or for it to come to any."""
         with no_interception(), torch.no_grad():
             self.course.leave()
-        if self._reductions.reduces and self._reductions.steps is None:
-            self.start_reductions(len(self._reductions.shards))
+        number = len(self._reductions.shards)
+        if self._reductions.reduces and self._reductions.steps is None and self.come_to_reduce(number):
+            self._reductions.start(number)
         self.readiness.forget()
         self.course.past.has_failed = True

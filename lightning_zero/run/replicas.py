@@ -24,14 +24,19 @@ class Replicas:
 
     def start(self, number: int) -> None:
         """Starts the first `number` reductions. Collective among the ranks that share shards."""
+        self.announce(number)
+        self._reductions.start(number)
+
+    def announce(self, number: int) -> None:
+        """Tells the other replicas, before the first `number` reductions are started."""
         if number > self._reductions.started and self._waits:
             self._tell(reduces=True)
-        self._reductions.start(number)
 
     def join(self, statement: bytes) -> None:
         """Does the reductions of this round that another replica may wait in, before anything else waits for it."""
         if self._waits and self._tell(reduces=self._reductions.has_gradients_in(statement)):
-            self._reductions.reduce_all()
+            self._reductions.start_all()
+            self._reductions.drain()
 
     @property
     def _waits(self) -> bool:

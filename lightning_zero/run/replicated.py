@@ -74,7 +74,7 @@ class SharedBuffers:
 
     def __init__(self, module: Module, comm: Comm, rendezvous: Rendezvous, *, is_on: bool) -> None:
         self._rendezvous = rendezvous
-        self._number: int | None = None  # by which `Rendezvous.call` broadcasts them
+        self._number: int | None = None  # by which `Course.call` broadcasts them
         self._are_stale = True  # those of rank 0 may have other values
         if is_on and comm.size > 1 and any(True for _ in module.buffers()):
             serve = partial(broadcast_buffers, module, comm)

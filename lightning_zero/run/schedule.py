@@ -1,8 +1,8 @@
-"""`Schedule`: does what is due before and after the calls of modules, at each gradient, and at the end of backward."""
+"""`Schedule`: hooks on the calls of modules and on gradients, which say to the `Runner` what user code does."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -11,55 +11,39 @@ from torch import Tensor, nn
 from torch.nn import Module, Parameter
 
 from lightning_zero.run.loans import Loans
-from lightning_zero.run.program import Cause
-from lightning_zero.run.reductions import Reductions, Stage
+from lightning_zero.run.reductions import Stage
 from lightning_zero.run.surrounding import Surround
 from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.casting import Reader
 from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.local import local_of
+from lightning_zero.shards.norm import gradient_of
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
-from lightning_zero.torch_private import backward_number, call_after_backward, parameters_in, put_last
+from lightning_zero.torch_private import backward_number, parameters_in, put_last
 
 
 @final
 class Schedule:
     """Gathers and releases units around the calls of their modules, and collects and reduces gradients in backward.
 
-    It calls `begin_backward` and `end_backward` around a backward that `bracket` has not announced, and `recover` where
-    the next forward shows that it has failed. `late` is the module if its weights may be behind a step: then its
-    modules catch up before each call.
+    `late` is the module if its weights may be behind a step: then its modules catch up before each call.
     """
 
-    def __init__(
-        self,
-        assembly: Assembly,
-        reductions: Reductions,
-        loans: Loans,
-        begin_backward: Callable[[], None],
-        end_backward: Callable[[], None],
-        recover: Callable[[], None],
-        *,
-        late: Module | None = None,
-    ) -> None:
+    def __init__(self, assembly: Assembly, loans: Loans, *, late: Module | None = None) -> None:
+        self._runner = loans.runner
+        self._course = loans.runner.course
+        self._reductions = loans.runner.reductions
         self._cache = loans.cache
-        self._rendezvous = loans.rendezvous
-        self._reductions = reductions
         self._loans = loans
         self._saved = loans.saved
         self._saved.use = self.bring
-        self._begin_backward = begin_backward
-        self._end_backward = end_backward
-        self._recover = recover
-        self._is_bracketed = False  # a backward is under way that `bracket` has announced
-        self._end: weakref.ref[Callable[[], None]] | None = None  # autograd's callback: alive while its backward runs
         # Of two-byte weights that one pass uses several times, each with `taken_back` of its group.
         self._views: dict[Slot, tuple[int, Tensor]] = {}
         self._collectors: list[tuple[Parameter, int]] = []  # each with the id of its gradient hook
         self._handles: list[Any] = []
         self._late = late
-        self._surround_late(reductions.shards)
+        self._surround_late(self._reductions.shards)
         for reader in assembly.resting.readers:
             self._surround_reader(reader)
         for unit in assembly.units:  # last, and so outermost: everything else needs the values
@@ -86,9 +70,9 @@ class Schedule:
     # -- parameters: gathered before use, and again when backward asks for them
 
     def _before_forward(self, unit: Unit) -> None:
-        if self._reductions.stage is Stage.COLLECTING and not self.backward_is_known:
-            self._recover()  # before other ranks are told what is complete
-        self._rendezvous.course.use(unit)
+        if self._reductions.stage is Stage.COLLECTING and not self._runner.backward.is_known:
+            self._runner.recover()  # before other ranks are told what is complete
+        self._course.use(unit)
         self._loans.show_edits(unit)
         self._cache.pin(unit)
         if not self._saved.push():
@@ -100,15 +84,15 @@ class Schedule:
 
     def _show_entrance(self, unit: Unit) -> None:
         """Shows the parameters of `unit` to the module around it, which reads them before it calls the unit."""
-        self._rendezvous.course.use(unit)
+        self._course.use(unit)
         self._cache.show(unit)
 
     def bring(self, unit: Unit, is_recomputed: bool) -> None:
         """Gathers a unit whose saved values are asked for, by a backward or by someone who inspects a graph. What is
         recomputed sees the latest edits, as the recomputation does."""
-        if backward_number() != -1:
-            self._enter_backward()
-        self._rendezvous.course.use(unit)
+        if backward_number() != -1 and not self._runner.backward.is_known:
+            self._notice_backward()
+        self._course.use(unit)
         if is_recomputed:
             self._loans.show_edits(unit)
         unit.wait()
@@ -240,40 +224,23 @@ class Schedule:
         with no_interception():
             if slot.parameter.grad is None:
                 return  # a hook of the user's has taken it
-        self._enter_backward(slot)
-        if self._reductions.collect(slot):
-            self._rendezvous.journal.note(Cause.GRADIENT, slot.group)
-            self._rendezvous.start_reductions(self._reductions.count_complete())
+        if not self._runner.backward.is_known:
+            self._notice_backward(slot)
+        shard = gradient_of(slot)
+        if shard.is_complete:
+            self._reductions.refuse_second(slot)
+        with no_interception():
+            is_last = shard.collect(slot, local=not self._reductions.is_on)
+        if is_last:
+            self._runner.gradient(shard)
 
-    # -- the beginning and the end of backward
-
-    @contextmanager
-    def bracket(self) -> Iterator[None]:
-        """Around a backward whose beginning and end the caller handles."""
-        self._is_bracketed = True
-        try:
-            yield
-        finally:
-            self._is_bracketed = False
-
-    def _enter_backward(self, slot: Slot | None = None) -> None:
-        """Begins a backward, unless one is known. It has come to a unit, or to the gradient of `slot`."""
-        if not self.backward_is_known:
-            with nullcontext() if slot is None else slot.gradient.kept_apart(slot):  # type: ignore[union-attr]
-                self._begin_backward()
-            end = partial(self._end_backward)  # autograd drops it without a call if the backward fails
-            self._end = weakref.ref(end)
-            call_after_backward(end)
-
-    @property
-    def backward_is_known(self) -> bool:
-        """Whether a backward has begun, and has neither ended nor failed."""
-        return self._is_bracketed or (self._end is not None and self._end() is not None)
+    def _notice_backward(self, slot: Slot | None = None) -> None:
+        """Notices a backward that nobody has announced: it has come to a unit, or to the gradient of `slot`."""
+        self.start_pass()
+        self._runner.notice_backward(slot)
 
     def start_pass(self) -> None:
         """Notes that a new forward or backward begins."""
-        if not self.backward_is_known:
-            self._end = None
         self._views.clear()
         with no_interception():
             put_last(self._collectors)  # so that users' newer hooks see the gradient

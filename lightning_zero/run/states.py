@@ -39,7 +39,7 @@ class States:
         self._optimizers = {optimizer: OptimizerState(stepper, mesh.shard) for optimizer, stepper in steppers.items()}
         self._mesh = mesh
         self._loans = loans
-        self._rendezvous = loans.rendezvous
+        self._rendezvous = loans.runner.rendezvous
         self._own = ModelValues("model", loans.groups, loans.latest.declared, lambda group: group.master, {})
         for state in self._optimizers.values():
             state.cut_in_place()

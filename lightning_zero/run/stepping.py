@@ -71,14 +71,14 @@ class Stepping:
 
     def begin(
         self,
-        around: Callable[[Optimizer], AbstractContextManager[None]],
+        around: Sequence[Callable[[Optimizer], AbstractContextManager[None]]],
         change: Callable[[Optimizer, Callable[[], Any]], Any],
     ) -> None:
         """Puts the user's calls of `optimizer.step` into `around` and, inside of it, `step`. Has `change` make those of
         `train` and `eval`."""
         for optimizer, stepper in self.steppers.items():
             is_cut = any(slot.group.is_cut for slot in stepper.slots)
-            contexts = partial(around, optimizer), partial(self.step, optimizer)
+            contexts = [partial(context, optimizer) for context in (*around, self.step)]
             self._calls.append(StepCalls(optimizer, stepper, contexts, self._in_backward.clear))
             self._modes.append(Modes(optimizer, partial(change, optimizer), is_cut=is_cut))
 
@@ -92,7 +92,7 @@ class Stepping:
         with stepper.step(slots):
             yield
             self._journal.end_step(optimizer)
-        self._publish(groups, groups_of(slots))
+        self.publish(groups, groups_of(slots))
         if self._leaves_much:
             if self._steps % KEPT_STEPS == 0:
                 return_freed_memory()
@@ -104,7 +104,7 @@ class Stepping:
         stepper = self.steppers[optimizer]
         groups = groups_of(stepper.slots)
         result = stepper.change(call)
-        self._publish(groups, groups)
+        self.publish(groups, groups)
         return result
 
     def _step_in_backward(self, slots: Sequence[Slot]) -> None:
@@ -123,11 +123,11 @@ class Stepping:
     def publish_stepped_in_backward(self) -> None:
         """Publishes what this backward has stepped, at its end. Collective."""
         groups = groups_of(self._in_backward)
-        self._publish(groups, groups)
+        self.publish(groups, groups)
 
-    def _publish(self, groups: Sequence[ShardGroup], stepped: Sequence[ShardGroup]) -> None:
+    def publish(self, groups: Sequence[ShardGroup], stepped: Sequence[ShardGroup]) -> None:
         """Sends the values of those of `groups` that were `stepped` to where forward reads them. Leaves to
-        `Latest.catch_up` what may arrive late."""
+        `Latest.catch_up` what may arrive late. Collective."""
         with torch.no_grad():
             for group in stepped:
                 if not group.is_behind:

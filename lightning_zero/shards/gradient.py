@@ -132,8 +132,9 @@ class GradientShard:
             else:
                 local.grad = fresh
 
-    def collect(self, slot: Slot, *, local: bool) -> None:
-        """Takes the gradient that autograd has just put into `p.grad`. If `local`, this backward does not reduce it."""
+    def collect(self, slot: Slot, *, local: bool) -> bool:
+        """Takes the gradient that autograd has just put into `p.grad`. If `local`, this backward does not reduce it.
+        Returns whether it completes the group."""
         index, grad = slot.index, slot.local.grad
         assert grad is not None
         self.group.check_assigned(slot, slot.parameter, self.group.kind.resting)
@@ -165,6 +166,7 @@ class GradientShard:
                 self._carry(index, carried)
             self._held[index] = grad
             slot.local.grad = None
+        return self.is_complete and not again
 
     def _carry(self, index: int, carried: bool) -> None:
         """Notes whether the next average of a parameter is added to the one in owned_grad, or replaces it."""

@@ -23,7 +23,7 @@ def as_user(strategy: Any) -> Any:
 def in_shards(strategy: Any) -> int:
     """Bytes of parameters that no rank holds whole between their uses."""
     engines = getattr(strategy, "_engines", [])  # DDP has none
-    return sum(unit.nbytes for engine in engines for unit in engine.cache.units)
+    return sum(unit.nbytes for engine in engines for unit in engine.loans.cache.units)
 
 
 class Watch(pl.Callback):

@@ -1,0 +1,162 @@
+"""`Runner`: carries out a training step: what is due at each use of it, and in which order.
+
+Hooks, reads and saves say which use they are (`program.Cause`) by calling a method here, or one of two parts: `course`
+has units gathered and other ranks served, `latest` has groups catch up with postponed steps. `placing` says the same of
+a step in integers; tests compare both.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, final
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_zero.run.backward import Backward
+from lightning_zero.run.cache import UnitCache
+from lightning_zero.run.journal import Journal
+from lightning_zero.run.latest import Latest
+from lightning_zero.run.parameter import Interception
+from lightning_zero.run.phase import Phase, Phases
+from lightning_zero.run.program import Cause
+from lightning_zero.run.reductions import Reductions, Stage
+from lightning_zero.run.rendezvous import Rendezvous
+from lightning_zero.run.stepping import Stepping
+from lightning_zero.shards.gradient import GradientShard
+from lightning_zero.shards.group import ShardGroup
+from lightning_zero.shards.setting import Setting
+from lightning_zero.shards.slot import Slot, no_interception
+
+
+@final
+class Runner:
+    """Does what a step's uses need: has ranks agree, reduces, steps and publishes. `course` gathers."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        groups: list[ShardGroup],
+        cache: UnitCache,
+        reductions: Reductions,
+        stepping: Stepping,
+        interception: Interception,
+        journal: Journal,
+    ) -> None:
+        self.journal = journal
+        self.reductions = reductions
+        self.stepping = stepping
+        self.rendezvous = Rendezvous(setting.mesh, cache, reductions, journal)
+        self.course = self.rendezvous.course
+        self.latest = Latest(groups, cache, self.rendezvous, interception, journal)
+        self.backward = Backward()
+        self.phases = Phases()
+        self._interception = interception
+        # Ranks agree on gradients at the end of a backward, and not as late as in the step: where `p.grad` is reduced
+        # in place, and must not be added to before; and where gradients are stepped there.
+        self._settles_at_end = not setting.partition.optimizer or not setting.keeps_gradients
+        self._steps_next = False  # see `expect_step`
+
+    # -- forward
+
+    def begin_forward(self) -> None:
+        """A forward begins."""
+        self.recover()
+        self._steps_next = False
+        self.journal.is_on = torch.is_grad_enabled()
+        self.journal.note(Cause.FORWARD)
+
+    def catch_up(self) -> None:
+        """Takes all postponed steps of offloaded parameters, which otherwise wait until the values are needed."""
+        self.latest.catch_up_all()
+        self.stepping.finish()
+
+    # -- backward
+
+    def notice_backward(self, slot: Slot | None = None) -> None:
+        """A backward begins that nobody has announced. It has come to a unit, or to the gradient of `slot`."""
+        with nullcontext() if slot is None else slot.gradient.kept_apart(slot):  # type: ignore[union-attr]
+            self.begin_backward()
+        self.backward.notice(self.end_backward)
+
+    def begin_backward(self) -> None:
+        """A backward begins."""
+        self.recover()
+        self._steps_next = False
+        self.journal.note(Cause.BACKWARD)
+        self.catch_up()  # new gradients take the place of those that postponed steps need
+        with no_interception(), torch.no_grad():
+            self._interception.lender.take_back_gradients()  # edits of the old ones, before there are new ones
+        if self.reductions.stage is Stage.UNSETTLED or self.rendezvous.is_awaited:
+            self.rendezvous.settle_last_backward()
+        self.reductions.begin_backward()
+        self.phases.enter(Phase.BACKWARD)
+
+    def gradient(self, complete: GradientShard) -> None:
+        """The last gradient of a group is there: reduces it, and what was complete here and waits for its turn."""
+        self.journal.note(Cause.GRADIENT, complete.group)
+        number = self.reductions.note_complete(complete)
+        if self.rendezvous.come_to_reduce(number):
+            self.reductions.start(number)
+
+    def end_backward(self) -> None:
+        """A backward has ended: starts what is left to reduce, if its gradients are reduced."""
+        self.phases.leave(Phase.BACKWARD)
+        self.journal.note(Cause.END if self.reductions.is_on else Cause.KEPT)
+        with no_interception(), torch.no_grad():
+            number = len(self.reductions.shards)
+            if self.reductions.has_gradients and self.rendezvous.come_to_reduce(number):
+                self.reductions.start(number)
+            self.reductions.end_backward()
+            self.rendezvous.end_backward()
+            if self._settles_at_end and self.reductions.stage is Stage.UNSETTLED:
+                self.rendezvous.meet()
+            self.stepping.publish_stepped_in_backward()
+
+    def recover(self) -> None:
+        """Forgets what a failed backward or step has left half done. It must have failed on every rank."""
+        self.stepping.recover()
+        if self.phases.now is Phase.BACKWARD and not self.backward.is_known:
+            self.phases.leave(Phase.BACKWARD)
+            self.rendezvous.forget_backward()
+            with no_interception():
+                self.reductions.forget()
+            self.stepping.forget_backward()
+            self.journal.forget()
+
+    # -- averaged gradients, and steps
+
+    def look(self, cause: Cause | None = None, *, meets: bool) -> None:
+        """Averaged gradients are measured, changed or read. Collective after a backward; the caller passes `meets` if
+        it issues another collective next."""
+        if cause is not None:
+            self.journal.note(cause)
+        self.latest.catch_up_all()
+        self.rendezvous.settle_gradients(meets=meets)
+        with no_interception(), torch.no_grad():
+            self._interception.lender.take_back_gradients()
+
+    def expect_step(self) -> None:
+        """Notes that gradients have just been clipped, and that the step comes next, before any code of users, on every
+        rank: ranks have met to clip, and need not meet again. Call it on every rank."""
+        self._steps_next = True
+
+    @contextmanager
+    def step(self, optimizer: Optimizer, *, trains: bool = True) -> Iterator[None]:
+        """Around `Stepping.step`: the user calls `optimizer.step`. Unless it `trains`, around `Stepping.change`. Ranks
+        agree on which parameters have gradients, and edits are taken over. Collective."""
+        if trains:
+            self.journal.note(Cause.STEP_AFTER_CLIP if self._steps_next else Cause.STEP, optimizer)
+        self.recover()
+        self.catch_up()
+        if not self._steps_next and (self.rendezvous.serving.may_be_wanted or not self._settles_at_end):
+            # Before edits are taken over: a rank that diverges may still gather the old values.
+            self.rendezvous.meet_all()
+        self._steps_next = False
+        self._interception.lender.settle(all_here=True)
+        with self.phases.within(Phase.STEP):
+            yield
+
+    def change(self, optimizer: Optimizer, call: Callable[[], Any]) -> Any:
+        """Returns `call()`, which changes parameters and state of `optimizer` between two steps. Collective."""
+        with self.step(optimizer, trains=False):
+            return self.stepping.change(optimizer, call)
