@@ -54,7 +54,7 @@ def _check_units(program: Program) -> None:
 
 def _check_reductions(program: Program) -> None:
     facts, flying = program.facts, dict[tuple[int, int], int]()
-    reduced, stored = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    reduced, summed, stored = Counter[tuple[int, int]](), Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     backwards = sum(use.cause is Cause.END for use in program.uses)
     for op in program.ops:
         what = op.target, op.part
@@ -64,6 +64,9 @@ def _check_reductions(program: Program) -> None:
             most = Counter(flying.values())
             assert all(count <= facts.buckets[pool] for pool, count in most.items()), f"{op}: no bucket is free"
             reduced[what] += 1
+        elif op.kind is Kind.SUM:
+            assert what in flying, f"{op}: it is not reduced"
+            summed[what] += 1
         elif op.kind is Kind.STORE:
             del flying[what]
             stored[what] += 1
@@ -71,6 +74,7 @@ def _check_reductions(program: Program) -> None:
     wanted = {(group, part): backwards for group in facts.order for part in range(len(facts.groups[group].chunks))}
     assert reduced == Counter(wanted)
     assert stored == Counter(wanted)
+    assert summed == Counter(wanted if facts.replicas > 1 else {})
 
 
 def _check_steps(program: Program) -> None:
@@ -113,6 +117,8 @@ def models(draw: Any) -> tuple[Facts, list[Use]]:
     shards_parameters = draw(st.booleans())
     steps_in_backward = draw(st.booleans())
     postpones = draw(st.booleans()) and not steps_in_backward
+    replicas, tensor_ranks = draw(st.sampled_from([1, 1, 1, 2, 8])), draw(st.sampled_from([1, 1, 1, 2]))
+    is_flat = replicas == tensor_ranks == 1
     groups = []
     for layer in range(layers):
         groups.append(
@@ -144,11 +150,14 @@ def models(draw: Any) -> tuple[Facts, list[Use]]:
         calls=("buffers", *(f"publish g{n}" for n in called)),
         publishes={1 + place: n for place, n in enumerate(called)},
         ranks=draw(st.sampled_from([2, 8, 1024])),
+        replicas=replicas,
+        tensor_ranks=tensor_ranks,
         prefetch=draw(st.integers(0, 3)),
         overlaps=draw(st.booleans()),
         in_order=draw(st.booleans()),
         learns_late=draw(st.booleans()),
-        marks_reductions=draw(st.booleans()),
+        spans=is_flat and draw(st.booleans()),
+        marks_reductions=is_flat and draw(st.booleans()),
         steps_in_backward=steps_in_backward,
         publishes_late=not shards_parameters and not postpones and draw(st.booleans()),
     )

@@ -17,7 +17,7 @@ import fabric_jobs
 import jobs
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.run.journal import Journal
-from lightning_zero.run.program import LOCAL, Kind, Program
+from lightning_zero.run.program import LOCAL, Among, Kind, Op, Program
 from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.unit import Unit
@@ -29,11 +29,13 @@ from lightning_zero.wire.local import CountingComm
 BUCKET_BYTES = 2**12
 STEPS_UNTIL_PLANNED = 6
 
-Done = tuple[Kind, str, int]  # kind, name of the unit or group, chunk or window
+Done = tuple[Kind, str, int, Among]  # kind, name of the unit or group, chunk or window, and which ranks do it
 
 # The kind of a collective, by the beginning of its name.
 _COLLECTIVES = {
     "all_reduce rendezvous": Kind.AGREE,
+    "all_reduce replicas": Kind.AGREE,
+    "all_reduce settle": Kind.AGREE,
     "all_reduce norm": Kind.NORM,
     "all_reduce overflow": Kind.VERDICT,
     "broadcast buffers": Kind.CALL,
@@ -42,6 +44,7 @@ _COLLECTIVES = {
     "all_gather gather ": Kind.UNSHARD,
     "all_gather publish ": Kind.PUBLISH,
     "all_gather gradient ": Kind.GATHER,
+    "all_gather reduce ": Kind.REDUCE,
 }
 
 
@@ -53,29 +56,39 @@ class Recorder:
     done: list[list[Done]] = field(default_factory=list)  # at each use
     bytes_sent: int = 0
 
-    def note(self, kind: Kind, name: str = "", part: int = 0) -> None:
+    def note(self, kind: Kind, name: str = "", part: int = 0, among: Among = Among.SHARD) -> None:
         if self.done:
-            self.done[-1].append((kind, name, part))
+            self.done[-1].append((kind, name, part, among))
+
+    def _among(self, comm: Comm) -> Among:
+        """Which ranks a communicator is of; that of ranks that share shards may be that of all."""
+        mesh = self.engine.mesh
+        comms = {Among.SHARD: mesh.shard, Among.REPLICAS: mesh.replicate, Among.TENSOR: mesh.tensor}
+        return next((among for among, of in comms.items() if comm is of), Among.WORLD)
 
     def note_collective(self, comm: Comm, kind: str, name: str, tensor: Tensor | None, sent: int) -> None:
         if kind == "all_to_all":
             return  # see `note_exchange`
         found = next((known for begins, known in _COLLECTIVES.items() if f"{kind} {name}".startswith(begins)), None)
         assert found is not None, f"a collective that no program has: {kind} {name}"
+        among = self._among(comm)
         self.bytes_sent += sent if found in (Kind.UNSHARD, Kind.REDUCE, Kind.GATHER, Kind.PUBLISH) else 0
         group = name.partition(" ")[2].rpartition("[")[0]
         if found is Kind.REDUCE:
-            start, column = map(int, re.findall(r"\d+", name.rpartition("[")[2]))
-            chunks = next(one for one in self.engine.groups if one.name == group).layout.chunks
-            self.note(found, group, next(n for n, c in enumerate(chunks) if (c.of.start, c.start) == (start, column)))
+            if kind == "reduce_scatter":  # between replicas, what is summed is gathered again
+                self.note(Kind.SUM if among is Among.REPLICAS else found, group, self._chunk_of(group, name), among)
             return
         if found is Kind.UNSHARD:
-            group = next(
-                unit.name for unit in self.engine.loans.cache.units if group in [one.name for one in unit.groups]
-            )
-        is_begun = bool(self.done) and (found, group, 0) in self.done[-1]
+            units = self.engine.loans.cache.units
+            group = next(unit.name for unit in units if group in [one.name for one in unit.groups])
+        is_begun = bool(self.done) and (found, group, 0, among) in self.done[-1]
         if not (is_begun and group):  # slice after slice, and group after group of a unit
-            self.note(found, group)
+            self.note(found, group, 0, among)
+
+    def _chunk_of(self, group: str, name: str) -> int:
+        start, column = map(int, re.findall(r"\d+", name.rpartition("[")[2]))
+        chunks = next(one for one in self.engine.groups if one.name == group).layout.chunks
+        return next(n for n, c in enumerate(chunks) if (c.of.start, c.start) == (start, column))
 
     def note_store(self, gradient: GradientShard, _: Any, __: Any, chunk: Any, *___: Any) -> None:
         self.note(Kind.STORE, gradient.group.name, gradient.group.layout.chunks.index(chunk))
@@ -135,13 +148,13 @@ def recording(engine: Engine) -> Iterator[Recorder]:
 def in_names(program: Program) -> list[list[Done]]:
     """Returns what a program says is done at each use."""
 
-    def done(kind: Kind, target: int, part: int) -> Done:
-        if kind in (Kind.UNSHARD, Kind.RESHARD):
-            return kind, program.facts.units[target].name, 0
-        named = target >= 0 and kind is not Kind.CALL
-        return kind, program.facts.groups[target].name if named else "", part
+    def done(op: Op) -> Done:
+        if op.kind in (Kind.UNSHARD, Kind.RESHARD):
+            return op.kind, program.facts.units[op.target].name, 0, op.among
+        named = op.target >= 0 and op.kind is not Kind.CALL
+        return op.kind, program.facts.groups[op.target].name if named else "", op.part, op.among
 
-    return [[done(op.kind, op.target, op.part) for op in program.at(at)] for at in range(len(program.uses))]
+    return [[*map(done, program.at(at))] for at in range(len(program.uses))]
 
 
 def split(done: list[Done]) -> tuple[list[Done], list[Done]]:
@@ -160,6 +173,7 @@ def train(
     stage: int,
     micros: int = 1,
     clips: bool = False,
+    scales: bool = False,
     at_once: bool = False,
     world: int = 2,
     frozen: int = 0,
@@ -172,6 +186,7 @@ def train(
     optimizer = make(model.parameters())
     setting = Options(**{"bucket_bytes": BUCKET_BYTES, "unit_classes": ("Linear",) if stage == 3 else None} | options)
     engine = Engine(model, [optimizer], stage=stage, comm=CountingComm(0, world), options=setting)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     batch = torch.randn(4, next(model.parameters()).shape[1])
 
     def step() -> None:
@@ -180,7 +195,10 @@ def train(
                 with engine.forward():
                     loss = model(batch).square().mean()
                 with engine.backward():
-                    loss.backward()
+                    (scaler.scale(loss) if scales else loss).backward()
+        if scales:
+            engine.averages.unscale_(scaler, optimizer)
+            scaler.update()
         if clips:
             engine.averages.clip_by_norm_(optimizer, 1.0)
             if at_once:

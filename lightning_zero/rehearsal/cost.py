@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple, final
 
 from lightning_zero.rehearsal.hollow import tensors_in
-from lightning_zero.run.program import LOCAL, Kind, Op, Program
+from lightning_zero.run.program import LOCAL, Among, Kind, Op, Program
 from lightning_zero.torch_private import COLLECTIVES, flop_registry, schema_of
 
 _SENDS = {"all_reduce": 2, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1, "all_to_all_single": 1}
@@ -172,4 +172,5 @@ def _place_of(op: Op, program: Program, rates: Rates) -> tuple[Lane, float, int]
         return Lane.HOST, nbytes / rates.host, round(nbytes)
     if op.kind in LOCAL:
         return Lane.DEVICE, 0.0, 0
-    return Lane.LINK, rates.latency + op.nbytes / rates.link if program.facts.ranks > 1 else 0.0, op.nbytes
+    is_sent = program.facts.ranks > 1 or op.among is not Among.SHARD
+    return Lane.LINK, rates.latency + op.nbytes / rates.link if is_sent else 0.0, op.nbytes

@@ -39,6 +39,8 @@ def facts_of(
         calls=rendezvous.serving.labels,
         publishes={number - len(units): numbers[group] for number, group in loans.latest.published.items()},
         ranks=comm.size,
+        replicas=mesh.replicate.size,
+        tensor_ranks=mesh.tensor.size,
         prefetch=options.prefetch,
         overlaps=options.overlap,
         in_order=comm.keeps_order,

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, final
 
-from lightning_zero.run.program import Facts, Kind, Op, Use
+from lightning_zero.run.program import Among, Facts, Kind, Op, Use
 
 
 @final
@@ -26,9 +26,10 @@ class Placed:
         after: Iterable[int] = (),
         lag: int = 0,
         nbytes: int = 0,
+        among: Among = Among.SHARD,
     ) -> int:
         """Adds an op, and returns its number; see `Op`."""
-        self.ops.append(Op(kind, target, self.at, part, by, tuple(sorted(after)), lag, nbytes))
+        self.ops.append(Op(kind, target, self.at, part, by, tuple(sorted(after)), lag, nbytes, among))
         return len(self.ops) - 1
 
     def sent(self, elements: int, itemsize: int) -> int:
@@ -91,8 +92,14 @@ class PlacedReductions:
         flight, pool[bucket] = pool[bucket], None
         if flight is None:
             return
-        facts = self._facts.groups[flight.group]
-        stored = self._placed.add(Kind.STORE, flight.group, flight.part, after=[flight.reduce])
+        facts, replicas = self._facts.groups[flight.group], self._facts.replicas
+        reduced = flight.reduce
+        if replicas > 1:  # reduce-scattered, and all-gathered again
+            sent = 2 * (replicas - 1) * facts.chunks[flight.part] // replicas * facts.reduced_itemsize
+            reduced = self._placed.add(
+                Kind.SUM, flight.group, flight.part, after=[reduced], nbytes=sent, among=Among.REPLICAS
+            )
+        stored = self._placed.add(Kind.STORE, flight.group, flight.part, after=[reduced])
         if self._facts.gathers_gradients and flight.part == len(facts.chunks) - 1:
             sent = self._placed.sent(facts.shard, facts.reduced_itemsize)
             stored = self._placed.add(Kind.GATHER, flight.group, after=[stored], nbytes=sent)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, final
 
 from lightning_zero.run.placed import Placed, PlacedReductions
-from lightning_zero.run.program import Cause, Kind, OptimizerFacts, Use, WindowFacts
+from lightning_zero.run.program import Among, Cause, Kind, OptimizerFacts, Use, WindowFacts
 
 
 class _Window(NamedTuple):
@@ -45,10 +45,21 @@ class PlacedSteps:
         if self._ahead and self._ahead[0].facts.is_staged:
             self._fetched[self._ahead[0]] = []
 
-    def scale_by(self, kind: Kind) -> None:
-        """Sums a number over ranks, unless each has all gradients."""
+    def measure(self) -> None:
+        """Sums squares over ranks, unless each has all gradients."""
         if self._facts.ranks > 1 and not self._facts.gathers_gradients:
-            self._scale = (self._placed.add(kind, by=self._placed.at, after=[*self._reductions.stores, *self._scale]),)
+            self._scale_by(Kind.NORM, Among.SHARD)
+        if self._facts.tensor_ranks > 1:
+            self._scale_by(Kind.NORM, Among.TENSOR)
+
+    def look_for_overflow(self) -> None:
+        """Has all ranks tell each other what has overflowed."""
+        if self._facts.world > 1:
+            self._scale_by(Kind.VERDICT, Among.SHARD if self._facts.world == self._facts.ranks else Among.WORLD)
+
+    def _scale_by(self, kind: Kind, among: Among) -> None:
+        after = [*self._reductions.stores, *self._scale]
+        self._scale = (self._placed.add(kind, by=self._placed.at, after=after, among=among),)
 
     def step_now(self, group: int) -> None:
         """Steps a group in backward, all of it before anything else is done."""

@@ -6,7 +6,7 @@ from typing import final
 from lightning_zero.run.placed import Placed, PlacedReductions
 from lightning_zero.run.placed_steps import PlacedSteps
 from lightning_zero.run.plan import Step
-from lightning_zero.run.program import Cause, Facts, Kind, Program, Use
+from lightning_zero.run.program import Among, Cause, Facts, Kind, Program, Use
 from lightning_zero.run.rounds import Complete, residents, rounds_of, settled_alone
 
 
@@ -37,6 +37,7 @@ class _Placing:
         self._reduced = 0  # groups of the micro-batches of this round that are over
         self._started = 0  # reductions of this backward
         self._is_ready = False  # all ranks are known to reduce in this round
+        self._is_told = False  # replicas have told each other in this round that they reduce
         self._is_unsettled = False
         self._unstepped: list[int] = []  # reduced, and to be stepped in backward
 
@@ -103,13 +104,31 @@ class _Placing:
             return
         if self._facts.ranks > 1 or self._facts.units:
             self.placed.add(Kind.AGREE)
+            self._join_replicas()
         self._is_ready, self._reduced = False, 0
         for number in self._here:
             self._here.remove(number)
             self.placed.add(Kind.RESHARD, number)
+        for among, count in ((Among.REPLICAS, self._facts.replicas), (Among.TENSOR, self._facts.tensor_ranks)):
+            if count > 1:
+                self.placed.add(Kind.AGREE, among=among)
         if self._is_unsettled:
             self._is_unsettled = False
             self._settle()
+
+    def _tell_replicas(self) -> None:
+        """Has replicas tell each other that they reduce, before the first reduction that one of them may wait in."""
+        if self._facts.replicas > 1 and self._facts.may_wait and not self._is_told:
+            self._is_told = True
+            self.placed.add(Kind.AGREE, among=Among.REPLICAS)
+
+    def _join_replicas(self) -> None:
+        """Reduces what another replica may wait in, before anything else waits for it."""
+        self._tell_replicas()
+        if self._is_told and self._is_unsettled:
+            self._start(len(self._facts.order))
+            self._reductions.drain()
+        self._is_told = False
 
     # -- backward
 
@@ -137,6 +156,8 @@ class _Placing:
         self._start(count)
 
     def _start(self, count: int) -> None:
+        if count > self._started:
+            self._tell_replicas()
         for group in self._facts.order[self._started : count]:
             self._reductions.reduce(group)
             if self._facts.steps_in_backward:
@@ -180,11 +201,11 @@ class _Placing:
 
     def _unscale(self, _: int) -> None:
         self._meet()
-        self._steps.scale_by(Kind.VERDICT)
+        self._steps.look_for_overflow()
 
     def _clip(self, _: int) -> None:
         self._meet()
-        self._steps.scale_by(Kind.NORM)
+        self._steps.measure()
 
     # -- steps
 

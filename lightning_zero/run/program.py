@@ -53,6 +53,7 @@ class Kind(StrEnum):
     MARK = "mark"  # each rank tells whether it has diverged; read where it first waits for a reduction
     REDUCE = "reduce"  # reduce-scatters a chunk, in a bucket
     STORE = "store"  # waits for that, and keeps the average
+    SUM = "sum"  # sums an average over replicas, and waits for it
     GATHER = "all-gather gradients"  # of a group whose gradients rest whole
     VERDICT = "verdict"  # sums whether gradients have overflowed
     NORM = "norm"  # sums the squares of all gradients
@@ -64,7 +65,17 @@ class Kind(StrEnum):
     PUBLISH = "publish"  # all-gathers new values
 
 
+class Among(StrEnum):
+    """Which ranks do an op together; see `mesh.Mesh`."""
+
+    SHARD = ""  # those that share shards
+    REPLICAS = "replicas"  # those that hold the same shard
+    TENSOR = "tensor-parallel ranks"
+    WORLD = "all ranks"
+
+
 LATE = "'"  # marks, in print, an op of `lag` 1
+CHUNKED = (Kind.REDUCE, Kind.SUM, Kind.STORE)  # done with each chunk of a group
 LOCAL = frozenset({Kind.RESHARD, Kind.STORE, Kind.FETCH, Kind.STEP, Kind.PUT})
 
 
@@ -122,6 +133,8 @@ class Facts:
     calls: tuple[str, ...] = ()  # what ranks may do together, beside the units, by number
     publishes: dict[int, int] = field(default_factory=dict)  # call -> the group that it catches up with and publishes
     ranks: int = 1  # that share the shards
+    replicas: int = 1  # ranks that hold the same shard
+    tensor_ranks: int = 1  # that share tensor-parallel modules
     prefetch: int = 1
     overlaps: bool = True  # reduces while backward goes on
     in_order: bool = False  # a collective waits for those before it (NCCL)
@@ -146,6 +159,10 @@ class Facts:
         short = any(count > self.buckets[pool] for pool, count in wanted.items() if count)
         return self.steps_in_backward or self.in_order or short
 
+    @property
+    def world(self) -> int:
+        return self.ranks * self.replicas * self.tensor_ranks
+
 
 @dataclass(frozen=True)
 class Op:
@@ -159,6 +176,7 @@ class Op:
     after: tuple[int, ...] = ()  # numbers of the ops that must be done before it begins
     lag: int = 0  # 1: acts on what the step before has left
     nbytes: int = 0  # that this rank sends
+    among: Among = Among.SHARD  # which ranks do it together
 
 
 @dataclass(frozen=True)
@@ -230,9 +248,9 @@ class Program:
     def told(self, ops: Iterable[Op]) -> str:
         """Returns what ops do, as it is printed."""
         told = []
-        for (kind, lag), alike in groupby(ops, lambda op: (op.kind, op.lag)):
+        for (kind, lag, among), alike in groupby(ops, lambda op: (op.kind, op.lag, op.among)):
             labels = ", ".join(filter(None, map(self._label_of, alike)))
-            told.append(f"{kind}{LATE * lag} {labels}".rstrip())
+            told.append(" ".join(filter(None, [f"{kind}{LATE * lag}", labels, among and f"among {among}"])))
         return "; ".join(told)
 
     def _label_of(self, op: Op) -> str:
@@ -241,8 +259,8 @@ class Program:
         if op.target < 0 or op.kind is Kind.CALL:
             return ""
         group = self.facts.groups[op.target]
-        parts = len(group.chunks) if op.kind in (Kind.REDUCE, Kind.STORE) else self.facts.windows_of(op.target)
-        is_part = parts > 1 and op.kind in (Kind.REDUCE, Kind.STORE, Kind.FETCH, Kind.STEP, Kind.PUT)
+        parts = len(group.chunks) if op.kind in CHUNKED else self.facts.windows_of(op.target)
+        is_part = parts > 1 and op.kind in (*CHUNKED, Kind.FETCH, Kind.STEP, Kind.PUT)
         return f"{self._label(op.target)}{f'[{op.part}]' if is_part else ''}"
 
     def _label(self, group: int) -> str:
