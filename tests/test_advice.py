@@ -231,7 +231,7 @@ def test_an_engine_that_has_failed_anywhere_still_knows_what_it_holds(stage: int
             loss = blocks[3:](jobs.Fails.apply(x) if where == "backward" else x).square().mean()
         with engine.backward():
             loss.backward()
-        with engine.around_step(engine.optimizers[0]), engine.runner.stepping.step(engine.optimizers[0]):
+        with engine.runner.step(engine.optimizers[0]), engine.runner.stepping.step(engine.optimizers[0]):
             raise MemoryError
 
     def job(comm: Comm) -> tuple[Held, list[Option]]:

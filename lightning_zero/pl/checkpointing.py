@@ -78,7 +78,7 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
 
     def _meet(self) -> None:
         """Serves other ranks until all have come here, and exchanges their notices. Collective."""
-        self._running_engine.runner.rendezvous.meet_all()
+        self._running_engine.runner.rendezvous.meet()
 
     @property
     def comm(self) -> Comm:

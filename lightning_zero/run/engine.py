@@ -181,7 +181,7 @@ class Engine:
         """
         if newly := self.regrouping.newly_trainable():
             self.catch_up()
-            self.runner.rendezvous.meet_all()  # settles the last backward, before there are more gradients to agree on
+            self.runner.rendezvous.meet()  # settles the last backward, before there are more gradients to agree on
             self.loans.settle(all_here=True)
             self.regrouping.take_in(newly)
         self.regrouping.deal()
@@ -331,7 +331,7 @@ class Engine:
                 disk.close(drains=False)
             return
         self.loans.settle()
-        self.runner.rendezvous.meet_all()  # after it no rank may ask for what is freed below
+        self.runner.rendezvous.meet()  # after it no rank may ask for what is freed below
         self.runner.course.close()
         self.runner.reductions.free()  # first: whole parameters then take their memory, and not more
         self.parts.assembly.free()

@@ -152,12 +152,6 @@ class Reductions:
             for shard, _ in self._awake(having):
                 shard.begin_reduce()
 
-    def drain(self) -> None:
-        """Waits until all reductions under way are stored."""
-        with no_interception(), torch.no_grad():
-            for pool in self.pools:
-                pool.drain()
-
     def _awake(self, having: Sequence[Sequence[Slot]]) -> list[tuple[GradientShard, Sequence[Slot]]]:
         """Returns the idle groups of which any rank has gradients, and those parameters. They are idle no longer. All
         ranks come to the same ones, and reduce them after all others."""
@@ -213,21 +207,37 @@ class Reductions:
         first_incomplete = said[_AFTER_NOTICES:].find(1, 0, len(self.shards))
         return len(self.shards) if first_incomplete < 0 else first_incomplete
 
-    def settle(self, said: bytes) -> None:
-        """Reduces the remaining gradients, by the combined statements of all ranks, and shows the averaged ones in
-        `p.grad` (or steps them). Collective."""
-        has_gradients = self.has_gradients_in(said)
+    def hear(self, said: bytes) -> bytes | None:
+        """Takes the combined statements of all ranks. Returns the flags of parameters with a gradient on any rank, for
+        `settle`; None if no rank has gradients to reduce. May raise RuntimeError on every rank."""
         self.notices.hear(said[1:_AFTER_NOTICES])
         if self.notices.are_apart:
             self._refuse_uneven_batches()
+        if self.has_gradients_in(said):
+            return self._used_in(said)
         self._end_unsettled()
-        if not has_gradients:  # on any rank
-            return
+        return None
+
+    def settle(self, flags: bytes) -> None:
+        """Reduces the remaining gradients of the parameters with a flag, and shows the averaged ones in `p.grad` (or
+        steps them). Collective."""
+        self._end_unsettled()
         if self._alone is None:
-            self._average(self._used_in(said))
+            with no_interception(), torch.no_grad():
+                having = self._slots_in(flags)
+                if self.steps is None:
+                    self.start_all(having)
+                    for pool in self.pools:
+                        pool.drain()
+                    self._show_averages(having)
+                else:
+                    self._step_averages(self.steps, having)
         self._alone = None
-        self._order.learn()
         self._clear()
+
+    def learn_order(self) -> None:
+        """Takes over the order of rank 0's first backward. Collective, once."""
+        self._order.learn()
 
     def _used_in(self, said: bytes) -> bytes:
         """Returns the flags of parameters that have a gradient on any rank, by the combined statements."""
@@ -248,7 +258,7 @@ class Reductions:
 
     def settle_alike(self) -> None:
         """Does what `settle` does, where all ranks are known to have gradients of the same parameters. Collective."""
-        self._settle_by(self._flags)
+        self.settle(self._flags)
 
     @property
     def may_settle_alone(self) -> bool:
@@ -264,13 +274,8 @@ class Reductions:
         """Does what `settle` does, where all reductions are under way on all ranks. Other ranks may settle later. Of
         `said`, the combined statements, it takes which parameters have gradients; without it, all have."""
         flags = bytes([1] * len(self._flags)) if said is None else self._used_in(said)
-        self._settle_by(flags)
+        self.settle(flags)
         self._alone = flags
-
-    def _settle_by(self, flags: bytes) -> None:
-        self._end_unsettled()
-        self._average(flags)
-        self._clear()
 
     def _end_unsettled(self) -> None:
         """Has parameters ask for their gradients no longer: ranks agree on them here."""
@@ -278,18 +283,6 @@ class Reductions:
             for shard in self._plain:
                 self._interception.show(shard.group)
         self.stage = Stage.CLEAR
-
-    def _average(self, flags: bytes) -> None:
-        """Reduces the remaining gradients of the parameters with a flag, and shows or steps the averages."""
-        with no_interception(), torch.no_grad():
-            having = self._slots_in(flags)
-            if self.steps is not None:
-                self._step_averages(self.steps, having)
-                return
-            self.start_all(having)
-            for pool in self.pools:
-                pool.drain()
-            self._show_averages(having)
 
     def _refuse_uneven_batches(self) -> None:
         """Raises RuntimeError on every rank. Collective."""

@@ -57,25 +57,30 @@ class Rendezvous:
 
     # -- meeting
 
-    def meet(self, *, early: bool = False, continues: bool = False) -> bool:
+    def meet(self, *, early: bool = False, continues: bool = False) -> None:
         """Ends the round: serves the other ranks until all have come here, and settles the gradients of a backward.
         Collective; collectives of the engine that are not issued above must come after a meeting. A rank that is
-        `early` may want something alone before the step, and meets once more. Returns whether any rank does.
+        `early` may want something alone before the step, and meets once more: until then, the others stay here.
         `continues`: another micro-batch of the same step follows."""
-        if self.course.is_alone:
-            statement = self._reductions.statement()
-        else:
-            heard = self._end_round(early=early, continues=continues)
-            statement, early = heard.statement, heard.early
-        # So far, these are of the ranks that share shards.
-        said = statement + bytes([early])
-        for comm in (self._mesh.replicate, self._mesh.tensor):
-            if comm.size > 1:
-                said = comm.host.all_reduce_bytes(said, "settle")
-        self._reductions.settle(said[:-1])
-        if self.course.forget_old_order():
-            self._begin_round()
-        return bool(said[-1]) and self.serving.may_be_wanted and not self.course.is_alone
+        is_over = False
+        while not is_over:
+            if self.course.is_alone:
+                statement, is_any_early = self._reductions.statement(), False
+            else:
+                heard = self._end_round(early=early, continues=continues)
+                statement, is_any_early = heard.statement, heard.early
+            # So far, these are of the ranks that share shards.
+            said = statement + bytes([is_any_early])
+            for comm in (self._mesh.replicate, self._mesh.tensor):
+                if comm.size > 1:
+                    said = comm.host.all_reduce_bytes(said, "settle")
+            if (flags := self._reductions.hear(said[:-1])) is not None:
+                self._reductions.settle(flags)
+                self._reductions.learn_order()
+            if self.course.forget_old_order():
+                self._begin_round()
+            stays = bool(said[-1]) and self.serving.may_be_wanted and not self.course.is_alone
+            is_over, continues = early or not stays, False
 
     def _end_round(self, *, early: bool, continues: bool) -> Heard:
         """Ends the round of the ranks that share shards, and begins the next one; see `meet`."""
@@ -92,15 +97,10 @@ class Rendezvous:
         self._cache.discard_all()
         return heard
 
-    def meet_all(self) -> None:
-        """Meets until no rank is early: such a rank may have wanted something since it met. Collective."""
-        while self.meet():
-            pass
-
     def meet_before_collective(self) -> None:
         """Meets, if a rank may want something alone that the others must serve first."""
         if self.serving.may_be_wanted:
-            self.meet_all()
+            self.meet()
 
     def _begin_round(self) -> None:
         self.readiness.forget()
@@ -146,8 +146,8 @@ class Rendezvous:
                 if self.course.follow(NEXT_BACKWARD):
                     self.course.past.note(NEXT_BACKWARD)
                     return
-        if not self._settles_by_leaving() and self.meet(continues=self._mesh.is_flat):
-            self.meet_all()
+        if not self._settles_by_leaving():
+            self.meet(continues=self._mesh.is_flat)
 
     def settle_gradients(self, *, meets: bool = False) -> None:
         """Makes ranks agree on which parameters have gradients, if they have not since the last backward. With `meets`,
@@ -158,7 +158,7 @@ class Rendezvous:
             return  # as nearly always: it is asked at each look at a `p.grad`
         with no_interception(), torch.no_grad():
             if meets and (is_unsettled or self.serving.may_be_wanted):
-                self.meet_all()
+                self.meet()
             elif is_unsettled and self.readiness.settles_alone:
                 self._settle_alone()
             elif is_unsettled and not self._settles_by_leaving():

@@ -2,7 +2,10 @@
 
 from typing import final
 
+import torch
+
 from lightning_zero.run.reductions import Reductions
+from lightning_zero.shards.slot import no_interception
 from lightning_zero.wire.comm import Comm
 
 
@@ -36,7 +39,9 @@ class Replicas:
         """Does the reductions of this round that another replica may wait in, before anything else waits for it."""
         if self._waits and self._tell(reduces=self._reductions.has_gradients_in(statement)):
             self._reductions.start_all()
-            self._reductions.drain()
+            with no_interception(), torch.no_grad():
+                for pool in self._reductions.pools:
+                    pool.drain()
 
     @property
     def _waits(self) -> bool:

@@ -150,7 +150,7 @@ class Runner:
         self.catch_up()
         if not self._steps_next and (self.rendezvous.serving.may_be_wanted or not self._settles_at_end):
             # Before edits are taken over: a rank that diverges may still gather the old values.
-            self.rendezvous.meet_all()
+            self.rendezvous.meet()
         self._steps_next = False
         self._interception.lender.settle(all_here=True)
         with self.phases.within(Phase.STEP):
