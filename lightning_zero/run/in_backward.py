@@ -47,3 +47,11 @@ class StepsInBackward:
         """Makes ready for the next backward."""
         self._waiting.clear()
         self._stepped.clear()
+
+
+def nothing_left_for(doing: str) -> RuntimeError:
+    """Returns the error of an action that needs gradients after backward, where backward steps them."""
+    return RuntimeError(
+        f"step_in_backward=True takes each gradient as it comes, and there is nothing left for {doing}. Leave "
+        "step_in_backward out."
+    )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.run.gradient import ShardedGradient
-from lightning_zero.run.in_backward import StepsInBackward
+from lightning_zero.run.in_backward import StepsInBackward, nothing_left_for
 from lightning_zero.run.notices import Notice, Notices
 from lightning_zero.run.parameter import Interception
 from lightning_zero.run.reduction_order import ReductionOrder
@@ -42,7 +42,9 @@ class Reductions:
     that, `p.grad` borrows averaged gradients from its lender.
     """
 
-    def __init__(self, assembly: Assembly, comm: Comm, overlap: bool, interception: Interception) -> None:
+    def __init__(
+        self, assembly: Assembly, comm: Comm, overlap: bool, interception: Interception, steps: StepsInBackward | None
+    ) -> None:
         self._order = ReductionOrder(assembly.shards, comm)
         self.pools = assembly.pools
         self._comm = comm
@@ -55,7 +57,7 @@ class Reductions:
         self.is_on = True  # False: backwards only accumulate gradients, on this rank
         self.reduces = True  # the latest backward was begun while `is_on`
         self.notices = Notices()  # told to the other ranks with each statement
-        self.steps: StepsInBackward | None = None  # takes averaged gradients in backward, if set
+        self.steps = steps  # takes averaged gradients in backward, if there is one
 
     @property
     def shards(self) -> list[GradientShard]:
@@ -84,10 +86,7 @@ class Reductions:
     def refuse_stepped(self, doing: str) -> None:
         """Raises RuntimeError for an action that needs gradients after backward, if backward steps them."""
         if self.steps is not None:
-            raise RuntimeError(
-                f"step_in_backward=True takes each gradient as it comes, and there is nothing left for {doing}. Leave "
-                "step_in_backward out."
-            )
+            raise nothing_left_for(doing)
 
     # -- in backward
 

@@ -10,11 +10,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_zero.run.calls import StepCalls
-from lightning_zero.run.in_backward import StepsInBackward
+from lightning_zero.run.in_backward import StepsInBackward, nothing_left_for
 from lightning_zero.run.journal import Journal
 from lightning_zero.run.modes import Modes
 from lightning_zero.run.parameter import Interception
-from lightning_zero.run.reductions import Reductions
 from lightning_zero.run.setup import Setup
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.local import local_of
@@ -43,12 +42,10 @@ class Stepping:
         optimizers: Sequence[Optimizer],
         parts: Setup,
         options: Options,
-        reductions: Reductions,
         interception: Interception,
         journal: Journal,
     ) -> None:
         setting, made = parts.setting, parts.assembly
-        self._reductions = reductions
         self._interception = interception
         self._journal = journal
         offloads = options.offload is not None
@@ -64,8 +61,7 @@ class Stepping:
         self.may_be_late = is_lazy or self.publishes_late  # forward may begin before all new values are there
         self.steppers = {each: PieceStepper(each, setting, RestingState, is_lazy=is_lazy) for each in optimizers}
         self._in_backward: dict[Slot, None] = {}  # stepped by backward, since the last call of the optimizer's `step`
-        if options.step_in_backward:
-            reductions.steps = StepsInBackward(self._step_in_backward)
+        self.in_backward = StepsInBackward(self._step_in_backward) if options.step_in_backward else None
         self._calls: list[StepCalls] = []
         self._modes: list[Modes] = []
 
@@ -87,7 +83,6 @@ class Stepping:
         """Inside, each parameter of `optimizer` is the piece that this rank owns. Collective."""
         stepper = self.steppers[optimizer]
         slots = [slot for slot in stepper.slots if slot not in self._in_backward]
-        self._reductions.adopt(stepper.slots)
         groups, slots = groups_of(slots), stepper.without_idle(slots)
         with stepper.step(slots):
             yield
@@ -114,7 +109,7 @@ class Stepping:
         mine = [slot for slot in slots if slot in own]
         again = next((slot for slot in mine if slot in self._in_backward), None)
         if again is not None:
-            self._reductions.refuse_stepped(
+            raise nothing_left_for(
                 f"a second backward: {again.name} has been stepped, and optimizer.step() has not returned since"
             )
         stepper.step_now(mine)
@@ -169,6 +164,5 @@ class Stepping:
         for calls, modes in zip(self._calls, self._modes, strict=True):
             calls.remove()
             modes.remove()
-        self._reductions.steps = None
         for stepper in self.steppers.values():
             stepper.leave()
