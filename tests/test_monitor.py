@@ -19,6 +19,7 @@ from lightning_zero.run.average import Average, room_for_average
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.run.forecast import Forecast, bytes_to_save, bytes_under_ddp, forecast
 from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.local import LocalComm
 from models import seeded
 from ranks import RankPool
 from thread_world import ThreadWorld
@@ -31,6 +32,9 @@ def model(width: int = 64) -> nn.Module:
     return seeded(
         lambda: nn.Sequential(nn.Embedding(10, width), nn.Linear(width, 10 * width), nn.LayerNorm(10 * width))
     )
+
+
+FROZEN = 64 * 640 + 640  # elements of the second layer of `model(64)`
 
 
 def begin(comm: Comm, stage: int, width: int = 64, **options: Any) -> tuple[Engine, torch.optim.Optimizer]:
@@ -81,6 +85,27 @@ def test_what_is_told_at_the_start_is_what_rests_after_a_step(stage: int, autoca
             "optimizer state": 8 * psi,
             "bucket": 4 * psi,
         }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_optimizer_that_has_frozen_parameters_is_told_to_make_no_state_of_them(stage: int, ranks: int) -> None:
+    """As of a fine-tuning that gives all parameters to the optimizer."""
+
+    def job(comm: Comm) -> tuple[Forecast, dict[str, int]]:
+        module = model(64)
+        module[1].requires_grad_(False)
+        optimizer = torch.optim.AdamW(module.parameters())
+        engine = Engine(module, [optimizer], stage=stage, comm=comm)
+        expected = forecast(engine, [optimizer])
+        engine.module(torch.arange(10)).square().mean().backward()
+        optimizer.step()
+        return expected, engine.bytes_by_category()
+
+    for expected, found in ThreadWorld(ranks, 20).run(job) if ranks > 1 else [job(LocalComm())]:
+        counts = 4 * 5  # AdamW counts the steps of each parameter
+        assert 0 <= found["optimizer state"] - expected.here["optimizer state"] <= counts
+        assert expected.ddp["optimizer state"] == 8 * (expected.numel - FROZEN)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -58,7 +58,8 @@ def bytes_to_rest(
     for shard in engine.runner.reductions.shards:
         if not shard.travels and not engine.options.step_in_backward:
             with no_interception():
-                to_come = [slot for slot in shard.group.slots if slot.parameter.grad is None]
+                slots = [slot for slot in shard.group.slots if slot.parameter.requires_grad]
+                to_come = [slot for slot in slots if slot.parameter.grad is None]
             here[Category.GRADIENT] += sum(slot.numel for slot in to_come) * shard.dtype.itemsize
     for optimizer in optimizers:
         tensors, made = _state_tensors_of(optimizer, tried_on), optimizer.state
@@ -120,7 +121,9 @@ def _state_tensors_of(optimizer: Optimizer, tried_on: torch.device | None = None
 
 
 def _stepped(optimizer: Optimizer) -> list[Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    """Returns what an optimizer steps; it makes no state of what is frozen."""
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [parameter for parameter in given if parameter.requires_grad]
 
 
 def _nbytes_of(parameter: Parameter) -> int:
