@@ -142,7 +142,7 @@ def test_nothing_imports_sweep(module: Path) -> None:
 
 ACTS = re.compile(  # what steps an optimizer, or has ranks wait for each other
     r"catch_up\w*|_?(all_)?gather|_?reduce_scatter|_?all_reduce|_?all_to_all|_?broadcast|all_gather_object|pass_by|_?publish"
-    r"|begin_publish|end_publish|_?exchange|meet\w*|_?settle\w*|_?serve\w*|lend\w*|wait|call|use|step\w*_now|postpone"
+    r"|begin|end|_?exchange|meet\w*|_?settle\w*|_?serve\w*|lend\w*|wait|call|use|step\w*_now|postpone"
 )
 
 
@@ -185,15 +185,15 @@ def test_no_property_of_the_engine_steps_or_communicates(room: str) -> None:
 # What reduces gradients, has ranks agree on them, or publishes new values: for `Runner` and its parts to call.
 DUE = {
     "begin_reduce", "start_all", "come_to_reduce", "exchange", "settle_last_backward", "settle_alike", "settle_alone",
-    "begin_publish", "end_publish", "step_now",
+    "publish.begin", "publish.end", "step_now",
 }  # fmt: skip
 PARTS = ("runner", "rendezvous", "course", "serving", "readiness", "replicas", "reductions", "latest", "stepping")
 RUNNER = {f"run/{name}.py" for name in PARTS}
 
 
 def callers_of(names: set[str], module: Path) -> set[str]:
-    nodes = (node for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.Call))
-    return names & {node.func.attr for node in nodes if isinstance(node.func, ast.Attribute)}
+    calls = [_dotted(node.func) for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.Call)]
+    return {name for name in names if any(call.endswith(f".{name}") for call in calls)}
 
 
 def test_nothing_but_the_runner_and_its_parts_reduces_agrees_or_publishes() -> None:
@@ -208,7 +208,7 @@ def test_nothing_but_the_runner_and_its_parts_reduces_agrees_or_publishes() -> N
 
 MOST_LINES, MOST_ARGUMENTS, MOST_ATTRIBUTES = 60, 8, 15
 # Classes with more attributes, which may lose some and are then written down here with fewer.
-WIDE = {"ZeroStrategy": 24, "ShardGroup": 24}
+WIDE = {"ZeroStrategy": 24}
 
 
 def nodes_of(kind: type[ast.AST]) -> list[tuple[str, Any]]:

@@ -132,7 +132,7 @@ class Noting(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.engine is not None:
-            self.noted = sum(group.is_behind for group in self.engine.groups)
+            self.noted = sum(group.publish.is_due for group in self.engine.groups)
         return super().forward(x)
 
 
@@ -180,7 +180,7 @@ def test_what_is_loaded_while_weights_arrive_replaces_them_and_may_be_edited(sta
         engine, optimizer = engine_on(comm, stage, late_publish_bytes=0)
         backward(engine)
         optimizer.step()
-        assert all(group.is_behind for group in engine.groups)
+        assert all(group.publish.is_due for group in engine.groups)
         with engine.states.loading(lambda: None):
             engine.module.load_state_dict({name: LazyTensor(Ones(p)) for name, p in engine.module.named_parameters()})
             engine.module[0].weight.data.mul_(3)
@@ -197,7 +197,7 @@ def test_a_small_model_has_its_weights_at_once() -> None:
         engine, optimizer = engine_on(comm, 2)
         backward(engine)
         optimizer.step()
-        behind = [group.is_behind for group in engine.groups]
+        behind = [group.publish.is_due for group in engine.groups]
         engine.close()
         return behind
 

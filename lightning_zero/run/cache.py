@@ -75,11 +75,11 @@ class UnitCache:
         if unit.pins:
             return
         for group in unit.groups:
-            if group.upcasts:
+            if group.kind.upcasts:
                 continue
             if keeps_edits and not unit.is_held:
                 with torch.no_grad(), no_interception():
-                    group.keep_edits()
+                    group.edits.keep()
             self._interception.hide(group)
         if unit.is_held:
             return
@@ -93,10 +93,10 @@ class UnitCache:
         dtype than they rest in are not shown."""
         unit.wait()
         for group in unit.groups:
-            if not group.upcasts:
+            if not group.kind.upcasts:
                 self._interception.show(group)
                 if not unit.is_held:  # edits made since are kept at the next boundary
-                    group.note_versions()
+                    group.edits.note_versions()
 
     def discard(self, number: int) -> None:
         """Releases a unit whose gathered values are not valid, unless it is pinned."""

@@ -325,8 +325,7 @@ class Engine:
         self.schedule.detach()
         self.runner.phases.close()
         if not whole:
-            for group in self.groups:
-                group.is_lost = not group.is_plain
+            self.loans.lose()
             if disk is not None:
                 disk.close(drains=False)
             return

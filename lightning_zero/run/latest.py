@@ -70,9 +70,9 @@ class Latest:
     def catch_up(self, *groups: ShardGroup) -> None:
         """Takes the postponed steps of groups, and publishes their values. Collective where ranks own parts of them."""
         for group in groups:
-            if not (group.is_behind or group.needs_all):
+            if not (group.publish.is_due or group.needs_all):
                 continue
-            if group in self._publishing and not group.is_arriving:
+            if group in self._publishing and not group.publish.is_arriving:
                 self._rendezvous.course.call(self._publishing[group])
             else:
                 # Its values are on their way already, or all of them are stepped on this rank.
@@ -91,13 +91,13 @@ class Latest:
     def _serve_publishing(self, group: ShardGroup, _: bool) -> None:
         """Publishes a group together with all ranks. A plan may have that done where nothing has been stepped since;
         then each rank has the values, unless they are on their way yet, and its user code may have edited them."""
-        if group.is_arriving:
+        if group.publish.is_arriving:
             self._end_publish(group)
-        if group.is_behind or group.needs_all or not group.stays_full:
+        if group.publish.is_due or group.needs_all or not group.stays_full:
             with no_interception():
                 group.catch_up()
                 with torch.no_grad():
-                    group.begin_publish()
+                    group.publish.begin()
             self._end_publish(group)
         else:
             with torch.no_grad(), no_interception():
@@ -107,10 +107,10 @@ class Latest:
         """Waits for the values of other ranks, if they are on their way, and shows the latest ones."""
         with no_interception():
             with torch.no_grad():
-                group.end_publish()
+                group.publish.end()
             if group.is_plain:
                 self._interception.show(group)
-                group.note_versions()
+                group.edits.note_versions()
 
     # -- whole values
 

@@ -67,6 +67,7 @@ class Loans(Lender):
         self._in_blocks: dict[ShardGroup, Tensor] = {}  # those of them that recomputing blocks have read in this pass
         self._held: dict[Unit, None] = {}  # lent units, of whose values user code may hold views
         self._has_kept = False  # edits since the last boundary, which can be told from the loans no more
+        self._are_lost = False  # a rank failed: the values are spread over ranks that no longer answer
         is_cut = any(group.is_cut and not group.is_plain for group in groups)
         self._barrier = EditBarrier(groups[0].comm, runner.rendezvous, self._share_edits) if is_cut else None
         self._averages: dict[Slot, int] = {}  # by which `Course.call` gathers gradients
@@ -91,15 +92,15 @@ class Loans(Lender):
 
     def lend(self, slot: Slot) -> Lent:
         group = slot.group
-        if group.is_lost:
+        if self._are_lost and not group.is_plain:
             raise RuntimeError(
                 f"Parameter {slot.name!r} cannot be read: training ended with an error, and its values are spread over "
                 "the ranks. Load the latest checkpoint into a new model; to have one of the moment that a run fails, "
                 "add Lightning's OnExceptionCheckpoint callback."
             )
         self.latest.catch_up(group)
-        if group.upcasts or group.stays_full:
-            values = self._lend_declared(slot) if group.upcasts else slot.parameter
+        if group.kind.upcasts or group.stays_full:
+            values = self._lend_declared(slot) if group.kind.upcasts else slot.parameter
             return Lent(slot.parameter, values, partial(self._end_lasting, group))  # until `settle`
         unit = self._unit_of(group)
         if not unit.is_held:
@@ -113,6 +114,10 @@ class Loans(Lender):
         if notes and not self.saved.push():
             self.hold(unit)
         return Lent(slot.parameter, slot.parameter, partial(self._end_call, unit, notes, recomputes))
+
+    def lose(self) -> None:
+        """Notes that values which are spread over ranks can be read no more."""
+        self._are_lost = True
 
     def _lend_declared(self, slot: Slot) -> Tensor:
         view = self.declared_of(slot)
@@ -147,7 +152,7 @@ class Loans(Lender):
         if group.is_apart and loan.is_unversioned:
             self._watch.note_edit(group)
         elif loan.is_unwatched and loan.is_visible_in(result):
-            if group.upcasts:
+            if group.kind.upcasts:
                 self._watch.note(group, self._copies[group].full)
             elif group.is_apart:
                 self.watch(group)
@@ -181,14 +186,14 @@ class Loans(Lender):
 
     def _keep_edits(self, unit: Unit, *, is_edited: bool) -> None:
         for group in unit.groups:
-            if not group.upcasts:
+            if not group.kind.upcasts:
                 with torch.no_grad(), no_interception():
-                    group.keep_edits(is_edited=is_edited)
-                    group.note_versions()
+                    group.edits.keep(is_edited=is_edited)
+                    group.edits.note_versions()
 
     def _note_fingerprints(self, unit: Unit) -> None:
         for group in unit.groups:
-            if not group.upcasts and group.full_param is not None:
+            if not group.kind.upcasts and group.full_param is not None:
                 self._watch.note(group, group.full_param)
 
     def show_edits(self, unit: Unit) -> None:
@@ -200,7 +205,7 @@ class Loans(Lender):
         if unit in self._held:
             with torch.no_grad(), no_interception():
                 for group in unit.groups:
-                    if not group.upcasts and group.full_param is not None and group.adopt_assigned():
+                    if not group.kind.upcasts and group.full_param is not None and group.edits.adopt_assigned():
                         self._has_kept = True
 
     def show_declared(self, groups: Iterable[ShardGroup]) -> None:
@@ -220,7 +225,7 @@ class Loans(Lender):
         if unit is not None:
             unit.wait()  # a gather under way would overwrite the edit
             self.hold(unit)
-        if group.show_edits(copy.full, copy.as_lent) and unit is not None:
+        if group.edits.show(copy.full, copy.as_lent) and unit is not None:
             copy.as_lent = copy.full.to(group.kind.resting)
 
     @contextmanager
@@ -235,7 +240,7 @@ class Loans(Lender):
                 self.latest.catch_up(group)
                 self.watch(group)
         for group in groups:
-            if group.upcasts:
+            if group.kind.upcasts:
                 self._borrow_declared(group)
             elif not group.stays_full:
                 needed = self._unit_of(group)
@@ -320,12 +325,12 @@ class Loans(Lender):
         """Yields the groups of which loans last to the next boundary, with the full array that is lent."""
         yield from ((group, copy.full) for group, copy in self._copies.items())
         for group in (group for unit in self._held for group in unit.groups):
-            if not group.upcasts and group.full_param is not None:
+            if not group.kind.upcasts and group.full_param is not None:
                 yield group, group.full_param
 
     def _is_edited(self, group: ShardGroup, full: Tensor) -> bool:
         """Whether lent values have been edited: the same on every rank that has made the edits."""
-        if edits_of(full) != self._copies[group].version if group.upcasts else group.is_edited:
+        if edits_of(full) != self._copies[group].version if group.kind.upcasts else group.edits.are_made:
             return True
         return self._watch.tells_edit(group, full)
 
@@ -344,13 +349,13 @@ class Loans(Lender):
 
     def _share(self, group: ShardGroup, full: Tensor) -> None:
         self._wait_for_gather(group)
-        if group.upcasts:
+        if group.kind.upcasts:
             copy = self._copies[group]
-            group.take_edits(copy.full, copy.as_lent)
+            group.edits.take(copy.full, copy.as_lent)
             self._note_lent(group, copy)
         else:
-            group.take_shown()
-            group.note_versions()
+            group.edits.take_shown()
+            group.edits.note_versions()
         self._watch.note_kept(group, full)
 
     def _end_loans_of(self, group: ShardGroup) -> None:
@@ -368,7 +373,7 @@ class Loans(Lender):
     def _take_back_declared(self, group: ShardGroup) -> None:
         self._wait_for_gather(group)
         copy = self._copies.pop(group)
-        group.take_edits(copy.full, copy.as_lent)
+        group.edits.take(copy.full, copy.as_lent)
 
     def _unit_of(self, group: ShardGroup) -> Unit:
         unit = self.latest.unit_of(group)
@@ -383,8 +388,8 @@ class Loans(Lender):
 
     def _take_back_unit(self, unit: Unit) -> None:
         for group in unit.groups:
-            if not group.upcasts and group.full_param is not None:
-                group.adopt_assigned()
-                group.take_edits(group.full_param)
+            if not group.kind.upcasts and group.full_param is not None:
+                group.edits.adopt_assigned()
+                group.edits.take(group.full_param)
         del self._held[unit]
         self.cache.let_go(unit)

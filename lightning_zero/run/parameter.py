@@ -133,7 +133,7 @@ class RestingParameter(_Intercepting):
         if func in STRIDES:
             return func(torch.empty(args[0].shape, device="meta"), *args[1:], **(kwargs or {}))
         if asks_for_dtype(func):
-            return _slot(args[0]).group.dtype
+            return _slot(args[0]).group.kind.shown
         if func is Tensor.copy_ and (stored := stored_in(args[1])) and args[0].shape == stored.shape:
             args[0].lender.load(_slot(args[0]), stored)
             return args[0]
@@ -141,10 +141,10 @@ class RestingParameter(_Intercepting):
             if isinstance(args[0], DTensor):
                 return None  # as torch: what is assigned to the `p.data` of one changes no value
             slot = _slot(args[0])
-            slot.group.check_assigned(slot, args[1], slot.group.dtype)
+            slot.check_assigned(args[1], slot.group.kind.shown)
             with torch.no_grad():
                 values = args[1].clone() if cls.lender.is_lent(args[1]) else args[1]
-                if slot.group.upcasts:
+                if slot.group.kind.upcasts:
                     args[0].copy_(values)
                     return None
                 call(_GET_DATA, (args[0],), None)  # lends values until the boundary, which adopts the assigned ones

@@ -189,7 +189,7 @@ class Schedule:
         and their gradients are summed in fp32.
         """
         with no_interception():
-            parameter, taken_back = slot.parameter, slot.group.taken_back
+            parameter, taken_back = slot.parameter, slot.group.edits.taken_back
             shares = torch.is_autocast_cache_enabled() and torch.is_grad_enabled() and parameter.requires_grad
             if not shares or is_cut or backward_number() != -1:
                 return parameter.view_as(parameter)

@@ -70,7 +70,6 @@ def set_up(
         ledger,
         places,
         assembly.bucket_bytes_for(managed, options, mesh.shard.size),
-        as_declared=options.param_dtype is None,
         aside=SideStream.of(device),
         block=stepped.block,
         keeps_gradients=not options.step_in_backward,

@@ -121,22 +121,22 @@ class Stepping:
         self.publish(groups, groups)
 
     def publish(self, groups: Sequence[ShardGroup], stepped: Sequence[ShardGroup]) -> None:
-        """Sends the values of those of `groups` that were `stepped` to where forward reads them. Leaves to
-        `Latest.catch_up` what may arrive late. Collective."""
+        """Sends the values of those of `groups` that were `stepped` to where forward reads them, unless units gather
+        them there. Leaves to `Latest.catch_up` what may arrive late. Collective."""
         with torch.no_grad():
             for group in stepped:
-                if not group.is_behind:
-                    group.begin_publish()
-                    if self.publishes_late and group.is_arriving:
-                        group.leave_behind()
+                if group.stays_full and not group.publish.is_due:
+                    group.publish.begin()
+                    if self.publishes_late and group.publish.is_arriving:
+                        group.publish.put_off()
             for group in groups:
-                if not group.is_behind:
-                    group.end_publish()
+                if group.stays_full and not group.publish.is_due:
+                    group.publish.end()
         for group in groups:
-            if group.is_behind and group.is_plain:
+            if group.publish.is_due and group.is_plain:
                 self._interception.hide(group)
             elif group.is_plain:
-                group.note_versions()
+                group.edits.note_versions()
 
     def finish(self) -> None:
         """Waits until all that has been stepped is where it rests."""

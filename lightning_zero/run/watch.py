@@ -1,6 +1,6 @@
 """`Watch`: notices the edits that user code makes in values that it can reach: shown in parameters, or lent to it.
 
-torch's count of edits tells most of them, and another address tells `p.data = t` (`ShardGroup.is_edited`). Where users
+torch's count of edits tells most of them, and another address tells `p.data = t` (`Edits.are_made`). Where users
 reach values past both, as through `p.data`, a fingerprint is taken before they can write there. Who owns the master of
 what they have edited in parameters that always have their values takes it over at the next boundary (`keep_edits`).
 """
@@ -34,7 +34,7 @@ class Watch:
         for group in groups:
             if group.is_plain:
                 self._plain.append(group)
-                group.note_versions()
+                group.edits.note_versions()
             if group.is_apart:
                 self._interception.show(group)
 
@@ -42,7 +42,7 @@ class Watch:
 
     def look(self, group: ShardGroup) -> None:
         """Notes that users are about to reach the values that parameters show, if these are there."""
-        if group.full_param is not None and not group.is_behind:
+        if group.full_param is not None and not group.publish.is_due:
             with torch.no_grad(), no_interception():
                 self.note(group, group.full_param)
 
@@ -77,18 +77,18 @@ class Watch:
     def keep_edits(self) -> None:
         """Keeps edits of parameters that always have their values, unless a step is to come that overwrites them."""
         for group in self._plain:
-            if group.is_behind:
+            if group.publish.is_due:
                 continue
             if group.is_apart:
                 self._keep_edits_apart(group)
             else:
-                group.adopt_assigned()
+                group.edits.adopt_assigned()
 
     def _keep_edits_apart(self, group: ShardGroup) -> None:
         full = group.full_param
         assert full is not None
-        group.keep_edits(is_edited=self.tells_edit(group, full))
-        group.note_versions()
+        group.edits.keep(is_edited=self.tells_edit(group, full))
+        group.edits.note_versions()
 
 
 def fingerprint_of(values: Tensor) -> Fingerprint:

@@ -89,7 +89,7 @@ def assemble(
     made, groups = [], []
     for spec in [*specs, *resident]:
         mine = {name: parameter for name, parameter in spec.parameters.items() if id(parameter) in known}
-        kinds = units.split_by_kind(mine, trainable, resting.dtypes, offloaded)
+        kinds = units.split_by_kind(mine, trainable, resting.dtypes, offloaded, as_declared=options.param_dtype is None)
         groups += (own := _make_groups(spec.name, kinds, setting, stays_full=spec in resident))
         if own and spec not in resident:
             inside = traced.intersection(spec.modules)
@@ -240,7 +240,7 @@ def add(newly: Mapping[str, Parameter], pools: Iterable[BucketPool], setting: Se
     for group in trains_now:
         group.begin_training()
     others = {name: parameter for name, parameter in newly.items() if slot_of(parameter) is None}
-    kinds = units.split_by_kind(others, set(map(id, others.values())), {}, set())
+    kinds = units.split_by_kind(others, set(map(id, others.values())), {}, set(), as_declared=True)
     groups = _make_groups(next(iter(others), ""), kinds, setting, stays_full=True)
     shards = [_make_gradient(group, options.reduce_dtype) for group in [*trains_now, *groups]]
     return Addition(groups, shards, _make_pools(shards, setting, options, pools))

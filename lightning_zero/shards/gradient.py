@@ -137,7 +137,7 @@ class GradientShard:
         Returns whether it completes the group."""
         index, grad = slot.index, slot.local.grad
         assert grad is not None
-        self.group.check_assigned(slot, slot.parameter, self.group.kind.resting)
+        slot.check_assigned(slot.parameter, self.group.kind.resting)
         again = index in self.ready  # a weight used in several reentrant checkpoints gets a gradient from each
         self.ready.add(index)
         self.used.add(index)
@@ -230,7 +230,7 @@ class GradientShard:
         """Whether the average that is being reduced replaces the one in owned_grad, in the same memory: then it needs
         no copy more. Where work is asynchronous, earlier work that is under way may still read owned_grad."""
         group, owned = self.group, self.owned_grad
-        replaces = self.is_spread and not self._carries and group.replicate.size == 1
+        replaces = self.is_spread and not self._carries and group.setting.mesh.replicate.size == 1
         is_there = isinstance(owned, InMemory) and is_host(owned.place.device) and is_host(group.places.gathered.device)
         return replaces and is_there and not group.comm.is_asynchronous
 
@@ -284,9 +284,9 @@ class GradientShard:
         if total is None:
             return
         group = self.group
-        if group.replicate.size > 1:
+        if group.setting.mesh.replicate.size > 1:
             self._reduce_between_replicas(total, name)
-        contributions = group.comm.size * group.replicate.size
+        contributions = group.comm.size * group.setting.mesh.replicate.size
         if not self.is_spread:
             assert self.full_grad is not None
             rows = group.matrix(self.full_grad, chunk.of)
@@ -311,7 +311,7 @@ class GradientShard:
 
     def _reduce_between_replicas(self, total: Tensor, name: str) -> None:
         """Sums `total` over the ranks that hold the same shard: 1/N of the gradient crosses between shard groups."""
-        replicate, place = self.group.replicate, self.group.places.gathered
+        replicate, place = self.group.setting.mesh.replicate, self.group.places.gathered
         rows = total.view(replicate.size, -1)
         shape = (1 + replicate.scratch_rows, rows.shape[1])
         beside = self.group.setting.ledger.allocate(Category.BUCKET, math.prod(shape), rows.dtype, place).view(shape)

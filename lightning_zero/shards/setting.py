@@ -18,12 +18,18 @@ class Kind:
     declared: torch.dtype  # as the user made them; what the optimizer steps, and what checkpoints hold
     resting: torch.dtype  # of the values between uses, in collectives and in forward
     trainable: bool
+    upcasts: bool = False  # users read the declared dtype, though the values rest in another one
     is_offloaded: bool = False  # gradients, masters and optimizer state rest in the tier that was asked for
     is_idle: bool = False  # they train, but were frozen when they were taken over, and none has had a gradient since
 
     @property
     def is_cast(self) -> bool:
         return self.resting != self.declared
+
+    @property
+    def shown(self) -> torch.dtype:
+        """The dtype in which users read the values."""
+        return self.declared if self.upcasts else self.resting
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,6 @@ class Setting:
     ledger: Ledger
     places: Places
     bucket_bytes: int  # largest reduction
-    as_declared: bool  # users read parameters in the declared dtype, even those that rest in another
     aside: SideStream | None = None  # a device copies and adds here, beside its work; None on the host
     block: int = 1  # elements in a block; pieces consist of whole blocks
     keeps_gradients: bool = True  # averaged gradients stay from backward to the step; else each is stepped at once

@@ -66,6 +66,16 @@ class Slot:
         values = owned.open(self.piece.in_shard)
         return values if self.group.is_cut else values.view(self.stepped_shape)  # a piece is flat already
 
+    def check_assigned(self, values: Tensor, dtype: torch.dtype) -> None:
+        """Raises RuntimeError if `p.data` has another dtype or device than at set-up, as after `.half()` or `.to()`."""
+        device = self.group.setting.places.gathered.device
+        if values.dtype != dtype or values.device.type != device.type:
+            raise RuntimeError(
+                f"Parameter {self.name!r} was {dtype} on {device.type!r} at set-up and would now be {values.dtype} on "
+                f"{values.device.type!r}. Call .to(), .half() and their like before fit, or choose "
+                "Trainer(precision=...)."
+            )
+
     def replace(self, values: Tensor) -> None:
         """Notes that others take the place of the gathered `values`. Graphs that have saved these keep a copy, as they
         would keep the tensor that `p.data` was. They could not gather it later: other ranks' graphs, which may have

@@ -201,15 +201,23 @@ def split_by_kind(
     trainable: set[int],
     resting: Mapping[int, torch.dtype],
     offloaded: set[int],
+    *,
+    as_declared: bool,
 ) -> dict[Kind, dict[str, Parameter]]:
     """Groups parameters by their kind. `trainable` and `offloaded` are ids of parameters; `resting` has, by id, the
-    dtype of each parameter that rests in another one than its own."""
+    dtype of each parameter that rests in another one than its own; users read those `as_declared`, or as they rest."""
     kinds: dict[Kind, dict[str, Parameter]] = {}
     for name, parameter in parameters.items():
         rests_in = resting.get(id(parameter), parameter.dtype)
         trains = id(parameter) in trainable
-        is_idle = trains and not parameter.requires_grad
-        kind = Kind(parameter.dtype, rests_in, trains, id(parameter) in offloaded, is_idle)
+        kind = Kind(
+            declared=parameter.dtype,
+            resting=rests_in,
+            trainable=trains,
+            upcasts=as_declared and rests_in != parameter.dtype,
+            is_offloaded=id(parameter) in offloaded,
+            is_idle=trains and not parameter.requires_grad,
+        )
         kinds.setdefault(kind, {})[name] = parameter
     return kinds
 

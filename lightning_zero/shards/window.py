@@ -428,7 +428,7 @@ def is_its_piece(slot: Slot) -> bool:
     if group.is_cut:
         return False
     assert gradient is not None
-    is_whole = group.is_plain and slot.local.stepped is slot.parameter
+    is_whole = group.stays_full and slot.local.stepped is slot.parameter
     is_as_declared = group.master is group.owned_param and gradient.dtype == group.kind.declared
     return is_whole and is_as_declared and not gradient.is_spread
 

@@ -14,7 +14,7 @@ class Written:
     def __init__(self, slot: Slot) -> None:
         group, tensor = slot.group, slot.group.setting.mesh.tensor
         self._slot = slot
-        self._copy, self._copies = group.replicate.rank, group.replicate.size
+        self._copy, self._copies = group.setting.mesh.replicate.rank, group.setting.mesh.replicate.size
         if not slot.local.is_divided:
             self._copy, self._copies = self._copy * tensor.size + tensor.rank, self._copies * tensor.size
         self.is_first_copy = self._copy == 0  # writes the tensors that ranks with copies do not divide
