@@ -20,6 +20,7 @@ from lightning_zero.run.journal import Journal
 from lightning_zero.run.program import LOCAL, Among, Kind, Op, Program
 from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.group import ShardGroup
+from lightning_zero.shards.staging import Staged
 from lightning_zero.shards.unit import Unit
 from lightning_zero.shards.whole import WholeWindow
 from lightning_zero.shards.window import Window, by_group
@@ -93,7 +94,7 @@ class Recorder:
     def note_store(self, gradient: GradientShard, _: Any, __: Any, chunk: Any, *___: Any) -> None:
         self.note(Kind.STORE, gradient.group.name, gradient.group.layout.chunks.index(chunk))
 
-    def note_window(self, kind: Kind, window: Window) -> None:
+    def note_window(self, kind: Kind, window: Window | Staged) -> None:
         for group in by_group(window.slots):
             self.note(kind, group.name, self._part_of(group, window))
 
@@ -101,7 +102,7 @@ class Recorder:
         group = window.slots[0].group
         self.note(kind, group.name, self._part_of(group, window))
 
-    def _part_of(self, group: ShardGroup, window: Window) -> int:
+    def _part_of(self, group: ShardGroup, window: Window | Staged) -> int:
         """Returns how many windows of the group are stepped before this one."""
         (stepper,) = self.engine.runner.stepping.steppers.values()
         alike = [[*one.slots] for one in stepper.windows_apart() if group in by_group(one.slots)]
@@ -120,12 +121,12 @@ def _before(function: Any, note: Callable[..., None]) -> Any:
 def recording(engine: Engine) -> Iterator[Recorder]:
     recorder = Recorder(engine)
 
-    def begin_fetch(window: Window) -> None:
-        if window.is_staged and not window.is_begun:
-            recorder.note_window(Kind.FETCH, window)
+    def begin_fetch(staged: Staged) -> None:
+        if staged and not staged.is_begun:
+            recorder.note_window(Kind.FETCH, staged)
 
     def put(window: Window) -> None:
-        if window.is_staged:
+        if window.staged:
             recorder.note_window(Kind.PUT, window)
 
     noted: dict[tuple[Any, str], Callable[..., None]] = {
@@ -133,7 +134,7 @@ def recording(engine: Engine) -> Iterator[Recorder]:
         (Comm, "_begin"): recorder.note_collective,
         (Unit, "release"): lambda unit, _: recorder.note(Kind.RESHARD, unit.name),
         (GradientShard, "_store"): recorder.note_store,
-        (Window, "begin"): begin_fetch,
+        (Staged, "begin"): begin_fetch,
         (Window, "prepare"): lambda window: recorder.note_window(Kind.STEP, window),
         (Window, "put_values"): put,
         (WholeWindow, "_bring_whole"): lambda window: recorder.note_exchange(Kind.COLLECT, window),

@@ -25,6 +25,7 @@ from lightning_zero.run.loans import Loans
 from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.offload import Machine
+from lightning_zero.shards.staging import Staged
 from lightning_zero.shards.window import Window
 from lightning_zero.wire.comm import Comm
 from models import seeded
@@ -81,7 +82,11 @@ def parameter(doing: str) -> Walk:
 
 def step(**options: Any) -> Walk:
     ranks = Ranks()
-    moves = {Window: ("_read", "show_piece", "show_whole", "_write", "put_values"), Comm: ("all_gather",)}
+    moves = {
+        Staged: ("_read", "_write"),
+        Window: ("show_piece", "show_whole", "put_values"),
+        Comm: ("all_gather",),
+    }
     with walking(moves, lambda: ranks.doing in ("forward", "step")) as walk:
         ranks.train(2, **options)
     return walk

@@ -11,8 +11,8 @@ from lightning_zero.shards.extents import Extent
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.local import Box
 from lightning_zero.shards.slot import Slot
+from lightning_zero.shards.staging import StateElsewhere
 from lightning_zero.shards.units import as_written
-from lightning_zero.shards.window import StateElsewhere
 from lightning_zero.shards.written import Written
 from lightning_zero.tiers.array import Array, Part, read_late
 from lightning_zero.torch_private import local_tensor

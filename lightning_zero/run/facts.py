@@ -63,7 +63,7 @@ def _optimizer_facts(stepper: PieceStepper, numbers: Mapping[ShardGroup, int]) -
             WindowFacts(
                 groups=tuple(dict.fromkeys(numbers[slot.group] for slot in window.slots)),
                 is_postponed=window.is_late,
-                is_staged=window.is_staged,
+                is_staged=bool(window.staged),
                 is_whole=isinstance(window, WholeWindow),
             )
             for window in stepper.windows_apart()

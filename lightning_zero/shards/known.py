@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_zero.shards.moment import wrapped_in
+from lightning_zero.shards.moment import state_of, wrapped_in
 from lightning_zero.shards.slot import Slot
-from lightning_zero.shards.window import StateElsewhere, state_of
+from lightning_zero.shards.staging import StateElsewhere
 from lightning_zero.tiers.composed import is_composed, plain_parts
 from lightning_zero.tiers.ledger import Category, Ledger, Tier
 

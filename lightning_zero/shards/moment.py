@@ -87,6 +87,11 @@ class Moment:
         torch.set_default_dtype(self.default_dtype)
 
 
+def state_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
+    """Returns what an optimizer keeps for a parameter, without taking postponed steps."""
+    return dict.get(optimizer.state, parameter, {})
+
+
 def _counts_of(optimizer: Optimizer) -> dict[Any, Any]:
     """Returns the entries of its state whose keys are no parameters, without taking postponed steps."""
     state: dict[Any, Any] = optimizer.state

@@ -20,12 +20,14 @@ from torch.optim import Optimizer, SparseAdam
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.known import KnownState
 from lightning_zero.shards.layout import fill
-from lightning_zero.shards.moment import Moment, catch_up_before_use, forget_to_catch_up, wrapped_in
-from lightning_zero.shards.probe import calls_closure_again, leaves_idle, steps_nothing, unhooked
+from lightning_zero.shards.moment import Moment, catch_up_before_use, forget_to_catch_up, state_of, wrapped_in
+from lightning_zero.shards.probe import calls_closure_again, leaves_idle, steps_nothing
 from lightning_zero.shards.setting import Setting
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
+from lightning_zero.shards.staging import MakeResting, StagingPool
+from lightning_zero.shards.trial import unhooked
 from lightning_zero.shards.whole import WholeWindow, may_wait, rounds
-from lightning_zero.shards.window import MakeResting, Staging, Window, by_group, is_its_piece, state_of
+from lightning_zero.shards.window import Window, by_group, is_its_piece
 
 T = TypeVar("T")
 
@@ -40,7 +42,7 @@ class PieceStepper:
         self.known = KnownState(optimizer, setting.ledger)
         self._setting = setting
         self._rest = rest
-        self._staging = Staging(setting.ledger, setting.places.optimizer.pinned)
+        self._pool = StagingPool(setting.ledger, setting.places.optimizer.pinned)
         self._slots: dict[Parameter, Slot] = {}
         self._listed: tuple[list[int], list[Slot]] = [], []  # ids of `parameters`, and what `slots` is then
         self.note_parameters()
@@ -112,10 +114,10 @@ class PieceStepper:
             stepped = [slot for slot in slots if slot.parameter.grad is not None]
         self._note_absent(stepped)
         first, others = self._divide(slots, stepped)
-        if others and not any(window.is_staged for window in others) and self._calls_closure_again:
+        if others and not any(window.staged for window in others) and self._calls_closure_again:
             # Around its closure such a step is left and entered again, so one window has all that it steps.
             whole = [slot for slot in stepped if slot.stepper is not None]
-            first = WholeWindow(self.optimizer, whole, self._staging) if whole else self._window(slots)
+            first = WholeWindow(self.optimizer, whole, self._pool) if whole else self._window(slots)
             others = []
         if others:
             self._refuse_groups_apart()
@@ -156,10 +158,10 @@ class PieceStepper:
         with self._stepping(first, is_all=not others):
             result = call()
         for window in others:
-            window.begin()
+            window.staged.begin()
             with then.back(self.optimizer), self._stepping(window, is_all=False):
                 call()
-            window.finish()
+            window.staged.finish()
         increment_version([slot.parameter for slot in slots if not is_its_piece(slot)])
         return result
 
@@ -190,7 +192,7 @@ class PieceStepper:
         if window in self._ahead:
             self._ahead.remove(window)
         with then.back(self.optimizer):
-            window.begin()
+            window.staged.begin()
             self._begin_next()
             with self._stepping(window, is_all=False):
                 unhooked(type(self.optimizer).step)(self.optimizer)
@@ -201,8 +203,8 @@ class PieceStepper:
 
     def _begin_next(self) -> None:
         """Starts to read one window ahead: the next one, if values are needed in the order of the model."""
-        if self._ahead and not any(window.is_begun for window in self._ahead):
-            self._ahead[0].begin()
+        if self._ahead and not any(window.staged.is_begun for window in self._ahead):
+            self._ahead[0].staged.begin()
 
     def _catch_up(self) -> None:
         """Takes the postponed steps of this rank. They may be taken in any order: no step reads another's state."""
@@ -218,7 +220,7 @@ class PieceStepper:
         """Waits until the window that was stepped last is written."""
         written, self._written = self._written, None
         if written is not None:
-            written.finish()
+            written.staged.finish()
 
     def refuse_if_partial(self) -> None:
         """Raises RuntimeError if the step under way is of a first window: it must not be left and entered again."""
@@ -238,7 +240,7 @@ class PieceStepper:
         whole = [slot for slot in stepped if slot.stepper is not None]
         for run in rounds(whole, self._setting, is_lazy=is_lazy):
             late = is_lazy and may_wait(run[0].group)
-            window = WholeWindow(self.optimizer, run, self._staging, late=late, with_gradients=with_gradients)
+            window = WholeWindow(self.optimizer, run, self._pool, late=late, with_gradients=with_gradients)
             others.append(window)
         later = {slot for window in others for slot in window.slots}
         return self._window([slot for slot in slots if slot not in later]), others
@@ -265,14 +267,14 @@ class PieceStepper:
     def _windows(self, slots: Sequence[Slot], *, late: bool) -> list[Window]:
         """Returns a window of slots of one group; where it has to be staged, a window for each bucket of them."""
         window = self._window(slots, late=late)
-        if not window.is_staged:
+        if not window.staged:
             return [window]
         sizes = [slot.piece.numel * slot.group.master.dtype.itemsize for slot in slots]
         runs = fill(sizes, self._setting.bucket_bytes)
         return [self._window(slots[run.start : run.stop], late=late) for run in runs]
 
     def _window(self, slots: Sequence[Slot], *, late: bool = False) -> Window:
-        return Window(self.optimizer, slots, self._staging, late=late)
+        return Window(self.optimizer, slots, self._pool, late=late)
 
     def loading(self) -> Iterator[Sequence[Slot]]:
         """Yields the slots of one window after another. While a window is out, its parameters are their pieces; the
@@ -284,10 +286,10 @@ class PieceStepper:
             return
         here = self._window([slot for slot in slots if not slot.group.places.steps_apart])
         for window in [here, *self._apart(slots)]:
-            window.begin()
+            window.staged.begin()
             with self._stepping(window, is_all=True, fuses=False):
                 yield window.slots
-            window.finish()
+            window.staged.finish()
 
     @contextmanager
     def _stepping(self, window: Window, *, is_all: bool, fuses: bool = True) -> Iterator[None]:
@@ -309,7 +311,7 @@ class PieceStepper:
             self.known.note(window.slots, self._left_alone)
             if is_done and window.slots:  # none, where all is stepped apart from the user's call
                 window.put_values()
-                window.put_state(self._rest, self.known.is_cut)
+                window.staged.put_state(self._rest, self.known.is_cut)
             window.forget()
 
     # -- state of what other ranks step

@@ -19,7 +19,8 @@ from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.layout import Piece, fill
 from lightning_zero.shards.setting import Setting
 from lightning_zero.shards.slot import Slot
-from lightning_zero.shards.window import NOT_STAGED, Staging, Window
+from lightning_zero.shards.staging import NOT_STAGED, StagingPool
+from lightning_zero.shards.window import Window
 from lightning_zero.tiers.ledger import Category, Place, Tier
 
 
@@ -114,12 +115,12 @@ class WholeWindow(Window):
         self,
         optimizer: Optimizer,
         slots: Sequence[Slot],
-        staging: Staging,
+        pool: StagingPool,
         *,
         late: bool = False,
         with_gradients: bool = True,
     ) -> None:
-        super().__init__(optimizer, slots, staging, late=late)
+        super().__init__(optimizer, slots, pool, late=late)
         self._with_gradients = with_gradients
         self._brought: dict[Slot, list[Tensor]] = {}  # value and gradient of what this rank steps
 
@@ -178,7 +179,7 @@ class WholeWindow(Window):
         arrived = self._exchange(parts, numels)
         for slot in self.slots:
             assert slot.stepper is not None
-            values, master = next(arrived[slot.stepper]), self._staged.get(slot, NOT_STAGED).master
+            values, master = next(arrived[slot.stepper]), self.staged.of.get(slot, NOT_STAGED).master
             if master is None:
                 slot.group.master.write(slot.piece.in_shard, values)
             else:
@@ -202,7 +203,7 @@ class WholeWindow(Window):
     def _value_and_gradient(self, slot: Slot) -> list[Tensor]:
         """Returns what this rank owns of a tensor, flat; the gradient only where it is needed."""
         assert slot.gradient is not None
-        staged = self._staged.get(slot, NOT_STAGED)
+        staged = self.staged.of.get(slot, NOT_STAGED)
         value = slot.group.master.read(slot.piece.in_shard) if staged.master is None else staged.master
         if not self._with_gradients:
             return [value]

@@ -1,13 +1,10 @@
 """`Window`: parameters of an optimizer that are stepped together, as the pieces that this rank owns.
 
-What rests in memory is stepped where it is. What rests on disk is read before its step and written after it, while
-other windows are stepped. So three windows are in memory at a time: one is read, one is stepped, one is written.
+What rests in memory, in the dtype in which it is stepped, is stepped where it is. All else is `Staged`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,40 +17,10 @@ from lightning_zero.shards.moment import VERDICT
 from lightning_zero.shards.probe import steps_nothing
 from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.shards.sparse import sparse_of
-from lightning_zero.tiers.alignment import ALIGNMENT_BYTES, round_up
-from lightning_zero.tiers.array import ALL, Array, OnDisk, empty
-from lightning_zero.tiers.composed import is_composed
-from lightning_zero.tiers.disk import Disk, Move
-from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
+from lightning_zero.shards.staging import NOT_STAGED, Staged, StagingPool
 
 FUSED = (SGD, Adagrad, Adam, AdamW)  # torch has a fused kernel for CPU tensors, which it uses only on request
 FUSABLE = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
-
-
-class StateElsewhere(Tensor):
-    """A tensor of optimizer state whose values rest on disk, or in a narrower dtype than its own; see `views.state`."""
-
-    array: Array
-
-    def settle(self) -> None:
-        """Writes edits that were made through views of the values to where the values rest."""
-
-
-MakeResting = Callable[[Array, tuple[int, ...], torch.dtype], StateElsewhere]  # given array, shape, dtype
-
-
-@dataclass
-class _Staged:
-    """The tensors of a slot that are in memory only while it is stepped."""
-
-    master: Tensor | None  # None where it is stepped where it rests
-    grad: Tensor | None
-    state: dict[str, Tensor]
-    narrow: dict[str, Tensor]  # the state as it is on disk, where that is narrower
-    resting: dict[str, StateElsewhere]  # what stands for the state between steps
-
-
-NOT_STAGED = _Staged(None, None, {}, {}, {})
 
 
 class _Shown(NamedTuple):
@@ -65,29 +32,6 @@ class _Shown(NamedTuple):
     has_gradient: bool  # whether the piece has one
 
 
-@final
-class Staging:
-    """Rooms in host memory for windows that are staged. They are used again, not allocated anew."""
-
-    def __init__(self, ledger: Ledger, pinned: bool) -> None:
-        self._ledger = ledger
-        self._place = Place(HOST, Tier.HOST, pinned)
-        self._free: list[Tensor] = []
-        self._nbytes = 0
-
-    def take(self, nbytes: int) -> Tensor:
-        if nbytes > self._nbytes:  # all rooms have the size of the largest window so far
-            self._nbytes = nbytes
-            self._free.clear()
-        if self._free:
-            return self._free.pop()
-        return self._ledger.allocate(Category.BUCKET, self._nbytes, torch.uint8, self._place)
-
-    def give_back(self, room: Tensor) -> None:
-        if room.numel() == self._nbytes:
-            self._free.append(room)
-
-
 class Window:
     """`slots` of an optimizer, all in one tier, that are stepped at a time.
 
@@ -95,18 +39,12 @@ class Window:
     from where it rests, whatever becomes of `p.grad` meanwhile.
     """
 
-    def __init__(self, optimizer: Optimizer, slots: Sequence[Slot], staging: Staging, *, late: bool = False) -> None:
+    def __init__(self, optimizer: Optimizer, slots: Sequence[Slot], pool: StagingPool, *, late: bool = False) -> None:
         self.slots = slots
         self.is_late = late
+        self.staged = Staged(optimizer, slots, pool, late=late)
         self._optimizer = optimizer
         self._steps_empty = steps_nothing(optimizer)
-        self._staging = staging
-        self._room: Tensor | None = None
-        self._taken = 0  # bytes of the room
-        self._moves: list[Move] = []  # from or to the disk, which begin together
-        self._reads: list[Future[None]] = []
-        self._writes: list[Future[None]] = []
-        self._staged: dict[Slot, _Staged] = {}
         self._shown: dict[Slot, _Shown] = {}
         self._stand_ins: dict[Parameter, Parameter] = {}  # stepped in place of parameters that are no plain tensors
         self._options: list[dict[str, Any]] = []  # the user's, of each parameter group, where a step changes them
@@ -116,116 +54,11 @@ class Window:
         """Has this rank call `step`, which steps the window, before it reads the group's values."""
         self.slots[0].group.postpone(step)
 
-    @property
-    def is_begun(self) -> bool:
-        return self._room is not None
-
-    @property
-    def is_staged(self) -> bool:
-        """Whether it is stepped elsewhere, or in another dtype, than it rests."""
-        return self._is_on_disk or any(slot.group.places.state_dtype is not None for slot in self.slots)
-
-    @property
-    def _is_on_disk(self) -> bool:
-        return isinstance(self.slots[0].group.master, OnDisk) if self.slots else False
-
-    # -- staged
-
-    def begin(self) -> None:
-        """Takes room for what is staged, and starts to read what rests on disk."""
-        if self.is_begun or not self.is_staged:
-            return
-        with no_interception():
-            resting = {slot: self._state_of(slot) for slot in self.slots}
-            self._room = self._staging.take(sum(self._bytes_of(slot, resting[slot]) for slot in self.slots))
-            for slot in self.slots:
-                part, gradient = slot.piece.in_shard, self._gradient_of(slot)
-                state = {name: self._take(one.numel(), one.dtype) for name, one in resting[slot].items()}
-                self._staged[slot] = _Staged(
-                    master=self._read(slot.group.master, part) if self._is_on_disk else None,
-                    grad=None if gradient is None else self._read(gradient, part),
-                    state=state,
-                    narrow={name: self._bring(one, state[name]) for name, one in resting[slot].items()},
-                    resting=resting[slot],
-                )
-            self._begin_moves(Disk.begin_read, self._reads)
-
-    def _state_of(self, slot: Slot) -> dict[str, StateElsewhere]:
-        state = state_of(self._optimizer, slot.parameter)
-        found = {name: value for name, value in state.items() if isinstance(value, StateElsewhere)}
-        for value in found.values():
-            value.settle()
-        return found
-
-    def _bytes_of(self, slot: Slot, resting: dict[str, StateElsewhere]) -> int:
-        """Bytes of the room that `begin` takes for a slot."""
-        sizes = [one.numel() * one.dtype.itemsize for one in resting.values()]
-        if self._is_on_disk:
-            narrow = [one for one in resting.values() if one.array.dtype != one.dtype]
-            sizes += [one.numel() * one.array.dtype.itemsize for one in narrow]
-            arrays = [slot.group.master, self._gradient_of(slot)]
-            sizes += [slot.piece.numel * array.dtype.itemsize for array in arrays if array is not None]
-        return sum(round_up(size, ALIGNMENT_BYTES) for size in sizes)
-
-    def _gradient_of(self, slot: Slot) -> Array | None:
-        """Returns the gradient that has to be read from disk; None where it is in memory, or there is none."""
-        assert slot.gradient is not None
-        has_any = self.is_late or slot.local.grad is not None
-        return slot.gradient.owned_grad if has_any and slot.gradient.is_on_disk else None
-
-    def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        assert self._room is not None
-        nbytes = numel * dtype.itemsize
-        values = self._room[self._taken : self._taken + nbytes].view(dtype)
-        self._taken += round_up(nbytes, ALIGNMENT_BYTES)
-        return values
-
-    def _read(self, array: Array, part: slice, into: Tensor | None = None) -> Tensor:
-        assert isinstance(array, OnDisk)
-        start, stop, _ = part.indices(array.numel)
-        values = self._take(stop - start, array.dtype) if into is None else into
-        self._moves.append((array.at(part), values))
-        return values
-
-    def _bring(self, resting: StateElsewhere, wide: Tensor) -> Tensor:
-        """Brings state to `wide`, where it is stepped. Returns the tensor that is read into: `wide`, or a narrower one
-        that `prepare` widens."""
-        array = resting.array
-        if isinstance(array, OnDisk):
-            return self._read(array, ALL, wide if array.dtype == wide.dtype else None)
-        return wide.copy_(array.read())
-
-    def _begin_moves(
-        self, begin: Callable[[Disk, Sequence[Move]], Future[None]], under_way: list[Future[None]]
-    ) -> None:
-        """Begins what was collected, in one task: each has two threads wait for each other and for the interpreter."""
-        moves, self._moves = self._moves, []
-        if moves:
-            disk = self.slots[0].group.places.optimizer.disk
-            assert disk is not None
-            under_way.append(begin(disk, moves))
-
-    def finish(self) -> None:
-        """Waits until what was stepped is written, and gives the room back."""
-        for write in self._writes:
-            write.result()
-        self._writes.clear()
-        if self._room is not None:
-            self._staging.give_back(self._room)
-            self._room = None
-
     # -- as pieces
 
     def prepare(self) -> None:
         """Waits for what was read, so that all that is stepped is in memory."""
-        for read in self._reads:
-            read.result()
-        self._reads.clear()
-        for slot, staged in self._staged.items():
-            for name, values in staged.state.items():
-                if staged.narrow[name] is not values:
-                    values.copy_(staged.narrow[name])
-                state_of(self._optimizer, slot.parameter)[name] = values.view(slot.state_shape)
+        self.staged.arrive()
 
     @property
     def swapped(self) -> list[Slot]:
@@ -277,7 +110,7 @@ class Window:
 
     def _stepped(self, slot: Slot, shown: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Returns the piece that stands for a parameter, and its gradient; `shown` is what `p.grad` was."""
-        staged, gradient = self._staged.get(slot, NOT_STAGED), slot.gradient
+        staged, gradient = self.staged.of.get(slot, NOT_STAGED), slot.gradient
         assert gradient is not None
         shape, master, grad = slot.stepped_shape, staged.master, staged.grad
         piece = slot.stepped(slot.group.master) if master is None else master.view(shape)
@@ -331,64 +164,18 @@ class Window:
             parameter.grad = shown.grad
             parameter.__class__ = shown.kind
 
-    def put_state(self, rest: MakeResting, is_cut: Callable[[str], bool]) -> None:
-        """Writes the state for which `_may_rest` to where it rests. `is_cut` tells by its name whether state is cut as
-        its parameter is, and `rest` makes the tensor that stands for it between steps."""
-        for slot, staged in self._staged.items():
-            places, ledger = slot.group.places, slot.group.setting.ledger
-            for name, values in state_of(self._optimizer, slot.parameter).items():
-                if not isinstance(values, Tensor) or not _may_rest(slot, values, is_cut(name)):
-                    continue
-                resting = staged.resting.get(name)
-                if resting is None or resting.dtype != values.dtype:
-                    narrow = places.state_dtype if values.is_floating_point() else None
-                    dtype = narrow or values.dtype
-                    array = empty(Category.OPTIMIZER_STATE, values.numel(), dtype, places.optimizer, ledger)
-                    resting = rest(array, tuple(values.shape), values.dtype)
-                self._write(resting.array, ALL, values.reshape(-1), staged.narrow.get(name))
-                staged.resting[name] = resting
-        self._begin_moves(Disk.begin_write, self._writes)
-
     def put_values(self) -> None:
         """Writes the new values to where they rest."""
-        if not self._is_on_disk:
-            for group, slots in by_group(self.slots).items():
-                group.take_masters(slots)
-        masters = {slot: staged.master for slot, staged in self._staged.items() if staged.master is not None}
-        for slot, master in masters.items():
-            self._write(slot.group.master, slot.piece.in_shard, master)
-        self._begin_moves(Disk.begin_write, self._writes)
-        for slot, master in masters.items():  # while those are written
-            if slot.group.owned_param is not slot.group.master:
-                slot.group.owned_param.write(slot.piece.in_shard, master)
-
-    def _write(self, array: Array, part: slice, values: Tensor, narrow: Tensor | None = None) -> None:
-        """Has values written when moves begin; by way of `narrow`, if given, where the array is narrower than they
-        are."""
-        if not isinstance(array, OnDisk):
-            array.write(part, values)
+        if self.staged.is_on_disk:
+            self.staged.put_masters()
             return
-        if values.dtype != array.dtype:
-            values = values.to(array.dtype) if narrow is None else narrow.copy_(values)
-        array.note_write()
-        self._moves.append((array.at(part), values))
+        for group, slots in by_group(self.slots).items():
+            group.take_masters(slots)
 
     def forget(self) -> None:
-        """Lets go of what was staged: in the optimizer's state, what stands for it takes its place again."""
-        for slot, staged in self._staged.items():
-            state_of(self._optimizer, slot.parameter).update(staged.resting)
-        self._moves.clear()  # of a step that has failed before they began
-        self._staged.clear()
+        """Lets go of what was stepped."""
+        self.staged.forget()
         self._shown.clear()
-
-
-def _may_rest(slot: Slot, values: Tensor, is_cut: bool) -> bool:
-    """Whether a state tensor goes to the tier and the dtype that offloading asks for. It does if it is as large as the
-    parameter and cut as it is, except for scalars. For whole tensors the shape alone decides: a rank may step too few
-    of them to tell by the name, and how many it steps must not decide what is rounded."""
-    is_as_large = values.numel() == slot.piece.numel if slot.stepper is None else values.shape == slot.shape
-    is_any = bool(slot.shape) and values.numel() > 0
-    return is_any and is_as_large and (is_cut or slot.stepper is not None) and not is_composed(values)
 
 
 def _has_dense_gradient(slot: Slot) -> bool:
@@ -408,11 +195,6 @@ def by_group(slots: Iterable[Slot]) -> dict[ShardGroup, list[Slot]]:
     for slot in slots:
         found.setdefault(slot.group, []).append(slot)
     return found
-
-
-def state_of(optimizer: Optimizer, parameter: Parameter) -> dict[str, Any]:
-    """Returns what an optimizer keeps for a parameter, without taking postponed steps."""
-    return dict.get(optimizer.state, parameter, {})
 
 
 def _move_state(optimizer: Optimizer, one: Parameter, other: Parameter) -> None:

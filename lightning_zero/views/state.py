@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from lightning_zero.shards.window import StateElsewhere
+from lightning_zero.shards.staging import StateElsewhere
 from lightning_zero.tiers.array import ALL, Array
 from lightning_zero.torch_private import make_wrapper
 from lightning_zero.views.intercept import Lent, call
