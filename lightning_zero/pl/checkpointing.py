@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -34,16 +34,21 @@ from lightning_zero.wire.comm import Comm
 log = logging.getLogger(__name__)
 
 
+class Fit(NamedTuple):
+    """The latest fit, whose states are saved after it, too."""
+
+    engine: Engine  # knows the optimizers' pieces
+    nbytes: int  # that the states of model and optimizers take in a checkpoint
+
+
 class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
-    """The half of `ZeroStrategy` that saves and resumes. The other half makes the engine, and trains with it."""
+    """The part of `ZeroStrategy` that saves and resumes. `EngineStrategy` makes the engine, and closes it."""
 
     engine: Engine | None = None  # of the run under way, or of the last one
-    _trained: Engine | None = None  # engine of the latest fit, which knows the optimizers' pieces
+    _fit: Fit | None = None  # None before the first one
     _construction: Construction | None = None  # what `configure_model` has built in shards
-    _bytes_of_fit = 0  # that the model and the optimizers of the latest fit take in a checkpoint
     _runs = 0  # engines that were made
-    _failed = False  # the run ended with an error
-    _failed_for_good = False  # so that ranks cannot go on together
+    _failure: type[BaseException] | None = None  # kind of the error that the run has ended with
     _resumed_state: dict[str, Any] | None = None  # the checkpoint's `ResumeEntry`
 
     @property
@@ -72,9 +77,9 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
     @property
     @override
     def _stepped_in(self) -> dict[Optimizer, Engine]:
-        if self._trained is None:
+        if self._fit is None:
             raise RuntimeError("No optimizer is set up yet: use this inside of trainer.fit, or after it.")
-        return dict.fromkeys(self.optimizers, self._trained)
+        return dict.fromkeys(self.optimizers, self._fit.engine)
 
     def _meet(self) -> None:
         """Serves other ranks until all have come here, and exchanges their notices. Collective."""
@@ -118,7 +123,7 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
     @override
     def _bytes_to_save(self) -> int:
         assert self.lightning_module is not None
-        return self._bytes_of_fit or bytes_to_save(self.lightning_module, [])
+        return bytes_to_save(self.lightning_module, []) if self._fit is None else self._fit.nbytes
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -137,8 +142,8 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        assert self._trained is not None
-        return self._optimizer_to_save(self._trained, optimizer)
+        assert self._fit is not None
+        return self._optimizer_to_save(self._fit.engine, optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -152,8 +157,8 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
         if self.engine is not None and self.engine.mesh.tensor.size > 1:
             checkpoint = self.engine.states.spread_others(checkpoint, full=is_single)
         trainer, path = trainer_of(self.lightning_module), os.fspath(filepath)
-        has_chosen = is_single and not self._settings.may_choose_format  # the file is to be Lightning's, and no more
-        if trainer is not None and "optimizer_states" in checkpoint and not has_chosen:
+        is_plain = is_single and self._format.is_written  # the file is to be Lightning's, and no more
+        if trainer is not None and "optimizer_states" in checkpoint and not is_plain:
             checkpoint[resume.KEY] = self._state_of_run(trainer, is_single=is_single)
         if is_single:
             self._save_single_file(checkpoint, filepath, storage_options, ("state_dict", "optimizer_states"))
@@ -179,7 +184,7 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
         """Returns the entry `resume.KEY` of a checkpoint. Collective for a single file, which rank 0 writes."""
         return self._resume_entry.capture(
             trainer.global_step,
-            [] if self._trained is None else self._trained.states.optimizer_parameters,
+            [] if self._fit is None else self._fit.engine.states.optimizer_parameters,
             self.comm if is_single else None,
             is_mid_epoch=not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch,
             skipped_steps=cast(Any, self.precision_plugin).skipped.total,
@@ -218,7 +223,7 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
                 "Pass what Trainer.save_checkpoint wrote."
             )
         self._resumed_state = checkpoint.pop(resume.KEY, None)  # hooks are to see what they see under DDP
-        if self._goes_on_from_shards and Folder(path).is_link:
+        if self._format.goes_on_from_shards and Folder(path).is_link:
             _call_it_the_last(checkpoint, Path(path).name)
         return checkpoint
 
@@ -326,12 +331,12 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
             return
         self._keeper.forget()
         try:
-            if self._failed:
+            if self._failure is not None:
                 self._keeper.saver.wait()
             else:
                 self.finish_saves()
         except (CheckpointError, OSError) as error:
-            if not self._failed:
+            if self._failure is None:
                 raise
             log.error("%s", error)  # the error that ended the run is being raised already
 

@@ -4,7 +4,7 @@ import tomllib
 from collections.abc import Callable
 from functools import cache, wraps
 from importlib.resources import files
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -30,20 +30,22 @@ def _answer_to(name: str, known: list[str]) -> str:
 
 
 def answers(init: Made) -> Made:
-    """Decorates an `__init__`, to answer unknown arguments with what to write instead. Keeps the arguments that were
-    written by keyword as `_written`, for its repr and for a strategy like it.
+    """Decorates an `__init__`, to answer unknown arguments with what to write instead. Keeps what the user has written
+    as `_arguments`, for the object's repr and for one like it: all that may be written by position, and of the others
+    those that were.
 
     Raises:
         TypeError: for an unknown argument.
     """
-    known = [name for name in signature(init).parameters if name != "self"]
+    known = {name: one for name, one in signature(init).parameters.items() if name != "self"}
+    by_position = {name: one.default for name, one in known.items() if one.kind is Parameter.POSITIONAL_OR_KEYWORD}
 
     @wraps(init)
     def answering(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in kwargs:
             if name not in known:
-                raise TypeError(f"{type(self).__name__} has no argument {name!r}{_answer_to(name, known)}")
+                raise TypeError(f"{type(self).__name__} has no argument {name!r}{_answer_to(name, list(known))}")
+        self._arguments = {**by_position, **dict(zip(by_position, args, strict=False)), **kwargs}
         init(self, *args, **kwargs)
-        self._written = kwargs
 
     return answering  # type: ignore[return-value]

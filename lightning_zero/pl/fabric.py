@@ -10,6 +10,7 @@ arguments. So `interop` gives Fabric a `FabricZeroStrategy` made from the user's
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from typing import Any, cast
 
@@ -71,7 +72,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
             )
         if of._settings.options.tensor_parallel_size > 1:
             raise NotImplementedError("tensor_parallel_size is there under a Trainer alone. Leave it out.")
-        if of._is_open:
+        if of._settings.is_open:
             raise NotImplementedError(
                 "stage='auto' is there under a Trainer alone, which knows a batch before it trains. Write a stage; "
                 "lightning_zero.rehearse(module, batch, stage, ranks=...) tells what each takes."
@@ -84,7 +85,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
             timeout=of._settings.timeout,
             start_method=cast(Any, of._settings.start_method),
         )
-        self.stage, self.checkpoint, self._settings = of.stage, of.checkpoint, of._settings
+        self._settings, self._format = of._settings, copy(of._format)
         if is_plugin(of.checkpoint_io):
             self.checkpoint_io = of.checkpoint_io
         self._backward_sync_control = cast(Any, SyncControl())  # where Fabric looks for it

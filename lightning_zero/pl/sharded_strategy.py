@@ -4,10 +4,9 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import replace
 from functools import partial, wraps
-from typing import Any, final
+from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -20,14 +19,14 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint import CheckpointKeeper, Folder, pickle_on_all_ranks
 from lightning_zero.checkpoint.single import write_at_once
-from lightning_zero.config import Checkpoint, Offload
+from lightning_zero.config import ActivationCheckpointing, Checkpoint, Offload
 from lightning_zero.device import HOST, free_bytes, is_host, untested
 from lightning_zero.pl.advice import bytes_beside
 from lightning_zero.pl.lightning_private import move_states
 from lightning_zero.pl.ranks import warn_of_shared_store
+from lightning_zero.pl.settings import Settings
 from lightning_zero.pl.single_file import (
-    choose_format,
-    format_beside,
+    CheckpointFormat,
     is_plugin,
     is_read_by_plugin,
     read_single_file,
@@ -35,7 +34,7 @@ from lightning_zero.pl.single_file import (
 )
 from lightning_zero.pl.table import MemoryReport, table_of, told_of_whole
 from lightning_zero.run.construction import Construction, constructing
-from lightning_zero.run.engine import Engine, Options
+from lightning_zero.run.engine import Engine
 from lightning_zero.run.program import Program
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.offload import Machine
@@ -63,20 +62,6 @@ def after_meeting(theirs: Callable[..., Any]) -> Any:
     return ours
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Checked arguments of `ZeroStrategy`, which the strategy of Fabric takes over."""
-
-    options: Options
-    max_skipped_steps: int
-    wait_timeout: timedelta
-    timeout: timedelta  # of process groups
-    sanitize: bool
-    start_method: str
-    may_choose_format: bool  # the user has not written `checkpoint`
-
-
 class ShardedStrategy:
     """Base of both strategies, placed before Lightning's `DDPStrategy`. A Trainer's strategy has one engine, Fabric's
     has one for each module."""
@@ -85,13 +70,31 @@ class ShardedStrategy:
     num_processes: int  # ranks on this machine
     process_group_backend: str | None
     is_global_zero: bool
-    stage: int
-    checkpoint: Checkpoint | None  # how to save; None until `saves_single_file` has chosen
     _settings: Settings
+    _format: CheckpointFormat
     _comm: Comm | None = None
     _keeper: CheckpointKeeper | None = None
     _beside_before: Mapping[torch.device, int] = {}  # bytes that no engine has booked, before training
-    _goes_on_from_shards = False  # the run has resumed from a sharded checkpoint
+
+    @property
+    def stage(self) -> int:
+        """The stage; where a fit is to choose it, until then that of evaluations."""
+        return self._settings.stage
+
+    @property
+    def offload(self) -> Offload | None:
+        """Which tensors are kept in other tiers."""
+        return self._settings.options.offload
+
+    @property
+    def activation_checkpointing(self) -> ActivationCheckpointing | None:
+        """Which modules recompute their activations."""
+        return self._settings.options.activation_checkpointing
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """How checkpoints are saved; None until `saves_single_file` has chosen."""
+        return self._format.policy
 
     def _engine_of(self, what: Module | Parameter | None) -> Engine:
         """Returns the engine of the model that `what` is part of; for None the only engine."""
@@ -298,7 +301,7 @@ class ShardedStrategy:
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self.checkpoint = format_beside(io, self.checkpoint)
+        self._format.take_plugin(io)
         super(ShardedStrategy, type(self)).checkpoint_io.fset(self, io)  # type: ignore[misc]
 
     @property
@@ -315,8 +318,8 @@ class ShardedStrategy:
         if self.checkpoint is None:
             nbytes = self._bytes_to_save()  # the same everywhere; rank 0's counts, as ranks must not go different ways
             chosen = self._checkpoints.saver.together("choose a format", lambda: {"nbytes": nbytes})
-            self.checkpoint, told = choose_format(int(chosen["nbytes"]), goes_on_from_shards=self._goes_on_from_shards)
-            rank_zero_info(told)
+            rank_zero_info(self._format.choose(int(chosen["nbytes"])))
+        assert self.checkpoint is not None
         return self.checkpoint.format == "full"
 
     def _bytes_to_save(self) -> int:
@@ -334,7 +337,7 @@ class ShardedStrategy:
 
         def look() -> None:
             if self.is_global_zero and not is_plugin(io):
-                refuse_place(path, replaces_shards=self._settings.may_choose_format)
+                refuse_place(path, replaces_shards=not self._format.is_written)
 
         def write() -> None:
             if self.is_global_zero and is_plugin(io):
@@ -352,11 +355,11 @@ class ShardedStrategy:
     def _read(self, path: str, lazy: Collection[str], weights_only: bool | None) -> Any:
         """Returns what was saved to `path`, with lazy tensors in the entries `lazy` of a folder of shards. Call it on
         every rank. Raises as `CheckpointKeeper.open` and `read_single_file`."""
-        io, self._goes_on_from_shards = self.checkpoint_io, False
+        io, self._format.goes_on_from_shards = self.checkpoint_io, False
         if is_read_by_plugin(io, path):
             return io.load_checkpoint(path, weights_only=weights_only)
         sharded = self._checkpoints.open(path, lazy=lazy, objects=weights_only is False)
-        self._goes_on_from_shards = sharded is not None
+        self._format.goes_on_from_shards = sharded is not None
         return read_single_file(io, path, weights_only) if sharded is None else sharded
 
     def _model_to_save(self, engine: Engine, key: str | None = None) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import os
 import pickle
 import zipfile
-from typing import Any
+from typing import Any, final
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
@@ -32,42 +32,53 @@ def is_read_by_plugin(io: CheckpointIO, path: str) -> bool:
         return True
 
 
-def format_beside(io: CheckpointIO | None, policy: Checkpoint | None) -> Checkpoint | None:
-    """Returns how to save where `io` writes: as `policy` says, but as single files if the user has left that open, and
-    `io` is a plugin of the user's own.
+@final
+class CheckpointFormat:
+    """How a strategy saves: as its user has written, as a plugin of the user's needs it, or as each run chooses."""
 
-    Raises:
-        ValueError: when the user has asked for folders of shards, and `io` writes single files.
-    """
-    if io is None or not is_plugin(io) or (policy is not None and policy.format == "full"):
-        return policy
-    if policy is None:
+    def __init__(self, written: Checkpoint | None) -> None:
+        self.policy = written  # None until it is chosen
+        self.is_written = written is not None  # by the user
+        self.goes_on_from_shards = False  # the run has resumed from a sharded checkpoint; its own may replace that one
+
+    def take_plugin(self, io: CheckpointIO | None) -> None:
+        """Saves single files if the user has left that open, and `io` is a plugin of the user's own, which writes them.
+
+        Raises:
+            ValueError: when the user has asked for folders of shards, and `io` writes single files.
+        """
+        if io is None or not is_plugin(io) or (self.policy is not None and self.policy.format == "full"):
+            return
+        if self.policy is not None:
+            raise ValueError(
+                f"{type(io).__name__} writes single files, and checkpoints are folders of shards. Leave it out (for "
+                "saves in the background there is Checkpoint(async_save=True)), or choose single files: "
+                "ZeroStrategy(checkpoint=Checkpoint(format='full'))."
+            )
         rank_zero_info(
             f"{type(io).__name__} writes single files, so checkpoints are single files, and not folders of shards. "
             "To have this unsaid, write checkpoint='full'."
         )
-        return Checkpoint(format="full")
-    raise ValueError(
-        f"{type(io).__name__} writes single files, and checkpoints are folders of shards. Leave it out (for "
-        "saves in the background there is Checkpoint(async_save=True)), or choose single files: "
-        "ZeroStrategy(checkpoint=Checkpoint(format='full'))."
-    )
+        self.policy = Checkpoint(format="full")
 
+    def begin_fit(self, io: CheckpointIO) -> None:
+        """Leaves the format of a fit open, unless the user has written it, or `io` is a plugin of the user's own."""
+        self.goes_on_from_shards = False
+        if not (self.is_written or is_plugin(io)):
+            self.policy = None
 
-def choose_format(nbytes: int, *, goes_on_from_shards: bool) -> tuple[Checkpoint, str]:
-    """Returns how to save where the user has left that open, and a message that says so.
-
-    Args:
-        nbytes: of the states of model and optimizers.
-        goes_on_from_shards: the run has resumed from a sharded checkpoint. Its own may take the place of that one.
-    """
-    small = sized(SMALL_BYTES)
-    why = f"the states of model and optimizers take {sized(nbytes)}"
-    if nbytes <= SMALL_BYTES and not goes_on_from_shards:
-        told = f"Checkpoints are single files: {why}, and up to {small} goes into one file."
-        return Checkpoint(format="full"), f"{told} For shards write checkpoint='sharded'."
-    why = "the run goes on from one" if goes_on_from_shards else f"{why}, and more than {small} is sharded"
-    return Checkpoint(), f"Checkpoints are folders of shards: {why}. For single files write checkpoint='full'."
+    def choose(self, nbytes: int) -> str:
+        """Chooses for a run, and returns a message that says so. `nbytes` are those of the states of model and
+        optimizers."""
+        small = sized(SMALL_BYTES)
+        why = f"the states of model and optimizers take {sized(nbytes)}"
+        if nbytes <= SMALL_BYTES and not self.goes_on_from_shards:
+            self.policy = Checkpoint(format="full")
+            told = f"Checkpoints are single files: {why}, and up to {small} goes into one file."
+            return f"{told} For shards write checkpoint='sharded'."
+        self.policy = Checkpoint()
+        why = "the run goes on from one" if self.goes_on_from_shards else f"{why}, and more than {small} is sharded"
+        return f"Checkpoints are folders of shards: {why}. For single files write checkpoint='full'."
 
 
 def refuse_place(path: Any, *, replaces_shards: bool) -> None:

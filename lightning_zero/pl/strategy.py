@@ -10,44 +10,30 @@ from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import Parameter
 from typing_extensions import override
 
 from lightning_zero import config
-from lightning_zero.checkpoint import randomness
 from lightning_zero.config import ActivationCheckpointing, Checkpoint, Offload
 from lightning_zero.device import HOST
 from lightning_zero.pl import other_name
 from lightning_zero.pl.automatic import chosen
-from lightning_zero.pl.callbacks import OwnCallbacks
-from lightning_zero.pl.checkpointing import CheckpointingStrategy, trainer_of
+from lightning_zero.pl.checkpointing import trainer_of
 from lightning_zero.pl.elsewhere import answers
-from lightning_zero.pl.ema import ZeroEMA
-from lightning_zero.pl.fitting import refuse_to_fit, tell_of_foreign, warn_of_undivided, what_needs_gradients
-from lightning_zero.pl.lightning_private import show_device, show_mesh, sync_layers, use_sampler
-from lightning_zero.pl.precision import adapt, guard_schedulers
-from lightning_zero.pl.ranks import failed_alike, mesh_of, start_method_here, unshare
-from lightning_zero.pl.refusals import tell_refusal
-from lightning_zero.pl.sharded_strategy import Settings, after_meeting
-from lightning_zero.pl.single_file import is_plugin
-from lightning_zero.run.engine import Engine, Options
-from lightning_zero.run.forecast import bytes_to_save
-from lightning_zero.run.modes import NAMES as MODES
+from lightning_zero.pl.engine_strategy import EngineStrategy
+from lightning_zero.pl.lightning_private import show_mesh
+from lightning_zero.pl.ranks import mesh_of, start_method_here, unshare
+from lightning_zero.pl.settings import UNTIL_CHOSEN, Settings
+from lightning_zero.pl.sharded_strategy import after_meeting
+from lightning_zero.pl.single_file import CheckpointFormat
+from lightning_zero.run.engine import Options
 from lightning_zero.stage import STAGES
-from lightning_zero.tiers.disk import DiskError
-from lightning_zero.wire.comm import RankTimeoutError
 from lightning_zero.wire.mesh import shape_of
-
-UNTIL_CHOSEN = 2  # the stage of a strategy with stage="auto" that evaluates before it has trained
 
 
 def _in_forward(theirs: Callable[..., Any]) -> Any:
@@ -61,7 +47,7 @@ def _in_forward(theirs: Callable[..., Any]) -> Any:
     return ours
 
 
-class ZeroStrategy(CheckpointingStrategy):
+class ZeroStrategy(EngineStrategy):
     """Trains with ZeRO (arXiv 1910.02054): the results of DDP, with the model states partitioned over the ranks.
 
     Users call `full_parameters`, `full_grad`, `grad_norms`, `full_optimizer_state`, `load_pretrained`, `no_sync`,
@@ -127,7 +113,7 @@ class ZeroStrategy(CheckpointingStrategy):
     """
 
     _has_trainer = False  # a Trainer has been made with it
-    _is_setting_up = False  # a run has begun, and its engine is not made yet
+    _arguments: dict[str, Any]  # what the user has written: see `answers`
 
     @answers
     def __init__(
@@ -170,24 +156,8 @@ class ZeroStrategy(CheckpointingStrategy):
             start_method=cast(Any, start_method_here(start_method)),
             timeout=config.seconds_from(timeout, "timeout"),
         )
-        config.is_switch("sanitize", sanitize)
-        config.one_of("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
         config.one_of("process_group_backend", process_group_backend, (None, "gloo", "nccl", "xccl"))
-        config.at_least("max_skipped_steps", max_skipped_steps, 1)
-        self._stage_written = stage
-        self._is_open = stage == "auto"  # chosen when a fit begins
-        self.stage = UNTIL_CHOSEN if self._is_open else config.stage_from(stage, STAGES)
-        self.offload = config.policy_from(Offload, offload, "offload")
-        offloads_parameters = self.offload is not None and self.offload.parameters is not None
-        if offloads_parameters and not self._is_open and not STAGES[self.stage].parameter:
-            raise ValueError(
-                f"{self.offload} offloads parameters, which are whole on every rank at stage={self.stage}. Write "
-                "stage=3, or leave parameters out."
-            )
-        self.activation_checkpointing = config.policy_from(
-            ActivationCheckpointing, activation_checkpointing, "activation_checkpointing"
-        )
-        self.checkpoint = config.policy_from(Checkpoint, checkpoint, "checkpoint")
+        is_open = stage == "auto"
         options = Options(
             unit_classes=config.classes_from(units, "units"),
             merges_units=units == "auto",
@@ -200,32 +170,29 @@ class ZeroStrategy(CheckpointingStrategy):
             param_dtype=config.dtype_from(param_dtype, "param_dtype"),
             reduce_dtype=config.dtype_from(reduce_dtype, "reduce_dtype"),
             broadcast_buffers=broadcast_buffers,
-            offload=self.offload,
-            activation_checkpointing=self.activation_checkpointing,
+            offload=config.policy_from(Offload, offload, "offload"),
+            activation_checkpointing=config.policy_from(
+                ActivationCheckpointing, activation_checkpointing, "activation_checkpointing"
+            ),
             granularity=granularity,
             step_in_backward=step_in_backward,
         )
         self._settings = Settings(
+            stage=UNTIL_CHOSEN if is_open else config.stage_from(stage, STAGES),
+            is_open=is_open,
             options=options,
             max_skipped_steps=max_skipped_steps,
             wait_timeout=config.seconds_from(wait_timeout, "wait_timeout"),
             timeout=config.seconds_from(timeout, "timeout"),
             sanitize=sanitize,
             start_method=start_method_here(start_method),
-            may_choose_format=checkpoint is None,
         )
+        self._format = CheckpointFormat(config.policy_from(Checkpoint, checkpoint, "checkpoint"))
         self.checkpoint_io = checkpoint_io
-        self._left_gradients: dict[Parameter, Tensor] = {}  # those of the last step, whole, on the host
         self._is_blocked = False  # Lightning accumulates: the next backward is not the last of its step
-        self._undo = ExitStack()  # what `teardown` undoes in module and Trainer
-        self._own_callbacks: OwnCallbacks | None = None  # those of the run under way
+        self._undo = ExitStack()
 
     # -- set up
-
-    @DDPStrategy.precision_plugin.setter  # type: ignore[attr-defined]
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        adapted = None if precision_plugin is None else adapt(precision_plugin)
-        DDPStrategy.precision_plugin.fset(self, adapted)  # type: ignore[attr-defined]
 
     @override
     def setup_distributed(self) -> None:
@@ -236,9 +203,8 @@ class ZeroStrategy(CheckpointingStrategy):
     @contextmanager
     @override
     def model_sharded_context(self) -> Iterator[None]:
-        """Surrounds `configure_model`. At stage 3 it builds a model that is never whole."""
         self._choose()
-        with self._constructing() as self._construction:
+        with super().model_sharded_context():
             yield
 
     @override
@@ -246,11 +212,6 @@ class ZeroStrategy(CheckpointingStrategy):
         """Also sets `LightningModule.device_mesh`, before `configure_model`, as ModelParallelStrategy does."""
         module, options = self.lightning_module, self._settings.options
         assert module is not None
-        self._is_setting_up = True
-        if module.trainer.state.fn == TrainerFn.FITTING:
-            self._goes_on_from_shards = False
-            if self._settings.may_choose_format and not is_plugin(self.checkpoint_io):
-                self.checkpoint = None  # each fit chooses anew
         unshare(module, self._settings.start_method)
         super().setup_environment()
         shape_of(self.world_size, options.replicate_size, options.tensor_parallel_size)  # raises where it must
@@ -263,12 +224,9 @@ class ZeroStrategy(CheckpointingStrategy):
     def _choose(self) -> None:
         """Takes what rank 0 has chosen, if the user has left the stage open. Collective."""
         module = self.lightning_module
-        if not self._is_open or module is None or module.trainer.state.fn != TrainerFn.FITTING:
+        if not self._settings.is_open or module is None or module.trainer.state.fn != TrainerFn.FITTING:
             return
-        made = ZeroStrategy(**chosen(self, module.trainer, self._arguments))
-        self.stage, self.offload, self._settings = made.stage, made.offload, made._settings
-        self.activation_checkpointing = made.activation_checkpointing
-        self._is_open = False
+        self._settings = ZeroStrategy(**chosen(self, module.trainer, self._arguments))._settings
 
     @property
     @override
@@ -287,64 +245,10 @@ class ZeroStrategy(CheckpointingStrategy):
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
-        module = self.lightning_module
         assert self.accelerator is not None
-        assert module is not None
-        self.accelerator.setup(trainer)
+        self.accelerator.setup(trainer)  # comes first: a stage is chosen by the memory that is free on the device
         self._choose()
-        if self.world_size == 1:  # one rank draws its data as one device does, or it could not equal strategy="auto"
-            use_sampler(trainer, False)
-        self._own_callbacks = OwnCallbacks(self, trainer)
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        if self._close_engine() or self.engine is None or self.engine.module is not module:
-            self._make_engine(trainer, module, fitting)
-        elif fitting:
-            raise RuntimeError(
-                "The model is still in shards since the run before: whole copies do not fit into host memory, and new "
-                "optimizers need them. Save a checkpoint, make the model anew, and fit(model, ckpt_path=...)."
-            )
-        self.precision_plugin.begin(self.engine, self._settings.max_skipped_steps)
-        self._is_setting_up = False
-
-    def _make_engine(self, trainer: "pl.Trainer", module: "pl.LightningModule", fitting: bool) -> None:
-        """Does what Lightning's own `setup` does, but makes an engine where that wraps the module in DDP."""
-        assert self.model is not None
-        if fitting:
-            self.model = sync_layers(self, self.model)
-        self.model = self.precision_plugin.convert_module(self.model)
-        comm = self._ensure_comm()  # before user code runs: with it, other ranks hear of an error on this one
-        if self._failed:
-            comm.report(None)  # the failure of the run before is not the reason for one from here on
-        if fitting:
-            self.setup_optimizers(trainer)
-            refuse_to_fit(trainer, self._settings.options)
-        optimizers = self.optimizers if fitting else []
-        self.engine = engine = self._new_engine(module, optimizers, self.precision_plugin, "configure_model()")
-        show_device(module, device=self.root_device)  # sets `module.device`, as `module.to` would
-        randomness.share(engine.mesh.tensor, self.root_device)
-        warn_of_undivided(engine)
-        self._failed, self._runs, self._left_gradients = False, self._runs + 1, {}
-        self.setup_precision_plugin()
-        if fitting:
-            self._trained, self._bytes_of_fit = engine, bytes_to_save(module, optimizers)
-            self._begin_fit(trainer, engine)
-
-    def _begin_fit(self, trainer: "pl.Trainer", engine: Engine) -> None:
-        """Prepares Lightning's schedulers, optimizers and loggers for a fit, and prints the table if that is wanted."""
-        module = trainer.lightning_module
-        self._undo.callback(guard_schedulers(self.precision_plugin, module, lambda: self.lr_scheduler_configs))
-        found: Any = module.optimizers()
-        wrappers: list[Any] = found if isinstance(found, list) else [found]
-        for wrapper in wrappers:  # they have the class's methods, not those of this one object
-            methods = vars(wrapper.optimizer)
-            vars(wrapper).update({name: methods[name] for name in MODES if name in methods})
-        self._warn_of_loggers(trainer.loggers)
-        self._begin_training(engine)
-        assert self._own_callbacks is not None
-        if self._own_callbacks.summarises:
-            averages = [one.room(engine) for one in trainer.callbacks if isinstance(one, ZeroEMA)]  # type: ignore[attr-defined]
-            self._tell(engine, averages=averages, can_step_in_backward=not what_needs_gradients(trainer))
-            tell_of_foreign(engine)
+        super().setup(trainer)
 
     # -- steps
 
@@ -416,7 +320,7 @@ class ZeroStrategy(CheckpointingStrategy):
         """Returns what can be copied, and sent to another process: all but what belongs to the ranks of this run."""
         state = super().__getstate__()
         state.pop("device_mesh", None)
-        for name in ("_comm", "engine", "_trained", "_construction", "_keeper", "_resumed_state", "_own_callbacks"):
+        for name in ("_comm", "engine", "_fit", "_construction", "_keeper", "_resumed_state", "_own_callbacks"):
             state[name] = None
         return {**state, "_undo": ExitStack()}
 
@@ -431,86 +335,9 @@ class ZeroStrategy(CheckpointingStrategy):
         """
         return mesh_of(self._settings.options, self.world_size, self.root_device)
 
-    # -- the end
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        self._failed = True
-        if self._is_setting_up:
-            tell_refusal(exception, self.global_rank)
-        # After these, messages of the operation may still arrive, or the process is about to be killed.
-        self._failed_for_good = isinstance(exception, RankTimeoutError | SystemExit)
-        if self.engine is not None:
-            self._notices.leave()
-        if isinstance(exception, RankTimeoutError):
-            exception.moment = _moment_of(self.lightning_module)
-            if self.engine is not None and self._notices.place:
-                exception.add_note(f"Rank {self.global_rank} was {self._notices.place}.")
-        elif self._comm is not None:
-            self._comm.report(f"{type(exception).__name__}: {exception}".splitlines()[0])
-        if isinstance(exception, DiskError):
-            latest = None if self._keeper is None else self._keeper.latest_complete
-            exception.add_note(f"The last complete checkpoint of this run: {latest or 'none was saved'}.")
-        super().on_exception(exception)
-
-    @override
-    def teardown(self) -> None:
-        self._undo.close()
-        if self._own_callbacks is not None and self.lightning_module is not None:
-            self._own_callbacks.preemption.tell(self.lightning_module.trainer)
-            self._own_callbacks = None
-        try:
-            self._end_saves()
-        finally:
-            is_whole = self._close_engine()
-            if is_whole and self._settings.options.tensor_parallel_size == 1:
-                super().teardown()
-                for parameter, grad in self._left_gradients.items():
-                    parameter.grad = grad
-                self._left_gradients = {}
-            else:  # not Lightning's teardown, which moves the model to the CPU: it is in shards, or on a device mesh
-                for name in ("cluster_environment", "precision_plugin", "accelerator", "checkpoint_io"):
-                    getattr(self, name).teardown()
-
-    def _close_engine(self) -> bool:
-        """Makes the model whole when all ranks are there and it fits. Returns whether it is whole."""
-        engine = self._live_engine
-        if engine is None:
-            return True
-        may_be_alone = self._failed and engine.mesh.world.size > 1
-        if may_be_alone and (self._failed_for_good or not failed_alike(engine, self.board, self._runs)):
-            engine.close(whole=False)
-            self._comm = self._keeper = None  # messages may still be under way: the next run has its own of both
-            return False
-        copies = self._copies_that_fit(engine)
-        if not copies:
-            rank_zero_info(
-                "The model stays sharded: whole copies do not fit into host memory. Reading a parameter gathers it "
-                "(on every rank); Trainer.save_checkpoint works."
-            )
-            return False
-        if not self._failed and copies > 1 and engine is self._trained:
-            self._left_gradients = engine.averages.whole_on_host()
-        engine.close()
-        return True
-
-    @property
-    def _arguments(self) -> dict[str, Any]:
-        """What the user has written."""
-        return {"stage": self._stage_written, **vars(self).get("_written", {})}  # not there yet while it is made
-
     def __repr__(self) -> str:
         written = ", ".join(f"{name}={value!r}" for name, value in self._arguments.items())
         return f"{type(self).__name__}({written}){other_name.advice()}"
 
 
 ZeroStrategy.register_strategies(StrategyRegistry)
-
-
-def _moment_of(module: "pl.LightningModule | None") -> str:
-    """Returns what the trainer does now, for messages, such as "step 12"."""
-    trainer = trainer_of(module)
-    if trainer is None:
-        return ""
-    stage = trainer.state.stage
-    return f"{'' if trainer.training or stage is None else f'{stage.value} after '}step {trainer.global_step}"

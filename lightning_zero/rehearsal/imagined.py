@@ -310,11 +310,10 @@ class ImaginedStrategy(WatchedStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Tells nobody: there are no other ranks, and whoever rehearses gets the error."""
-        self._failed = True
+        self._failure = type(exception)
 
     @override
-    def _close_engine(self) -> bool:
+    def _close_engine(self) -> None:
         """Leaves the parameters as they are: a whole model would not fit anywhere."""
         if self.engine is not None and not self.engine.closed:
             self.engine.close(whole=False)
-        return False

@@ -230,7 +230,7 @@ def answers_of(module: Module, batch: Any, **trainer: Any) -> Answers:
 def _imagined(strategy: ZeroStrategy | Mapping[str, Any] | int) -> ImaginedStrategy:
     if not isinstance(strategy, ZeroStrategy):  # one that the user knows tells what is wrong with the arguments
         strategy = ZeroStrategy(strategy) if isinstance(strategy, int) else ZeroStrategy(**strategy)
-    if strategy._is_open:
+    if strategy._settings.is_open:
         raise ValueError("stage='auto' is what a rehearsal helps to choose. Write a stage, or have `plan` choose.")
     return ImaginedStrategy(**strategy._arguments)
 
