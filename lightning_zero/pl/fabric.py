@@ -18,9 +18,7 @@ from lightning.fabric.plugins import BitsandbytesPrecision, Precision
 from lightning.fabric.plugins import TransformerEnginePrecision as TransformerEngine
 from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from lightning.fabric.wrappers import is_wrapped
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -28,8 +26,9 @@ from typing_extensions import override
 from lightning_zero.checkpoint import resume
 from lightning_zero.pl.advice import advise, advise_on_uncaught, tell_once
 from lightning_zero.pl.lightning_private import states_in
-from lightning_zero.pl.precision import ShardedGradients, SkippedSteps
-from lightning_zero.pl.sharded_module import ShardedModule, SyncControl
+from lightning_zero.pl.loss_scaling import LossScaling
+from lightning_zero.pl.precision import ShardedGradients
+from lightning_zero.pl.sharded_module import ModulesSetUp, ShardedModule, SyncControl
 from lightning_zero.pl.sharded_strategy import ShardedStrategy, after_meeting
 from lightning_zero.pl.single_file import is_plugin
 from lightning_zero.pl.strategy import ZeroStrategy
@@ -38,9 +37,7 @@ from lightning_zero.run.forecast import bytes_to_save
 from lightning_zero.run.modes import NAMES as MODES
 from lightning_zero.run.replicated import broadcast_states
 from lightning_zero.shards.managed import foreign_parameters
-from lightning_zero.shards.norm import Overflow
 from lightning_zero.stage import STAGES
-from lightning_zero.torch_private import scaling_of
 from lightning_zero.wire.comm import failing_together
 from lightning_zero.wire.mesh import Mesh
 
@@ -89,11 +86,9 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         if is_plugin(of.checkpoint_io):
             self.checkpoint_io = of.checkpoint_io
         self._backward_sync_control = cast(Any, SyncControl())  # where Fabric looks for it
-        self._modules: list[ShardedModule] = []
-        self._optimizers: list[Optimizer] = []
+        self._set_up = ModulesSetUp()
         self._steps = 0  # of all optimizers
-        self._overflows: dict[Optimizer, Overflow] = {}  # what unscaling has found for steps that are to come
-        self._skipped = SkippedSteps(of._settings.max_skipped_steps)
+        self._scaling = LossScaling(of._settings.max_skipped_steps)
         advise_on_uncaught(self)
 
     # -- ranks
@@ -151,8 +146,8 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         return self._add(module)
 
     def _add(self, module: Module) -> ShardedModule:
-        self._modules.append(ShardedModule(module, self._make_engine))
-        return self._modules[-1]
+        self._set_up.modules.append(ShardedModule(module, self._make_engine))
+        return self._set_up.modules[-1]
 
     @override
     def setup_module_and_optimizers(
@@ -177,10 +172,10 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
                 f"{type(optimizer).__name__} moves weights in train() and eval(), which Fabric calls on a copy of it "
                 "that knows nothing of shards. Use a Trainer, or stage=0."
             )
-        for sharded in self._modules:
+        for sharded in self._set_up.modules:
             if sharded.made is not None and sharded.is_stepped_by(optimizer):
                 self._discard_engine(sharded)
-        self._optimizers.append(optimizer)
+        self._set_up.optimizers.append(optimizer)
         return optimizer
 
     def _discard_engine(self, sharded: ShardedModule) -> None:
@@ -199,13 +194,8 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         engine.close()
         sharded.made = None
 
-    def _optimizers_of(self, sharded: ShardedModule) -> list[Optimizer]:
-        if sharded.made is not None:
-            return sharded.made.optimizers
-        return [optimizer for optimizer in self._optimizers if sharded.is_stepped_by(optimizer)]
-
     def _make_engine(self, sharded: ShardedModule) -> Engine:
-        optimizers = self._optimizers_of(sharded)
+        optimizers = self._set_up.optimizers_of(sharded)
         engine = self._new_engine(sharded.module, optimizers, self.precision, "fabric.init_module()")
         if optimizers:
             sharded.bytes_to_save = bytes_to_save(sharded.module, optimizers)
@@ -220,7 +210,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
     @property
     def skipped_steps(self) -> int:
         """Number of optimizer steps that were skipped because a gradient overflowed in fp16."""
-        return self._skipped.total
+        return self._scaling.skipped.total
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
@@ -232,16 +222,12 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         self._unscale(optimizer)
         output = super().optimizer_step(optimizer, **kwargs)
         self._steps += 1
-        self._skipped.note(self._steps, self._overflows.pop(optimizer, None), self._scaler)
+        self._scaling.end_step(self._steps, optimizer, self._scaler)
         return output
 
     def _unscale(self, optimizer: Optimizer) -> None:
-        """Unscales the gradients, if there is a scaler, once between two steps. See `Averages.unscale_`, which leaves
-        nothing to unscale to the plugin's own scaler."""
-        scaler = self._scaler
-        if scaler is not None and scaling_of(scaler, optimizer)["stage"] is OptState.READY:
-            averages = self._stepped_in[optimizer].averages
-            self._overflows[optimizer] = averages.unscale_(scaler, optimizer)
+        if self._scaler is not None:
+            self._scaling.unscale(self._scaler, optimizer, self._stepped_in[optimizer].averages)
 
     @override
     def clip_gradients_norm(
@@ -274,23 +260,17 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
 
     @override
     def _engine_of(self, what: Module | Parameter | None) -> Engine:
-        wanted: Any = what.module if isinstance(what, Module) and is_wrapped(what) else what
-        found = [sharded for sharded in self._modules if what is None or sharded.has(wanted)]
-        if len(found) != 1:
-            told = f"{len(found)} of the modules that were set up have it" if what is not None else "say which"
-            raise ValueError(f"{len(self._modules)} modules were set up with Fabric; {told}. Pass one of them.")
-        return found[0].engine
+        return self._set_up.engine_of(what)
 
     @property
     @override
     def _engines(self) -> list[Engine]:
-        return [sharded.made for sharded in self._modules if sharded.made is not None]
+        return self._set_up.engines
 
     @property
     @override
     def _stepped_in(self) -> dict[Optimizer, Engine]:
-        # A module without optimizers may get some later: no engine is made for it here.
-        return {one: sharded.engine for sharded in self._modules for one in self._optimizers_of(sharded)}
+        return self._set_up.stepped_in
 
     # -- checkpoints
 
@@ -322,7 +302,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
 
     @override
     def _bytes_to_save(self) -> int:
-        return sum(sharded.bytes_to_save or bytes_to_save(sharded.module, []) for sharded in self._modules)
+        return sum(sharded.bytes_to_save or bytes_to_save(sharded.module, []) for sharded in self._set_up.modules)
 
     def _state_to_save(self, key: str, value: Any) -> Any:
         """Returns the state of a module or optimizer that was set up, and any other value as it is."""
@@ -392,9 +372,9 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
 
     def advise_on(self, error: BaseException) -> None:
         """Says, if memory has run out, what has grown, and which options free most; of each error once."""
-        module = self._modules[0].module if self._modules else None
+        modules = self._set_up.modules
         where = f"on rank {self.global_rank}, in step {self._steps}"
-        tell_once(error, lambda: advise(self, error, where, module))
+        tell_once(error, lambda: advise(self, error, where, modules[0].module if modules else None))
 
     @override
     def teardown(self) -> None:
@@ -402,10 +382,9 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         for engine in self._engines:
             if self._copies_that_fit(engine):
                 engine.close()
-        self._modules.clear()
-        for optimizer in self._optimizers:
+        for optimizer in self._set_up.optimizers:
             vars(optimizer).pop("load_state_dict", None)
-        self._optimizers.clear()
+        self._set_up = ModulesSetUp()
         super().teardown()
 
     def __repr__(self) -> str:

@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_zero.device import HOST, Late
+from lightning_zero.pl.loss_scaling import SkippedSteps
 from lightning_zero.run.engine import Engine
 from lightning_zero.shards.norm import Overflow
 
@@ -57,40 +58,6 @@ def adapt(plugin: Precision) -> Precision:
     bases = (ShardedGradients, lightnings) if base is lightnings else (base, ShardedGradients, lightnings)
     adapted.__class__ = type(base.__name__, bases, kept)
     return adapted
-
-
-@final
-class SkippedSteps:
-    """Counts optimizer steps that were skipped because a gradient overflowed in fp16, and ends a run that skips more
-    than `most` in a row."""
-
-    def __init__(self, most: int = 20) -> None:
-        self.total = 0  # since training began, in whatever run
-        self._most = most
-        self._in_a_row: list[str] = []  # up to now, each in words
-
-    def note(self, step: int, overflow: Overflow | None, scaler: Any, loss: float | None = None) -> None:
-        """Takes note of a step, which was skipped if a gradient overflowed on any rank. Warns if it was.
-
-        Raises:
-            RuntimeError: for more than `most` skipped steps in a row.
-        """
-        if overflow is None or not overflow.ranks:
-            self._in_a_row.clear()
-            return
-        names, scale = overflow.parameters, scaler.get_scale()
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        seen = "" if loss is None else f"loss {loss}, "
-        self._in_a_row.append(f"step {step}: {seen}non-finite gradients on ranks {overflow.ranks} in {shown}")
-        self.total += 1
-        rank_zero_warn(f"Skipped an optimizer step, {self._in_a_row[-1]}. The loss scale is {scale:g}.")
-        if len(self._in_a_row) > self._most:
-            told = "\n  ".join(self._in_a_row)
-            raise RuntimeError(
-                f"{len(self._in_a_row)} optimizer steps in a row overflowed in fp16 (max_skipped_steps={self._most}):\n"
-                f"  {told}\nThe loss scale is {scale:g}. Look at the parameters named above, lower the learning rate, "
-                "or use precision='bf16-mixed'."
-            )
 
 
 class ShardedGradients(Precision):
