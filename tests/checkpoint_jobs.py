@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import jobs
+import lightning_zero.pl.engine_strategy
 import lightning_zero.pl.single_file
-import lightning_zero.pl.strategy
 from callback_jobs import Uploads
 from jobs import Classifier, Wide, read_checkpoint, state_of
 from lightning_zero.views.lazy import LazyTensor
@@ -473,10 +473,10 @@ def fit_and_tell(
 ) -> dict[str, Any]:
     """A fit that keeps all its checkpoints: what it says of them, and which of them are files."""
     counts = 0 if os.environ["RANK"] == "0" else 10**12  # on rank 1, which must not decide by itself
-    counted = lightning_zero.pl.strategy.bytes_to_save
+    counted = lightning_zero.pl.engine_strategy.bytes_to_save
     with (
         patch.object(lightning_zero.pl.single_file, "SMALL_BYTES", small),
-        patch.object(lightning_zero.pl.strategy, "bytes_to_save", lambda *of: counted(*of) + counts),
+        patch.object(lightning_zero.pl.engine_strategy, "bytes_to_save", lambda *of: counted(*of) + counts),
         warnings.catch_warnings(record=True) as warned,
         jobs.listening() as said,
     ):
