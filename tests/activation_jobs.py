@@ -229,7 +229,7 @@ def tensors_made_of_others(offload: bool) -> None:
     kept = store.keep("block", (given, {}))
     own = values.nbytes // 2 + values.nbytes + values.nbytes // 2  # only what all have is divided
     assert store.ledger.live_in[Category.ACTIVATION_CHECKPOINT, rests.tier] == own
-    found, _ = kept.bring()
+    found, _ = kept.fetch()
     assert (found[0].placements, found[1].placements) == (replicated.placements, sharded.placements)
     assert [tensor.requires_grad for tensor in found] == [True, False, False]
     assert found[1].shape == sharded.shape

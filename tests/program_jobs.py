@@ -131,7 +131,7 @@ def recording(engine: Engine) -> Iterator[Recorder]:
 
     noted: dict[tuple[Any, str], Callable[..., None]] = {
         (Journal, "note"): lambda *_: recorder.done.append([]),
-        (Comm, "_begin"): recorder.note_collective,
+        (Comm, "_issue"): recorder.note_collective,
         (Unit, "release"): lambda unit, _: recorder.note(Kind.RESHARD, unit.name),
         (GradientShard, "_store"): recorder.note_store,
         (Staged, "begin"): begin_fetch,

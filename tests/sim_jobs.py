@@ -243,18 +243,18 @@ def array_that_is_used_at_once(device: torch.device, first: str, then: str) -> l
     array.write(ALL, torch.full((256,), 1.0))
     sent, found, beside = torch.zeros(256, device=device), 0.0, SideStream(device)
     if first == "send":
-        array.send(ALL, sent)
+        array.copy_to(ALL, sent)
     elif first == "send beside compute":
         with beside.after_current():
-            array.send(ALL, sent)
+            array.copy_to(ALL, sent)
     else:
         array.write(ALL, torch.full((256,), 2.0, device=device))
     if then == "send":
-        found = array.send(ALL, torch.zeros(256, device=device))[7].item()
+        found = array.copy_to(ALL, torch.zeros(256, device=device))[7].item()
     elif then == "read":
         found = array.read()[7].item()
     elif then == "open":
-        array.open().fill_(3.0)
+        array.editable().fill_(3.0)
     elif then == "edit":
         with array.edit() as values:
             values.add_(3.0)

@@ -449,7 +449,7 @@ def test_any_tensor_comes_back_as_it_was(name: str, policy: dict[str, Any], worl
             given = tensor if isinstance(tensor, nn.Parameter) else tensor.detach().requires_grad_(requires_grad)
             kept = store.keep("block", ((given, [given, "x"]), {"key": None}))
             for _ in range(2):
-                (found, (again, word)), other = kept.bring()
+                (found, (again, word)), other = kept.fetch()
                 assert found is again
                 assert (word, other) == ("x", {"key": None})
                 assert (found.shape, found.dtype, found.layout) == (given.shape, given.dtype, given.layout)
@@ -480,10 +480,10 @@ def test_what_several_blocks_are_given_is_kept_once_and_brought_back_once() -> N
     mask = batch()
     calls = [store.keep("block", ((batch(at), mask), {})) for at in range(3)]
     assert ledger.live_in[KEPT, Tier.HOST] == 4 * mask.nbytes
-    brought = [call.bring()[0][1] for call in calls[::-1]]
+    brought = [call.fetch()[0][1] for call in calls[::-1]]
     assert len({tensor.data_ptr() for tensor in brought}) == 1
     mask.add_(1)
-    (_, edited), _ = store.keep("block", ((batch(), mask), {})).bring()
+    (_, edited), _ = store.keep("block", ((batch(), mask), {})).fetch()
     assert torch.equal(edited, mask)
     assert torch.equal(brought[0] + 1, mask)
 

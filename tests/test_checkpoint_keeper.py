@@ -156,7 +156,7 @@ def test_what_cannot_be_removed_is_told_and_the_job_goes_on(
         save(keeper, comm, tmp_path / "b", 4)
         keeper.saver.wait()
 
-    monkeypatch.setattr(Folder, "hide", refuse)
+    monkeypatch.setattr(Folder, "unlink", refuse)
     on_ranks(do, in_background=in_background)
     (warning,) = warnings
     assert f"{tmp_path}/a could not be removed: [Errno 13] Permission denied" in warning
@@ -309,11 +309,11 @@ def test_a_leftover_of_another_users_is_left_alone(tmp_path: Path, monkeypatch: 
 
 def test_a_link_leaves_a_checkpoint_before_that_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = []
-    hide = Folder.hide
+    unlink = Folder.unlink
 
     def look(folder: Folder) -> Any:
         shown.append(shown_by(tmp_path / "last"))
-        return hide(folder)
+        return unlink(folder)
 
     def do(keeper: CheckpointKeeper, comm: Comm) -> None:
         save(keeper, comm, tmp_path / "a", 3)
@@ -321,7 +321,7 @@ def test_a_link_leaves_a_checkpoint_before_that_is_removed(tmp_path: Path, monke
         save(keeper, comm, tmp_path / "b", 4)
         keeper.remove(str(tmp_path / "a"))
 
-    monkeypatch.setattr(Folder, "hide", look)
+    monkeypatch.setattr(Folder, "unlink", look)
     on_ranks(do)
     assert shown == ["b"]
 

@@ -122,10 +122,10 @@ def test_a_manifest_that_was_cut_short_or_written_over_is_found(manifest: Manife
 def test_blocks_are_numbered_by_their_place_in_the_file(manifest: Manifest) -> None:
     for number in range(len(manifest.files)):
         block = 1
-        for piece in manifest.pieces[number]:
+        for piece in manifest.pieces_by_file[number]:
             if piece.nbytes:  # the place of one without bytes is never asked for
                 assert manifest.first_blocks[number, piece.offset] == block
-            block += piece.blocks
+            block += piece.num_blocks
 
 
 # -- hostile ones

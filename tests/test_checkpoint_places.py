@@ -51,7 +51,7 @@ SETTINGS = {"monitor": "improving", "save_top_k": 2, "save_last": True, "every_n
 
 
 def checkpoints_in(url: str) -> list[str]:
-    return [name for name in Folder(url).names() if Folder(url).inside(name).is_checkpoint]
+    return [name for name in Folder(url).names() if Folder(url).joinpath(name).is_checkpoint]
 
 
 @pytest.mark.parametrize("place", ["memory", "disk", "bucket"])

@@ -196,13 +196,13 @@ def count_messages(size: int) -> int:
     comm = on_gloo()
     assert isinstance(comm, GlooComm)
     sent: list[int] = []
-    start = comm._start
+    start = comm._start_messages
 
     def start_and_note(receives: Any, sends: Any, key: str) -> Any:
         sent.extend(sends)
         return start(receives, sends, key)
 
-    comm._start = start_and_note  # type: ignore[method-assign]
+    comm._start_messages = start_and_note  # type: ignore[method-assign]
     comm.all_reduce(torch.tensor([comm.rank]), "counted", "max")
     return len(sent)
 

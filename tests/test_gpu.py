@@ -505,9 +505,9 @@ def test_an_input_that_is_edited_after_its_block_has_been_copied_before() -> Non
         given = torch.randn(4096, 4096, device=device)
         expected = given.clone()
         kept = store.keep("block", ((given,), {}))
-        store.settle()
+        store.join()
         given.zero_()
-        (found,), _ = kept.bring()
+        (found,), _ = kept.fetch()
         assert torch.equal(found, expected)
 
 

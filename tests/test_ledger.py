@@ -22,8 +22,8 @@ def test_bytes_are_live_until_the_last_view_is_gone() -> None:
 
 def test_views_of_one_storage_are_booked_once() -> None:
     ledger, tensor = Ledger(), torch.zeros(8)
-    ledger.adopt(Category.OPTIMIZER_STATE, tensor[:4])
-    ledger.adopt(Category.OPTIMIZER_STATE, tensor)
+    ledger.book_tensor(Category.OPTIMIZER_STATE, tensor[:4])
+    ledger.book_tensor(Category.OPTIMIZER_STATE, tensor)
     assert ledger.live[Category.OPTIMIZER_STATE] == 32
 
 

@@ -24,13 +24,13 @@ def tower() -> nn.Module:
 def run(comm: Comm, start: nn.Module, forward: Any = None, steps: int = 3, **options: Any) -> dict[str, Any]:
     """Trains at stage 3 and keeps the order in which collectives were issued."""
     issued: list[str] = []
-    begin = comm._begin
+    begin = comm._issue
 
     def begin_and_note(kind: str, name: str, *args: Any, **kwargs: Any) -> str:
         issued.append(f"{kind} {name}")
         return begin(kind, name, *args, **kwargs)
 
-    comm._begin = begin_and_note  # type: ignore[method-assign]
+    comm._issue = begin_and_note  # type: ignore[method-assign]
     model = clone(start)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = Engine(model, [optimizer], stage=3, comm=comm, options=Options(**options))

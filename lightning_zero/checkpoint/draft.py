@@ -72,7 +72,7 @@ class InDoubtError(CheckpointError):
 
 
 class Draft(ABC):
-    """A checkpoint while it is written. Rank 0 calls `begin`, every rank may then `create` files, and rank 0 may
+    """A checkpoint while it is written. Rank 0 calls `claim`, every rank may then `create` files, and rank 0 may
     `commit` them. In the end it calls `close`."""
 
     def __init__(self, folder: Folder, token: str) -> None:
@@ -86,8 +86,8 @@ class Draft(ABC):
     def of(folder: Folder, token: str) -> "Draft":
         return LocalDraft(folder, token) if folder.is_local else UploadedDraft(folder, token)
 
-    def begin(self) -> None:
-        """Prepares the place for new files. Raises CheckpointError when something else than a checkpoint is there, or
+    def claim(self) -> None:
+        """Claims the place for new files. Raises CheckpointError when something else than a checkpoint is there, or
         another job writes there; then there is nothing to close."""
         folder = self.folder
         if folder.is_file:
@@ -97,13 +97,13 @@ class Draft(ABC):
             )
         try:
             folder.refuse_other_folder()
-            self._begin()
+            self._claim()
         except OSError as error:
             raise CheckpointError(f"cannot write to {folder.parent}: {error}") from error
 
     @abstractmethod
-    def _begin(self) -> None:
-        """Does `begin` once the place is known to be free."""
+    def _claim(self) -> None:
+        """Does `claim` once the place is known to be free."""
 
     @contextmanager
     def create(self, name: str) -> Iterator[Stream]:
@@ -131,7 +131,7 @@ class Draft(ABC):
         """
         with self.create(README) as stream:
             stream.write(README_TEXT)
-        old = self._replace(manifest)
+        old = self._commit(manifest)
         self.is_committed = True
         try:
             if self.folder.is_local:
@@ -143,11 +143,11 @@ class Draft(ABC):
         return None
 
     @abstractmethod
-    def _replace(self, manifest: bytes) -> list[str]:
+    def _commit(self, manifest: bytes) -> list[str]:
         """Does the step. Returns the names of files that it made superfluous."""
 
     @contextmanager
-    def _step(self, manifest: bytes, undo: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def _committing(self, manifest: bytes, undo: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Surrounds the step. Ignores an error if the step was done all the same: network file systems may report that
         what they did has failed. Otherwise calls `undo`, and raises the error.
 
@@ -194,7 +194,7 @@ class LocalDraft(Draft):
         self._lock = contextlib.ExitStack()
 
     @override
-    def _begin(self) -> None:
+    def _claim(self) -> None:
         self._target.parent.mkdir(parents=True, exist_ok=True)
         with self._acquire() as lock:
             shutil.rmtree(self._beside, ignore_errors=True)  # left by a killed job: no other job is writing
@@ -226,7 +226,7 @@ class LocalDraft(Draft):
         return False
 
     @override
-    def _replace(self, manifest: bytes) -> list[str]:
+    def _commit(self, manifest: bytes) -> list[str]:
         with self.create(MANIFEST) as stream:
             stream.write(manifest)
         sync_names(self._beside)
@@ -238,7 +238,7 @@ class LocalDraft(Draft):
         """Moves the new files beside the old ones, then replaces the manifest."""
         old = [name for name in self.folder.names() if name not in (MANIFEST, README)]
         new = [path.name for path in self._beside.iterdir() if path.name not in (MANIFEST, README)]
-        with self._step(manifest, undo=lambda: self._remove(new)):
+        with self._committing(manifest, undo=lambda: self._remove(new)):
             for name in (*new, README):
                 (self._beside / name).rename(self._target / name)
             sync_names(self._target)
@@ -255,7 +255,7 @@ class LocalDraft(Draft):
             if linked is not None and not self._target.is_symlink():
                 self._target.symlink_to(linked)
 
-        with self._step(manifest, undo=link_again):
+        with self._committing(manifest, undo=link_again):
             if linked is not None:
                 self._target.unlink()  # its target stays
             self._beside.rename(self._target)
@@ -278,13 +278,13 @@ class UploadedDraft(Draft):
     """A draft on an object store: files in their final place, where they are no checkpoint without the manifest."""
 
     @override
-    def _begin(self) -> None:
+    def _claim(self) -> None:
         self.folder.fs.makedirs(self.folder.path, exist_ok=True)
 
     @override
-    def _replace(self, manifest: bytes) -> list[str]:
+    def _commit(self, manifest: bytes) -> list[str]:
         old = [name for name in self.folder.names() if OURS.fullmatch(name)]  # also those of killed saves
-        with self._step(manifest):
+        with self._committing(manifest):
             self.folder.fs.pipe_file(self.folder.file(MANIFEST), manifest)
         kept = manifest.decode()
         return [name for name in old if name != MANIFEST and name not in kept]

@@ -56,7 +56,7 @@ def consolidate(url: str | os.PathLike[str], out: str | os.PathLike[str], *, obj
     place = Folder(out)
     place.refuse_inside_checkpoint()
     if place.exists and not place.is_file:
-        raise CheckpointError(f"{out} is no file; name the file to write, such as {place.inside('model.ckpt')}.")
+        raise CheckpointError(f"{out} is no file; name the file to write, such as {place.joinpath('model.ckpt')}.")
     if is_single_file(single := Folder(url)):
         refuse_other_files(single)
         if problems := problems_in(single):
@@ -199,9 +199,9 @@ def export_safetensors(
             raise CheckpointError(f"{out} is a file; name the folder to write to.")
         # No file gets its name if one cannot be written. The index, which readers trust, gets it last.
         with ExitStack() as arriving:
-            index = arriving.enter_context(_arriving(target.inside(INDEX))) if len(files) > 1 else None
+            index = arriving.enter_context(_arriving(target.joinpath(INDEX))) if len(files) > 1 else None
             for name, group in files.items():
-                _write_safetensors(group, arriving.enter_context(_arriving(target.inside(name))))
+                _write_safetensors(group, arriving.enter_context(_arriving(target.joinpath(name))))
             if index is not None:
                 total = sum(lazy.nbytes for lazy in tensors.values())
                 weight_map = {key: name for name, group in files.items() for key in group}

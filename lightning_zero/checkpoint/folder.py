@@ -129,7 +129,7 @@ class Folder:
     def file(self, name: str) -> str:
         return posixpath.join(self.path, name)
 
-    def inside(self, name: str) -> "Folder":
+    def joinpath(self, name: str) -> "Folder":
         return Folder(posixpath.join(str(self), name))
 
     @property
@@ -150,7 +150,7 @@ class Folder:
         except (FileNotFoundError, NotADirectoryError):
             return []
         names = sorted(posixpath.basename(each["name"].rstrip("/")) for each in found if each["type"] == "file")
-        return [self.inside(name) for name in names if not name.startswith(".")]
+        return [self.joinpath(name) for name in names if not name.startswith(".")]
 
     def open(self, name: str) -> IO[bytes]:
         with self._reading(name):
@@ -211,9 +211,9 @@ class Folder:
 
     def remove(self) -> None:
         """Removes the checkpoint, or only the link if this is one. Does nothing if nothing is there."""
-        self.hide()()
+        self.unlink()()
 
-    def hide(self) -> Callable[[], None]:
+    def unlink(self) -> Callable[[], None]:
         """Does the first half of `remove`, which hides the checkpoint. Returns the other half: it may take long, and
         never fails."""
         if self.is_link or self.is_file:
@@ -262,7 +262,7 @@ class Folder:
         if is_folder:
             self.refuse_other_folder()
         coming = self._new_link(os.path.relpath(target.path, path.parent))
-        delete_replaced = self.hide() if is_folder else lambda: None
+        delete_replaced = self.unlink() if is_folder else lambda: None
         coming.replace(path)
         sync_names(path.parent)
         delete_replaced()

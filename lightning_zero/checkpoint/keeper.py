@@ -110,7 +110,7 @@ class CheckpointKeeper:
             CheckpointError: on every rank the same, when `path` is a folder that is no checkpoint, or a file of one, or
                 when ranks find different checkpoints.
         """
-        self.forget()
+        self.close_resumed()
         found = self.saver.together("resume", partial(self._look_at, path), _refuse_different)
         if "absent" in found:
             raise CheckpointNotFoundError(found["absent"])
@@ -147,7 +147,7 @@ class CheckpointKeeper:
         if self._resumed is not None:
             self._resumed.verify_rest(self._comm.rank, self._comm.size)
 
-    def forget(self) -> None:
+    def close_resumed(self) -> None:
         """Closes the resumed checkpoint."""
         if self._resumed is not None:
             self._resumed.close()

@@ -255,7 +255,7 @@ def find_newest(url: str | os.PathLike[str]) -> Found:
     found: list[tuple[float, bool, str]] = []
     skipped = []
     for name in parent.names():
-        folder = parent.inside(name)
+        folder = parent.joinpath(name)
         if folder.is_file:
             continue
         if name.startswith("."):

@@ -55,7 +55,7 @@ class StoredRange:
     nbytes: int
 
     @property
-    def blocks(self) -> int:
+    def num_blocks(self) -> int:
         """The number of its blocks, and so of its checksums; blocks never span two pieces."""
         return -(-self.nbytes // BLOCK_BYTES)
 
@@ -133,7 +133,7 @@ class Manifest:
         return body + (_SEAL % zlib.crc32(body)).encode()
 
     @cached_property
-    def pieces(self) -> list[list[StoredRange]]:
+    def pieces_by_file(self) -> list[list[StoredRange]]:
         """For each shard, its pieces by offset."""
         found: list[list[StoredRange]] = [[] for _ in self.files]
         for entry in self.tensors.values():
@@ -143,17 +143,17 @@ class Manifest:
 
     def checks_nbytes(self, file: int) -> int:
         """Returns the size of a shard's file of checksums."""
-        return 4 * (1 + sum(piece.blocks for piece in self.pieces[file]))  # the header's comes first
+        return 4 * (1 + sum(piece.num_blocks for piece in self.pieces_by_file[file]))  # the header's comes first
 
     @cached_property
     def first_blocks(self) -> dict[tuple[int, int], int]:
         """Maps (file, offset) of a piece to the index of its first checksum."""
         found = {}
-        for number, pieces in enumerate(self.pieces):
+        for number, pieces in enumerate(self.pieces_by_file):
             block = 1  # the header's comes first
             for piece in pieces:
                 found[number, piece.offset] = block
-                block += piece.blocks
+                block += piece.num_blocks
         return found
 
     @property
@@ -206,7 +206,7 @@ def _from_plain(plain: dict[str, Any]) -> Manifest:
         objects=None if plain["objects"] is None else _objects(**plain["objects"]),
         readme_crc32=None if plain.get("readme") is None else _count(plain["readme"]["crc32"]),
     )
-    for file, held in zip(files, manifest.pieces, strict=True):
+    for file, held in zip(files, manifest.pieces_by_file, strict=True):
         for one, other in itertools.pairwise(piece for piece in held if piece.nbytes):
             if one.offset + one.nbytes > other.offset:
                 raise ValueError(f"two pieces share bytes of {file.name}")
@@ -315,7 +315,7 @@ def what_was_meant(folder: Folder) -> str:
     names = folder.names()
     if not names:
         return "there is no such folder." if not folder.exists else "the folder is empty."
-    inside = [name for name in names if folder.inside(name).is_checkpoint]
+    inside = [name for name in names if folder.joinpath(name).is_checkpoint]
     if inside:
         return f"it is a folder of checkpoints; pass one of them: {', '.join(inside[:5])}."
     return f"it has no {MANIFEST}: a save that was not finished, or another kind of folder."

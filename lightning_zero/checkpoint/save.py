@@ -120,7 +120,7 @@ class Saver:
 
         def begin(_: list[Record]) -> Record:
             draft = Draft.of(Folder(url), secrets.token_hex(4))
-            draft.begin()
+            draft.claim()
             begun.append(draft)
             return {"url": str(url), "token": draft.token}
 
@@ -132,9 +132,9 @@ class Saver:
             raise
         draft = begun[0] if begun else Draft.of(Folder(found["url"]), found["token"])
         if self.in_background:
-            self._saving = self._submit(self._write, draft, jobs)
+            self._saving = self._submit(self._write_draft, draft, jobs)
         else:
-            self._write(draft, jobs)
+            self._write_draft(draft, jobs)
 
     def _prepare(self, tree: dict[str, Any], about: dict[str, Any]) -> _Job:
         """Does everything that reads the values of `tree`, so that they may change as soon as `save` returns."""
@@ -177,7 +177,7 @@ class Saver:
             self._now_or_later(partial(self._warned, told, folder.remove))
             return
         with self._board.alive():
-            rest = self._warned(told, folder.hide)
+            rest = self._warned(told, folder.unlink)
         if rest is not None:
             self._submit(rest)
 
@@ -233,7 +233,7 @@ class Saver:
         self._futures.append(self._executor.submit(task, *args))
         return self._futures[-1]
 
-    def _write(self, draft: Draft, jobs: list[_Job]) -> None:
+    def _write_draft(self, draft: Draft, jobs: list[_Job]) -> None:
         # Popped, so that its copy of the values is freed when this returns. The executor keeps the arguments for a
         # moment after the task is done, and the next save's copy would be made meanwhile.
         job = jobs.pop()

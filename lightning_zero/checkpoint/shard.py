@@ -185,7 +185,7 @@ class ShardReader:
 
     def check_header(self, number: int) -> None:
         """Raises CheckpointError unless the header of a shard is as it was written."""
-        pieces = self.manifest.pieces[number]
+        pieces = self.manifest.pieces_by_file[number]
         head = bytearray(pieces[0].offset if pieces else self.manifest.files[number].nbytes)
         self._read_at(number, 0, memoryview(head))
         if _check(head) != self._table(number)[:4]:
@@ -194,7 +194,7 @@ class ShardReader:
     def check_file(self, number: int) -> None:
         """Raises CheckpointError unless every byte of a shard is as it was written."""
         self.check_header(number)
-        pieces = self.manifest.pieces[number]
+        pieces = self.manifest.pieces_by_file[number]
         for piece in pieces:
             for begin in range(0, piece.nbytes, CHUNK_BYTES):
                 self._blocks(piece, begin, min(begin + CHUNK_BYTES, piece.nbytes))

@@ -41,7 +41,7 @@ def write_at_once(place: Folder, write: Callable[[str], None]) -> None:
             write(str(coming))
             with coming.open("rb") as file:
                 os.fsync(file.fileno())
-            delete_replaced = place.hide() if target.is_dir() and not place.is_link else lambda: None
+            delete_replaced = place.unlink() if target.is_dir() and not place.is_link else lambda: None
             coming.replace(target)
             sync_names(target.parent)
             delete_replaced()

@@ -132,7 +132,7 @@ class _Kind(NamedTuple):
     split: Callable[[Any], Sequence[Any]]  # value -> contents of the fields, which are encoded in their turn
     join: Callable[..., Any]  # decoded contents of the fields -> value
 
-    def holds(self, value: Any) -> bool:
+    def matches(self, value: Any) -> bool:
         return type(value) is self.fits if isinstance(self.fits, type) else self.fits(value)
 
 
@@ -212,7 +212,7 @@ class Encoder:
                 told = {} if versions is None else {VERSIONS: dict(versions)}
                 return {TAG: kind, "items": self._items(value, place), **told}
         for kind, row in _KINDS.items():
-            if row.holds(value):
+            if row.matches(value):
                 parts = zip(row.fields, row.split(value), strict=True)
                 return {TAG: kind, **{field: self.encode(part, place) for field, part in parts}}
         if isinstance(value, LazyTensor) or _is_plain_tensor(value):

@@ -139,12 +139,12 @@ class Preemption(pl.Callback):
             noted[slurm.requeue_signal] = {Notice.STOP, Notice.REQUEUE}
         for number, notices in noted.items():
             if number not in self._handlers or signal.getsignal(number) is not self._handlers[number]:
-                self._handlers[number] = partial(self._note, notices, theirs_of.get(number))
+                self._handlers[number] = partial(self._on_signal, notices, theirs_of.get(number))
                 signal.signal(number, self._handlers[number])
 
     on_sanity_check_start = on_validation_start = on_test_start = on_predict_start = on_train_start
 
-    def _note(self, notices: set[Notice], theirs: Any, number: int, frame: Any) -> None:
+    def _on_signal(self, notices: set[Notice], theirs: Any, number: int, frame: Any) -> None:
         self._strategy._notices.here.update(notices)
         if callable(theirs):
             theirs(number, frame)
@@ -152,7 +152,7 @@ class Preemption(pl.Callback):
     def on_train_batch_end(self, trainer: "pl.Trainer", *_: Any) -> None:
         notices, is_open = self._strategy._notices, accumulates(trainer)
         if not (is_open or notices.are_current):  # a batch without a step, in manual optimization
-            self._strategy._meet()
+            self._strategy._meet_all()
         notices.leave()
         if not is_open:
             self._stop_if_told(trainer)
@@ -164,7 +164,7 @@ class Preemption(pl.Callback):
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         place = f"at the end of epoch {trainer.current_epoch}, after {batches} batches"
         self._strategy._notices.move(Notice.AT_EPOCH_END, place)
-        self._strategy._meet()
+        self._strategy._meet_all()
         self._strategy._notices.leave()
         self._stop_if_told(trainer)
 
@@ -185,7 +185,7 @@ class Preemption(pl.Callback):
         In an evaluation this comes before any other collective: a rank that was told to stop may have left, and waits
         here for the others.
         """
-        self._strategy._meet()
+        self._strategy._meet_all()
         self._stop_if_told(trainer)
 
     def _is_told(self) -> bool:
@@ -230,7 +230,7 @@ class Preemption(pl.Callback):
             return
         savers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
         folders = [Folder(callback.dirpath) for callback in savers if callback.dirpath]
-        folder = folders[0] if folders else Folder(trainer.default_root_dir).inside("checkpoints")
-        path = str(folder.inside(PREEMPTED))
+        folder = folders[0] if folders else Folder(trainer.default_root_dir).joinpath("checkpoints")
+        path = str(folder.joinpath(PREEMPTED))
         trainer.save_checkpoint(path)
         rank_zero_info(f"Told to stop: saved step {trainer.global_step} to {path}. Resume with ckpt_path='last'.")

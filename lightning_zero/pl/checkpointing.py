@@ -81,7 +81,7 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
             raise RuntimeError("No optimizer is set up yet: use this inside of trainer.fit, or after it.")
         return dict.fromkeys(self.optimizers, self._fit.engine)
 
-    def _meet(self) -> None:
+    def _meet_all(self) -> None:
         """Serves other ranks until all have come here, and exchanges their notices. Collective."""
         self._running_engine.runner.rendezvous.meet()
 
@@ -216,7 +216,7 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
         path = os.fspath(checkpoint_path)
         # Entries with large tensors. Lightning's WeightAveraging saves the model beside its average in the third.
         lazy = ("state_dict", "optimizer_states", "current_model_state", resume.KEY)
-        checkpoint = self._read(path, lazy, weights_only)
+        checkpoint = self._read_checkpoint(path, lazy, weights_only)
         if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
             raise CheckpointError(
                 f"ckpt_path={path!r} is not a Lightning checkpoint: it has no 'state_dict'. "
@@ -310,7 +310,7 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
         if saved is not None and saved["is_mid_epoch"]:
             self._resume_entry.restore_random(saved)
         if self._keeper is not None:
-            self._keeper.forget()
+            self._keeper.close_resumed()
             here = self._notices.here
             (here.add if self._keeper.saver.has_failed else here.discard)(Notice.UNSAVED)
 
@@ -329,7 +329,7 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
         self._resumed_state = None
         if self._keeper is None:
             return
-        self._keeper.forget()
+        self._keeper.close_resumed()
         try:
             if self._failure is not None:
                 self._keeper.saver.wait()

@@ -78,7 +78,7 @@ class EngineStrategy(CheckpointingStrategy):
                 "The model is still in shards since the run before: whole copies do not fit into host memory, and new "
                 "optimizers need them. Save a checkpoint, make the model anew, and fit(model, ckpt_path=...)."
             )
-        self.precision_plugin.begin(self.engine, self._settings.max_skipped_steps)
+        self.precision_plugin.begin_run(self.engine, self._settings.max_skipped_steps)
         self._is_setting_up = False
 
     def _make_engine(self, trainer: "pl.Trainer", module: "pl.LightningModule", fitting: bool) -> None:
@@ -118,7 +118,7 @@ class EngineStrategy(CheckpointingStrategy):
         assert self._own_callbacks is not None
         if self._own_callbacks.summarises:
             averages = [one.room(engine) for one in trainer.callbacks if isinstance(one, ZeroEMA)]  # type: ignore[attr-defined]
-            self._tell(engine, averages=averages, can_step_in_backward=not what_needs_gradients(trainer))
+            self._print_table(engine, averages=averages, can_step_in_backward=not what_needs_gradients(trainer))
             tell_of_foreign(engine)
 
     # -- the end

@@ -143,9 +143,9 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
     def setup_module(self, module: Module) -> ShardedModule:  # type: ignore[override]
         mesh = Mesh.of(self._ensure_comm(), self._settings.options.replicate_size)
         broadcast_states(module, foreign_parameters(module), mesh)  # users may copy it before the engine is made
-        return self._add(module)
+        return self._wrap(module)
 
-    def _add(self, module: Module) -> ShardedModule:
+    def _wrap(self, module: Module) -> ShardedModule:
         self._set_up.modules.append(ShardedModule(module, self._make_engine))
         return self._set_up.modules[-1]
 
@@ -153,7 +153,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
     def setup_module_and_optimizers(
         self, module: Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[Module, list[Optimizer], Any]:
-        sharded = self._add(module)
+        sharded = self._wrap(module)
         for optimizer in optimizers:
             self.setup_optimizer(optimizer)
         _ = sharded.engine  # made here, where all ranks are, and not in the first forward
@@ -200,7 +200,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         if optimizers:
             sharded.bytes_to_save = bytes_to_save(sharded.module, optimizers)
             self._begin_training(engine)
-            self._tell(engine)
+            self._print_table(engine)
         for optimizer in optimizers:  # users call it with the whole state that `Fabric.load` has returned
             vars(optimizer)["load_state_dict"] = partial(engine.states.load_optimizer, optimizer)
         return engine
@@ -222,7 +222,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         self._unscale(optimizer)
         output = super().optimizer_step(optimizer, **kwargs)
         self._steps += 1
-        self._scaling.end_step(self._steps, optimizer, self._scaler)
+        self._scaling.note_step(self._steps, optimizer, self._scaler)
         return output
 
     def _unscale(self, optimizer: Optimizer) -> None:
@@ -330,7 +330,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         self._meet_before_collective()
         entries: dict[str, Any] = state if isinstance(state, dict) else {}
         lazy = [key for key, value in entries.items() if isinstance(value, ShardedModule | Optimizer)]
-        checkpoint = self._read(str(path), lazy, weights_only)
+        checkpoint = self._read_checkpoint(str(path), lazy, weights_only)
         if isinstance(state, Module | Optimizer):
             self._load(state, checkpoint, strict)
             checkpoint = {}
@@ -348,7 +348,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
                     state[name] = found
         with failing_together(self._ensure_comm(), "verifying"):
             self._checkpoints.verify_rest()
-        self._checkpoints.forget()
+        self._checkpoints.close_resumed()
         return checkpoint
 
     def _load(self, into: Any, found: Mapping[str, Any], strict: bool) -> None:

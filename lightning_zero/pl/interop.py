@@ -94,7 +94,7 @@ def find_complete(find: Callable[..., set[str]], callback: ModelCheckpoint, trai
     if not folder.is_local:  # Lightning's paths do not name the file system
         files = [file_system.unstrip_protocol(path) for path in files]
     others = [file for file in folder.files() if file.path.endswith(callback.FILE_EXTENSION) and not file.is_link]
-    files += [str(file) for file in others if names_entry(file) or file == folder.inside(PREEMPTED)]
+    files += [str(file) for file in others if names_entry(file) or file == folder.joinpath(PREEMPTED)]
     newer = {path for path in files if file_system.modified(path).timestamp() > saved_at}
     if newest is None or newer:
         return newer

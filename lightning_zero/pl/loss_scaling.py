@@ -60,6 +60,6 @@ class LossScaling:
         if scaling_of(scaler, optimizer)["stage"] is OptState.READY:
             self._overflows[optimizer] = averages.unscale_(scaler, optimizer)
 
-    def end_step(self, step: int, optimizer: Optimizer, scaler: Any) -> None:
+    def note_step(self, step: int, optimizer: Optimizer, scaler: Any) -> None:
         """Takes note of a step; see `SkippedSteps.note`."""
         self.skipped.note(step, self._overflows.pop(optimizer, None), scaler)

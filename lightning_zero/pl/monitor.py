@@ -92,9 +92,9 @@ class ZeroMonitor(pl.Callback):
         self.listeners: list[Callable[..., None]] = []  # called with `costs` when fit ends, on rank 0
         self._deaf: set[int] = set()  # ids of loggers that take no metrics
         self._advice = MemoryAdvice()
-        self._begin(None)
+        self._begin_run(None)
 
-    def _begin(self, device: torch.device | None) -> None:
+    def _begin_run(self, device: torch.device | None) -> None:
         self._clock = Clock(device, keeps=KEPT)  # times batches
         self._mark: Mark = None
         self._batches, self._sent, self._waited = 0, 0, 0.0  # in all batches: number, bytes, s
@@ -103,7 +103,7 @@ class ZeroMonitor(pl.Callback):
     # -- the start
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        self._begin(trainer.strategy.root_device)
+        self._begin_run(trainer.strategy.root_device)
         self._advice.on_fit_start(trainer, pl_module)
         if not isinstance(trainer.strategy, CheckpointingStrategy):
             buckets = isinstance(trainer.strategy, DDPStrategy)

@@ -66,7 +66,7 @@ class ShardedGradients(Precision):
 
     engine: Engine | None = None
     scaler: Any = None
-    skipped = SkippedSteps()  # for all plugins before their first run; `begin` makes another one
+    skipped = SkippedSteps()  # for all plugins before their first run; `begin_run` makes another one
     skipped_last = False  # whether the latest step was: its learning rate schedulers do not move either
     _late_norms: list[Late]
     grad_norm: Tensor | None = None  # of the latest step, if it was clipped by norm; 0-d, on the device
@@ -85,7 +85,7 @@ class ShardedGradients(Precision):
         kinds = (base for base in type(self).__mro__[1:] if issubclass(base, Precision))
         return next(base for base in kinds if not issubclass(base, ShardedGradients))
 
-    def begin(self, engine: Engine, max_skipped_steps: int) -> None:
+    def begin_run(self, engine: Engine, max_skipped_steps: int) -> None:
         """Begins a run."""
         self.engine, self.skipped = engine, SkippedSteps(max_skipped_steps)
         self.skipped_last, self.grad_norm, self._late_norms = False, None, []
@@ -171,10 +171,10 @@ class ShardedGradients(Precision):
         self._after_closure(model, optimizer)
         step_output = self.scaler.step(optimizer, **kwargs)
         self.scaler.update()
-        self._note(model.trainer, overflow, loss)
+        self._note_overflow(model.trainer, overflow, loss)
         return step_output
 
-    def _note(self, trainer: "pl.Trainer", overflow: Overflow, loss: Any) -> None:
+    def _note_overflow(self, trainer: "pl.Trainer", overflow: Overflow, loss: Any) -> None:
         self.skipped_last = bool(overflow.ranks)
         value = float(loss) if self.skipped_last and isinstance(loss, Tensor) else None
         self.skipped.note(trainer.global_step, overflow, self.scaler, value)

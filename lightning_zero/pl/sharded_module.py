@@ -37,10 +37,10 @@ class ShardedModule(Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             _warn_uncompiled()
-        return self._call(*args, **kwargs)
+        return self._run_forward(*args, **kwargs)
 
     @torch.compiler.disable
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
+    def _run_forward(self, *args: Any, **kwargs: Any) -> Any:
         reduces = torch.is_grad_enabled() and not self._is_blocked
         with self.engine.forward(reduces=reduces):
             return self.module(*args, **kwargs)

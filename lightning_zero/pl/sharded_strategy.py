@@ -270,7 +270,7 @@ class ShardedStrategy:
         if engine.options.offload is None:
             move_states(engine.optimizers, self.root_device)
 
-    def _tell(self, engine: Engine, **about: Any) -> None:
+    def _print_table(self, engine: Engine, **about: Any) -> None:
         """Prints `table_of` the engine."""
         rank_zero_info(table_of(engine, self.stage, **about))
 
@@ -352,7 +352,7 @@ class ShardedStrategy:
         saver.together("look at the place", look)
         saver.together("write a single file", write)
 
-    def _read(self, path: str, lazy: Collection[str], weights_only: bool | None) -> Any:
+    def _read_checkpoint(self, path: str, lazy: Collection[str], weights_only: bool | None) -> Any:
         """Returns what was saved to `path`, with lazy tensors in the entries `lazy` of a folder of shards. Call it on
         every rank. Raises as `CheckpointKeeper.open` and `read_single_file`."""
         io, self._format.goes_on_from_shards = self.checkpoint_io, False

@@ -88,7 +88,7 @@ def _measure(
     torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
     played, strategy = Timed(rank, ranks), Measuring(2, units="modules")
     strategy.played, strategy.cluster_environment = played, LightningEnvironment()
-    with quiet(), played.watching():
+    with quiet(), played.tracking():
         train(module, batch, strategy, STEPS, devices=ranks, accelerator=accelerator, **trainer)
     if rank == 0:
         path.write_text(json.dumps(asdict(strategy.found(played))))

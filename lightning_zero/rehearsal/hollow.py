@@ -152,17 +152,17 @@ class Hollow(TorchDispatchMode):
             return func(*args, **kwargs)
         known = all(map(self.knows, given))
         if kind is _Kind.READ or kind is _Kind.CHECK:
-            return self._read(func, kind, args, kwargs, known)
+            return self._on_read(func, kind, args, kwargs, known)
         if self._computes:
             result = self._compute(func, operation, args, kwargs, given, known)
         elif kind is _Kind.WRITE:
-            result = self._write(func, operation, args, kwargs, given, known)
+            result = self._on_write(func, operation, args, kwargs, given, known)
         else:
-            result = self._make(func, operation, args, kwargs, given, known)
+            result = self._on_make(func, operation, args, kwargs, given, known)
         self._ran(func, args, kwargs, result)
         return result
 
-    def _read(self, func: Any, kind: _Kind, args: Any, kwargs: Any, known: bool) -> Any:
+    def _on_read(self, func: Any, kind: _Kind, args: Any, kwargs: Any, known: bool) -> Any:
         if known or self._computes:
             found = func(*args, **kwargs)
             if not known and self._is_asking:
@@ -197,10 +197,12 @@ class Hollow(TorchDispatchMode):
             for one in (*made, *written):
                 self._forget(one)
         if not written:
-            self._note(result)
+            self._note_born(result)
         return result
 
-    def _write(self, func: Any, operation: _Operation, args: Any, kwargs: Any, given: list[Tensor], known: bool) -> Any:
+    def _on_write(
+        self, func: Any, operation: _Operation, args: Any, kwargs: Any, given: list[Tensor], known: bool
+    ) -> Any:
         if known and _are_small(given):
             return func(*args, **kwargs)
         written = operation.written(args, kwargs)
@@ -213,7 +215,9 @@ class Hollow(TorchDispatchMode):
         returned = written[: operation.returns]
         return returned[0] if len(returned) == 1 else tuple(returned) if operation.returns else None
 
-    def _make(self, func: Any, operation: _Operation, args: Any, kwargs: Any, given: list[Tensor], known: bool) -> Any:
+    def _on_make(
+        self, func: Any, operation: _Operation, args: Any, kwargs: Any, given: list[Tensor], known: bool
+    ) -> Any:
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "meta":
             return func(*args, **kwargs)
@@ -221,12 +225,12 @@ class Hollow(TorchDispatchMode):
             return func(*args, **kwargs)
         if operation.has_dynamic_shape:
             if known:
-                return self._note(func(*args, **kwargs))
+                return self._note_born(func(*args, **kwargs))
             shapes = self._answer(f"The shape of what {func} returns depends on values.")
             made = [self._hollow(torch.empty(shape, dtype=dtype, device="meta")) for shape, dtype in shapes]
             return made[0] if len(made) == 1 else tuple(made)
         if known and _stays_small(operation, given):
-            return self._note(func(*args, **kwargs))
+            return self._note_born(func(*args, **kwargs))
         metas: dict[int, Tensor] = {}
 
         def as_meta(tensor: Tensor) -> Tensor:  # one that is given twice stays the same
@@ -241,10 +245,10 @@ class Hollow(TorchDispatchMode):
             shaped = func(*meta_args, **meta_kwargs)
         except NotImplementedError as error:
             if known:
-                return self._note(func(*args, **kwargs))
+                return self._note_born(func(*args, **kwargs))
             raise NeedsValuesError(f"{func} cannot tell the shape of its result without values: {error}") from error
         if known and _are_small(given) and _are_small(tensors_in(shaped)):
-            return self._note(func(*args, **kwargs))
+            return self._note_born(func(*args, **kwargs))
         return tree_map_only(Tensor, self._hollow, shaped)
 
     def _hollow(self, shaped: Tensor) -> Tensor:
@@ -253,7 +257,7 @@ class Hollow(TorchDispatchMode):
         self._born(made)
         return made
 
-    def _note(self, result: Any) -> Any:
+    def _note_born(self, result: Any) -> Any:
         for one in tensors_in(result):
             self._born(one)
         return result

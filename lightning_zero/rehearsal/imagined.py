@@ -85,7 +85,7 @@ class Rank:
         self.ranks = ranks
         self.machine = Machine(host_is_apart=host_is_apart, disk=ImaginedDisk)
         self.memory = Memory()
-        self.memory.place = self._place
+        self.memory.place = self._current_place
         self.memory.whole_gradients = self._whole_gradients
         self.hollow = Hollow(self.memory.born, self._ran, computes=computes, answers=answers)
         self.outcome: dict[str, Any] = {}  # fields of `Rehearsal` that are known at the end of the last step
@@ -99,7 +99,7 @@ class Rank:
         self._work: defaultdict[int, Work] = defaultdict(Work)  # by the use in which it was done, in the last step
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def tracking(self) -> Iterator[None]:
         """Inside, knows which module runs, and computes nothing."""
         enter = register_module_forward_pre_hook(lambda module, _: self._running.append(module))
         leave = register_module_forward_hook(self._leave_module, always_call=True)
@@ -131,7 +131,7 @@ class Rank:
         assert self._engine is not None
         self._after = _sent_by(self._engine.mesh)
 
-    def end(self) -> None:
+    def end_fit(self) -> None:
         """Takes down what the last step has left. What comes after it is no training."""
         engine = self._engine
         if engine is None or not engine.runner.journal.has_step or self.outcome:
@@ -153,7 +153,7 @@ class Rank:
         if self._engine is not None and self._is_in_last and (use := self._engine.runner.journal.count):
             self._work[use - 1] += work_of(func, args, kwargs, result)
 
-    def _place(self) -> str:
+    def _current_place(self) -> str:
         if self._running:
             module = self._running[-1]
             return self._names.get(id(module)) or type(module).__name__
@@ -235,7 +235,7 @@ class WatchedStrategy(ZeroStrategy):
 
     @override
     def teardown(self) -> None:
-        self.played.end()
+        self.played.end_fit()
         super().teardown()
 
 

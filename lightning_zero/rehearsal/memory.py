@@ -151,12 +151,12 @@ class Memory(Ledger):
         total = self.tiers[Tier.DEVICE] + self._made.total() - (self._made[Phase.BUILD] if self._is_built else 0)
         is_step = self._phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
         if is_step and self.is_last:
-            self._follow(self.place(), total, may_ask)
+            self._keep_moment(self.place(), total, may_ask)
         part = Phase.FIRST if is_step and not self.is_last else self._phase
         if part not in self.peaks or total > self.peaks[part].nbytes:
             self.peaks[part] = self._now(may_ask)
 
-    def _follow(self, place: str, total: int, may_ask: bool) -> None:
+    def _keep_moment(self, place: str, total: int, may_ask: bool) -> None:
         """Keeps this moment of the last step, if it is the first one at its place or the one with most bytes there."""
         is_same = bool(self.course) and (self.course[-1].phase, self.course[-1].place) == (self._phase, place)
         if is_same and total <= self._most_here:

@@ -82,7 +82,7 @@ class Rehearsal:
             [name, *(_size(moment.device.get(name, 0)) for moment in peaks.values()), _size(self.at_rest.get(name, 0))]
             for name in names
         ]
-        rows.append(["all", *(sized(moment.nbytes) for moment in peaks.values()), sized(self._resting)])
+        rows.append(["all", *(sized(moment.nbytes) for moment in peaks.values()), sized(self._bytes_at_rest)])
         for tier in ("host", "disk"):
             there = [sum(getattr(moment, tier).values()) for moment in peaks.values()]
             resting = sum(nbytes for name, nbytes in self.at_rest.items() if name.endswith(f"({tier})"))
@@ -110,7 +110,7 @@ class Rehearsal:
         return "\n  ".join(lines).replace("\n  \n", "\n\n")
 
     @property
-    def _resting(self) -> int:
+    def _bytes_at_rest(self) -> int:
         return sum(nbytes for name, nbytes in self.at_rest.items() if not name.endswith(("(host)", "(disk)")))
 
 
@@ -171,7 +171,7 @@ def rehearse(
     )
     imagined = _imagined(strategy)
     imagined.played = played
-    with quiet(), isolated(), played.watching():
+    with quiet(), isolated(), played.tracking():
         train(module, batch, imagined, steps, **trainer)
     if not played.outcome:
         raise ValueError("No step was taken: training_step has returned nothing, or no optimizer was stepped.")
@@ -222,7 +222,7 @@ def answers_of(module: Module, batch: Any, **trainer: Any) -> Answers:
     computing = ImaginedStrategy(0)
     computing.played = played
     one_batch = {name: value for name, value in trainer.items() if name != "accumulate_grad_batches"}
-    with quiet(), isolated(), played.watching():
+    with quiet(), isolated(), played.tracking():
         train(module, batch, computing, 1, **one_batch)
     return Answers(played.hollow.answers)
 

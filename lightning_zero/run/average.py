@@ -96,7 +96,7 @@ class Average:
     def _copy(self, tensor: Tensor) -> Tensor:
         with _writable():
             made = tensor.detach().clone().to(_wide(tensor.dtype))
-        self._engine.ledger.adopt(Category.AVERAGE, local_of(made))
+        self._engine.ledger.book_tensor(Category.AVERAGE, local_of(made))
         return made
 
     # -- in training

@@ -6,7 +6,7 @@ move and divide them (`tiers.activations`). The recomputation may be given other
 autograd would have saved there.
 
     forward     keep(arguments) -> call; autograd saves no value
-    backward    autograd asks for the first saved value -> bring(arguments) -> call again, with random numbers and
+    backward    autograd asks for the first saved value -> fetch(arguments) -> call again, with random numbers and
                 autocast (by torch's checkpoint) and buffers (by `Buffers`) as they were
 
 Calls are intercepted around everything that happens to parameters in them, so a recomputation gathers, casts and waits
@@ -141,13 +141,13 @@ class _Call:
     def __call__(self, *_: Tensor) -> Any:
         if self._first is None:
             with self._recompute.inside(), self._buffers.as_before():
-                args, kwargs = self._kept.bring()
+                args, kwargs = self._kept.fetch()
                 return self._function(*args, **kwargs)
         (args, kwargs), self._first = self._first, None
         versions = _versions_in(args, kwargs)
         with self._recompute.inside():
             output = self._function(*args, **kwargs)
-        self._recompute.store.settle()
+        self._recompute.store.join()
         self._buffers.forget_unchanged()
         if _versions_in(args, kwargs) != versions:
             raise RuntimeError(

@@ -218,7 +218,7 @@ class GradientShard:
                     full = self._pack(chunk, bucket)
                 scratch = bucket.scratch[: comm.scratch_rows * chunk.width].view(-1, chunk.width)
                 name = f"reduce {self.group.name}[{chunk.of.start}+{chunk.start}]"
-                total = self.owned_grad.open(chunk.in_shard) if lands else bucket.total[: chunk.width]
+                total = self.owned_grad.editable(chunk.in_shard) if lands else bucket.total[: chunk.width]
                 work = comm.reduce_scatter(total, full, scratch, name, divisor=comm.size if lands else 1)
                 kept = None if lands else total
                 bucket.finish = partial(self._store, work, kept, chunk, frozenset(self._carries), name)
@@ -425,7 +425,7 @@ class GradientShard:
         ledger, place = self.group.setting.ledger, self.group.places.gathered
         rows = ledger.allocate(Category.GATHERED, layout.ranks * of.width, self.dtype, place)
         rows = rows.view(layout.ranks, of.width)
-        own = self.owned_grad.send(of.in_shard, rows[comm.rank])
+        own = self.owned_grad.copy_to(of.in_shard, rows[comm.rank])
         comm.all_gather(rows, own, f"read gradient {slot.name}").wait()
         start = slot.offset - of.start
         return rows.view(-1)[start : start + slot.numel].view(slot.shape)

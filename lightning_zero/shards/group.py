@@ -237,7 +237,7 @@ class ShardGroup:
         for number, each in enumerate(self.layout.slices):
             shape = (self.layout.ranks, each.width)
             rows = torch.empty(shape, dtype=shard.dtype, device=device) if full is None else self.matrix(full, each)
-            own = shard.read(each.in_shard) if is_there else shard.send(each.in_shard, rows[self.comm.rank])
+            own = shard.read(each.in_shard) if is_there else shard.copy_to(each.in_shard, rows[self.comm.rank])
             told, name = None if number else diverges, f"{purpose} {self.name}[{number}]"
             begun.append(self.comm.all_gather(rows, own, name, diverges=told))
             if full is None:

@@ -56,4 +56,4 @@ class KnownState:
         # State of a parameter on disk is in host memory until it is written, and stays there if it is small.
         tier = Tier.HOST if tier is Tier.DISK else tier
         for part in plain_parts(value):
-            self._ledger.adopt(Category.OPTIMIZER_STATE, part, tier)
+            self._ledger.book_tensor(Category.OPTIMIZER_STATE, part, tier)

@@ -63,7 +63,7 @@ class Slot:
 
     def stepped(self, owned: Array) -> Tensor:
         """Returns the piece of this parameter, in `stepped_shape`, from an owned array of its group; to be edited."""
-        values = owned.open(self.piece.in_shard)
+        values = owned.editable(self.piece.in_shard)
         return values if self.group.is_cut else values.view(self.stepped_shape)  # a piece is flat already
 
     def check_assigned(self, values: Tensor, dtype: torch.dtype) -> None:

@@ -160,7 +160,7 @@ class Staged:
         assert isinstance(array, OnDisk)
         start, stop, _ = part.indices(array.numel)
         values = self._take(stop - start, array.dtype) if into is None else into
-        self._moves.append((array.at(part), values))
+        self._moves.append((array.offset_of(part), values))
         return values
 
     def _bring(self, resting: StateElsewhere, wide: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ class Staged:
         if values.dtype != array.dtype:
             values = values.to(array.dtype) if narrow is None else narrow.copy_(values)
         array.note_write()
-        self._moves.append((array.at(part), values))
+        self._moves.append((array.offset_of(part), values))
 
     def forget(self) -> None:
         """Lets go of what was staged: in the optimizer's state, what stands for it takes its place again."""

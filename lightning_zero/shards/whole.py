@@ -194,7 +194,7 @@ class WholeWindow(Window):
         nothing, ledger = torch.empty(0, dtype=dtype, device=device), group.setting.ledger
         sent = [torch.cat([nothing, *(part.to(device) for part in parts[rank])]) for rank in range(comm.size)]
         for tensor in sent:
-            ledger.adopt(Category.GATHERED, tensor)
+            ledger.book_tensor(Category.GATHERED, tensor)
         needed = [sum(numels[rank]) for rank in range(comm.size)]
         received = [ledger.allocate(Category.GATHERED, numel, dtype, group.places.gathered) for numel in needed]
         comm.all_to_all(received, sent, f"whole tensors from {self.slots[0].name}")

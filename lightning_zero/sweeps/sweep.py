@@ -199,7 +199,7 @@ class ProcessLauncher(Launcher):
                 )
         log.info("Launching %d jobs, each in a process of its own", len(jobs))
         with sigterm_as_exit():
-            return [self._run(job) for job in jobs]
+            return [self._run_job(job) for job in jobs]
 
     def _job(self, overrides: list[str], number: int) -> "Job":
         config = self.context.config_loader.load_sweep_config(self.config, overrides)
@@ -218,7 +218,7 @@ class ProcessLauncher(Launcher):
             )
         return Job(number, overrides, folder, config)
 
-    def _run(self, job: "Job") -> JobReturn:
+    def _run_job(self, job: "Job") -> JobReturn:
         label = f"#{job.number} : {' '.join(filter_overrides(job.overrides))}"
         if job.finished():
             log.info("\t%s (skipped: finished earlier)", label)
@@ -227,7 +227,7 @@ class ProcessLauncher(Launcher):
         open_summary(job.folder, job.number, job.task_overrides)
         started = time.monotonic()
         end = run_in_session(self._command(job), job_environment(os.environ))
-        job.record(end, seconds=time.monotonic() - started)
+        job.complete_summary(end, seconds=time.monotonic() - started)
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         if not job.finished():
             log.error("\t#%d failed, and the sweep goes on. %s", job.number, read_summary(job.folder)["error"])
@@ -267,7 +267,7 @@ class Job:
         summary = read_summary(self.folder)
         return summary.get("status") == FINISHED and summary.get("overrides") == self.task_overrides
 
-    def record(self, end: End, seconds: float) -> None:
+    def complete_summary(self, end: End, seconds: float) -> None:
         """Completes the summary with how the process ended, which only the sweep knows."""
         logs = {  # since this attempt began
             path.name: path.read_bytes()[self.log_bytes_before.get(path.name, 0) :].decode(errors="replace")

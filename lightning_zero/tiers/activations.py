@@ -43,8 +43,8 @@ class Kept(ABC):
 
     is_shared = False  # whether several calls were given it
 
-    def begin(self) -> None:  # noqa: B027  # does nothing if the values are on the device
-        """Starts to bring the values to the device."""
+    def prefetch(self) -> None:  # noqa: B027  # does nothing if the values are on the device
+        """Starts to copy the values to the device."""
 
     @abstractmethod
     def values(self) -> Tensor:
@@ -60,18 +60,18 @@ class KeptArguments:
     spec: Any
     before: "weakref.ref[KeptArguments] | None"  # the arguments of the call before this one; backward needs them next
 
-    def begin(self) -> None:
+    def prefetch(self) -> None:
         for leaf in self.leaves:
             if isinstance(leaf, Kept):
-                leaf.begin()
+                leaf.prefetch()
 
-    def bring(self) -> Any:
-        """Returns the arguments for a recomputation, and starts to bring those of the next one."""
+    def fetch(self) -> Any:
+        """Returns the arguments for a recomputation, and starts to fetch those of the next one."""
         with torch.no_grad(), torch.DisableTorchFunctionSubclass():
-            self.begin()
+            self.prefetch()
             before = None if self.before is None else self.before()
             if before is not None:
-                before.begin()
+                before.prefetch()
             # A tensor that came twice becomes one tensor again. Ranks gather parts in the order of the leaves.
             values = cache(lambda kept: kept.values())
             leaves = [values(leaf) if isinstance(leaf, Kept) else leaf for leaf in self.leaves]
@@ -105,7 +105,7 @@ class ActivationStore:
         self._leaving: list[Tensor] = []  # tensors that the other stream is copying from the device
 
     def keep(self, name: str, arguments: Any) -> KeptArguments:
-        """Keeps the arguments of a call of the block `name`. Call `settle` after it."""
+        """Keeps the arguments of a call of the block `name`. Call `join` after it."""
         leaves, spec = tree_flatten(arguments)
         with torch.no_grad(), torch.DisableTorchFunctionSubclass():
             kept = [self._keep(f"{name} (argument {at})", leaf) for at, leaf in enumerate(leaves)]
@@ -127,7 +127,7 @@ class ActivationStore:
         if shared is not None:
             shared.is_shared = True
             return shared
-        made = self._make(name, leaf)
+        made = self._make_kept(name, leaf)
         self._known[leaf] = now, weakref.ref(made)
         return made
 
@@ -136,7 +136,7 @@ class ActivationStore:
         parts, context = taken_apart(tensor)
         return _Wrapper(tensor, {key: self._keep(f"{name}.{key}", part) for key, part in parts.items()}, context)
 
-    def _make(self, name: str, tensor: Tensor) -> Kept:
+    def _make_kept(self, name: str, tensor: Tensor) -> Kept:
         if self._copies and tensor.nbytes > TINY and tensor.device.type == self.here.device.type:
             geometry = _Geometry(tensor)
             memory = geometry.memory_of(tensor)
@@ -165,8 +165,8 @@ class ActivationStore:
 
     # -- copies, on a stream of their own where the device has streams
 
-    def leave(self, target: Tensor, source: Tensor) -> None:
-        """Copies `source` to `target`, where checkpoints are kept. `source` must not change until `settle`."""
+    def store(self, target: Tensor, source: Tensor) -> None:
+        """Copies `source` to `target`, where checkpoints are kept. `source` must not change until `join`."""
         if self._aside is None:
             target.copy_(source)
             return
@@ -174,7 +174,7 @@ class ActivationStore:
             to_host(target, source)  # `fetch` reads it on the same stream
         self._leaving.append(source)
 
-    def settle(self) -> None:
+    def join(self) -> None:
         """Lets the current stream wait for the copies that `keep` has started: then it may change their sources."""
         if self._leaving:
             assert self._aside is not None
@@ -266,10 +266,10 @@ class _Wrapper(Kept):
         self._kind: Any = type(tensor)
         self._context = context
 
-    def begin(self) -> None:
+    def prefetch(self) -> None:
         for part in self._inner.values():
             if isinstance(part, Kept):
-                part.begin()
+                part.prefetch()
 
     def values(self) -> Tensor:
         parts = {key: part.values() if isinstance(part, Kept) else part for key, part in self._inner.items()}
@@ -292,26 +292,26 @@ class _Copy(Kept):
         start = store.comm.rank * columns if is_parted else 0
         own = memory[start : start + columns]
         self._region = store.room.take(columns)
-        store.leave(self._region.memory[: own.numel()], own)
+        store.store(self._region.memory[: own.numel()], own)
         self._coming: tuple[Tensor, Event | None] | None = None
         self._here: Tensor | None = None  # the values on the device, once brought, if several calls share them
 
-    def begin(self) -> None:
+    def prefetch(self) -> None:
         if self._store.is_away and self._coming is None and self._here is None:
             self._coming = self._store.fetch(self._region.memory)
 
     def values(self) -> Tensor:
         values = self._here
         if values is None:
-            values = self._geometry.tensor_of(self._bring())
+            values = self._geometry.tensor_of(self._fetch_whole())
             self._here = values if self.is_shared else None
         return values.detach().requires_grad_(self._geometry.requires_grad)
 
-    def _bring(self) -> Tensor:
+    def _fetch_whole(self) -> Tensor:
         """Returns all bytes, on the device, in memory of their own."""
         memory, comm = self._region.memory, self._store.comm
         if self._store.is_away:
-            self.begin()
+            self.prefetch()
             assert self._coming is not None
             (memory, arrives), self._coming = self._coming, None
             if arrives is not None:

@@ -38,7 +38,7 @@ class Array(ABC):
         """Returns the values of a part, on `place.device`; a view if they are in memory. Do not write to them."""
 
     @abstractmethod
-    def send(self, part: slice, target: Tensor) -> Tensor:
+    def copy_to(self, part: slice, target: Tensor) -> Tensor:
         """Copies the values of a part to `target`, on any device, and returns `target`. The copy may be under way."""
 
     @abstractmethod
@@ -46,7 +46,7 @@ class Array(ABC):
         """Replaces the values of a part by `values`, of any dtype and device, which may be changed at once."""
 
     @abstractmethod
-    def open(self, part: slice = ALL) -> Tensor:
+    def editable(self, part: slice = ALL) -> Tensor:
         """Returns the values of a part; of one that is in memory, to be edited in place."""
 
     @contextmanager
@@ -82,12 +82,12 @@ class InMemory(Array):
                 self._parts[at] = self._values[part]
         return self._parts[at]
 
-    def open(self, part: slice = ALL) -> Tensor:
+    def editable(self, part: slice = ALL) -> Tensor:
         for _, event in _take_of(self._leaving, part, self.numel):
             wait_on_host(event, self.place.limit)
         return self.read(part)
 
-    def send(self, part: slice, target: Tensor) -> Tensor:
+    def copy_to(self, part: slice, target: Tensor) -> Tensor:
         to_device(target, self.read(part), stays=self.place.pinned)
         if self.place.pinned and not is_host(target.device):
             self._leaving.append((part, record(target.device)))
@@ -95,7 +95,7 @@ class InMemory(Array):
 
     def write(self, part: slice, values: Tensor) -> None:
         if not is_host(self.place.device) or is_host(values.device):
-            self.open(part).copy_(values)
+            self.editable(part).copy_(values)
             return
         for _, event in _take_of(self._leaving, part, self.numel):
             wait_for(event, values.device)
@@ -103,7 +103,7 @@ class InMemory(Array):
 
     @contextmanager
     def edit(self, part: slice = ALL) -> Iterator[Tensor]:
-        yield self.open(part)
+        yield self.editable(part)
 
 
 def _take_of(copies: list[tuple[slice, T]], part: slice, numel: int) -> list[tuple[slice, T]]:
@@ -129,26 +129,26 @@ class OnDisk(Array):
         self._start = self.disk.reserve(numel * dtype.itemsize)
         weakref.finalize(self, self.disk.give_back, self._start, numel * dtype.itemsize)
 
-    def at(self, part: slice) -> int:
+    def offset_of(self, part: slice) -> int:
         """Returns the offset in the file, in bytes, of a part."""
         return self._start + part.indices(self.numel)[0] * self.dtype.itemsize
 
     def read(self, part: slice = ALL) -> Tensor:
         start, stop, _ = part.indices(self.numel)
         values = torch.empty(stop - start, dtype=self.dtype, device=self.place.device)
-        self.disk.read(self.at(part), values)
+        self.disk.read(self.offset_of(part), values)
         return values
 
-    def open(self, part: slice = ALL) -> Tensor:
+    def editable(self, part: slice = ALL) -> Tensor:
         """A copy, of which edits are lost: what is to be edited is staged."""
         return self.read(part)
 
-    def send(self, part: slice, target: Tensor) -> Tensor:
+    def copy_to(self, part: slice, target: Tensor) -> Tensor:
         return to_device(target, self.read(part))
 
     def write(self, part: slice, values: Tensor) -> None:
         self.version += 1
-        self.disk.write(self.at(part), values.to("cpu", self.dtype).contiguous())
+        self.disk.write(self.offset_of(part), values.to("cpu", self.dtype).contiguous())
 
     def note_write(self) -> None:
         """Counts a write that goes to the file directly."""
@@ -158,7 +158,7 @@ class OnDisk(Array):
 def move(part: slice, source: Array, target: Array) -> None:
     """Copies a part of one array to the same part of another."""
     if isinstance(target, InMemory):
-        source.send(part, target.open(part))
+        source.copy_to(part, target.editable(part))
     else:
         target.write(part, source.read(part))
 
@@ -192,7 +192,7 @@ def zeros(category: Category, numel: int, dtype: torch.dtype, place: Place, ledg
     """Returns an array of zeros, and books it."""
     array = empty(category, numel, dtype, place, ledger)
     if isinstance(array, InMemory):
-        array.open().zero_()
+        array.editable().zero_()
     else:
         for start in range(0, numel, ZEROS):  # this range of the file may have held another array
             array.write(slice(start, start + ZEROS), torch.zeros(min(ZEROS, numel - start), dtype=dtype, device=HOST))

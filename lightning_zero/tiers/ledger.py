@@ -1,4 +1,4 @@
-"""`Ledger`: bytes by category and tier. It makes or adopts all large or long-lived tensors, so its sums are right."""
+"""`Ledger`: bytes by category and tier. It makes, or books, all large or long-lived tensors, so its sums are right."""
 
 import ctypes
 import weakref
@@ -105,16 +105,18 @@ class Ledger:
         with torch.inference_mode(False):
             if place.pinned:
                 tensor, nbytes = self.pinned.empty(numel, dtype, lasts=category in LASTING)
-                self.adopt(category, tensor, place.tier, nbytes)
+                self.book_tensor(category, tensor, place.tier, nbytes)
                 return tensor
             if comm is None:
                 tensor = torch.empty(numel, dtype=dtype, device=place.device)
             else:
                 tensor = comm.empty(numel, dtype, place.device)
-        self.adopt(category, tensor, place.tier)
+        self.book_tensor(category, tensor, place.tier)
         return tensor
 
-    def adopt(self, category: Category, tensor: Tensor, tier: Tier = Tier.DEVICE, nbytes: int | None = None) -> None:
+    def book_tensor(
+        self, category: Category, tensor: Tensor, tier: Tier = Tier.DEVICE, nbytes: int | None = None
+    ) -> None:
         """Books a tensor that was made elsewhere. Books each storage once, even if several views of it come; `nbytes`
         are what it takes where that is more than its storage has, as page-locked memory does."""
         storage = tensor.untyped_storage()
@@ -125,7 +127,7 @@ class Ledger:
             weakref.finalize(storage, self._booked.discard, key)
 
     def has_booked(self, storage: torch.UntypedStorage) -> bool:
-        """Whether `adopt` or `allocate` has booked this storage."""
+        """Whether `book_tensor` or `allocate` has booked this storage."""
         return storage_key(storage) in self._booked
 
     def book(self, category: Category, tier: Tier, nbytes: int, owner: object) -> None:

@@ -45,7 +45,7 @@ class Clock:
         else:
             assert not isinstance(ended, float)
             self._running.append((started, ended))
-            self._settle()
+            self._poll()
 
     def time(self, function: Callable[[], T]) -> T:
         """Calls `function`, measures the call, and returns its result."""
@@ -57,20 +57,20 @@ class Clock:
     @property
     def seconds(self) -> float:
         """The sum of all finished measurements, s."""
-        self._settle()
+        self._poll()
         return self._seconds
 
     @property
     def latest(self) -> list[float]:
         """The latest finished measurements, s, the newest last."""
-        self._settle()
+        self._poll()
         return list(self._latest)
 
     def _add(self, seconds: float) -> None:
         self._seconds += seconds
         self._latest.append(seconds)
 
-    def _settle(self) -> None:
+    def _poll(self) -> None:
         while self._running and self._running[0][1].query():
             begin, end = self._running.popleft()
             self._add(begin.elapsed_time(end) / 1000)

@@ -36,7 +36,7 @@ class RankTimeoutError(RuntimeError):
 
     Args:
         lost: which rank is lost, and why: "Rank 1 died (connection reset)".
-        key: of the operation, from `Comm._begin`.
+        key: of the operation, from `Comm._issue`.
         details: sentences with what else is known, without their full stops.
     """
 
@@ -146,7 +146,7 @@ class Comm(ABC):
         `diverges` tells all ranks whether this one diverges, and needs a shard of at least 8 bytes; None, on all ranks,
         sends no such mark.
         """
-        key = self._begin("all_gather", name, shard, (self.size - 1) * shard.nbytes)
+        key = self._issue("all_gather", name, shard, (self.size - 1) * shard.nbytes)
         gather = self._all_gather(full, shard, key, diverges)
         gather.clock = self.clock
         return gather
@@ -154,7 +154,7 @@ class Comm(ABC):
     def mark(self, name: str, *, diverges: bool) -> Gather:
         """Starts to tell all ranks whether this one diverges, where no gather can tell it: 8 bytes to each."""
         rows = torch.zeros(self.size, 1, dtype=torch.int64, device=HOST)
-        key = self._begin("mark", name, None, (self.size - 1) * rows[0].nbytes)
+        key = self._issue("mark", name, None, (self.size - 1) * rows[0].nbytes)
         gather = self._all_gather(rows, rows[self.rank], key, diverges)
         gather.clock = self.clock
         return gather
@@ -163,7 +163,7 @@ class Comm(ABC):
         """Starts to sum row j of all ranks' `full` ``(N, columns)`` into rank j's `shard` ``(columns,)``, and divides
         the sum by `divisor`. `full` must not change until `wait` returns, but for its row of this rank, which `shard`
         may be. `scratch` is ``(scratch_rows, columns)``."""
-        key = self._begin("reduce_scatter", name, full, full.nbytes - full[0].nbytes)
+        key = self._issue("reduce_scatter", name, full, full.nbytes - full[0].nbytes)
         work = self._reduce_scatter(shard, full, scratch, key, divisor)
         work.clock = self.clock
         return work
@@ -172,14 +172,14 @@ class Comm(ABC):
         """Fills `received[j]` with the tensor that rank j sends to this one, its `sent[this rank]`. Tensors are
         contiguous; sender and receiver know their size, which may be 0."""
         nbytes = sum(tensor.nbytes for peer, tensor in enumerate(sent) if peer != self.rank)
-        key = self._begin("all_to_all", name, None, nbytes)
+        key = self._issue("all_to_all", name, None, nbytes)
         received[self.rank].copy_(sent[self.rank])
         self.clock.time(partial(self._all_to_all, received, sent, key))
 
     def broadcast(self, tensor: Tensor, name: str, source: int = 0) -> None:
         """Copies rank `source`'s contiguous `tensor` to all ranks."""
         sent = (self.size - 1) * tensor.nbytes if self.rank == source else 0
-        key = self._begin("broadcast", name, tensor, sent)
+        key = self._issue("broadcast", name, tensor, sent)
         if tensor.numel():
             self.clock.time(partial(self._broadcast, tensor, source, key))
 
@@ -187,7 +187,7 @@ class Comm(ABC):
         """Reduces a small tensor over ranks, to the same bits on every rank. On the host that takes O(log N) messages
         of each rank; on a device with collectives of its own the host does not wait."""
         value = tensor.detach().contiguous()
-        key = self._begin("all_reduce", name, value, (self.size - 1).bit_length() * value.nbytes)
+        key = self._issue("all_reduce", name, value, (self.size - 1).bit_length() * value.nbytes)
         if not value.numel():
             return value.clone()
         return self.clock.time(partial(self._all_reduce, value, COMBINE[reduction], key))
@@ -199,7 +199,7 @@ class Comm(ABC):
 
     def all_gather_object(self, value: T, name: str) -> list[T]:
         """Returns every rank's `value`, a small plain object, in rank order, for O(log N) messages of each rank."""
-        key = self._begin("object", name, None, 0)
+        key = self._issue("object", name, None, 0)
         merged = self.clock.time(partial(self._merge, {self.rank: value}, key))
         return [merged[rank] for rank in range(self.size)]
 
@@ -230,17 +230,17 @@ class Comm(ABC):
         """Returns the communicator of the group of ranks that holds this one. Collective: call it on every rank, with
         the same `groups`, each rank in exactly one."""
 
-    def _begin(self, kind: str, name: str, tensor: Tensor | None, sent: int) -> str:
+    def _issue(self, kind: str, name: str, tensor: Tensor | None, sent: int) -> str:
         """Counts an operation, and returns its key: kind, name, and how often the two have been issued."""
         self.bytes_sent[kind] += sent
         self.calls[kind] += 1
         name = f"{kind} {name}"
         if self.sanitize:
-            self._compare(name if tensor is None else f"{name} {tuple(tensor.shape)} {tensor.dtype}")
+            self._compare_signatures(name if tensor is None else f"{name} {tuple(tensor.shape)} {tensor.dtype}")
         self._issued[name] += 1
         return f"{name} #{self._issued[name]}"
 
-    def _compare(self, signature: str) -> None:
+    def _compare_signatures(self, signature: str) -> None:
         self._issued["sanitize"] += 1
         key = f"object sanitize #{self._issued['sanitize']}"
         found = self.clock.time(partial(self._merge, {self.rank: signature}, key))

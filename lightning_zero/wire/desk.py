@@ -50,7 +50,7 @@ class Memory:
         if not inherited:
             _MEMORIES.add(self)
 
-    def at(self, offset: int, nbytes: int) -> int:
+    def address_of(self, offset: int, nbytes: int) -> int:
         """Returns the address of a range."""
         assert 0 <= offset <= offset + nbytes <= self.nbytes
         return int(self.start) + offset
@@ -74,7 +74,7 @@ class Desk:
 
     def put(self, offset: int, address: int, nbytes: int) -> None:
         """Copies what lies at an address into a slot."""
-        ctypes.memmove(self._memory.at(offset, nbytes), address, nbytes)
+        ctypes.memmove(self._memory.address_of(offset, nbytes), address, nbytes)
 
 
 @final
@@ -90,7 +90,7 @@ class Room:
         self.start, self.nbytes = start, nbytes
         self.readers: set[int] = set()  # peers that were sent the file
         self.file, self._memory = _create(nbytes, inherited=True)
-        self.address = self._memory.at(0, nbytes)
+        self.address = self._memory.address_of(0, nbytes)
         self._close_file = weakref.finalize(self, os.close, self.file)
         _ROOMS.add(self)
 
@@ -155,7 +155,7 @@ class Rooms:
                 if room is not None:
                     self._seen[peer][start] = room
 
-    def forget(self, peer: int, start: int | None = None) -> None:
+    def drop(self, peer: int, start: int | None = None) -> None:
         """Gives up a room of a peer, or all of them."""
         for one in [*self._seen[peer]] if start is None else [start]:
             self._seen[peer].pop(one, None)
@@ -164,7 +164,7 @@ class Rooms:
         """Returns where a tensor lies in a room of the peer; None if it cannot be read there."""
         for start, room in self._seen[peer].items():
             if start <= arrival.place and arrival.place - start + arrival.nbytes <= room.nbytes:
-                return room.at(arrival.place - start, arrival.nbytes)
+                return room.address_of(arrival.place - start, arrival.nbytes)
         return None
 
 

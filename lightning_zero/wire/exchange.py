@@ -82,12 +82,12 @@ class Exchange:
                 if key in self._arrived:
                     matched.append((peer, landing, tag, _pop(self._arrived, key)))
                 elif peer in self._closed:
-                    message.end(CLOSED)
+                    message.complete(CLOSED)
                 else:
                     self._awaited[key].append(landing)
         if all(arrival.payload is not None for *_, arrival in matched):
             for each in matched:  # here: it is a copy of a few bytes, and to wake the thread takes longer
-                self._land(self._take, *each)
+                self._land(self._land_arrival, *each)
         else:
             self._matched.extend(matched)
             self._outbox.wake()
@@ -114,19 +114,19 @@ class Exchange:
         payload = (ctypes.c_char * (message.nbytes if is_small else 0)).from_address(message.address)
         with self._lock:
             if peer in self._closed:
-                message.end(CLOSED)
+                message.complete(CLOSED)
             elif not is_small:
                 self._offered[peer, tag].append(message)
         if not message.is_over:
             try:
                 self._outbox.post(peer, header, payload)
                 if is_small:
-                    message.end()
+                    message.complete()
             except OSError as error:
-                message.end(f"connection closed ({error})")
+                message.complete(f"connection closed ({error})")
         return message
 
-    def _tell(self, peer: int, kind: bytes, *, tag: int = 0, offset: int = 0, nbytes: int = 0) -> None:
+    def _post(self, peer: int, kind: bytes, *, tag: int = 0, offset: int = 0, nbytes: int = 0) -> None:
         with suppress(OSError):  # the peer is gone, as the thread is about to read
             self._outbox.post(peer, _HEADER.pack(kind, tag, offset, nbytes))
 
@@ -155,7 +155,7 @@ class Exchange:
                     if events & selectors.EVENT_READ and not self._read_datagram(key.data):
                         selector.unregister(key.fileobj)
                 while self._matched:  # no name here may hold a tensor while the thread waits
-                    self._land(self._take, *self._matched.popleft())
+                    self._land(self._land_arrival, *self._matched.popleft())
                 while self.rooms.gone:
                     self._tell_readers(self.rooms.gone.popleft())
                 for peer in self._outbox.peers:
@@ -188,7 +188,7 @@ class Exchange:
         elif kind == _ROOM:
             self.rooms.see(peer, offset, files)
         elif kind == _GONE:
-            self.rooms.forget(peer, offset)
+            self.rooms.drop(peer, offset)
         else:
             is_small = kind == _PAYLOAD
             payload = (ctypes.c_char * nbytes).from_buffer_copy(datagram, _HEADER.size) if is_small else None
@@ -213,10 +213,10 @@ class Exchange:
                     raise Unusable(CLOSED)
                 take(peer, landing, *what)
         except Unusable as failure:
-            landing.messages[peer].end(str(failure))
+            landing.messages[peer].complete(str(failure))
             self._drop(peer)  # tells it
 
-    def _take(self, peer: int, landing: Landing, tag: int, arrival: Arrival) -> None:
+    def _land_arrival(self, peer: int, landing: Landing, tag: int, arrival: Arrival) -> None:
         """Takes a tensor that a peer sends, or says that it is wanted on the desk, once all terms of the sum have
         arrived."""
         if arrival.nbytes != landing.nbytes:
@@ -242,7 +242,7 @@ class Exchange:
             return
         for one in landing.messages:
             self._landing[one].append(landing)
-            self._tell(one, _WANTED, tag=tag)
+            self._post(one, _WANTED, tag=tag)
 
     def _read_rooms(self, landing: Landing, found: Mapping[int, int], tag: int) -> None:
         """Reads tensors where they lie, by peer."""
@@ -252,7 +252,7 @@ class Exchange:
         # A peer that has given up may have changed its tensor meanwhile. It has closed the link before that.
         landing.end_if_filled(lost=[peer for peer in found if _is_hung_up(self._sockets[peer])])
         for peer in found:
-            self._tell(peer, _READ, tag=tag)
+            self._post(peer, _READ, tag=tag)
 
     def _take_part(self, peer: int, landing: Landing, part: Part) -> None:
         """Takes a part from the desk of a peer, once the same part of all terms of the sum is there."""
@@ -262,23 +262,23 @@ class Exchange:
             self._landing[peer].popleft()
         if all(landing.parts.values()):
             parts = {one: waiting.popleft() for one, waiting in landing.parts.items()}
-            landing.fill({one: self._desks[one].at(*there) for one, there in parts.items()}, part.nbytes)
+            landing.fill({one: self._desks[one].address_of(*there) for one, there in parts.items()}, part.nbytes)
             landing.end_if_filled()
             for one, there in parts.items():
-                self._tell(one, _FREE, offset=there.offset)
+                self._post(one, _FREE, offset=there.offset)
 
     # -- the thread: what leaves
 
     def _tell_readers(self, room: Room) -> None:
         """Has peers give up a room, whose memory the system gets back only then."""
         for peer in room.readers:
-            self._tell(peer, _GONE, offset=room.start)
+            self._post(peer, _GONE, offset=room.start)
 
     def _end_offered(self, key: _Key) -> None:
         """Ends the wait for a peer that has read a tensor where it lies."""
         with self._lock:
             if key in self._offered:  # otherwise the link was closed while this answer was on its way
-                _pop(self._offered, key).end()
+                _pop(self._offered, key).complete()
 
     def _begin_to_pass(self, key: _Key) -> None:
         """Begins to put a sent tensor on the desk, for the peer that wants it."""
@@ -298,8 +298,8 @@ class Exchange:
                 self._desk.put(offset, sent.address + sent.passed, nbytes)
                 sent.passed += nbytes
                 if sent.passed == sent.nbytes:
-                    wanted.popleft().end()
-                self._tell(peer, _PART, offset=offset, nbytes=nbytes)
+                    wanted.popleft().complete()
+                self._post(peer, _PART, offset=offset, nbytes=nbytes)
 
     # -- the end of a link
 
@@ -315,7 +315,7 @@ class Exchange:
         with self._lock:
             self._closed.add(peer)
             self._outbox.drop(peer)
-            self.rooms.forget(peer)
+            self.rooms.drop(peer)
             offered = {landing for landing in self._offers if peer in landing.arrivals}
             self._offers -= offered
             ended = [landing.messages[peer] for landing in (*offered, *self._landing.pop(peer, ()))]
@@ -325,7 +325,7 @@ class Exchange:
             for key in [key for key in self._awaited if key[0] == peer]:
                 ended += [landing.messages[peer] for landing in self._awaited.pop(key)]
             for message in ended:
-                message.end(CLOSED)
+                message.complete(CLOSED)
 
     def leave_to_parent(self) -> None:
         """Closes the sockets in a forked process: while it has them, nobody would notice the end of its parent."""

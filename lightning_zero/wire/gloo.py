@@ -74,7 +74,7 @@ class GlooComm(Comm):
 
     @cached_property
     def board(self) -> Board:
-        return Board(self._store, self.rank, self.size, self.wait_timeout)
+        return Board(self._torch_store, self.rank, self.size, self.wait_timeout)
 
     def split(self, groups: Sequence[Sequence[int]]) -> "GlooComm":
         group = own_subgroup("gloo", self.rank, groups, timeout=self.timeout)
@@ -96,7 +96,7 @@ class GlooComm(Comm):
         copy_unless_same(rows[self.rank], mine)
         # The row, and not the shard: a full array that many gathers fill lies where peers can read it.
         sends = dict.fromkeys(self._peers, rows[self.rank])
-        pending = self._start({peer: rows[peer] for peer in self._peers}, sends, key)
+        pending = self._start_messages({peer: rows[peer] for peer in self._peers}, sends, key)
 
         def finish() -> None:
             self._wait(pending, key)
@@ -112,7 +112,7 @@ class GlooComm(Comm):
         if self._sums:
             return self._sum_over_links(shard, rows, key, divisor)
         received = dict(zip(self._peers, _landing(scratch), strict=True))
-        pending = self._start(received, {peer: rows[peer] for peer in self._peers}, key)
+        pending = self._start_messages(received, {peer: rows[peer] for peer in self._peers}, key)
         terms = received | {self.rank: rows[self.rank]}
 
         def finish() -> None:
@@ -135,7 +135,7 @@ class GlooComm(Comm):
         terms = [rows[rank] if rank == self.rank else self._in_world[rank] for rank in range(self.size)]
         messages = self._links.sum(total, terms, self._tag(key), divisor)
         pending: _Pending = [(peer, messages[self._in_world[peer]]) for peer in self._peers]
-        pending += self._start({}, {peer: rows[peer] for peer in self._peers}, key)
+        pending += self._start_messages({}, {peer: rows[peer] for peer in self._peers}, key)
 
         def finish() -> None:
             self._wait(pending, key)
@@ -146,16 +146,16 @@ class GlooComm(Comm):
     def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], key: str) -> None:
         landing = {peer: _landing(received[peer]) for peer in self._peers if received[peer].numel()}
         sends = {peer: sent[peer].cpu() for peer in self._peers if sent[peer].numel()}
-        self._wait(self._start(landing, sends, key), key)
+        self._wait(self._start_messages(landing, sends, key), key)
         for peer, tensor in landing.items():
             _land(tensor, received[peer])
 
     def _broadcast(self, tensor: Tensor, source: int, key: str) -> None:
         if self.rank == source:
-            self._wait(self._start({}, dict.fromkeys(self._peers, tensor.cpu()), key), key)
+            self._wait(self._start_messages({}, dict.fromkeys(self._peers, tensor.cpu()), key), key)
         else:
             host = _landing(tensor)
-            self._wait(self._start({source: host}, {}, key), key)
+            self._wait(self._start_messages({source: host}, {}, key), key)
             _land(host, tensor)
 
     # -- small values, in a tree
@@ -183,12 +183,12 @@ class GlooComm(Comm):
     def _exchange(self, mine: Tensor | None, theirs: Tensor | None, peer: int, key: str) -> Tensor | None:
         """Sends `mine` to `peer` and receives into `theirs`, each unless it is None. Returns `theirs`."""
         receives, sends = ({} if tensor is None else {peer: tensor} for tensor in (theirs, mine))
-        self._wait(self._start(receives, sends, key), key)
+        self._wait(self._start_messages(receives, sends, key), key)
         return theirs
 
     # -- messages
 
-    def _start(self, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor], key: str) -> _Pending:
+    def _start_messages(self, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor], key: str) -> _Pending:
         """Starts a message from each peer of `receives` into its tensor, then one to each peer of `sends`."""
         pending = []
         tag = self._tag(key)
@@ -214,7 +214,7 @@ class GlooComm(Comm):
                 work.wait(self.wait_timeout)
 
     @property
-    def _store(self) -> dist.Store:
+    def _torch_store(self) -> dist.Store:
         # With the number: keys of an earlier communicator (the verdict on its first save) must not be taken for ours.
         prefix = f"lightning_zero/{self._group.group_name}/{self._number}"
         return dist.PrefixStore(prefix, default_store())
@@ -238,7 +238,7 @@ class GlooComm(Comm):
         # has died, Lightning's launcher soon kills this one.
         until = time.monotonic() + _GRACE_S * (1.0 if closed is None else 0.1)
         try:
-            store = self._store
+            store = self._torch_store
             store.set(f"lost/{self.rank}", f"Rank {self.rank} was in {place_of(key)}, waiting for {waits_for}")
             reports = {peer: _report_of(store, peer, until) for peer in self._peers}
         except Exception as unreachable:  # rank 0, which holds the store, may be the one that died
@@ -264,9 +264,9 @@ class GlooComm(Comm):
     def report(self, told: str | None) -> None:
         with suppress(Exception):  # the store may be gone
             if told is None:
-                self._store.delete_key(f"lost/{self.rank}")
+                self._torch_store.delete_key(f"lost/{self.rank}")
             else:
-                self._store.set(f"lost/{self.rank}", f"Rank {self.rank}{_FAILED}{told}")
+                self._torch_store.set(f"lost/{self.rank}", f"Rank {self.rank}{_FAILED}{told}")
 
 
 def _landing(tensor: Tensor) -> Tensor:

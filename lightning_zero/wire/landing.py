@@ -37,7 +37,7 @@ class Message:
         """Whether nobody reads or writes the tensor any more."""
         return self._is_over.is_set()
 
-    def end(self, error: str | None = None) -> None:
+    def complete(self, error: str | None = None) -> None:
         self._error = error
         self._tensor = None  # before the waiting thread goes on: it may allocate, and count, the same memory again
         self._is_over.set()
@@ -92,9 +92,9 @@ class Landing:
     def end_if_filled(self, lost: Collection[int] = ()) -> None:
         """Ends all waits when the tensor is filled, with an error those for peers that are `lost`."""
         if self._filled == self.nbytes:
-            del self._into, self._terms  # as in `Message.end`
+            del self._into, self._terms  # as in `Message.complete`
             for peer, message in self.messages.items():
-                message.end(CLOSED if peer in lost else None)
+                message.complete(CLOSED if peer in lost else None)
 
 
 class Unusable(Exception):
