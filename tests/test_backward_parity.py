@@ -79,6 +79,32 @@ def test_autograd_grad_returns_gradients_and_leaves_p_grad_alone(stage: int) -> 
     assert_as_on_one_device(tower(), act, stage)
 
 
+GIVEN_PARAMETERS = {
+    "grad": lambda loss, parameters: torch.autograd.grad(loss, parameters),
+    "grad, with zeros": lambda loss, parameters: torch.autograd.grad(loss, parameters, materialize_grads=True),
+    "backward": lambda loss, parameters: loss.backward(inputs=parameters),
+}
+
+
+@pytest.mark.parametrize("way", GIVEN_PARAMETERS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_hooks_read_parameters_while_gradients_of_given_parameters_are_computed(stage: int, way: str) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        seen: dict[str, Tensor] = {}
+        for step in range(2):
+            hidden = model[0](x())
+            hidden.register_hook(lambda grad: grad * model[0][0].bias.detach().mean())
+            loss = model[2](model[1](hidden)).square().mean()
+            given = [p for p in model.parameters() if way == "grad, with zeros" or p is not model[2][0].bias]
+            found = GIVEN_PARAMETERS[way](loss, given) or [parameter.grad for parameter in given]
+            seen |= {f"{step} {at}": grad.clone() for at, grad in enumerate(found)}
+            optimizer.step()
+            optimizer.zero_grad()
+        return state_of(model, engine) | seen
+
+    assert_as_on_one_device(tower(), act, stage, prefetch=0)
+
+
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:

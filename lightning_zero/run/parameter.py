@@ -12,12 +12,13 @@ reading `p.grad` of one makes the ranks agree.
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
@@ -38,7 +39,7 @@ from lightning_zero.views.intercept import (
 )
 from lightning_zero.views.lazy import Stored, stored_in
 
-_BY_IDENTITY = {torch.autograd.grad, torch.autograd.backward}  # given parameters only name nodes of the graph
+_DIFFERENTIATE = {torch.autograd.grad, torch.autograd.backward}
 _GRADIENT = {getattr(Tensor.grad, name) for name in ("__get__", "__set__")}
 _EDITS_UNSEEN = UNWATCHED | UNVERSIONED | FOREACH_IN_PLACE  # these of a DTensor, or what is edited through them
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
@@ -116,6 +117,8 @@ class WatchedDTensor(_Intercepting):
             for value in tree_iter((args, kwargs)):
                 if isinstance(value, WatchedDTensor) and (slot := slot_of(value)) is not None:
                     cls.lender.watch(slot.group)
+        if func in _DIFFERENTIATE:
+            return _differentiate(func, *args, **(kwargs or {}))
         with no_interception():
             return func(*args, **(kwargs or {}))
 
@@ -127,7 +130,9 @@ class RestingParameter(_Intercepting):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _GRADIENT:
             cls.lender.settle_gradients()
-        if func in METADATA or func in _BY_IDENTITY:
+        if func in _DIFFERENTIATE:
+            return _differentiate(func, *args, **(kwargs or {}))
+        if func in METADATA:
             with no_interception():
                 return func(*args, **(kwargs or {}))
         if func in STRIDES:
@@ -159,6 +164,28 @@ class RestingParameter(_Intercepting):
 
     def borrow(self) -> Lent:
         return self.lender.lend(_slot(self))
+
+
+def _differentiate(
+    func: Callable[..., Any], roots: Sequence[Any], inputs: Sequence[Any] | None = None, **options: Any
+) -> Any:
+    """Calls `torch.autograd.grad` or `backward` with nodes of the graph in place of parameters, which only name these.
+    Given the parameters, it would go past interception in all that hooks and recomputed blocks do meanwhile."""
+    given = inputs or ()
+    named = [one for one in given if isinstance(one, _Intercepting)]
+    if any(isinstance(root, _Intercepting) for root in roots) or not all(one.requires_grad for one in named):
+        with no_interception():
+            return func(roots, inputs=inputs, **options)
+    with no_interception():
+        nodes = [get_gradient_edge(one) if isinstance(one, _Intercepting) else one for one in given]
+    fills = options.pop("materialize_grads", False)  # torch cannot for a node
+    found = func(roots, inputs=nodes, **options)
+    if not fills:
+        return found
+    return tuple(
+        torch.zeros_like(one, requires_grad=options["create_graph"]) if grad is None else grad
+        for one, grad in zip(given, found, strict=True)
+    )
 
 
 def _borrowing(method: Callable[..., Any]) -> Callable[..., Any]:
