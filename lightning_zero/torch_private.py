@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
@@ -128,6 +129,19 @@ to torch 2.14 they have no public name. Without them tensors in outputs of trans
 backward_number: Callable[[], int] = find(torch._C, "_current_graph_task_id")
 """Returns the number of the backward that runs in this thread, -1 for none. Hooks are not told. Without it a look at a
 graph could not be told from a backward. Private: `_current_graph_task_id`; `torch.autograd.graph` uses it."""
+
+_executes: Callable[[Any], bool] = find(torch._C, "_will_engine_execute_node")
+
+
+def accumulates(parameter: Parameter) -> bool:
+    """Whether the backward that runs in this thread will accumulate a gradient of a parameter. Hooks are not told.
+    Without it ranks would wait for others to end a backward where one alone has called `torch.autograd.grad` in its
+    forward. Private: `_will_engine_execute_node`."""
+    try:
+        return _executes(get_gradient_edge(parameter).node)
+    except RuntimeError:  # `torch.autograd.grad` is asked for its gradient, and returns it
+        return False
+
 
 push_saved_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Tensor]], None] = find(
     torch._C._autograd, "_push_saved_tensors_default_hooks"

@@ -105,6 +105,29 @@ def test_hooks_read_parameters_while_gradients_of_given_parameters_are_computed(
     assert_as_on_one_device(tower(), act, stage, prefetch=0)
 
 
+@pytest.mark.parametrize("bracketed", [False, True])
+@pytest.mark.parametrize("accumulation", ["sharded", "local"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_rank_alone_may_differentiate_in_the_forward_of_a_micro_batch(
+    stage: int, accumulation: Any, bracketed: bool
+) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        for step in range(3):
+            for micro in range(2):
+                with nullcontext() if engine is None or micro == 1 else engine.accumulating():
+                    hidden = model[1](model[0](x()))
+                    if comm is not None and comm.rank == step % 2:
+                        torch.autograd.grad(hidden.sum(), list(model[0].parameters()), retain_graph=True)
+                    loss = model[2](hidden).square().mean()
+                    with nullcontext() if engine is None or not bracketed else engine.backward():
+                        loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return state_of(model, engine)
+
+    assert_as_on_one_device(tower(), act, stage, accumulation=accumulation)
+
+
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from lightning_zero.shards.local import local_of
 from lightning_zero.shards.norm import gradient_of
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
-from lightning_zero.torch_private import backward_number, parameters_in, put_last
+from lightning_zero.torch_private import accumulates, backward_number, parameters_in, put_last
 
 
 @final
@@ -90,12 +90,23 @@ class Schedule:
     def bring(self, unit: Unit, is_recomputed: bool) -> None:
         """Gathers a unit whose saved values are asked for, by a backward or by someone who inspects a graph. What is
         recomputed sees the latest edits, as the recomputation does."""
-        if backward_number() != -1 and not self._runner.backward.is_known:
+        if backward_number() != -1 and not self._runner.backward.is_known and self._accumulates(unit):
             self._notice_backward()
         self._course.use(unit)
         if is_recomputed:
             self._loans.show_edits(unit)
         unit.wait()
+
+    @staticmethod
+    def _accumulates(unit: Unit) -> bool:
+        """Whether the backward that has come to a unit accumulates gradients. `torch.autograd.grad` only looks at a
+        graph: one rank alone may call it, and the others come to the end of no backward."""
+        with no_interception():
+            return any(
+                slot.parameter.requires_grad and accumulates(slot.parameter)
+                for group in unit.groups
+                for slot in group.slots
+            )
 
     @contextmanager
     def noting_saved(self) -> Iterator[None]:
