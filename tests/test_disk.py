@@ -31,6 +31,16 @@ def test_what_is_written_is_read_whatever_is_still_under_way(tmp_path: Path) -> 
     disk.close()
 
 
+@pytest.mark.parametrize("numel", [0, 1, 2])
+def test_a_part_of_a_tensor_with_gaps_is_written_however_small_it_is(numel: int, tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    values = torch.arange(8.0)[1::2][:numel]
+    array = OnDisk(numel, torch.float32, place_on(disk))
+    array.write(ALL, values)
+    assert array.read().equal(values)
+    disk.close()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool])
 def test_every_dtype_comes_back_in_every_bit(dtype: torch.dtype, tmp_path: Path) -> None:
     disk = Disk(tmp_path)

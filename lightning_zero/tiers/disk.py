@@ -116,7 +116,8 @@ class Disk:
             self._move(call, doing, *moves.popleft())
 
     def _move(self, call: Callable[..., int], doing: str, start: int, values: Tensor) -> None:
-        view = memoryview(values.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        flat = values.detach().as_strided((values.numel(),), (1,))  # whatever the stride of a single element is
+        view = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
         done = 0
         while done < len(view):
             try:
