@@ -197,6 +197,32 @@ def test_gradients_of_gradients(stage: int) -> None:
             assert_same_bits(found, expected)
 
 
+@pytest.mark.parametrize("is_second_order", [True, False])
+@each_policy
+@each_stage
+def test_a_call_with_other_weights_is_recomputed_with_them(
+    stage: int, policy: dict[str, Any], is_second_order: bool
+) -> None:
+    """As MAML does: a step of weights that are not the model's, inside of the forward."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        for step in range(2):
+            named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            loss = model(batch(step)).square().mean()
+            grads = torch.autograd.grad(loss, [*named.values()], create_graph=is_second_order, allow_unused=True)
+            fast = {name: p if g is None else p - 0.1 * g for (name, p), g in zip(named.items(), grads, strict=True)}
+            torch.func.functional_call(model, fast, (batch(step + 5),)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return state_of(model, engine)
+
+    start = seeded(lambda: Awkward(dropout=0.0))
+    (found,) = on_engine(
+        start, act, stage, world=1, activation_checkpointing=ActivationCheckpointing(**policy), machine=APART
+    )
+    assert_same_bits(found, on_one_device(start, act))
+
+
 class Inner(nn.Module):
     """Takes a gradient inside its forward."""
 

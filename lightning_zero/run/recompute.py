@@ -6,14 +6,14 @@ move and divide them (`tiers.activations`). The recomputation may be given other
 autograd would have saved there.
 
     forward     keep(arguments) -> call; autograd saves no value
-    backward    autograd asks for the first saved value -> fetch(arguments) -> call again, with random numbers and
-                autocast (by torch's checkpoint) and buffers (by `Buffers`) as they were
+    backward    autograd asks for the first saved value -> bring(arguments) -> call again, with random numbers and
+                autocast (by torch's checkpoint), parameters and buffers (by `Weights`, `Buffers`) as they were
 
 Calls are intercepted around everything that happens to parameters in them, so a recomputation gathers, casts and waits
 as a forward does.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -31,7 +31,14 @@ from lightning_zero.shards.slot import no_interception
 from lightning_zero.shards.units import as_written, find_blocks, modules_in_compiled_regions
 from lightning_zero.tiers.activations import ActivationStore, version_of
 from lightning_zero.tiers.ledger import Ledger, Place
-from lightning_zero.torch_private import buffers_in, compiled_in, saved_hooks_are_allowed, show_buffers, tree_iter
+from lightning_zero.torch_private import (
+    buffers_in,
+    compiled_in,
+    parameters_in,
+    saved_hooks_are_allowed,
+    show_buffers,
+    tree_iter,
+)
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
 
@@ -134,13 +141,14 @@ class _Call:
         self._recompute = recompute
         self._name = name
         self._function = function
+        self._weights = Weights(module)
         self._buffers = Buffers(module)
         self._kept = recompute.store.keep(name, arguments)
         self._first: Any = arguments  # None once forward has them
 
     def __call__(self, *_: Tensor) -> Any:
         if self._first is None:
-            with self._recompute.inside(), self._buffers.as_before():
+            with self._recompute.inside(), self._weights.as_before(), self._buffers.as_before():
                 args, kwargs = self._kept.fetch()
                 return self._function(*args, **kwargs)
         (args, kwargs), self._first = self._first, None
@@ -155,6 +163,35 @@ class _Call:
                 "there in place of x += y, or leave it out of ActivationCheckpointing(modules=...)."
             )
         return output
+
+
+@final
+class Weights:
+    """The parameters of a module as a call has found them: `torch.func.functional_call` shows others in their place,
+    and is over when the call is computed again."""
+
+    def __init__(self, module: Module) -> None:
+        holders = (parameters_in(holder) for holder in module.modules())
+        self._found = [(parameters, dict(parameters)) for parameters in holders if parameters]
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Inside, the module has what it had then."""
+        now = [dict(parameters) for parameters, _ in self._found]
+        for parameters, before in self._found:
+            _show(parameters, before)
+        try:
+            yield
+        finally:
+            for (parameters, _), shown in zip(self._found, now, strict=True):
+                _show(parameters, shown)
+
+
+def _show(parameters: MutableMapping[str, Any], others: dict[str, Any]) -> None:
+    """Gives a module other parameters. What has them already is not touched: compiled code would be compiled again."""
+    if parameters.keys() != others.keys() or any(parameters[name] is not others[name] for name in others):
+        parameters.clear()
+        parameters.update(others)
 
 
 @final
