@@ -19,7 +19,7 @@ from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.probe import ELEMENT_WISE, MOMENTS, state_tensors_of, why_not_in_pieces
 from lightning_zero.wire.comm import Comm
 from thread_world import ThreadWorld
-from zoo import OF_ALL, PIECES, WHOLE, ByFormula, Trusting, decays_matrices, made
+from zoo import OF_ALL, PIECES, WHOLE, ByFormula, Trusting, agg_mo, decays_matrices, made
 
 BY_TENSOR, BY_ALL = "looks at whole tensors", "looks at all parameters together"
 
@@ -132,6 +132,22 @@ def test_matrices_alone_are_tried_where_an_optimizer_has_matrices_alone() -> Non
 @pytest.mark.parametrize("name", PIECES)
 def test_what_goes_by_element_is_found_to_do_so(name: str) -> None:
     assert why_not_in_pieces(made("Plain", PIECES[name])(parameters())) is None
+
+
+def test_what_keeps_tensors_in_containers_is_found_to_do_so_and_told_what_that_costs_in_pieces() -> None:
+    def set_up(comm: Comm, granularity: Any) -> bool:
+        model = nn.Linear(4, 4)
+        optimizer = made("AggMo", agg_mo)(model.parameters())
+        engine = Engine(model, [optimizer], stage=2, comm=comm, options=Options(granularity=granularity))
+        steps_whole = engine.regrouping.imbalance is not None
+        engine.close()
+        return steps_whole
+
+    told = "keeps tensors in lists or dictionaries of its state"
+    assert why_not_in_pieces(made("Plain", agg_mo)(parameters())) == told
+    assert ThreadWorld(2, 10).run(lambda comm: set_up(comm, "auto")) == [True, True]
+    with pytest.warns(UserWarning, match=rf"AggMo {told}: in pieces.*cannot be saved"):
+        assert ThreadWorld(2, 10).run(lambda comm: set_up(comm, "element")) == [False, False]
 
 
 def test_a_subclass_of_an_element_wise_optimizer_is_not_taken_for_one() -> None:

@@ -37,7 +37,7 @@ from reference import Run
 from test_offload import APART, WAYS, Maker, assert_differs, assert_same_run, flat, on_ranks
 from thread_world import ThreadWorld
 from unit_jobs import assert_as_on_one_device, state_of, tower, x
-from zoo import WHOLE, made
+from zoo import WHOLE, agg_mo, made
 
 
 def trainable(model: nn.Module) -> list[Parameter]:
@@ -74,6 +74,10 @@ class Both(Optimizer):
                 parameter.sub_(group["lr"] * change)
 
 
+def aggregates(model: nn.Module) -> tuple[Optimizer, None]:
+    return made("AggMo", agg_mo)(trainable(model), lr=0.01), None
+
+
 def both(model: nn.Module) -> tuple[Optimizer, None]:
     return Both(model), None
 
@@ -82,6 +86,7 @@ MAKERS: dict[str, Maker] = {
     **{name: maker(name) for name in ("LAMB", "Muon")},
     "Adafactor": adafactor,
     "both": both,
+    "AggMo": aggregates,
 }
 
 
@@ -373,7 +378,7 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
 @pytest.mark.parametrize(
     "saved_at", [Place(0, 2), Place(1, 3), Place(2, 2), Place(3, 2), Place(2, 4, replicate_size=2)]
 )
-@pytest.mark.parametrize("name", ["Muon", "Adafactor"])
+@pytest.mark.parametrize("name", ["Muon", "Adafactor", "AggMo"])
 def test_a_checkpoint_does_not_know_what_was_stepped_where(name: str, saved_at: Place, tmp_path: Path) -> None:
     start = seeded(Everything)
 

@@ -17,6 +17,7 @@ from test_offload import APART
 from thread_world import ThreadWorld
 from unit_jobs import WIDTH, on_engine, on_one_device, state_of, tower, x
 from wrappers import WRAPPERS, Bare, Hoarder, SAMByNorm, momentum
+from zoo import agg_mo, made
 
 STAGES = [1, 2, 3]
 HOW: dict[str, dict[str, Any]] = {
@@ -176,6 +177,18 @@ def test_tensors_that_are_no_state_of_a_parameter_are_refused_on_every_rank(stag
                 take(optimizer)
 
     on_engine(tower(), act, stage, lambda parameters: Hoarder(parameters, lr=0.1), granularity="element")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_pieces_in_containers_are_refused_on_every_rank(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> None:
+        model(x()).square().mean().backward()
+        optimizer.step()
+        for take in (engine.states.full_optimizer, engine.states.spread_optimizer):
+            with pytest.raises(RuntimeError, match=r"'before.0', 'momenta.0.5', 'momenta.0.9'.*granularity='tensor'"):
+                take(optimizer)
+
+    on_engine(tower(), act, stage, made("AggMo", agg_mo), granularity="element")
 
 
 def test_an_optimizer_that_torch_has_not_made_is_refused_with_the_remedy() -> None:

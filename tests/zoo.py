@@ -251,6 +251,15 @@ PIECES = {
 }
 
 
+def agg_mo(p: Tensor, state: dict[str, Any]) -> Tensor:
+    """A dictionary of momenta, 1804.00325; and the gradients before, in a list."""
+    momenta = state.setdefault("momenta", {beta: torch.zeros_like(p) for beta in (0.9, 0.5)})
+    for beta, momentum in momenta.items():
+        momentum.mul_(beta).add_(p.grad)
+    state["before"] = [*state.get("before", [])[-1:], p.grad.clone()]
+    return sum(momenta.values()) / len(momenta) + 0.1 * sum(state["before"])
+
+
 class Trusting(AdamW):
     """A subclass of an element-wise optimizer, with a norm under a name of its own."""
 

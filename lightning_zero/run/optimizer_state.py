@@ -1,6 +1,7 @@
 """`OptimizerState`: gathers an optimizer's state from the pieces that ranks step, and cuts a loaded one into them."""
 
 import copy
+import itertools
 from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple, final
@@ -15,10 +16,12 @@ from lightning_zero.device import HOST
 from lightning_zero.shards.local import Box, local_of
 from lightning_zero.shards.moment import wrapped_in
 from lightning_zero.shards.optimizer import PieceStepper
+from lightning_zero.shards.probe import large_in, nested_in
 from lightning_zero.shards.slot import Slot
 from lightning_zero.shards.units import as_written
 from lightning_zero.shards.written import Written
 from lightning_zero.tiers.composed import is_composed
+from lightning_zero.torch_private import tree_map_only
 from lightning_zero.views.lazy import LazyTensor, OfOneRank, Partial, materialize
 from lightning_zero.wire.comm import Comm
 
@@ -45,6 +48,11 @@ class OptimizerState:
         slot = self._slot(parameter)
         return slot is None or slot.steps_any
 
+    def _is_in_pieces(self, index: int) -> bool:
+        """Whether ranks each step a part of the parameter with this number."""
+        slot = self._slot(self._stepper.parameters[index])
+        return slot is not None and slot.stepper is None
+
     def _per(self, slot: Slot | None, name: str, value: Any) -> int:
         """Returns how many elements of the parameter one element of the entry stands for: 1 where the entry is cut as
         the parameter is, a block's size where it has an element for each block, 0 where it is not cut."""
@@ -59,15 +67,18 @@ class OptimizerState:
         saves for all. Collective.
 
         Raises:
-            RuntimeError: on every rank, when there are tensors outside of the state of single parameters: whether
-                these are whole or made of pieces cannot be told.
+            RuntimeError: on every rank, when there are tensors outside of the state of single parameters, or in
+                containers in it, of parameters that are stepped in pieces: whether these are whole or made of pieces
+                cannot be told.
         """
         local = self._stepper.optimizer.state_dict()
         state = local.get("state", {})
         others = {key: value for key, value in state.items() if not _is_index(key)}
         more = {key: value for key, value in local.items() if key not in ("state", "param_groups")}
         strange = [f"a key of the type {type(key).__name__}" for key in others if not isinstance(key, str)]
-        self._agree_on_cuts([*_large_in(more), *_large_in(others), *strange])
+        in_pieces = [state[index] for index in state if _is_index(index) and self._is_in_pieces(index)]
+        nested = itertools.chain(*map(nested_in, in_pieces))
+        self._agree_on_cuts([*large_in(more), *large_in(others), *strange, *dict.fromkeys(nested)])
         return local, others
 
     def _agree_on_cuts(self, unclear: list[str]) -> None:
@@ -84,8 +95,9 @@ class OptimizerState:
             if unclear_there and any(slot.group.is_cut or slot.local.is_divided for slot in self._stepper.slots):
                 raise RuntimeError(
                     f"{type(self._stepper.optimizer).__name__}.state_dict() has {', '.join(sorted(unclear_there))}, "
-                    "which is no state of one parameter: whether ranks have parts of it cannot be told, and it cannot "
-                    "be saved. Keep tensors in state[p][name], and have state_dict() return 'state' and 'param_groups'."
+                    "which is no entry of one parameter's state: whether ranks have parts of it cannot be told, and "
+                    "it cannot be saved. Keep tensors in state[p][name] itself, and have state_dict() return 'state' "
+                    "and 'param_groups'; or write granularity='tensor'."
                 )
 
     # -- to checkpoints
@@ -267,8 +279,10 @@ class OptimizerState:
     def _cut(self, parameter: Parameter, name: str, value: Any, differing: Container[str]) -> Any:
         """Returns this rank's part of an entry. Our own checkpoints name an entry by whether it is cut; in others its
         shape has to tell. `differing` is what `_note_shapes` returned."""
-        if not isinstance(value, Tensor):
-            return value
+        if not isinstance(value, Tensor):  # perhaps a list of them, of an optimizer that steps whole tensors
+            if self._steps_any(parameter):
+                return materialize(value)
+            return tree_map_only(Tensor, lambda tensor: torch.empty(0, dtype=tensor.dtype, device=HOST), value)
         if is_composed(value):
             return value if self._steps_any(parameter) else torch.empty(0, dtype=value.dtype, device=HOST)
         stored, slot = value.source if isinstance(value, LazyTensor) else None, self._slot(parameter)
@@ -293,16 +307,6 @@ class OptimizerState:
 def _is_index(key: Any) -> bool:
     """Whether a key of the state is a parameter's number in `state_dict`."""
     return isinstance(key, int) and not isinstance(key, bool)
-
-
-def _large_in(tree: Any, place: str = "") -> list[str]:
-    """Returns where in a tree there are tensors with dimensions."""
-    if isinstance(tree, Tensor):
-        return [repr(place)] if tree.dim() else []
-    if isinstance(tree, Mapping | list | tuple):
-        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
-        return [found for key, value in items for found in _large_in(value, f"{place}.{key}".lstrip("."))]
-    return []
 
 
 class _Cut(NamedTuple):

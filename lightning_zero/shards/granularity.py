@@ -8,7 +8,16 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_zero.shards.options import Options
-from lightning_zero.shards.probe import BLOCK, BY_ALL, BY_BLOCK, BY_CHANCE, BY_TENSOR, NOTHING, why_not_in_pieces
+from lightning_zero.shards.probe import (
+    BLOCK,
+    BY_ALL,
+    BY_BLOCK,
+    BY_CHANCE,
+    BY_TENSOR,
+    NESTED,
+    NOTHING,
+    why_not_in_pieces,
+)
 
 
 class Stepped(NamedTuple):
@@ -30,12 +39,15 @@ def choose_stepped(
     whole, blocked, asked = [], [], options.granularity
     for optimizer in optimizers:
         reason, kind = why_not_in_pieces(optimizer, device), type(optimizer).__name__
-        if asked == "tensor" or (asked == "auto" and reason == BY_TENSOR):
+        if asked == "tensor" or (asked == "auto" and reason in (BY_TENSOR, NESTED)):
             whole.append(optimizer)
         elif asked == "block" or (asked == "auto" and reason == BY_BLOCK):
             blocked.append(optimizer)
         if reason == BY_CHANCE:
             _warn_or_refuse_chance(kind, asked)
+        elif reason == NESTED and asked in ("element", "block"):
+            told = f"{kind} {NESTED}: in pieces, which granularity={asked!r} asks for, it trains, and cannot be saved"
+            warnings.warn(f"{told}. granularity='auto' steps whole tensors.", stacklevel=2)
         elif reason is not None and (asked == "element" or (asked == "block" and reason != BY_BLOCK)):
             told = f"{kind} {reason}, and steps pieces: not DDP's numbers. granularity='auto' gives it what it needs"
             warnings.warn(f"{told}; granularity={asked!r} was asked for.", stacklevel=2)
@@ -45,7 +57,7 @@ def choose_stepped(
                 "whole ones, write granularity='tensor'.",
                 stacklevel=2,
             )
-        elif reason not in (None, BY_TENSOR, BY_BLOCK) and not (asked == "tensor" and reason != BY_ALL):
+        elif reason not in (None, BY_TENSOR, BY_BLOCK, NESTED) and not (asked == "tensor" and reason != BY_ALL):
             raise ValueError(
                 f"{kind} {reason}, and each rank steps only a part of its parameters: the result would be wrong. Use "
                 "stage=0, or another optimizer; or, if you know that it looks at one tensor at a time, "

@@ -13,7 +13,7 @@ device that it will step on, in fp32.
 import itertools
 import pickle
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,6 +39,7 @@ from torch.optim import (
 )
 
 from lightning_zero.device import HOST, is_host
+from lightning_zero.shards.moment import wrapped_in
 from lightning_zero.shards.trial import Groups, Trial, holders, restoring_random_state, trial_of, trying, unhooked
 from lightning_zero.tiers.alignment import round_up
 
@@ -69,6 +70,7 @@ BY_TENSOR = "looks at whole tensors"
 BY_ALL = "looks at all parameters together"
 NOTHING = "changed nothing when it was tried on small tensors"
 BY_CHANCE = "draws random numbers"
+NESTED = "keeps tensors in lists or dictionaries of its state"
 
 
 class _Bench(NamedTuple):
@@ -107,7 +109,7 @@ def _what_it_looks_at(optimizer: Optimizer, bench: _Bench) -> str | None:
         return BY_CHANCE
     for reason, part in ((None, _piece), (BY_BLOCK, _piece_of_blocks), (BY_TENSOR, _tensors_in_turn)):
         if _agrees(whole, optimizer, part, 2, bench):
-            return reason
+            return NESTED if reason != BY_TENSOR and _nests(optimizer, bench) else reason
     return BY_ALL if _agrees(whole, optimizer, _tensors_in_turn, 1, bench) else BY_CHANCE
 
 
@@ -186,6 +188,32 @@ def _agrees(whole: Groups, optimizer: Optimizer, part: Part, ranks: int, bench: 
         return all(_are_close(next(found), expected, bench.tolerance) for expected in whole)
     except Exception:  # it steps matrices only, say, or fewer steps succeed
         return False
+
+
+def _nests(optimizer: Optimizer, bench: _Bench) -> bool:
+    """Whether, in its first steps, an optimizer puts tensors into containers in the state of a parameter. Of these no
+    other rank can be told whether they are cut as the parameter is."""
+    values = [_values(group["params"], 0, bench) for group in optimizer.param_groups]
+    trial = Trial(optimizer, values, lambda tensor, _: tensor)
+    for number in range(len(SCALES)):
+        trial.step(_gradients(optimizer, number, bench))
+    return any(nested_in(state) for one in wrapped_in(trial.optimizer) for state in one.state.values())
+
+
+def nested_in(state: Any) -> list[str]:
+    """Returns where in the state of one parameter tensors with dimensions stand in containers."""
+    entries = state.items() if isinstance(state, Mapping) else ()
+    return [found for name, value in entries if not isinstance(value, Tensor) for found in large_in(value, name)]
+
+
+def large_in(tree: Any, place: str = "") -> list[str]:
+    """Returns where in a tree there are tensors with dimensions."""
+    if isinstance(tree, Tensor):
+        return [repr(place)] if tree.dim() else []
+    if isinstance(tree, Mapping | list | tuple):
+        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+        return [found for key, value in items for found in large_in(value, f"{place}.{key}".lstrip("."))]
+    return []
 
 
 def _draws(optimizer: Optimizer, bench: _Bench) -> bool:
