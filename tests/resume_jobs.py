@@ -360,6 +360,26 @@ def keep_the_last_behind_early_stopping(strategy: Any, path: Path) -> Any:
     return stopping["best_score"].item(), last["loops"]["fit_loop"]["epoch_progress"]["total"]["completed"]
 
 
+class SavesNewest(ModelCheckpoint):
+    CHECKPOINT_NAME_LAST = "newest-{epoch}"
+
+
+def keep_two_last_ones(strategy: Any, path: Path) -> Any:
+    """The last checkpoints of two callbacks have names of their own, and one of them changes its name."""
+    folder = path.parent / "kept"
+    L.seed_everything(1, verbose=False)
+    for epochs, ckpt_path in ((2, None), (3, folder / "last.ckpt")):
+        callbacks = [
+            ModelCheckpoint(dirpath=folder, filename="a", save_last=True),
+            SavesNewest(dirpath=folder, filename="b", monitor="worse", save_last=True),
+            ModelCheckpoint(dirpath=folder, filename="c", monitor="train"),
+        ]
+        run = fit(strategy, Net(), epochs, ckpt_path, callbacks=callbacks, enable_checkpointing=True)
+        run.strategy.barrier()
+    names = sorted(entry.name for entry in folder.iterdir())
+    return names, [Path(callback.last_model_path).name for callback in callbacks]
+
+
 class ReplacesHead(HalfPrecision):
     """A precision of the user's own, which makes a new layer of the old one's weights."""
 

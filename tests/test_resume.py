@@ -39,6 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         jobs.hold_a_module_as_hyper_parameter,
         jobs.keep_the_best_of_two,
         jobs.keep_the_last_behind_early_stopping,
+        jobs.keep_two_last_ones,
         jobs.replace_a_layer_in_a_precision_plugin,
         jobs.remove_a_checkpoint_on_rank_0_only,
     ],

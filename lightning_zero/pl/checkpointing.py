@@ -170,15 +170,19 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
         step, epoch = checkpoint.get("global_step", 0), checkpoint.get("epoch", 0)
         # A ModelCheckpoint that saves `path` as its last checkpoint has just saved the same state elsewhere: link to
         # that. With save_last="link" Lightning makes links by itself, so a call for `path` means to save it.
-        callbacks = [] if trainer is None else trainer.checkpoint_callbacks  # in the process that starts the ranks
-        savers = [saver for saver in callbacks if isinstance(saver, ModelCheckpoint)]
-        saved = [saved_last(s) for s in savers if s.save_last is True and s.last_model_path == path]
+        saved = [saved_last(s) for s in self._savers if s.save_last is True and s.last_model_path == path]
         if saved and self._checkpoints.link_latest(path, saved[0], step):
             return
         self._checkpoints.save(checkpoint, path, step, {"epoch": epoch, "stage": self.stage})
         # After the run nothing would raise its errors; and a SLURM job that is told to stop is requeued at once.
         if self._live_engine is None or Notice.STOP in self._notices.anywhere:
             self.finish_saves()
+
+    @property
+    def _savers(self) -> list[ModelCheckpoint]:
+        trainer = trainer_of(self.lightning_module)
+        callbacks = [] if trainer is None else trainer.checkpoint_callbacks  # in the process that starts the ranks
+        return [saver for saver in callbacks if isinstance(saver, ModelCheckpoint)]
 
     def _state_of_run(self, trainer: "pl.Trainer", *, is_single: bool) -> dict[str, Any]:
         """Returns the entry `resume.KEY` of a checkpoint. Collective for a single file, which rank 0 writes."""
@@ -224,7 +228,7 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
             )
         self._resumed_state = checkpoint.pop(resume.KEY, None)  # hooks are to see what they see under DDP
         if self._format.goes_on_from_shards and Folder(path).is_link:
-            _call_it_the_last(checkpoint, Path(path).name)
+            _call_it_the_last(checkpoint, Path(path).name, self._savers)
         return checkpoint
 
     @override
@@ -349,12 +353,15 @@ def trainer_of(module: "pl.LightningModule | None") -> "pl.Trainer | None":
         return None
 
 
-def _call_it_the_last(checkpoint: Mapping[str, Any], name: str) -> None:
-    """Names, in the states of callbacks, the link that the checkpoint is loaded by as their last checkpoint.
+def _call_it_the_last(checkpoint: Mapping[str, Any], name: str, savers: Iterable[ModelCheckpoint]) -> None:
+    """Names, in the states of `savers` that call their last checkpoint so, the link that the checkpoint is loaded by.
 
     The checkpoint was saved before the link was made. Without this a `ModelCheckpoint` that resumes from ``last.ckpt``
-    would take the link for a file of another run, leave it, and write ``last-v1.ckpt``.
+    would take the link for a file of another run, leave it, and write ``last-v1.ckpt``. One whose last checkpoint has
+    another name removes what its state names when it saves the next one: that must not be this link.
     """
-    for state in checkpoint.get("callbacks", {}).values():
-        if isinstance(state, dict) and "last_model_path" in state:
+    for saver in savers:
+        state = checkpoint.get("callbacks", {}).get(saver.state_key)
+        is_its_name = saver.save_last and name.startswith(saver.CHECKPOINT_NAME_LAST.partition("{")[0])
+        if is_its_name and isinstance(state, dict) and "last_model_path" in state:
             state["last_model_path"] = str(Path(state.get("dirpath") or "") / name)
