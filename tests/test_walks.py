@@ -26,7 +26,7 @@ from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.offload import Machine
 from lightning_zero.shards.staging import Staged
-from lightning_zero.shards.window import Window
+from lightning_zero.shards.window import PieceWindow, Window
 from lightning_zero.wire.comm import Comm
 from models import seeded
 from thread_world import ThreadWorld
@@ -84,7 +84,8 @@ def step(**options: Any) -> Walk:
     ranks = Ranks()
     moves = {
         Staged: ("_read", "_write"),
-        Window: ("show_piece", "show_whole", "put_values"),
+        Window: ("show_piece", "show_whole"),
+        PieceWindow: ("put_values",),
         Comm: ("all_gather",),
     }
     with walking(moves, lambda: ranks.doing in ("forward", "step")) as walk:

@@ -47,7 +47,7 @@ class ShardedGradient(AveragedGradient):
     @staticmethod
     def __new__(cls, slot: Slot, lender: GradientLender) -> "ShardedGradient":
         assert slot.gradient is not None
-        place = slot.group.setting.places.gathered
+        place = slot.group.places.gathered
         with torch.inference_mode(False):
             self = make_wrapper(cls, slot.shape, dtype=slot.gradient.dtype, device=place.device)
         self._slot, self._lender, self._parameter = weakref.ref(slot), weakref.ref(lender), slot.name

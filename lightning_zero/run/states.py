@@ -68,7 +68,7 @@ class States:
             source = values if group in values.groups else self._own
             full = source.full(group)
             stays_full = group.stays_full and source is self._own
-            device = group.setting.places.gathered.device if stays_full else HOST
+            device = group.places.gathered.device if stays_full else HOST
             for slot in group.slots:
                 view = slot.view(full)
                 if slot.local.is_divided:

@@ -90,8 +90,10 @@ def assemble(
     for spec in [*specs, *resident]:
         mine = {name: parameter for name, parameter in spec.parameters.items() if id(parameter) in known}
         kinds = units.split_by_kind(mine, trainable, resting.dtypes, offloaded, as_declared=options.param_dtype is None)
-        groups += (own := _make_groups(spec.name, kinds, setting, stays_full=spec in resident))
-        if own and spec not in resident:
+        stays_full = spec in resident
+        own = _make_groups(spec.name, kinds, setting, stays_full=stays_full)
+        groups += own
+        if own and not stays_full:
             inside = traced.intersection(spec.modules)
             made.append(Unit(spec.name, spec.modules, own, traced=inside, is_leaf=spec.is_leaf))
     shards = [_make_gradient(group, options.reduce_dtype) for group in groups if group.kind.trainable]

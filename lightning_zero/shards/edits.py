@@ -141,6 +141,7 @@ class Edits:
         """Prepares for other values of some slots in place of those in the full array `before`. Graphs that saved the
         old values keep these, as they would keep the tensor that `p.data` was, and the copies that autocast makes."""
         if self._group.stays_full:
+            self._group.catch_up()
             self._group.renew_full()
             return
         for slot in slots:

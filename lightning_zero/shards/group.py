@@ -217,7 +217,6 @@ class ShardGroup:
     def renew_full(self) -> None:
         """Puts a copy in place of a full_param that stays, to be edited. Graphs that saved the old one keep it."""
         assert self.full_param is not None
-        self.catch_up()
         is_master = self.master is self.owned_param
         full = self._allocate_full().copy_(self.full_param)
         self.owned_param = InMemory(full[self.own_range], self.places.gathered)

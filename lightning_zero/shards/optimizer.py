@@ -27,7 +27,7 @@ from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.staging import MakeResting, StagingPool
 from lightning_zero.shards.trial import unhooked
 from lightning_zero.shards.whole import WholeWindow, may_wait, rounds
-from lightning_zero.shards.window import Window, by_group, is_its_piece
+from lightning_zero.shards.window import PieceWindow, Window, by_group, is_its_piece
 
 T = TypeVar("T")
 
@@ -257,12 +257,7 @@ class PieceStepper:
         if self._setting.keeps_gradients:
             return self._divide(self.slots, stepped)[1]
         own = set(stepped)  # in backward, group after group
-        groups = [group for group in by_group(stepped) if group.places.steps_apart]
-        return [
-            window
-            for group in groups
-            for window in self._windows([slot for slot in group.slots if slot in own], late=True)
-        ]
+        return self._apart((slot for group in by_group(stepped) for slot in group.slots if slot in own), late=True)
 
     def _windows(self, slots: Sequence[Slot], *, late: bool) -> list[Window]:
         """Returns a window of slots of one group; where it has to be staged, a window for each bucket of them."""
@@ -274,7 +269,7 @@ class PieceStepper:
         return [self._window(slots[run.start : run.stop], late=late) for run in runs]
 
     def _window(self, slots: Sequence[Slot], *, late: bool = False) -> Window:
-        return Window(self.optimizer, slots, self._pool, late=late)
+        return PieceWindow(self.optimizer, slots, self._pool, late=late)
 
     def loading(self) -> Iterator[Sequence[Slot]]:
         """Yields the slots of one window after another. While a window is out, its parameters are their pieces; the

@@ -68,7 +68,7 @@ class Slot:
 
     def check_assigned(self, values: Tensor, dtype: torch.dtype) -> None:
         """Raises RuntimeError if `p.data` has another dtype or device than at set-up, as after `.half()` or `.to()`."""
-        device = self.group.setting.places.gathered.device
+        device = self.group.places.gathered.device
         if values.dtype != dtype or values.device.type != device.type:
             raise RuntimeError(
                 f"Parameter {self.name!r} was {dtype} on {device.type!r} at set-up and would now be {values.dtype} on "
@@ -84,7 +84,7 @@ class Slot:
         self.edition = Edition()
         if (edition := before()) is not None:  # a graph refers to it
             group = self.group
-            ledger, place = group.setting.ledger, group.setting.places.gathered
+            ledger, place = group.setting.ledger, group.places.gathered
             kept = ledger.allocate(Category.GATHERED, self.numel, values.dtype, place)
             edition.kept = kept.copy_(values.reshape(-1))
 
@@ -147,5 +147,5 @@ def point_at_nothing(slots: Iterable[Slot]) -> None:
         for slot in slots:
             local, group = slot.local, slot.group
             if local.nothing is None or slot.numel == 1:  # a single element can be written to
-                local.nothing = nothing(slot.shape, group.kind.resting, group.setting.places.gathered.device)
+                local.nothing = nothing(slot.shape, group.kind.resting, group.places.gathered.device)
             local.values = local.nothing

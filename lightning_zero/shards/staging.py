@@ -60,7 +60,7 @@ class StagingPool:
 
 
 @dataclass
-class StagedSlot:
+class StagedTensors:
     """The tensors of a slot that are in memory only while it is stepped."""
 
     master: Tensor | None  # None where it is stepped where it rests
@@ -70,7 +70,7 @@ class StagedSlot:
     resting: dict[str, StateElsewhere]  # what stands for the state between steps
 
 
-NOT_STAGED = StagedSlot(None, None, {}, {}, {})
+NOT_STAGED = StagedTensors(None, None, {}, {}, {})
 
 
 @final
@@ -82,7 +82,7 @@ class Staged:
 
     def __init__(self, optimizer: Optimizer, slots: Sequence[Slot], pool: StagingPool, *, late: bool) -> None:
         self.slots = slots
-        self.of: dict[Slot, StagedSlot] = {}  # while they are in memory
+        self.tensors: dict[Slot, StagedTensors] = {}  # while they are in memory
         self._optimizer = optimizer
         self._pool = pool
         self._is_late = late
@@ -117,7 +117,7 @@ class Staged:
             for slot in self.slots:
                 part, gradient = slot.piece.in_shard, self._gradient_of(slot)
                 state = {name: self._take(one.numel(), one.dtype) for name, one in resting[slot].items()}
-                self.of[slot] = StagedSlot(
+                self.tensors[slot] = StagedTensors(
                     master=self._read(slot.group.master, part) if self.is_on_disk else None,
                     grad=None if gradient is None else self._read(gradient, part),
                     state=state,
@@ -186,7 +186,7 @@ class Staged:
         for read in self._reads:
             read.result()
         self._reads.clear()
-        for slot, staged in self.of.items():
+        for slot, staged in self.tensors.items():
             for name, values in staged.state.items():
                 if staged.narrow[name] is not values:
                     values.copy_(staged.narrow[name])
@@ -197,7 +197,7 @@ class Staged:
     def put_state(self, rest: MakeResting, is_cut: Callable[[str], bool]) -> None:
         """Writes the state for which `_may_rest` to where it rests. `is_cut` tells by its name whether state is cut as
         its parameter is, and `rest` makes the tensor that stands for it between steps."""
-        for slot, staged in self.of.items():
+        for slot, staged in self.tensors.items():
             places, ledger = slot.group.places, slot.group.setting.ledger
             for name, values in state_of(self._optimizer, slot.parameter).items():
                 if not isinstance(values, Tensor) or not _may_rest(slot, values, is_cut(name)):
@@ -214,7 +214,7 @@ class Staged:
 
     def put_masters(self) -> None:
         """Writes the new values to where masters and parameters rest."""
-        masters = {slot: staged.master for slot, staged in self.of.items() if staged.master is not None}
+        masters = {slot: staged.master for slot, staged in self.tensors.items() if staged.master is not None}
         for slot, master in masters.items():
             self._write(slot.group.master, slot.piece.in_shard, master)
         self._begin_moves(Disk.begin_write, self._writes)
@@ -235,10 +235,10 @@ class Staged:
 
     def forget(self) -> None:
         """Lets go of what was staged: in the optimizer's state, what stands for it takes its place again."""
-        for slot, staged in self.of.items():
+        for slot, staged in self.tensors.items():
             state_of(self._optimizer, slot.parameter).update(staged.resting)
         self._moves.clear()  # of a step that has failed before they began
-        self.of.clear()
+        self.tensors.clear()
 
     def finish(self) -> None:
         """Waits until what was stepped is written, and gives the room back."""

@@ -41,6 +41,7 @@ def trying(optimizer: Optimizer) -> Iterator[None]:
 
 @contextmanager
 def restoring_random_state() -> Iterator[None]:
+    """Restores, in the end, the state that torch on the host, numpy and Python draw random numbers from."""
     state, of_numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):

@@ -179,12 +179,12 @@ class WholeWindow(Window):
         arrived = self._exchange(parts, numels)
         for slot in self.slots:
             assert slot.stepper is not None
-            values, master = next(arrived[slot.stepper]), self.staged.of.get(slot, NOT_STAGED).master
+            values, master = next(arrived[slot.stepper]), self.staged.tensors.get(slot, NOT_STAGED).master
             if master is None:
                 slot.group.master.write(slot.piece.in_shard, values)
             else:
                 master.copy_(values)
-        super().put_values()
+        self._put_masters()
         self._brought = {}
 
     def _exchange(self, parts: dict[int, list[Tensor]], numels: dict[int, list[int]]) -> list[Iterator[Tensor]]:
@@ -203,7 +203,7 @@ class WholeWindow(Window):
     def _value_and_gradient(self, slot: Slot) -> list[Tensor]:
         """Returns what this rank owns of a tensor, flat; the gradient only where it is needed."""
         assert slot.gradient is not None
-        staged = self.staged.of.get(slot, NOT_STAGED)
+        staged = self.staged.tensors.get(slot, NOT_STAGED)
         value = slot.group.master.read(slot.piece.in_shard) if staged.master is None else staged.master
         if not self._with_gradients:
             return [value]

@@ -1,10 +1,11 @@
-"""`Window`: parameters of an optimizer that are stepped together, as the pieces that this rank owns.
+"""`Window`: parameters of an optimizer that are stepped together; in a `PieceWindow`, the pieces that this rank owns.
 
 What rests in memory, in the dtype in which it is stepped, is stepped where it is. All else is `Staged`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class _Shown(NamedTuple):
     has_gradient: bool  # whether the piece has one
 
 
-class Window:
+class Window(ABC):
     """`slots` of an optimizer, all in one tier, that are stepped at a time.
 
     A `late` window is stepped when its values are needed. All of its slots have an averaged gradient, which is read
@@ -50,11 +51,9 @@ class Window:
         self._options: list[dict[str, Any]] = []  # the user's, of each parameter group, where a step changes them
         self._verdict: dict[str, Tensor] = {}  # of a scaler, as it was told
 
+    @abstractmethod
     def postpone(self, step: Callable[[], None]) -> None:
         """Has this rank call `step`, which steps the window, before it reads the group's values."""
-        self.slots[0].group.postpone(step)
-
-    # -- as pieces
 
     def prepare(self) -> None:
         """Waits for what was read, so that all that is stepped is in memory."""
@@ -108,21 +107,9 @@ class Window:
             set_grad_dtype(parameter, piece.dtype)
             parameter.grad = grad
 
+    @abstractmethod
     def _stepped(self, slot: Slot, shown: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Returns the piece that stands for a parameter, and its gradient; `shown` is what `p.grad` was."""
-        staged, gradient = self.staged.of.get(slot, NOT_STAGED), slot.gradient
-        assert gradient is not None
-        shape, master, grad = slot.stepped_shape, staged.master, staged.grad
-        piece = slot.stepped(slot.group.master) if master is None else master.view(shape)
-        if not ((self.is_late or shown is not None) and self._steps(slot)):
-            return piece, None
-        if grad is None and gradient.travels:
-            grad = gradient.piece(slot)
-        else:
-            whole = shown if grad is None else grad
-            assert whole is not None
-            grad = whole.view(shape)
-        return piece, grad.to(piece.device, piece.dtype)
+        """Returns the tensor that stands for a parameter, and its gradient; `shown` is what `p.grad` was."""
 
     def _steps(self, slot: Slot) -> bool:
         """Whether the optimizer is given the gradient of a slot: of an empty piece too, if it can step that. The state
@@ -164,8 +151,12 @@ class Window:
             parameter.grad = shown.grad
             parameter.__class__ = shown.kind
 
+    @abstractmethod
     def put_values(self) -> None:
         """Writes the new values to where they rest."""
+
+    def _put_masters(self) -> None:
+        """Writes the stepped masters to where they and the parameters rest."""
         if self.staged.is_on_disk:
             self.staged.put_masters()
             return
@@ -176,6 +167,32 @@ class Window:
         """Lets go of what was stepped."""
         self.staged.forget()
         self._shown.clear()
+
+
+@final
+class PieceWindow(Window):
+    """Parameters of which each rank steps the piece that it owns."""
+
+    def postpone(self, step: Callable[[], None]) -> None:
+        self.slots[0].group.postpone(step)
+
+    def _stepped(self, slot: Slot, shown: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        staged, gradient = self.staged.tensors.get(slot, NOT_STAGED), slot.gradient
+        assert gradient is not None
+        shape, master, grad = slot.stepped_shape, staged.master, staged.grad
+        piece = slot.stepped(slot.group.master) if master is None else master.view(shape)
+        if not ((self.is_late or shown is not None) and self._steps(slot)):
+            return piece, None
+        if grad is None and gradient.travels:
+            grad = gradient.piece(slot)
+        else:
+            whole = shown if grad is None else grad
+            assert whole is not None
+            grad = whole.view(shape)
+        return piece, grad.to(piece.device, piece.dtype)
+
+    def put_values(self) -> None:
+        self._put_masters()
 
 
 def _has_dense_gradient(slot: Slot) -> bool:

@@ -12,9 +12,9 @@ class Written:
     if the parameter is not divided: ranks that hold copies divide them evenly."""
 
     def __init__(self, slot: Slot) -> None:
-        group, tensor = slot.group, slot.group.setting.mesh.tensor
+        replicate, tensor = slot.group.setting.mesh.replicate, slot.group.setting.mesh.tensor
         self._slot = slot
-        self._copy, self._copies = group.setting.mesh.replicate.rank, group.setting.mesh.replicate.size
+        self._copy, self._copies = replicate.rank, replicate.size
         if not slot.local.is_divided:
             self._copy, self._copies = self._copy * tensor.size + tensor.rank, self._copies * tensor.size
         self.is_first_copy = self._copy == 0  # writes the tensors that ranks with copies do not divide
