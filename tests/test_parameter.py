@@ -147,3 +147,30 @@ def test_full_parameters_lends_all_at_once_and_keeps_edits_only_when_asked() -> 
             assert torch.equal(engine.states.full_model(copy=True)["norm.weight"], expected)
 
     on_two_ranks(3, None, edit)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, None), *SETTINGS])
+def test_after_a_failure_what_is_spread_over_ranks_is_refused_and_all_else_is_read(
+    stage: int, dtype: torch.dtype | None
+) -> None:
+    def fail(model: Any, plain: Any, comm: Comm, engine: Engine, _: Any) -> dict[str, str]:
+        engine.close(whole=False)
+        refused = {}
+        for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            try:
+                assert torch.equal(found + 1, expected + 1), name
+            except RuntimeError as error:
+                refused[name] = str(error)
+        return refused
+
+    everything = {name for name, _ in assorted().named_parameters()}
+    linear = {name for name in everything if name.startswith("blocks.")}
+    for refused in on_two_ranks(stage, dtype, fail):
+        assert all("training ended with an error" in told for told in refused.values())
+        if stage == 3:
+            assert refused.keys() == everything
+        elif dtype is None:
+            assert not refused
+        else:
+            assert linear <= refused.keys()
+            assert "norm.weight" not in refused
