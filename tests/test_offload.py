@@ -584,8 +584,10 @@ WAYS_THROUGH = [[0, 1, 2, 3], [0, 1, 2, 3], [0, 2, 1, 3], [0, 1, 2, 3], [3, 2], 
 def test_a_model_that_goes_another_way_than_the_step_before_loses_no_gradient(world: int, prefetch: int) -> None:
     """Also on one rank, which hears from nobody that it does."""
 
+    start = layers()  # made once: ranks are threads here, and share a random state
+
     def train(comm: Comm, offload: Offload | None) -> dict[str, Tensor]:
-        model = clone(layers())
+        model = clone(start)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
         options = Options(offload=offload, machine=APART, prefetch=prefetch)
         engine = Engine(model, [optimizer], stage=3, comm=comm, options=options)

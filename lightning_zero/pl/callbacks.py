@@ -152,7 +152,7 @@ class Preemption(pl.Callback):
     def on_train_batch_end(self, trainer: "pl.Trainer", *_: Any) -> None:
         notices, is_open = self._strategy._notices, accumulates(trainer)
         if not (is_open or notices.are_current):  # a batch without a step, in manual optimization
-            self._strategy._meet_all()
+            self._strategy._meet()
         notices.leave()
         if not is_open:
             self._stop_if_told(trainer)
@@ -164,7 +164,7 @@ class Preemption(pl.Callback):
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         place = f"at the end of epoch {trainer.current_epoch}, after {batches} batches"
         self._strategy._notices.move(Notice.AT_EPOCH_END, place)
-        self._strategy._meet_all()
+        self._strategy._meet()
         self._strategy._notices.leave()
         self._stop_if_told(trainer)
 
@@ -185,7 +185,7 @@ class Preemption(pl.Callback):
         In an evaluation this comes before any other collective: a rank that was told to stop may have left, and waits
         here for the others.
         """
-        self._strategy._meet_all()
+        self._strategy._meet()
         self._stop_if_told(trainer)
 
     def _is_told(self) -> bool:

@@ -81,7 +81,7 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
             raise RuntimeError("No optimizer is set up yet: use this inside of trainer.fit, or after it.")
         return dict.fromkeys(self.optimizers, self._fit.engine)
 
-    def _meet_all(self) -> None:
+    def _meet(self) -> None:
         """Serves other ranks until all have come here, and exchanges their notices. Collective."""
         self._running_engine.runner.rendezvous.meet()
 

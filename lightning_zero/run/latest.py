@@ -17,6 +17,7 @@ from lightning_zero.shards.slot import no_interception
 from lightning_zero.shards.unit import Unit
 from lightning_zero.tiers.array import Array
 from lightning_zero.tiers.ledger import Category
+from lightning_zero.torch_private import outside_transforms
 
 
 @final
@@ -72,9 +73,10 @@ class Latest:
         for group in groups:
             if not (group.publish.is_due or group.needs_all):
                 continue
-            if group in self._publishing and not group.publish.is_arriving:
-                self._rendezvous.course.call(self._publishing[group])
-            else:
+            with outside_transforms():  # of torch.func, which would make what ranks send its own tensors
+                if group in self._publishing and not group.publish.is_arriving:
+                    self._rendezvous.course.call(self._publishing[group])
+                    continue
                 # Its values are on their way already, or all of them are stepped on this rank.
                 self._journal.note(Cause.READ, group)
                 with no_interception():
