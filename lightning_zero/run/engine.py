@@ -221,6 +221,7 @@ class Engine:
         """Around `Stepping.step`, in which each parameter of `optimizer` is the piece that this rank owns."""
         self.regrouping.refuse_strangers(self.parts.foreign)
         self.regrouping.deal()
+        self.runner.reductions.adopt(self.runner.stepping.steppers[optimizer].slots)
         yield
         self.averages.forget()
         self.ledger.note_rest()

@@ -154,8 +154,6 @@ class Runner:
         self._steps_next = False
         self._interception.lender.settle(all_here=True)
         with self.phases.within(Phase.STEP):
-            if trains:
-                self.reductions.adopt(self.stepping.steppers[optimizer].slots)
             yield
 
     def change(self, optimizer: Optimizer, call: Callable[[], Any]) -> Any:
