@@ -1,6 +1,7 @@
 """Parameters in the hands of users, at every stage and in two bytes: edited, copied and borrowed as on one device."""
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -278,6 +279,31 @@ def test_two_byte_weights_used_twice_in_one_autocast_change_no_bit(stage: int, w
         return state_of(model, engine)
 
     assert_as_on_one_device(tower(), act, stage, world=world, autocast_dtype=torch.bfloat16)
+
+
+TRANSFORMED: dict[str, Callable[[Any], Tensor]] = {
+    "layer in vmap": lambda model: torch.vmap(model[0])(x()),
+    "weight in vmap": lambda model: torch.vmap(lambda row: model[0][0].weight @ row + model[0][0].bias)(x()),
+    "weight in grad": lambda model: torch.func.grad(lambda rows: torch.tanh(rows @ model[0][0].weight).sum())(x()),
+    "layer in jacrev": lambda model: torch.vmap(torch.func.jacrev(model[0]))(x()).sum(1),
+}
+
+
+@pytest.mark.parametrize("way", TRANSFORMED)
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_in_transforms_of_torch_func_change_no_bit(stage: int, dtype: torch.dtype | None, way: str) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is not None, cache_enabled=False):
+                hidden = TRANSFORMED[way](model)
+                loss = model(hidden.float()).float().square().mean()
+            loss.backward()
+            optimizer.step()
+        return state_of(model, engine)
+
+    assert_as_on_one_device(tower(), act, stage, autocast_dtype=dtype)
 
 
 class Attends(nn.Module):

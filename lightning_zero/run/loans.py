@@ -31,7 +31,7 @@ from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.norm import gradient_of
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
-from lightning_zero.torch_private import backward_number, edits_of
+from lightning_zero.torch_private import backward_number, edits_of, outside_transforms
 from lightning_zero.views.intercept import Lent
 from lightning_zero.views.lazy import Stored
 
@@ -103,9 +103,10 @@ class Loans(Lender):
             values = self._lend_declared(slot) if group.kind.upcasts else slot.parameter
             return Lent(slot.parameter, values, partial(self._end_lasting, group))  # until `settle`
         unit = self._unit_of(group)
-        if not unit.is_held:
-            self.runner.course.use(unit)
-        self.cache.pin(unit)
+        with outside_transforms():
+            if not unit.is_held:
+                self.runner.course.use(unit)
+            self.cache.pin(unit)
         # Activation checkpointing compares what autograd saves in forward and in recomputation. A recomputed layer may
         # come here where its first forward did not, so the checkpoint's hooks must see parameters themselves both
         # times. What the checkpoint keeps of them it drops in the same backward.
@@ -120,7 +121,8 @@ class Loans(Lender):
         self._are_lost = True
 
     def _lend_declared(self, slot: Slot) -> Tensor:
-        view = self.declared_of(slot)
+        with outside_transforms():  # else what is lent to a transform of torch.func would be a tensor of its own
+            view = self.declared_of(slot)
         if not (slot.parameter.requires_grad and torch.is_grad_enabled()):
             return view
         with no_interception():

@@ -295,9 +295,15 @@ class Interception:
 class AsDeclared(torch.autograd.Function):
     """Shows a two-byte parameter in the dtype that the user declared. Its gradient is the parameter's."""
 
+    generate_vmap_rule = True  # and a `setup_context`: transforms of torch.func take no function without
+
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, declared: Tensor) -> Tensor:
+    def forward(parameter: Tensor, declared: Tensor) -> Tensor:
         return declared.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is saved."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -20,7 +20,14 @@ from lightning_zero.shards.local import local_of
 from lightning_zero.shards.norm import gradient_of
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
-from lightning_zero.torch_private import accumulates, backward_number, parameters_in, put_last
+from lightning_zero.torch_private import (
+    accumulates,
+    backward_number,
+    outside_transforms,
+    parameters_in,
+    put_last,
+    transforms_are_active,
+)
 
 
 @final
@@ -72,9 +79,10 @@ class Schedule:
     def _before_forward(self, unit: Unit) -> None:
         if self._reductions.stage is Stage.COLLECTING and not self._runner.backward.is_known:
             self._runner.recover()  # before other ranks are told what is complete
-        self._course.use(unit)
-        self._loans.show_edits(unit)
-        self._cache.pin(unit)
+        with outside_transforms():  # inside, what is gathered would be tensors of theirs
+            self._course.use(unit)
+            self._loans.show_edits(unit)
+            self._cache.pin(unit)
         if not self._saved.push():
             self._loans.hold(unit)  # no saved-tensor hooks here: what autograd saves must stay gathered
 
@@ -154,6 +162,7 @@ class Schedule:
             self._loans.latest.catch_up(*groups)
             self._loans.show_declared(groups)
             casts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == resting
+            casts &= not transforms_are_active()  # `torch.vmap` takes a layer apart before autocast sees it
             there = [weight for weight in weights if weight.is_there]
             if reader.tries_kernel:
                 tensors = [self._plain(weight.slot, casts=casts) for weight in there]

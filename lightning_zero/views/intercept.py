@@ -21,6 +21,7 @@ from lightning_zero.torch_private import (
     FOREACH_IN_PLACE,
     UNVERSIONED,
     edits_of,
+    is_wrapped,
     local_tensor,
     set_local_tensor,
     set_tracing_state,
@@ -119,7 +120,7 @@ class Lent:
         if type(item).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             return False
         with torch.DisableTorchFunctionSubclass():
-            if item.layout != torch.strided or not item.numel():
+            if item.layout != torch.strided or not item.numel() or is_wrapped(item) or is_wrapped(values):
                 return False
             return item.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
 
@@ -128,7 +129,7 @@ def _state_of(values: Tensor) -> tuple[int, int]:
     """Returns version and address, both of which edits in place may change."""
     with torch.DisableTorchFunctionSubclass():
         version = 0 if values.is_inference() else edits_of(values)
-        return version, values.data_ptr() if values.layout == torch.strided else 0
+        return version, values.data_ptr() if values.layout == torch.strided and not is_wrapped(values) else 0
 
 
 def lend_any(value: Any) -> Lent | None:
