@@ -284,6 +284,7 @@ def test_messages_are_those_of_the_code() -> None:
             assert hasattr(builtins, message.strip("`"))
             continue
         source = lightnings if cause.startswith("Lightning's") else ROOT / "lightning_zero"
+        source = Path(torch.__file__).parent / "_functorch" if cause.startswith("torch's") else source
         assert message.strip("`") in strings_in(source), message
 
 
