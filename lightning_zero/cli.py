@@ -169,7 +169,8 @@ def _told_of_file(file: "Folder") -> tuple[dict[str, Any], list[str]]:
     found, nbytes = read_plain(file), file.fs.size(file.path)
     about = {"step": found.get("global_step"), "epoch": found.get("epoch")}
     told = [f"{key} {value}" for key, value in about.items() if value is not None]
-    told.append(f"{_size(nbytes)} in one file, as Lightning writes it: torch.load reads it")
+    size = "" if nbytes is None else f"{_size(nbytes)} "  # of a zero:// file it is not known
+    told.append(f"{size}in one file, as Lightning writes it: torch.load reads it")
     model = _described(model_in(found))
     contents = {"path": str(file), "about": about, "shards": [], "bytes": nbytes, "model": model}
     return contents, [", ".join(told)]

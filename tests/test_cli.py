@@ -247,6 +247,15 @@ def test_inspect_needs_no_shard_of_arrays_either(tmp_path: Path, capsys: pytest.
     assert "w float32 3 12 B" in lines(capsys)
 
 
+def test_inspect_shows_a_folder_as_the_file_that_zero_makes_of_it(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("inspect", f"zero://{trained}") == 0
+    told = lines(capsys)
+    assert told[1] == "step 6, epoch 1, in one file, as Lightning writes it: torch.load reads it"
+    assert "net.0.weight float32 19x12 912 B" in told
+
+
 def test_inspect_names_what_had_to_be_pickled(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("inspect", small) == 0
     told = lines(capsys)
