@@ -457,9 +457,11 @@ class Plain(Optimizer):
 
 
 class Nested(Plain):
-    """As Shampoo and LBFGS have it, and with keys that are no text."""
+    """As Shampoo and LBFGS have it, and with keys that are no text. It steps, so that trying it tells what it keeps."""
 
     def state_of(self, number: int, parameter: Tensor) -> dict[Any, Any]:
+        assert parameter.grad is not None
+        parameter.sub_(parameter.grad, alpha=0.1)
         history = [torch.full((2,), float(number)), torch.full((3,), float(number))]
         return {
             "trace": torch.zeros_like(parameter),
