@@ -6,7 +6,7 @@ move and divide them (`tiers.activations`). The recomputation may be given other
 autograd would have saved there.
 
     forward     keep(arguments) -> call; autograd saves no value
-    backward    autograd asks for the first saved value -> bring(arguments) -> call again, with random numbers and
+    backward    autograd asks for the first saved value -> fetch(arguments) -> call again, with random numbers and
                 autocast (by torch's checkpoint), parameters and buffers (by `Weights`, `Buffers`) as they were
 
 Calls are intercepted around everything that happens to parameters in them, so a recomputation gathers, casts and waits
