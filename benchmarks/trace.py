@@ -32,8 +32,9 @@ ROOT = Path(__file__).parent.parent
 LANES = ("host", "compute", "communication", "beside compute")  # from top to bottom
 COLORS = {"host": "tab:green", "compute": "tab:blue", "communication": "tab:orange", "beside compute": "tab:purple"}
 WARM_UP = 3  # steps before the one that is drawn: the order of modules is known then
-# The model is tiny, and so are the rates: compute and communication of a step take about as long as one another, as
-# those of a large model do on GPUs.
+SIZES_ON = {"sim": (64, 256), "cuda": (2048, 4096)}  # width and tokens: what keeps the device busy
+# The simulated model is tiny, and so are the rates: compute and communication of a step take about as long as one
+# another, as those of a large model do on GPUs.
 RATES = {"flops": 8e9, "memory": 2e9, "copies": 1e8, "link": 1e8, "host": 1e9}
 
 
@@ -60,7 +61,8 @@ def main() -> None:
     spans = on_gpu(options) if options.device == "cuda" else on_sim(options)
     options.folder.mkdir(parents=True, exist_ok=True)
     (options.folder / "trace.json").write_text(json.dumps(as_chrome(spans)))
-    draw(spans, options.folder / "trace.png", title_of(options))
+    unit = "ms" if options.device == "cuda" else "ms of simulated time"
+    draw(spans, options.folder / "trace.png", title_of(options), unit)
     print(summary(spans))
     print(f"written to {options.folder / 'trace.json'} and trace.png")
 
@@ -72,12 +74,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--offload", choices=["none", "cpu", "parameters"], default="cpu")
     parser.add_argument("--ranks", type=int, default=2, help="simulated ones; a GPU is one rank")
     parser.add_argument("--blocks", type=int, default=6)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--width", type=int, default=None, help="default: 64, and 2048 on a GPU")
+    parser.add_argument("--tokens", type=int, default=None, help="default: 256, and 4096 on a GPU")
     parser.add_argument("--prefetch", type=int, default=1)
     parser.add_argument("--clip", action="store_true")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "trace")
-    return parser.parse_args()
+    options = parser.parse_args()
+    width, tokens = SIZES_ON[options.device]
+    options.width, options.tokens = options.width or width, options.tokens or tokens
+    return options
 
 
 def title_of(options: argparse.Namespace) -> str:
@@ -86,19 +91,20 @@ def title_of(options: argparse.Namespace) -> str:
 
 
 def train(device: torch.device, comm: Comm, options: argparse.Namespace, recording: Callable[[], Any]) -> None:
-    """Trains a few steps, the last of them inside `recording()`."""
+    """Trains a few steps, and one more inside `recording()`."""
     model = nn.Sequential(*(Block(options.width) for _ in range(options.blocks)))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     offloads = {"none": None, "cpu": Offload("cpu"), "parameters": Offload("cpu", parameters="cpu")}
     setting = Options(
-        offload=offloads[options.offload], prefetch=options.prefetch, bucket_bytes=2**16, unit_classes=(Block,)
+        offload=offloads[options.offload],
+        prefetch=options.prefetch,
+        bucket_bytes=16 * options.width**2,  # half of a block's gradients
+        unit_classes=(Block,),
     )
     engine = Engine(model, [optimizer], stage=options.stage, comm=comm, device=device, options=setting)
     data = torch.randn(options.tokens, options.width, pin_memory=True) if device.type == "cuda" else None
-    for step in range(WARM_UP + 1):
-        if step == WARM_UP:
-            context = recording()
-            context.__enter__()
+
+    def step() -> None:
         x = torch.randn(options.tokens, options.width, device=device) if data is None else data.to(device)
         with engine.forward():
             loss = model(x).square().mean()
@@ -108,7 +114,11 @@ def train(device: torch.device, comm: Comm, options: argparse.Namespace, recordi
             engine.averages.clip_by_norm_(optimizer, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    context.__exit__(None, None, None)
+
+    for _ in range(WARM_UP):
+        step()
+    with recording():
+        step()
     engine.catch_up()
     engine.close()
 
@@ -148,6 +158,8 @@ def on_sim(options: argparse.Namespace) -> list[Span]:
 
 def on_gpu(options: argparse.Namespace) -> list[Span]:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities):
+        torch.ones(1, device="cuda").add_(1).item()  # the first one in a process begins with a pause of some 60 ms
     profiler = torch.profiler.profile(activities=activities)
     train(torch.device("cuda"), LocalComm(on_device=True), options, lambda: profiler)
     events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
@@ -214,7 +226,7 @@ def total(intervals: Intervals) -> float:
     return sum(end - start for start, end in intervals)
 
 
-def draw(spans: list[Span], path: Path, title: str) -> None:
+def draw(spans: list[Span], path: Path, title: str, unit: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -226,7 +238,7 @@ def draw(spans: list[Span], path: Path, title: str) -> None:
         axes.broken_barh(bars, (row - 0.4, 0.8), color=COLORS[lane], edgecolor="white", linewidth=0.2)
     axes.set_yticks(range(len(LANES)), LANES)
     axes.invert_yaxis()
-    axes.set_xlabel("ms" if "cuda" in title else "ms of simulated time")
+    axes.set_xlabel(unit)
     axes.set_title(title, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)

@@ -114,7 +114,7 @@ def test_a_rank_that_does_not_come_ends_the_others_in_time() -> None:
 
 def test_what_is_left_on_the_meta_device_is_named(two_ranks: RankPool) -> None:
     for told in two_ranks.run(jobs.left_on_meta):
-        names = ["0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"]
+        names = "0.weight, 0.bias, 1.weight, 1.bias, 1.running_mean and 2 more"
         assert f"{names} are on the meta device" in told
         assert "load_pretrained(path)" in told
 

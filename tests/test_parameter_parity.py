@@ -368,6 +368,35 @@ def test_two_byte_weights_that_are_edited_between_two_forwards_show_it_in_the_se
     assert_as_on_one_device(tower(), act, stage, world=world, autocast_dtype=torch.bfloat16)
 
 
+class Returns(nn.Module):
+    """A stack that uses its first layer once more at its end, when stage 3 has put others in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = tower(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](self.layers(x).float())
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_of_two_uses_in_an_autocast_with_a_cache_are_summed_as_on_one_device(
+    stage: int, prefetch: int
+) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        for number in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(model(x(1.0 + number)).float()).float().square().mean()
+            loss.backward()
+            optimizer.step()
+        return state_of(model, engine)
+
+    options = {"autocast_dtype": torch.bfloat16, "prefetch": prefetch}
+    assert_as_on_one_device(seeded(Returns), act, stage, **options)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_byte_weights_are_fp32_to_an_autocast_of_another_dtype(stage: int) -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:

@@ -126,6 +126,17 @@ def test_no_more_than_the_prefetched_units_are_gathered_at_once(prefetch: int) -
         assert all(result["released"])
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_an_autocast_keeps_no_units_gathered(cached: bool) -> None:
+    def in_two_bytes(model: nn.Module, x: Tensor, rank: int) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+            return model(x).float()
+
+    for result in ThreadWorld(2, 10).run(lambda comm: run(comm, tower(), in_two_bytes, autocast_dtype=torch.bfloat16)):
+        assert result["peak"] <= 2 * (2 * WIDTH * WIDTH + 4 * WIDTH) * 1.01
+        assert result["now"] == result["peak"]
+
+
 def test_collectives_are_issued_in_one_order_whatever_is_ready_first() -> None:
     """Ranks add the branches in another order, so their backwards reach the layers in another order too."""
 

@@ -29,6 +29,7 @@ import torch
 from lightning_zero.checkpoint.folder import MANIFEST, README, README_TEXT, CheckpointError, Folder
 from lightning_zero.checkpoint.tree import dtype_named
 from lightning_zero.shards.extents import Extent
+from lightning_zero.wording import few_of
 
 FORMAT = "lightning_zero"
 VERSION = 1
@@ -317,5 +318,5 @@ def what_was_meant(folder: Folder) -> str:
         return "there is no such folder." if not folder.exists else "the folder is empty."
     inside = [name for name in names if folder.joinpath(name).is_checkpoint]
     if inside:
-        return f"it is a folder of checkpoints; pass one of them: {', '.join(inside[:5])}."
+        return f"it is a folder of checkpoints; pass one of them: {few_of(inside)}."
     return f"it has no {MANIFEST}: a save that was not finished, or another kind of folder."

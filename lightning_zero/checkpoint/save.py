@@ -29,6 +29,7 @@ from lightning_zero.checkpoint.tree import Encoder, full_name, merge
 from lightning_zero.shards.extents import Extent
 from lightning_zero.views.lazy import LazyTensor, Spread
 from lightning_zero.wire.board import AgreementError, Board, Record
+from lightning_zero.wording import few_of
 
 _T = TypeVar("_T")
 _Work = Callable[[], Record | None]
@@ -304,8 +305,7 @@ def _advice_for(objects: list[tuple[str, Any]]) -> str:
 
 
 def _places(objects: list[tuple[str, Any]]) -> str:
-    shown = [f"{place} ({type(value).__name__})" for place, value in objects[:5]]
-    return ", ".join(shown) + (f" and {len(objects) - 5} more" if len(objects) > 5 else "")
+    return few_of(f"{place} ({type(value).__name__})" for place, value in objects)
 
 
 def _write_files(draft: Draft, job: _Job, board: Board) -> Record:

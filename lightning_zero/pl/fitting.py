@@ -8,8 +8,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.local import shares_modules
-
-SHOWN = 3  # number of parameters that are named
+from lightning_zero.wording import few_of
 
 
 def what_needs_gradients(trainer: "pl.Trainer") -> list[str]:
@@ -59,5 +58,4 @@ def tell_of_foreign(engine: Engine) -> None:
     """Names the parameters that no stage shards."""
     if foreign := engine.parts.foreign:
         kinds = ", ".join(sorted({type(parameter).__name__ for parameter in foreign.values()}))
-        names = ", ".join(list(foreign)[:SHOWN]) + (", ..." if len(foreign) > SHOWN else "")
-        rank_zero_info(f"Tensors of their own kind ({kinds}) stay whole on every rank, as they are: {names}")
+        rank_zero_info(f"Tensors of their own kind ({kinds}) stay whole on every rank, as they are: {few_of(foreign)}")

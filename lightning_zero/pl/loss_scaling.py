@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from lightning_zero.run.averages import Averages
 from lightning_zero.shards.norm import Overflow
 from lightning_zero.torch_private import scaling_of
+from lightning_zero.wording import few_of
 
 
 @final
@@ -32,9 +33,8 @@ class SkippedSteps:
             self._in_a_row.clear()
             return
         names, scale = overflow.parameters, scaler.get_scale()
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         seen = "" if loss is None else f"loss {loss}, "
-        self._in_a_row.append(f"step {step}: {seen}non-finite gradients on ranks {overflow.ranks} in {shown}")
+        self._in_a_row.append(f"step {step}: {seen}non-finite gradients on ranks {overflow.ranks} in {few_of(names)}")
         self.total += 1
         rank_zero_warn(f"Skipped an optimizer step, {self._in_a_row[-1]}. The loss scale is {scale:g}.")
         if len(self._in_a_row) > self._most:

@@ -28,6 +28,7 @@ from lightning_zero.shards.units import as_written
 from lightning_zero.torch_private import saved_tensors_in
 from lightning_zero.views.lazy import LazyTensor, Stored
 from lightning_zero.wire.comm import Comm, failing_together
+from lightning_zero.wording import few_of
 
 _DTYPES = {name: dtype for dtype, name in SAFE_NAMES.items()}
 _SUFFIX = ".safetensors"
@@ -144,7 +145,7 @@ def _open_all(place: Folder, opened: ExitStack) -> dict[str, PretrainedTensor]:
             if (first := tensors.setdefault(tensor.name, tensor)) is not tensor:
                 raise CheckpointError(f"{tensor.name!r} is in two files, {first.place[0]} and {path}.")
     if absent := sorted(set(listed or ()) - set(tensors)):
-        raise CheckpointError(f"{place}: {absent} are in the index, and not in the files.")
+        raise CheckpointError(f"{place}: {few_of(absent)} are in the index, and not in the files.")
     return tensors
 
 
@@ -268,8 +269,8 @@ def _match(
     known = {name for target in targets for name in target.names}
     surplus = [name for name in sources if name not in known]
     if strict:
-        wrong += [f"missing in the files: {missing}"] * bool(missing)
-        wrong += [f"in the files, and not in the module: {surplus}"] * bool(surplus)
+        wrong += [f"missing in the files: {few_of(missing)}"] * bool(missing)
+        wrong += [f"in the files, and not in the module: {few_of(surplus)}"] * bool(surplus)
     if wrong:
         advice = "rename= maps the names in the files to the module's (None leaves one out)"
         advice += "; strict=False passes over what is missing or surplus." if strict else "."

@@ -18,6 +18,7 @@ from lightning_zero.shards.optimizer import PieceStepper
 from lightning_zero.shards.options import Options
 from lightning_zero.shards.setting import Setting
 from lightning_zero.shards.whole import Imbalance, deal
+from lightning_zero.wording import few_of
 
 
 @final
@@ -52,7 +53,7 @@ class Regrouping:
         newly = newly_trainable(self.module, self.steppers, self._trained)
         if newly and self.options.offload is not None and self.options.offload.parameters is not None:
             raise RuntimeError(
-                f"{', '.join(list(newly)[:3])} began to train after set-up, and parameters are offloaded: not yet. "
+                f"{few_of(newly)} began to train after set-up, and parameters are offloaded: not yet. "
                 "Give them to the optimizer in configure_optimizers() already, frozen until they are to train."
             )
         return newly

@@ -13,10 +13,10 @@ from torch.nn import Module, Parameter
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.reductions import Stage
 from lightning_zero.run.surrounding import Surround
+from lightning_zero.run.weight_views import WeightViews
 from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.casting import Reader
 from lightning_zero.shards.gradient import GradientShard
-from lightning_zero.shards.local import local_of
 from lightning_zero.shards.norm import gradient_of
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
@@ -45,8 +45,7 @@ class Schedule:
         self._loans = loans
         self._saved = loans.saved
         self._saved.use = self.bring
-        # Of two-byte weights that one pass uses several times, each with `taken_back` of its group.
-        self._views: dict[Slot, tuple[int, Tensor]] = {}
+        self._views = WeightViews()
         self._collectors: list[tuple[Parameter, int]] = []  # each with the id of its gradient hook
         self._handles: list[Any] = []
         self._late = late
@@ -89,6 +88,8 @@ class Schedule:
     def _after_forward(self, unit: Unit) -> None:
         self._saved.pop()
         self._cache.unpin(unit)
+        if not unit.pins:
+            self._views.empty(slot for group in unit.groups for slot in group.slots)
 
     def _show_entrance(self, unit: Unit) -> None:
         """Shows the parameters of `unit` to the module around it, which reads them before it calls the unit."""
@@ -168,7 +169,7 @@ class Schedule:
                 tensors = [self._plain(weight.slot, casts=casts) for weight in there]
             elif reader.casts and casts:
                 cut = reader.cut_weights(args, kwargs)
-                tensors = [self._view(weight.slot, is_cut=weight.name in cut) for weight in there]
+                tensors = [self._views.of(weight.slot, is_cut=weight.name in cut) for weight in there]
             else:
                 return type(module).forward(module, *args, **kwargs)
             before = [weight.holder.get(weight.name) for weight in there]  # what a layer around shows there
@@ -199,25 +200,6 @@ class Schedule:
             if casts:
                 return slot.parameter.detach().to(slot.group.kind.declared)
         return self._loans.declared_of(slot)
-
-    def _view(self, slot: Slot, *, is_cut: bool) -> Tensor:
-        """Returns a view of a two-byte weight, which is a node of the graph.
-
-        An autocast with a cache casts a weight once in a pass, so gradients of several uses are summed in two bytes
-        before they become fp32: here, these uses share a view, unless the weight was edited between them. Without a
-        cache (as in Lightning), or where the module cuts the weight first (`is_cut`), each use has a view of its own,
-        and their gradients are summed in fp32.
-        """
-        with no_interception():
-            parameter, taken_back = slot.parameter, slot.group.edits.taken_back
-            shares = torch.is_autocast_cache_enabled() and torch.is_grad_enabled() and parameter.requires_grad
-            if not shares or is_cut or backward_number() != -1:
-                return parameter.view_as(parameter)
-            before, shared = self._views.get(slot, (-1, parameter))
-            if before == -1 or (before != taken_back and not torch.equal(local_of(shared), slot.local.values)):
-                shared = parameter.view_as(parameter)
-            self._views[slot] = taken_back, shared
-            return shared
 
     # -- gradients
 

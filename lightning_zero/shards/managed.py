@@ -15,6 +15,7 @@ from lightning_zero.shards.early import class_of, early_of
 from lightning_zero.shards.local import local_of, refuse_other_meshes
 from lightning_zero.shards.slot import slot_of
 from lightning_zero.torch_private import STEP_HOOKS, modules_in, parameters_in
+from lightning_zero.wording import few_of
 
 
 def trainable_of(managed: Sequence[Parameter], optimizers: Sequence[Optimizer]) -> set[int]:
@@ -77,7 +78,7 @@ def _refuse_without_values(module: Module) -> None:
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())
     if names := [name for name, tensor in tensors if tensor.is_meta]:
         raise ValueError(
-            f"{names} are on the meta device, and have no values. Give them some in configure_model(): "
+            f"{few_of(names)} are on the meta device, and have no values. Give them some in configure_model(): "
             "strategy.load_pretrained(path), or of each module to_empty(device=..., recurse=False) and "
             "reset_parameters()."
         )
