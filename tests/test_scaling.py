@@ -188,12 +188,13 @@ def test_a_step_takes_as_many_copies_collectives_and_calls_on_1024_ranks_as_on_t
         for world, found in zip(WORLDS[1:], at_more, strict=True):
             differ = {name: (at_two[name], found[name]) for name in at_two | found if at_two[name] != found[name]}
             if what == "calls" and kind == SMALL:  # one of many ranks owns fewer of the parameters, and steps fewer
-                differ = {name: counts for name, counts in differ.items() if counts[0] < counts[1]}
+                assert found.total() <= at_two.total()
+                continue
             assert not differ, f"{what} differ at {world} ranks"
 
 
 # Of functions of the package, at most, for each parameter of a model of small modules; at stage 3 each is a unit.
-CALLS = {0: 50, 1: 75, 2: 74, 3: 217}
+CALLS = {0: 50, 1: 64, 2: 63, 3: 209}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -17,6 +17,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 from torch.optim import Optimizer, SparseAdam
 
+from lightning_zero.shards.counting import only_counts
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.known import KnownState
 from lightning_zero.shards.layout import fill
@@ -155,11 +156,11 @@ class PieceStepper:
         if others:
             self._refuse_groups_apart()
         then = Moment.of(self.optimizer, clones=True)
-        with self._stepping(first, is_all=not others):
+        with self._stepping(first, is_all=not others, steps=False):
             result = call()
         for window in others:
             window.staged.begin()
-            with then.back(self.optimizer), self._stepping(window, is_all=False):
+            with then.back(self.optimizer), self._stepping(window, is_all=False, steps=False):
                 call()
             window.staged.finish()
         increment_version([slot.parameter for slot in slots if not is_its_piece(slot)])
@@ -282,18 +283,19 @@ class PieceStepper:
         here = self._window([slot for slot in slots if not slot.group.places.steps_apart])
         for window in [here, *self._apart(slots)]:
             window.staged.begin()
-            with self._stepping(window, is_all=True, fuses=False):
+            with self._stepping(window, is_all=True, steps=False):
                 yield window.slots
             window.staged.finish()
 
     @contextmanager
-    def _stepping(self, window: Window, *, is_all: bool, fuses: bool = True) -> Iterator[None]:
-        """Inside, the parameters of a window are their pieces, which the optimizer steps. In the end they are written
-        to where they rest."""
+    def _stepping(self, window: Window, *, is_all: bool, steps: bool = True) -> Iterator[None]:
+        """Inside, the parameters of a window are their pieces, which the optimizer steps, unless `steps` says that it
+        does not. In the end they are written to where they rest."""
         window.prepare()
+        counts = steps and only_counts(self.optimizer)
         for slot in window.swapped:
-            window.show_piece(slot)
-        window.take_optimizer(is_all=is_all, fuses=fuses)
+            window.show_piece(slot, counts=counts)
+        window.take_optimizer(is_all=is_all, fuses=steps)
         self.is_stepping, is_done = True, False
         try:
             yield
@@ -303,7 +305,9 @@ class PieceStepper:
             for slot in window.shown:
                 window.show_whole(slot)
             self.is_stepping = False
-            self.known.note(window.slots, self._left_alone)
+            self.known.note(window.stepped, self._left_alone)
+            if is_done:
+                window.count()
             if is_done and window.slots:  # none, where all is stepped apart from the user's call
                 window.put_values()
                 window.staged.put_state(self._rest, self.known.is_cut)
@@ -340,7 +344,7 @@ class PieceStepper:
 
 def groups_of(slots: Iterable[Slot]) -> list[ShardGroup]:
     """Returns the groups whose values a step of `slots` may change elsewhere than in the parameters themselves."""
-    return list(dict.fromkeys(slot.group for slot in slots if not is_its_piece(slot)))
+    return list(dict.fromkeys(slot.group for slot in slots if slot.group.is_cut or not is_its_piece(slot)))
 
 
 def training_slot(parameter: Parameter) -> Slot | None:

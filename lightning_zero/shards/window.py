@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lightning_zero.device import HOST, is_host, on_host, point_at
+from lightning_zero.shards.counting import counts_of
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.moment import VERDICT
 from lightning_zero.shards.probe import steps_nothing
@@ -48,6 +49,8 @@ class Window(ABC):
         self._steps_empty = steps_nothing(optimizer)
         self._shown: dict[Slot, _Shown] = {}
         self._stand_ins: dict[Parameter, Parameter] = {}  # stepped in place of parameters that are no plain tensors
+        self._hidden: dict[Slot, Tensor | None] = {}  # gradients of parameters of which this rank has nothing
+        self._counts: list[Tensor] = []  # of steps, in the state of those
         self._options: list[dict[str, Any]] = []  # the user's, of each parameter group, where a step changes them
         self._verdict: dict[str, Tensor] = {}  # of a scaler, as it was told
 
@@ -91,8 +94,12 @@ class Window(ABC):
             own.update({name: on_host(value) for name, value in told.items()})
             self._verdict = told
 
-    def show_piece(self, slot: Slot) -> None:
-        """Makes a parameter its piece, until `show_whole`."""
+    def show_piece(self, slot: Slot, *, counts: bool) -> None:
+        """Makes a parameter its piece, until `show_whole`. One of which this rank has nothing is hidden, if the
+        optimizer is about to step and only `counts` such steps."""
+        if counts and not slot.steps_any and (own := counts_of(self._optimizer, slot.parameter)) is not None:
+            self._hide(slot, own)
+            return
         parameter = slot.local.stepped
         with no_interception():
             shown = slot.local.grad
@@ -106,6 +113,20 @@ class Window(ABC):
             point_at(parameter, piece)
             set_grad_dtype(parameter, piece.dtype)
             parameter.grad = grad
+
+    def _hide(self, slot: Slot, counts: list[Tensor]) -> None:
+        """Hides the gradient of a parameter from the optimizer, which then leaves the parameter alone."""
+        with no_interception():
+            grad = slot.parameter.grad
+            if self.is_late or grad is not None:
+                self._counts += counts
+            self._hidden[slot] = grad
+            slot.parameter.grad = None
+
+    def count(self) -> None:
+        """Counts a step that is done, for those that were hidden from it."""
+        for count in self._counts:
+            count.add_(1)
 
     @abstractmethod
     def _stepped(self, slot: Slot, shown: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -131,6 +152,17 @@ class Window(ABC):
         for slot, shown in self._shown.items():
             if cleared.get(slot, are_all_cleared):
                 self._shown[slot] = shown._replace(grad=None)
+        if not are_all_cleared:
+            with no_interception():
+                for slot, grad in self._hidden.items():
+                    slot.parameter.grad = grad
+
+    @property
+    def stepped(self) -> Sequence[Slot]:
+        """The slots that are not hidden from the optimizer."""
+        if not self._hidden:
+            return self.slots
+        return [slot for slot in self.slots if slot not in self._hidden]
 
     @property
     def shown(self) -> list[Slot]:
@@ -167,6 +199,8 @@ class Window(ABC):
         """Lets go of what was stepped."""
         self.staged.forget()
         self._shown.clear()
+        self._hidden.clear()
+        self._counts.clear()
 
 
 @final

@@ -1,0 +1,113 @@
+"""Parameters of which a rank has nothing: their steps are counted, and the optimizer is not given them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.config import Offload
+from lightning_zero.shards.counting import only_counts
+from lightning_zero.wire.comm import Comm
+from models import seeded
+from unit_jobs import WIDTH, assert_as_on_one_device, on_engine, state_of, x
+
+LAYERS = 4
+MAKES: dict[str, Callable[..., Optimizer]] = {
+    "SGD": partial(torch.optim.SGD, lr=0.1),
+    "SGD, momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.3),
+    "Adadelta": torch.optim.Adadelta,
+    "Adagrad": partial(torch.optim.Adagrad, lr_decay=0.1),
+    "Adam": partial(torch.optim.Adam, amsgrad=True),
+    "AdamW": partial(torch.optim.AdamW, weight_decay=0.1),
+    "AdamW, fused": partial(torch.optim.AdamW, fused=True),
+    "AdamW, foreach": partial(torch.optim.AdamW, foreach=True),
+    "Adamax": torch.optim.Adamax,
+    "RAdam": torch.optim.RAdam,
+    "RMSprop": partial(torch.optim.RMSprop, momentum=0.5, centered=True),
+    "Rprop": torch.optim.Rprop,
+    "ASGD": torch.optim.ASGD,
+    "NAdam": torch.optim.NAdam,
+}
+NUMBERS = ("step", "mu", "eta", "mu_product")
+NOT_ONLY = {"ASGD", "NAdam"}  # keep more numbers than a count
+
+
+def tower() -> nn.Module:
+    return seeded(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]))
+
+
+def train(model: Any, optimizer: Optimizer, steps: int = 5) -> None:
+    """Layer 2 has no gradient in the first two steps, nor in the fourth."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        hidden = x(1.0 + step)
+        for at, layer in enumerate(model):
+            hidden = hidden if at == 2 and step in (0, 1, 3) else torch.tanh(layer(hidden))
+        hidden.square().mean().backward()
+        optimizer.step()
+
+
+def numbers_in(optimizer: Optimizer) -> dict[str, Tensor]:
+    """The names of what is kept for each parameter, and the values of what are single numbers."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {
+        f"{name} {at}": torch.as_tensor(float(value) if name in NUMBERS else 0.0)
+        for at, parameter in enumerate(parameters)
+        for name, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_rank_has_the_counts_of_one_device_and_its_bits(stage: int, name: str) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Any]:
+        train(model, optimizer)
+        return {**state_of(model, engine), **numbers_in(optimizer)}
+
+    assert_as_on_one_device(tower(), act, stage, MAKES[name], world=4, bucket_bytes=2**20)
+
+
+@pytest.mark.parametrize("offload", [None, Offload(optimizer="cpu")], ids=["resting", "offloaded"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_optimizer_is_given_the_pieces_of_its_rank_alone(stage: int, offload: Offload | None) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> list[tuple[int, int]]:
+        given: list[int] = []
+        look = type(optimizer)._init_group
+
+        def init_group(group: Any, params: list[Tensor], *args: Any) -> Any:
+            found = look(optimizer, group, params, *args)
+            given.append(len(params))
+            return found
+
+        optimizer._init_group = init_group
+        train(model, optimizer)
+        own = sum(slot.steps_any for shard in engine.parts.assembly.shards for slot in shard.group.slots)
+        return [(count, own) for count in given]
+
+    ranks = on_engine(tower(), act, stage, MAKES["AdamW"], world=4, offload=offload, bucket_bytes=2**20)
+    assert sum(own for (_, own), *_ in ranks) < 2 * LAYERS + 4  # hardly any is cut in two
+    for first, *_, last in ranks:
+        assert first[0] == 2 * LAYERS - 2  # all that have a gradient: their state is made
+        assert last[0] == last[1]
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_those_that_keep_other_numbers_are_given_empty_pieces(name: str) -> None:
+    optimizer = MAKES[name]([nn.Parameter(torch.ones(2))])
+    assert only_counts(optimizer) == (name not in NOT_ONLY)
+    optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]  # as a scaler does
+    assert not only_counts(optimizer)
+
+
+def test_state_that_was_cleared_is_made_again() -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        train(model, optimizer, 3)
+        optimizer.state.clear()
+        train(model, optimizer, 3)
+        return {**state_of(model, engine), **numbers_in(optimizer)}
+
+    assert_as_on_one_device(tower(), act, 2, MAKES["AdamW"], world=4, bucket_bytes=2**20)
