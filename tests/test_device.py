@@ -291,14 +291,15 @@ def traced(folder: Path, *options: str) -> tuple[list[dict[str, Any]], str]:
 
 
 def test_a_step_is_drawn_with_its_lanes(tmp_path: Path) -> None:
-    events, told = traced(tmp_path, "--blocks", "2", "--width", "16")
-    assert {"host", "compute", "communication", "beside compute"} <= {event["tid"] for event in events}
+    events, told = traced(tmp_path, "--ways", "2,3+cpu", "--blocks", "2", "--width", "16")
+    lanes = {way: {event["tid"] for event in events if event["pid"] == f"{way}: rank 0"} for way in ("2", "3+cpu")}
+    assert all({"host", "compute", "communication", "beside compute"} <= found for found in lanes.values())
     assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
     assert all(lane in told for lane in ("host", "compute", "communication"))
 
 
 def test_gradients_of_one_rank_leave_for_the_host_beside_compute(tmp_path: Path) -> None:
-    events, _ = traced(tmp_path, "--ranks", "1", "--stage", "2", "--offload", "cpu", "--blocks", "6", "--width", "64")
+    events, _ = traced(tmp_path, "--ranks", "1", "--ways", "2+cpu", "--blocks", "6", "--width", "64")
     computes, copies = ([event for event in events if event["tid"] == lane] for lane in ("compute", "beside compute"))
     ends = [(one["ts"], one["ts"] + one["dur"]) for one in computes]
     hidden = sum(
