@@ -209,8 +209,11 @@ def test_nccl_sends_small_host_messages_over_gloo(nccl: NativeComm) -> None:
 # -- offload
 
 
-def tower_on_gpu(offload: Offload | None, stage: int, steps: int = 4, **options: Any) -> dict[str, Any]:
-    """A few clipped steps of a tower of layers, and what they left and took on the device."""
+def tower_on_gpu(
+    offload: Offload | None, stage: int, steps: int = 4, caches: bool | None = None, **options: Any
+) -> dict[str, Any]:
+    """A few clipped steps of a tower of layers, and what they left and took on the device; in an autocast that `caches`
+    or does not, or in none."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.ModuleList([nn.Linear(512, 512)])[0] for _ in range(8)])
     start = clone(model).cuda()
@@ -229,7 +232,8 @@ def tower_on_gpu(offload: Offload | None, stage: int, steps: int = 4, **options:
     losses = []
     for step in range(steps):
         batch = torch.randn(4, 512, generator=torch.Generator().manual_seed(step)).cuda()
-        with engine.forward():
+        casts = torch.autocast("cuda", torch.bfloat16, enabled=caches is not None, cache_enabled=bool(caches))
+        with engine.forward(), casts:
             loss = model(batch).square().mean()
         optimizer.zero_grad()
         with engine.backward():
@@ -287,6 +291,13 @@ def test_the_device_holds_what_the_ledger_says_and_no_more(tiers: str, tmp_path:
     without, found = tower_on_gpu(None, stage), tower_on_gpu(Offload(**offload, path=path), stage)
     assert found["held"] < without["held"]
     assert found["told"] == pytest.approx(found["held"], rel=0.03)
+
+
+@pytest.mark.parametrize("offload", [None, Offload(optimizer="cpu", parameters="cpu")], ids=["resting", "offloaded"])
+def test_an_autocast_that_caches_takes_no_more_of_the_device_than_one_that_does_not(offload: Offload | None) -> None:
+    options = {"autocast_dtype": torch.bfloat16}
+    peaks = [tower_on_gpu(offload, 3, caches=caches, **options)["peak"] for caches in (False, True)]
+    assert peaks[1] <= 1.05 * peaks[0]
 
 
 def test_the_host_copies_are_page_locked_if_so_asked() -> None:
