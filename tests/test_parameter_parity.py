@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -395,6 +395,65 @@ def test_gradients_of_two_uses_in_an_autocast_with_a_cache_are_summed_as_on_one_
 
     options = {"autocast_dtype": torch.bfloat16, "prefetch": prefetch}
     assert_as_on_one_device(seeded(Returns), act, stage, **options)
+
+
+class Looks(nn.Module):
+    """Uses layers twice. Between the two, `between` has weights lent, or has their forwards read them as declared."""
+
+    def __init__(self, between: str) -> None:
+        super().__init__()
+        self.layers = tower(3)
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)  # saves its weight itself, where a linear layer saves a view
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.between == "hooks of forward hooks":
+            return self._through_hooks(x)
+        if self.between == "no hooks allowed":
+            with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+                return self._twice(x)
+        return self._twice(x)
+
+    def _twice(self, x: Tensor) -> Tensor:
+        hidden = self.conv(self.layers(x).float().T[None])[0].T.float()
+        if self.between == "read":
+            hidden = hidden + 0.1 * self.layers[0][0].weight.norm()
+        if self.between == "autocast off":
+            with torch.autocast("cpu", enabled=False):
+                hidden = self.layers[0](hidden)
+        return self.conv(self.layers(hidden).float().T[None])[0].T
+
+    def _through_hooks(self, x: Tensor) -> Tensor:
+        with ExitStack() as inside:  # the user's pair of saved-tensor hooks, which keep what they are given
+
+            def enter(*_: Any) -> None:
+                inside.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
+
+            handles = [
+                self.conv.register_forward_pre_hook(enter),
+                self.conv.register_forward_hook(lambda *_: inside.close()),
+            ]
+            result = self._twice(x)
+        for handle in handles:
+            handle.remove()
+        return result
+
+
+@pytest.mark.parametrize("between", ["read", "autocast off", "no hooks allowed", "hooks of forward hooks"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_an_autocast_with_a_cache_shares_is_whole_whatever_comes_between_two_uses(
+    stage: int, between: str
+) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        for number in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(x(1.0 + number)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+        return state_of(model, engine)
+
+    assert_as_on_one_device(seeded(lambda: Looks(between)), act, stage, autocast_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("stage", STAGES)

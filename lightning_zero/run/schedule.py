@@ -88,8 +88,6 @@ class Schedule:
     def _after_forward(self, unit: Unit) -> None:
         self._saved.pop()
         self._cache.unpin(unit)
-        if not unit.pins:
-            self._views.empty(slot for group in unit.groups for slot in group.slots)
 
     def _show_entrance(self, unit: Unit) -> None:
         """Shows the parameters of `unit` to the module around it, which reads them before it calls the unit."""

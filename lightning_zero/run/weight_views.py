@@ -1,7 +1,7 @@
 """`WeightViews`: two-byte weights as the forwards that read them get them, each a node of the graph."""
 
-from collections.abc import Iterable
-from typing import final
+import weakref
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -9,8 +9,16 @@ from torch.distributed.tensor import DTensor
 
 from lightning_zero.shards.early import nothing
 from lightning_zero.shards.local import local_of
-from lightning_zero.shards.slot import Slot, no_interception
+from lightning_zero.shards.slot import Edition, Slot, no_interception
 from lightning_zero.torch_private import backward_number, set_local_tensor
+
+
+class _Shared(NamedTuple):
+    """A view that several uses of a weight share."""
+
+    view: Tensor  # without values, unless the group stays full
+    taken_back: int  # of the group, at the last use
+    edition: "weakref.ref[Edition]"  # that the last use saw. A strong reference would have the values copied
 
 
 @final
@@ -24,45 +32,41 @@ class WeightViews:
     """
 
     def __init__(self) -> None:
-        self._shared: dict[Slot, tuple[int, Tensor]] = {}  # each with `taken_back` of its group
-        self._emptied: set[Slot] = set()  # whose shared view shows no values now
+        self._shared: dict[Slot, _Shared] = {}
 
     def of(self, slot: Slot, *, is_cut: bool) -> Tensor:
         """Returns a view of a weight whose values are there; `is_cut`: the module cuts it first."""
         with no_interception():
-            parameter, taken_back = slot.parameter, slot.group.edits.taken_back
+            parameter, group = slot.parameter, slot.group
             shares = torch.is_autocast_cache_enabled() and torch.is_grad_enabled() and parameter.requires_grad
             if not shares or is_cut or backward_number() != -1:
                 return parameter.view_as(parameter)
-            before, shared = self._shared.get(slot, (-1, parameter))
-            if before == taken_back:
-                self._fill(slot, shared)
-            elif before == -1 or slot in self._emptied or not torch.equal(local_of(shared), slot.local.values):
-                self._emptied.discard(slot)
-                shared = parameter.view_as(parameter)
-            self._shared[slot] = taken_back, shared
-            return shared
-
-    def empty(self, slots: Iterable[Slot]) -> None:
-        """Takes the values from the shared views of some weights, whose memory is to be used for others: a view would
-        keep it until the pass is over. Graphs that have saved one have values, or a place, of their own."""
-        if not self._shared:
-            return
-        for slot in slots:
-            if slot in self._shared and slot not in self._emptied:
-                self._emptied.add(slot)
-                _, shared = self._shared[slot]
-                _point(shared, nothing(slot.local.box.shape, local_of(shared).dtype, local_of(shared).device))
+            known = self._shared.get(slot)
+            view = parameter.view_as(parameter) if known is None or _is_edited(slot, known) else known.view
+            self._shared[slot] = _Shared(view, group.edits.taken_back, weakref.ref(slot.edition))
+            return view if group.stays_full else _use_of(view, slot.local.values.detach())
 
     def clear(self) -> None:
         """Forgets the views, as a pass begins."""
         self._shared.clear()
-        self._emptied.clear()
 
-    def _fill(self, slot: Slot, shared: Tensor) -> None:
-        if slot in self._emptied:
-            self._emptied.remove(slot)
-            _point(shared, slot.local.values.detach())
+
+def _is_edited(slot: Slot, known: _Shared) -> bool:
+    """Whether a weight has other values than at the last use."""
+    if known.taken_back == slot.group.edits.taken_back:
+        return False
+    if slot.group.stays_full:
+        return not torch.equal(local_of(known.view), slot.local.values)
+    return known.edition() is not slot.edition
+
+
+def _use_of(view: Tensor, values: Tensor) -> Tensor:
+    """Returns gathered values as a view of `view`, which has none itself: it would keep their memory until the pass is
+    over. What one use is given is not changed afterwards, as a graph, or a hook of the user's, may have saved it."""
+    _point(view, values)
+    use = view.view_as(view)
+    _point(view, nothing(tuple(values.shape), values.dtype, values.device))
+    return use
 
 
 def _point(view: Tensor, values: Tensor) -> None:
