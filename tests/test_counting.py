@@ -97,10 +97,11 @@ def test_an_optimizer_is_given_the_pieces_of_its_rank_alone(stage: int, offload:
 
 @pytest.mark.parametrize("name", MAKES)
 def test_those_that_keep_other_numbers_are_given_empty_pieces(name: str) -> None:
-    optimizer = MAKES[name]([nn.Parameter(torch.ones(2))])
-    assert only_counts(optimizer) == (name not in NOT_ONLY)
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = MAKES[name]([parameter])
+    assert only_counts(optimizer, [parameter]) == (name not in NOT_ONLY)
     optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]  # as a scaler does
-    assert not only_counts(optimizer)
+    assert not only_counts(optimizer, [parameter])
 
 
 def test_state_that_was_cleared_is_made_again() -> None:
@@ -111,3 +112,29 @@ def test_state_that_was_cleared_is_made_again() -> None:
         return {**state_of(model, engine), **numbers_in(optimizer)}
 
     assert_as_on_one_device(tower(), act, 2, MAKES["AdamW"], world=4, bucket_bytes=2**20)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_count_that_parameters_share_is_what_it_is_on_one_device(foreach: bool) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        train(model, optimizer, 3)
+        count = torch.zeros(())
+        for state in optimizer.state.values():
+            state["step"] = count
+        train(model, optimizer, 3)
+        return {**state_of(model, engine), **numbers_in(optimizer)}
+
+    make = partial(torch.optim.AdamW, foreach=foreach)
+    assert_as_on_one_device(tower(), act, 2, make, world=4, bucket_bytes=2**20)
+
+
+@pytest.mark.parametrize("entry", ["momentum_buffer", "mine"])
+def test_momentum_is_made_on_every_rank_where_a_user_has_taken_it_or_has_added_entries(entry: str) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        for parameter in model.parameters():
+            optimizer.state[parameter][entry] = None
+        train(model, optimizer, 3)
+        made = [isinstance(optimizer.state[p]["momentum_buffer"], Tensor) for p in model.parameters()]
+        return {**state_of(model, engine), "made": torch.tensor(made)}
+
+    assert_as_on_one_device(tower(), act, 2, MAKES["SGD, momentum"], world=4, bucket_bytes=2**20)

@@ -292,7 +292,7 @@ class PieceStepper:
         """Inside, the parameters of a window are their pieces, which the optimizer steps, unless `steps` says that it
         does not. In the end they are written to where they rest."""
         window.prepare()
-        counts = steps and only_counts(self.optimizer)
+        counts = steps and only_counts(self.optimizer, [slot.parameter for slot in window.slots])
         for slot in window.swapped:
             window.show_piece(slot, counts=counts)
         window.take_optimizer(is_all=is_all, fuses=steps)
