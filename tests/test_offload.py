@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from compare import assert_same_bits
 from lightning_zero.config import Offload
 from lightning_zero.run.engine import Engine, Options
+from lightning_zero.shards.gradient import gradient_of
 from lightning_zero.shards.offload import Machine, choose_offloaded
 from lightning_zero.shards.setting import Places
 from lightning_zero.tiers.array import OnDisk
@@ -511,8 +512,9 @@ def test_looking_at_a_group_takes_no_postponed_step(stage: int) -> None:
     run.step()
     engine = run.engine
     slots = [slot for group in engine.groups for slot in group.slots]
-    gradients = [slot.gradient for slot in slots]
-    parts = [*engine.groups, *slots, *gradients, engine.loans, *engine.runner.stepping.steppers.values()]
+    gradients = [gradient_of(slot) for slot in slots]
+    averaged = [gradient.averaged for gradient in gradients]
+    parts = [*engine.groups, *slots, *gradients, *averaged, engine.loans, *engine.runner.stepping.steppers.values()]
     for one in parts:
         for name in dir(one):
             getattr(one, name)

@@ -17,6 +17,7 @@ from lightning_zero.run.loans import Loans
 from lightning_zero.run.program import Cause
 from lightning_zero.run.reductions import Reductions
 from lightning_zero.shards import norm
+from lightning_zero.shards.gradient import averaged_of
 from lightning_zero.shards.optimizer import training_slot
 from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.torch_private import scale_of, scaling_of
@@ -57,8 +58,8 @@ class Averages:
         """Forgets what was measured of gradients, as a step has taken them."""
         self._measured = None
         for shard in self.reductions.shards:
-            if shard.squares is not None:
-                shard.squares.forget()
+            if shard.averaged.squares is not None:
+                shard.averaged.squares.forget()
 
     def clip_by_norm_(
         self,
@@ -129,6 +130,6 @@ class Averages:
         if not slots:
             return parameter.grad
         (slot,) = slots
-        gradient = norm.gradient_of(slot)
-        local = self.loans.lend_gradient(slot) if gradient.is_spread else gradient.piece(slot)
+        averaged = averaged_of(slot)
+        local = self.loans.lend_gradient(slot) if averaged.is_spread else averaged.piece(slot)
         return slot.local.gathered(local.clone())

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar, final
 import torch
 from torch import Tensor
 
-from lightning_zero.shards.gradient import AveragedGradient
+from lightning_zero.shards.averaged import AveragedGradient
 from lightning_zero.shards.slot import Slot
 from lightning_zero.torch_private import backward_number, is_mutable, make_wrapper
 from lightning_zero.views.intercept import Lent, call
@@ -42,7 +42,7 @@ class ShardedGradient(AveragedGradient):
     _slot: weakref.ref[Slot]
     _lender: weakref.ref[GradientLender]
     _parameter: str
-    _edition: int  # see `GradientShard.editions`
+    _edition: int  # see `Averaged.editions`
 
     @staticmethod
     def __new__(cls, slot: Slot, lender: GradientLender) -> "ShardedGradient":
@@ -51,15 +51,16 @@ class ShardedGradient(AveragedGradient):
         with torch.inference_mode(False):
             self = make_wrapper(cls, slot.shape, dtype=slot.gradient.dtype, device=place.device)
         self._slot, self._lender, self._parameter = weakref.ref(slot), weakref.ref(lender), slot.name
-        self._edition = slot.gradient.editions[slot.index]
+        self._edition = slot.gradient.averaged.editions[slot.index]
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedGradient({self._parameter!r}, shape={tuple(self.shape)}, dtype={self.dtype}; reading gathers)"
 
     def is_of(self, slot: Slot) -> bool:
-        gradients = slot.gradient
-        return self._slot() is slot and gradients is not None and gradients.editions[slot.index] == self._edition
+        gradient = slot.gradient
+        is_latest = gradient is not None and gradient.averaged.editions[slot.index] == self._edition
+        return is_latest and self._slot() is slot
 
     @property
     def slot(self) -> Slot:

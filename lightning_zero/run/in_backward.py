@@ -36,7 +36,7 @@ class StepsInBackward:
         self._stepped.add(shard)
         if slots:
             self._step(slots)
-        shard.let_go()
+        shard.averaged.drop()
 
     def _step_waiting(self) -> None:
         for shard in self._waiting:

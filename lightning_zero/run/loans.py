@@ -27,8 +27,8 @@ from lightning_zero.run.parameter import AsDeclared, Interception, Lender, Resti
 from lightning_zero.run.runner import Runner
 from lightning_zero.run.saved import SavedParameters
 from lightning_zero.run.watch import Watch
+from lightning_zero.shards.gradient import averaged_of
 from lightning_zero.shards.group import ShardGroup
-from lightning_zero.shards.norm import gradient_of
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
 from lightning_zero.torch_private import backward_number, edits_of, outside_transforms
@@ -78,7 +78,7 @@ class Loans(Lender):
 
     def _enroll_gradients(self, groups: Iterable[ShardGroup]) -> None:
         for slot in (slot for group in groups for slot in group.slots):
-            if slot.gradient is not None and slot.gradient.is_spread:
+            if slot.gradient is not None and slot.gradient.averaged.is_spread:
                 serve = partial(self._serve_gradient, slot)
                 self._averages[slot] = self.runner.rendezvous.serving.enroll(f"the gradient of {slot.name}", serve)
 
@@ -292,10 +292,10 @@ class Loans(Lender):
 
     def _serve_gradient(self, slot: Slot, _: bool) -> Tensor:
         with no_interception(), torch.no_grad():
-            return gradient_of(slot).gather(slot)
+            return averaged_of(slot).gather(slot)
 
     def take_gradient(self, slot: Slot, gradient: Tensor, *, is_visible: bool) -> None:
-        gradient_of(slot).write(slot, gradient)
+        averaged_of(slot).write(slot, gradient)
         if is_visible:
             self._gradients[slot] = gradient
 

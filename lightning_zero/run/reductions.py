@@ -17,8 +17,7 @@ from lightning_zero.run.parameter import Interception
 from lightning_zero.run.reduction_order import ReductionOrder
 from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.bucket import BucketPool
-from lightning_zero.shards.gradient import GradientShard
-from lightning_zero.shards.norm import gradient_of
+from lightning_zero.shards.gradient import GradientShard, averaged_of, gradient_of
 from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.torch_private import storage_key
 from lightning_zero.wire.comm import Comm
@@ -176,7 +175,7 @@ class Reductions:
             return
         self.stage = Stage.UNSETTLED
         for shard in self.shards:  # what a next backward adds to `p.grad` before ranks agree is kept apart
-            if shard.is_spread and self.steps is None:
+            if shard.averaged.is_spread and self.steps is None:
                 for index in shard.used:
                     self.show(shard.group.slots[index])
         for shard in self._plain:
@@ -317,14 +316,14 @@ class Reductions:
 
     def show(self, slot: Slot) -> None:
         """Makes `p.grad` the averaged gradient."""
-        shard = gradient_of(slot)
-        if shard.is_spread:
+        averaged = averaged_of(slot)
+        if averaged.is_spread:
             shown = slot.local.grad
             if not (isinstance(shown, ShardedGradient) and shown.is_of(slot)):
                 slot.local.grad = ShardedGradient(slot, self._interception.lender)
         else:
-            assert shard.full_grad is not None
-            slot.local.grad = slot.view(shard.full_grad)
+            assert averaged.full_grad is not None
+            slot.local.grad = slot.view(averaged.full_grad)
 
     def adopt(self, slots: Sequence[Slot]) -> None:
         """Takes over gradients that the user has put into `p.grad` in place of ours, the same ones on every rank.
@@ -336,12 +335,13 @@ class Reductions:
         given = [*self._given_in(slots)]
         if not given:
             return
-        ours = {storage_key(s.full_grad.untyped_storage()) for s in self.shards if s.full_grad is not None}
+        full_grads = [shard.averaged.full_grad for shard in self.shards]
+        ours = {storage_key(full_grad.untyped_storage()) for full_grad in full_grads if full_grad is not None}
         # Views of our memory, as after `p.grad, q.grad = q.grad, p.grad`, are read before anything is written there.
         read = {slot: grad.clone() for slot, grad in given if _is_in(grad, ours)}
         for slot, grad in given:
-            shard = gradient_of(slot)
-            shard.replace(slot, read.get(slot, grad).detach().to(shard.dtype))
+            averaged = averaged_of(slot)
+            averaged.replace(slot, read.get(slot, grad).detach().to(averaged.dtype))
             self.show(slot)
 
     def _given_in(self, slots: Sequence[Slot]) -> Iterator[tuple[Slot, Tensor]]:
@@ -351,7 +351,7 @@ class Reductions:
                 grad = slot.local.grad
             if grad is not None:
                 self.refuse_stepped(f"what you have put into {slot.name}.grad")
-                if not gradient_of(slot).is_shown(slot, grad):
+                if not averaged_of(slot).is_shown(slot, grad):
                     yield slot, grad
 
     def forget(self) -> None:

@@ -16,8 +16,7 @@ from lightning_zero.run.surrounding import Surround
 from lightning_zero.run.weight_views import WeightViews
 from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.casting import Reader
-from lightning_zero.shards.gradient import GradientShard
-from lightning_zero.shards.norm import gradient_of
+from lightning_zero.shards.gradient import GradientShard, gradient_of
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
 from lightning_zero.torch_private import (

@@ -14,7 +14,7 @@ from lightning_zero.shards.arena import Arena
 from lightning_zero.shards.bucket import Bucket, BucketPool
 from lightning_zero.shards.casting import Reader, readers_of, why_not_cast
 from lightning_zero.shards.early import take_over
-from lightning_zero.shards.gradient import GradientShard
+from lightning_zero.shards.gradient import GradientShard, set_grad_dtype
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.offload import choose_offloaded
@@ -23,7 +23,6 @@ from lightning_zero.shards.setting import Kind, Setting
 from lightning_zero.shards.slot import slot_of
 from lightning_zero.shards.unit import Unit
 from lightning_zero.shards.units import UnitSpec
-from lightning_zero.shards.window import set_grad_dtype
 
 
 class Uncast(NamedTuple):

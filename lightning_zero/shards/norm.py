@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.device import HOST, Limit, is_host, on_host
-from lightning_zero.shards.gradient import GradientShard
+from lightning_zero.shards.gradient import averaged_of
 from lightning_zero.shards.slot import Slot
 from lightning_zero.torch_private import multiply_
 from lightning_zero.wire.comm import Comm, Reduction
@@ -38,15 +38,9 @@ class Overflow(NamedTuple):
     parameters: list[str]
 
 
-def gradient_of(slot: Slot) -> GradientShard:
-    """Returns the gradients of the group of a parameter that trains."""
-    assert slot.gradient is not None, slot.name
-    return slot.gradient
-
-
 def versions_of(slots: Sequence[Slot]) -> tuple[int, ...]:
     """Returns the versions of the averaged gradients."""
-    return tuple(gradient_of(slot).version(slot) for slot in slots)
+    return tuple(averaged_of(slot).version(slot) for slot in slots)
 
 
 @dataclass(frozen=True)
@@ -109,9 +103,9 @@ class Measured:
 
 def _norm_in(slot: Slot, norm_type: float) -> Tensor:
     """Returns the norm of this rank's piece of a gradient."""
-    gradient = gradient_of(slot)
-    known = gradient.squares.of(slot) if gradient.squares is not None and norm_type == 2.0 else None
-    return _norm_of(gradient.piece(slot), norm_type) if known is None else known.sqrt()
+    averaged = averaged_of(slot)
+    known = averaged.squares.of(slot) if averaged.squares is not None and norm_type == 2.0 else None
+    return _norm_of(averaged.piece(slot), norm_type) if known is None else known.sqrt()
 
 
 def _norm_of(piece: Tensor, norm_type: float) -> Tensor:
@@ -149,8 +143,8 @@ def scale_(slots: Sequence[Slot], factor: Tensor, limit: Limit | None = None) ->
     most as long as `limit` says."""
     by_device: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for slot in slots:
-        with gradient_of(slot).edit_piece(slot) as piece:
-            if gradient_of(slot).is_on_disk:  # at once, so that only one piece is in memory at a time
+        with averaged_of(slot).edit_piece(slot) as piece:
+            if averaged_of(slot).is_on_disk:  # at once, so that only one piece is in memory at a time
                 piece.mul_(on_host(factor, limit))
             else:
                 by_device.setdefault((piece.device, piece.dtype), []).append(piece)
@@ -176,5 +170,5 @@ def clip_by_norm_(measured: Measured, mesh: Mesh, max_norm: float, *, error_if_n
 def clip_by_value_(slots: Sequence[Slot], clip_value: float) -> None:
     """Clamps every element to ``[-clip_value, clip_value]``. No collective."""
     for slot in slots:
-        with gradient_of(slot).edit_piece(slot) as piece:
+        with averaged_of(slot).edit_piece(slot) as piece:
             piece.clamp_(-clip_value, clip_value)

@@ -76,7 +76,7 @@ def why_serial(module: Module, shards: Sequence[GradientShard]) -> str | None:
     offloaded = [shard for shard in shards if shard.group.kind.is_offloaded]
     if all(shard.group.places.optimizer == shard.group.places.gathered for shard in offloaded):
         return "it is kept where it is used"
-    if not all(shard.is_spread for shard in offloaded):
+    if not all(shard.averaged.is_spread for shard in offloaded):
         return "gradients are whole on every rank, and may be changed before the values are wanted"
     if modules_in_compiled_regions(module):
         return "compiled modules look at parameters past us"

@@ -7,7 +7,14 @@ one value which changes no other that it is added to, and that no sum with anoth
 import torch
 from torch import Tensor
 
+from lightning_zero.shards.slot import Slot
+
 NOTHING = -0.0
+
+
+def nothing_of(slot: Slot) -> float:
+    """Returns what a rank contributes that has no gradient of a parameter."""
+    return NOTHING if slot.is_sparse else 0.0
 
 
 def dense_of(grad: Tensor) -> Tensor:

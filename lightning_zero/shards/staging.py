@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.device import HOST
+from lightning_zero.shards.gradient import averaged_of
 from lightning_zero.shards.moment import state_of
 from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.tiers.alignment import ALIGNMENT_BYTES, round_up
@@ -145,9 +146,9 @@ class Staged:
 
     def _gradient_of(self, slot: Slot) -> Array | None:
         """Returns the gradient that has to be read from disk; None where it is in memory, or there is none."""
-        assert slot.gradient is not None
+        averaged = averaged_of(slot)
         has_any = self._is_late or slot.local.grad is not None
-        return slot.gradient.owned_grad if has_any and slot.gradient.is_on_disk else None
+        return averaged.owned_grad if has_any and averaged.is_on_disk else None
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
         assert self._room is not None

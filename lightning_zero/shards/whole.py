@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_zero.shards.gradient import averaged_of
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.layout import Piece, fill
 from lightning_zero.shards.setting import Setting
@@ -202,12 +203,11 @@ class WholeWindow(Window):
 
     def _value_and_gradient(self, slot: Slot) -> list[Tensor]:
         """Returns what this rank owns of a tensor, flat; the gradient only where it is needed."""
-        assert slot.gradient is not None
         staged = self.staged.tensors.get(slot, NOT_STAGED)
         value = slot.group.master.read(slot.piece.in_shard) if staged.master is None else staged.master
         if not self._with_gradients:
             return [value]
-        grad = slot.gradient.piece(slot) if staged.grad is None else staged.grad
+        grad = averaged_of(slot).piece(slot) if staged.grad is None else staged.grad
         return [value, grad.view(-1).to(value.device, value.dtype)]
 
 

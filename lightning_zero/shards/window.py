@@ -14,6 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lightning_zero.device import HOST, is_host, on_host, point_at
 from lightning_zero.shards.counting import counts_of
+from lightning_zero.shards.gradient import averaged_of, set_grad_dtype
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.moment import VERDICT
 from lightning_zero.shards.probe import steps_nothing
@@ -171,15 +172,14 @@ class Window(ABC):
 
     def show_whole(self, slot: Slot) -> None:
         """Gives a parameter back what its users see."""
-        parameter, gradient, shown = slot.parameter, slot.gradient, self._shown[slot]
-        assert gradient is not None
+        parameter, shown = slot.parameter, self._shown[slot]
         with no_interception():
             if parameter in self._stand_ins:  # only the stand-in was changed
                 slot.local.stepped.grad = None
                 return
             parameter.grad = None
             point_at(parameter, shown.values)
-            set_grad_dtype(parameter, gradient.dtype)
+            set_grad_dtype(parameter, averaged_of(slot).dtype)
             parameter.grad = shown.grad
             parameter.__class__ = shown.kind
 
@@ -211,14 +211,13 @@ class PieceWindow(Window):
         self.slots[0].group.postpone(step)
 
     def _stepped(self, slot: Slot, shown: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        staged, gradient = self.staged.tensors.get(slot, NOT_STAGED), slot.gradient
-        assert gradient is not None
+        staged, averaged = self.staged.tensors.get(slot, NOT_STAGED), averaged_of(slot)
         shape, master, grad = slot.stepped_shape, staged.master, staged.grad
         piece = slot.stepped(slot.group.master) if master is None else master.view(shape)
         if not ((self.is_late or shown is not None) and self._steps(slot)):
             return piece, None
-        if grad is None and gradient.travels:
-            grad = gradient.piece(slot)
+        if grad is None and averaged.travels:
+            grad = averaged.piece(slot)
         else:
             whole = shown if grad is None else grad
             assert whole is not None
@@ -257,17 +256,10 @@ def _move_state(optimizer: Optimizer, one: Parameter, other: Parameter) -> None:
 
 def is_its_piece(slot: Slot) -> bool:
     """Whether a step needs no swap: the whole parameter is stepped where it is, with its gradient as it is."""
-    group, gradient = slot.group, slot.gradient
+    group = slot.group
     if group.is_cut:
         return False
-    assert gradient is not None
+    averaged = averaged_of(slot)
     is_whole = group.stays_full and slot.local.stepped is slot.parameter
-    is_as_declared = group.master is group.owned_param and gradient.dtype == group.kind.declared
-    return is_whole and is_as_declared and not gradient.is_spread
-
-
-def set_grad_dtype(parameter: Parameter, dtype: torch.dtype) -> None:
-    """Lets `p.grad` have the accumulation dtype where the parameter rests in a narrower one. Then autograd sums the
-    gradients of several uses in it too, bit-equal to autocast over fp32 weights."""
-    if parameter.grad_dtype != dtype:
-        parameter.grad_dtype = dtype
+    is_as_declared = group.master is group.owned_param and averaged.dtype == group.kind.declared
+    return is_whole and is_as_declared and not averaged.is_spread
