@@ -202,7 +202,7 @@ def partitioned_with_dropout(offload: bool) -> tuple[dict[str, Tensor], dict[str
     plain = seeded(Awkward)
     model = copy.deepcopy(plain)
     recompute = Recompute(model, "auto", store)
-    recompute.begin()
+    recompute.install()
     found = []
     for one in (model, plain):
         torch.manual_seed(7)

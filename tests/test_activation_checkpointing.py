@@ -248,7 +248,7 @@ def attached(model: nn.Module, modules: Any = "auto", comm: Comm | None = None, 
     """Blocks of a model that recompute, without an engine."""
     rests = HOST if kwargs.pop("offload", False) else HERE
     recompute = Recompute(model, modules, ActivationStore(Ledger(), HERE, rests, comm or LocalComm(), **kwargs))
-    recompute.begin()
+    recompute.install()
     return recompute
 
 
@@ -365,7 +365,7 @@ def test_what_checkpoints_for_itself_uses_our_store_and_not_inside_of_a_block() 
     kept = kept_in(recompute)
     assert kept == 2 * given.nbytes
     sum(losses).backward()
-    recompute.leave()
+    recompute.remove()
     assert isinstance(model["alone"]._gradient_checkpointing_func, functools.partial)
 
 
@@ -523,7 +523,7 @@ def test_what_is_kept_is_in_the_books_by_tier() -> None:
     for policy, device, host in (({}, 3, 0), ({"offload": True}, 0, 3), ({"contiguous": True}, 3, 0)):
         recompute = attached(copy.deepcopy(model), **policy)
         block_model = copy.deepcopy(model)
-        recompute.leave()
+        recompute.remove()
         recompute = attached(block_model, **policy)
         loss = block_model(batch()).sum()
         assert (kept_in(recompute), kept_in(recompute, Tier.HOST)) == (device * size, host * size)

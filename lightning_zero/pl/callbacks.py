@@ -153,7 +153,7 @@ class Preemption(pl.Callback):
         notices, is_open = self._strategy._notices, accumulates(trainer)
         if not (is_open or notices.are_current):  # a batch without a step, in manual optimization
             self._strategy._meet()
-        notices.leave()
+        notices.note_outside_batches()
         if not is_open:
             self._stop_if_told(trainer)
 
@@ -165,7 +165,7 @@ class Preemption(pl.Callback):
         place = f"at the end of epoch {trainer.current_epoch}, after {batches} batches"
         self._strategy._notices.move(Notice.AT_EPOCH_END, place)
         self._strategy._meet()
-        self._strategy._notices.leave()
+        self._strategy._notices.note_outside_batches()
         self._stop_if_told(trainer)
 
     def on_validation_batch_end(self, trainer: "pl.Trainer", *_: Any) -> None:

@@ -108,7 +108,7 @@ class ZeroEMA(EMAWeightAveraging):
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         if isinstance(self._average_model, Average):
-            self._average_model.begin()
+            self._average_model.drop_loaded()
 
     @override
     def _swap_models(self, pl_module: "pl.LightningModule") -> None:

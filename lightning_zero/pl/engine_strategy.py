@@ -129,7 +129,7 @@ class EngineStrategy(CheckpointingStrategy):
         if self._is_setting_up:
             tell_refusal(exception, self.global_rank)
         if self.engine is not None:
-            self._notices.leave()
+            self._notices.note_outside_batches()
         if isinstance(exception, RankTimeoutError):
             exception.moment = _moment_of(self.lightning_module)
             if self.engine is not None and self._notices.place:

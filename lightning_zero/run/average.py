@@ -101,14 +101,14 @@ class Average:
 
     # -- in training
 
-    def begin(self) -> None:
+    def drop_loaded(self) -> None:
         """Forgets what `load` was given: training goes on from here."""
         self._loaded = {}
 
     def update_parameters(self, _: Module | None = None) -> None:
         """Updates the average with the module's values after a step. Where a group's step is postponed, so is this."""
         self._engine.loans.settle()
-        self.begin()
+        self.drop_loaded()
         for group in self._arrays:
             update = partial(self._update, group, self.updates)
             if group.has_postponed:

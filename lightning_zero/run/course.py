@@ -206,7 +206,7 @@ class Course:
         """Notes the end of a backward. A rank diverges there whose gradients are not those that its plan goes by."""
         expected, past, pattern = self._round.expected, self._round.past, self._reductions.pattern
         if expected.patterns.get(self._at, pattern) != pattern:
-            self.leave()
+            self.diverge()
         else:
             self.follow(END)
         past.ended[len(past.uses)] = pattern
@@ -241,7 +241,7 @@ class Course:
 
     # -- no longer
 
-    def leave(self) -> None:
+    def diverge(self) -> None:
         """Diverges from the plan, if there is one; at its end there is nothing to mark."""
         self.hear_marks()
         if (plan := self._round.expected.plan) is not None:

@@ -121,13 +121,13 @@ class Engine:
         late = module if stepping.may_be_late else None
         self.schedule = Schedule(made, self.loans, late=late)
         if self.parts.recompute is not None:
-            self.parts.recompute.begin()
+            self.parts.recompute.install()
         steppers, whole = stepping.steppers, self.parts.stepped.whole
         self.regrouping = Regrouping(
             module, steppers, whole, setting, self.options, self.schedule, reductions, self.loans
         )
         self.regrouping.deal()
-        stepping.begin([self.runner.step, self._around_step], self.runner.change)
+        stepping.install([self.runner.step, self._around_step], self.runner.change)
         self.averages = Averages(module, device, self.mesh, self.loans, reductions)
         self.states = States(module, steppers, self.mesh, self.loans)
         is_on = self.options.broadcast_buffers
@@ -165,7 +165,7 @@ class Engine:
                 raise unread
         self.loans.settle()
         self.schedule.start_pass()
-        self._buffers.bring()
+        self._buffers.broadcast_stale()
         with self.runner.phases.within(Phase.FORWARD), self.schedule.noting_saved():
             yield
         self._buffers.note_forward(reduces=reduces)
@@ -319,10 +319,10 @@ class Engine:
         if whole and self.runner.journal.has_step:
             with suppress(RuntimeError):  # an optimizer's parameter is not the module's, which has ended the run
                 self._facts_at_close = self._facts()
-        self.runner.stepping.leave()
+        self.runner.stepping.remove()
         self.states.leave()
         if self.parts.recompute is not None:
-            self.parts.recompute.leave()
+            self.parts.recompute.remove()
         self.schedule.detach()
         self.runner.phases.close()
         if not whole:

@@ -37,11 +37,11 @@ class Notices:
 
     def move(self, notice: Notice, place: str) -> None:
         """Notes that this rank begins a batch, or has reached the end of its epoch."""
-        self.leave()
+        self.note_outside_batches()
         self.here.add(notice)
         self.place = place
 
-    def leave(self) -> None:
+    def note_outside_batches(self) -> None:
         """Notes that this rank is between epochs, or in an evaluation."""
         self.here.difference_update({Notice.IN_BATCH, Notice.AT_EPOCH_END})
 

@@ -40,7 +40,7 @@ class Phases:
             raise RuntimeError(f"The engine cannot begin {phase.name} while it is in {self.now.name}.")
         self._stack.append(phase)
 
-    def leave(self, phase: Phase) -> None:
+    def exit(self, phase: Phase) -> None:
         """Returns to the phase that `phase` has interrupted; does nothing if `phase` is already over."""
         if self.now is phase:
             self._stack.pop()

@@ -69,7 +69,7 @@ def store_for(
 
 @final
 class Recompute:
-    """The blocks of a model that recompute, from `begin` to `leave`.
+    """The blocks of a model that recompute, from `install` to `remove`.
 
     A block does not recompute where no gradients are recorded, nor inside another block that does.
 
@@ -92,15 +92,15 @@ class Recompute:
         with torch.inference_mode(False):
             self._anchors = () if device.type == "cpu" else (torch.empty(0, device=device),)
 
-    def begin(self) -> None:
+    def install(self) -> None:
         """Lets the blocks recompute from here on."""
         for module, name in self.chosen.called.items():
             self._undo.callback(Around(module, partial(self.call, name, module)).remove)
         for module, name in self.chosen.asked.items():
             self._ask(module, name)
 
-    def leave(self) -> None:
-        """Leaves the blocks as they were before `begin`."""
+    def remove(self) -> None:
+        """Leaves the blocks as they were before `install`."""
         self._undo.close()
 
     def _ask(self, module: Module, name: str) -> None:

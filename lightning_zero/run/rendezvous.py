@@ -84,7 +84,7 @@ class Rendezvous:
 
     def _end_round(self, *, early: bool, continues: bool) -> Heard:
         """Ends the round of the ranks that share shards, and begins the next one; see `meet`."""
-        self.course.leave()
+        self.course.diverge()
         past, groups = self.course.past, len(self._reductions.shards)
         self.is_awaited = early and self.serving.may_be_wanted
         heard = self.serving.until_end(past, early=early, continues=continues)
@@ -168,7 +168,7 @@ class Rendezvous:
         """Leaves the plan. Returns whether the last backward is settled then, as the others begin the next one before
         they learn that this rank has left: they meet no more for it."""
         with no_interception(), torch.no_grad():
-            self.course.leave()
+            self.course.diverge()
         return self._reductions.stage is not Stage.UNSETTLED and not self.is_awaited
 
     def _settle_alone(self) -> None:
@@ -191,7 +191,7 @@ class Rendezvous:
         next one, before that has gradients; and a plan of this round would count its gradients. Where ranks start
         reductions by themselves, others may wait in some that this rank has not come to, or for it to come to any."""
         with no_interception(), torch.no_grad():
-            self.course.leave()
+            self.course.diverge()
         number = len(self._reductions.shards)
         if self._reductions.reduces and self._reductions.steps is None and self.come_to_reduce(number):
             self._reductions.start(number)

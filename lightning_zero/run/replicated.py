@@ -80,7 +80,7 @@ class SharedBuffers:
             serve = partial(broadcast_buffers, module, comm)
             self._number = rendezvous.serving.enroll("the broadcast of rank 0's buffers", serve)
 
-    def bring(self) -> None:
+    def broadcast_stale(self) -> None:
         """Takes rank 0's buffers, if they may have other values. Collective."""
         if self._number is not None and self._are_stale:
             self._rendezvous.course.call(self._number)

@@ -100,7 +100,7 @@ class Runner:
 
     def end_backward(self) -> None:
         """A backward has ended: starts what is left to reduce, if its gradients are reduced."""
-        self.phases.leave(Phase.BACKWARD)
+        self.phases.exit(Phase.BACKWARD)
         self.journal.note(Cause.END if self.reductions.is_on else Cause.KEPT)
         with no_interception(), torch.no_grad():
             number = len(self.reductions.shards)
@@ -116,7 +116,7 @@ class Runner:
         """Forgets what a failed backward or step has left half done. It must have failed on every rank."""
         self.stepping.recover()
         if self.phases.now is Phase.BACKWARD and not self.backward.is_known:
-            self.phases.leave(Phase.BACKWARD)
+            self.phases.exit(Phase.BACKWARD)
             self.rendezvous.forget_backward()
             with no_interception():
                 self.reductions.forget()

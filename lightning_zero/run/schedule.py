@@ -43,7 +43,7 @@ class Schedule:
         self._cache = loans.cache
         self._loans = loans
         self._saved = loans.saved
-        self._saved.use = self.bring
+        self._saved.use = self.gather_saved
         self._views = WeightViews()
         self._collectors: list[tuple[Parameter, int]] = []  # each with the id of its gradient hook
         self._handles: list[Any] = []
@@ -93,7 +93,7 @@ class Schedule:
         self._course.use(unit)
         self._cache.show(unit)
 
-    def bring(self, unit: Unit, is_recomputed: bool) -> None:
+    def gather_saved(self, unit: Unit, is_recomputed: bool) -> None:
         """Gathers a unit whose saved values are asked for, by a backward or by someone who inspects a graph. What is
         recomputed sees the latest edits, as the recomputation does."""
         if backward_number() != -1 and not self._runner.backward.is_known and self._accumulates(unit):

@@ -65,7 +65,7 @@ class Stepping:
         self._calls: list[StepCalls] = []
         self._modes: list[Modes] = []
 
-    def begin(
+    def install(
         self,
         around: Sequence[Callable[[Optimizer], AbstractContextManager[None]]],
         change: Callable[[Optimizer, Callable[[], Any]], Any],
@@ -159,7 +159,7 @@ class Stepping:
         for calls in self._calls:
             calls.interrupt()
 
-    def leave(self) -> None:
+    def remove(self) -> None:
         """Leaves the optimizers to the user."""
         for calls, modes in zip(self._calls, self._modes, strict=True):
             calls.remove()
