@@ -353,10 +353,10 @@ class Loans(Lender):
         self._wait_for_gather(group)
         if group.kind.upcasts:
             copy = self._copies[group]
-            group.edits.take(copy.full, copy.as_lent)
+            group.edits.keep_lent(copy.full, copy.as_lent)
             self._note_lent(group, copy)
         else:
-            group.edits.take_shown()
+            group.edits.keep_shown()
             group.edits.note_versions()
         self._watch.note_kept(group, full)
 
@@ -375,7 +375,7 @@ class Loans(Lender):
     def _take_back_declared(self, group: ShardGroup) -> None:
         self._wait_for_gather(group)
         copy = self._copies.pop(group)
-        group.edits.take(copy.full, copy.as_lent)
+        group.edits.keep_lent(copy.full, copy.as_lent)
 
     def _unit_of(self, group: ShardGroup) -> Unit:
         unit = self.latest.unit_of(group)
@@ -392,6 +392,6 @@ class Loans(Lender):
         for group in unit.groups:
             if not group.kind.upcasts and group.full_param is not None:
                 group.edits.adopt_assigned()
-                group.edits.take(group.full_param)
+                group.edits.keep_lent(group.full_param)
         del self._held[unit]
         self.cache.let_go(unit)

@@ -89,7 +89,7 @@ class Rendezvous:
         self.is_awaited = early and self.serving.may_be_wanted
         heard = self.serving.until_end(past, early=early, continues=continues)
         self.readiness.knew_all = False
-        self._replicas.join(heard.statement)
+        self._replicas.reduce_if_awaited(heard.statement)
         is_over = self.course.count_complete(heard.statement) == groups and END in past.uses
         continues &= is_over and heard.alike and not heard.early
         self.course.end_round(agree=heard.agree, continues=continues)

@@ -35,7 +35,7 @@ class Replicas:
         if number > self._reductions.started and self._waits:
             self._tell(reduces=True)
 
-    def join(self, statement: bytes) -> None:
+    def reduce_if_awaited(self, statement: bytes) -> None:
         """Does the reductions of this round that another replica may wait in, before anything else waits for it."""
         if self._waits and self._tell(reduces=self._reductions.has_gradients_in(statement)):
             self._reductions.start_all()

@@ -28,7 +28,7 @@ class Bucket:
         self.holder: object = None  # whose reduction that is, or was
         self.before_wait: Callable[[], None] | None = None  # called before a reduction is waited for, if set
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Waits for the reduction in this bucket, if there is one, and stores its result."""
         if self.finish is not None and self.before_wait is not None:
             self.before_wait()
@@ -85,9 +85,9 @@ class BucketPool:
         return nullcontext() if self._aside is None else self._aside.after_current()
 
     def take(self) -> Bucket:
-        """Returns the oldest bucket, settled. Call it inside `beside`."""
+        """Returns the oldest bucket, drained. Call it inside `beside`."""
         self._buckets.rotate(-1)
-        self._buckets[-1].settle()
+        self._buckets[-1].drain()
         return self._buckets[-1]
 
     def keep(self, packed: list[Tensor]) -> None:
@@ -101,19 +101,19 @@ class BucketPool:
             if event is not None and self._aside is not None:
                 wait_for(event, self._aside.device)  # over long ago
 
-    def settle(self, buckets: Sequence[Bucket]) -> None:
-        """Settles some buckets, and those before them: oldest first, as replicas wait for each other in each."""
+    def drain_some(self, buckets: Sequence[Bucket]) -> None:
+        """Drains some buckets, and those before them: oldest first, as replicas wait for each other in each."""
         last = max((at for at, bucket in enumerate(self._buckets) if bucket in buckets), default=-1)
         with self.beside():
             for bucket in [*self._buckets][: last + 1]:
-                bucket.settle()
+                bucket.drain()
         self.join()
 
     def drain(self) -> None:
-        """Settles all buckets, oldest first."""
+        """Drains all buckets, oldest first."""
         with self.beside():
             for bucket in self._buckets:
-                bucket.settle()
+                bucket.drain()
         self.join()
 
     def join(self) -> None:

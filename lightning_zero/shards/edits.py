@@ -56,7 +56,7 @@ class Edits:
         if is_edited:
             assert self._group.full_param is not None
             self.adopt_assigned()
-            self.take(self._group.full_param)
+            self.keep_lent(self._group.full_param)
 
     def adopt_assigned(self) -> bool:
         """Copies tensors that the user has assigned to `p.data` into full_param; returns whether there were any."""
@@ -79,11 +79,11 @@ class Edits:
             slot.local.values = view
         return True
 
-    def take_shown(self) -> None:
+    def keep_shown(self) -> None:
         """Keeps what users have edited in the parameters, or assigned to `p.data`, which still shows their tensor."""
         for slot in self._group.slots:
             slot.check_assigned(slot.parameter, self._group.kind.resting)
-            self._take_resting(slot, slot.local.values.detach().reshape(-1)[slot.piece.start : slot.piece.stop])
+            self._keep_resting(slot, slot.local.values.detach().reshape(-1)[slot.piece.start : slot.piece.stop])
 
     # -- in a full array that was lent
 
@@ -102,7 +102,7 @@ class Edits:
                 group.full_param.copy_(now)
         return bool(edited)
 
-    def take(self, full: Tensor, as_lent: Tensor | None = None) -> None:
+    def keep_lent(self, full: Tensor, as_lent: Tensor | None = None) -> None:
         """Keeps what users have edited in a full array that was lent to them, of the declared or the resting dtype; see
         `show` for `as_lent`."""
         group = self._group
@@ -116,7 +116,7 @@ class Edits:
                 group.master.write(slot.piece.in_shard, own)
                 group.owned_param.write(slot.piece.in_shard, own)
             else:
-                self._take_resting(slot, own)
+                self._keep_resting(slot, own)
 
     def _differs(self, full: Tensor) -> bool:
         """Whether a full array of the declared dtype has other values than this rank's part of the masters."""
@@ -128,7 +128,7 @@ class Edits:
 
     # -- into masters and full_param
 
-    def _take_resting(self, slot: Slot, own: Tensor) -> None:
+    def _keep_resting(self, slot: Slot, own: Tensor) -> None:
         """Keeps edits in this rank's part of a parameter, in the resting dtype."""
         within = slot.piece.in_shard
         with self._group.master.edit(within) as master:

@@ -164,7 +164,7 @@ class GradientShard:
         """Starts to reduce all that was collected. A parameter without a gradient on this rank counts as zeros."""
         if not self.travels:
             return
-        self._settle_unused()
+        self._prepare_unused()
         averaged, comm = self.averaged, self.group.comm
         if averaged.is_sharded and not self.group.setting.keeps_gradients:
             averaged.make_shard()
@@ -196,7 +196,7 @@ class GradientShard:
         is_there = isinstance(owned, InMemory) and is_host(owned.place.device) and is_host(group.places.gathered.device)
         return replaces and is_there and not group.comm.is_asynchronous
 
-    def _settle_unused(self) -> None:
+    def _prepare_unused(self) -> None:
         """Prepares the parameters that this rank did not use. Each contributes what its `p.grad` holds: nothing, or
         what an earlier backward left there and nobody cleared."""
         averaged = self.averaged
@@ -287,7 +287,7 @@ class GradientShard:
         """Waits until all reductions under way are stored."""
         if self.travels:
             # Not those that have gone to another group since: it is being reduced while this one is stepped.
-            self.pool.settle([bucket for bucket in self._buckets if bucket.holder is self])
+            self.pool.drain_some([bucket for bucket in self._buckets if bucket.holder is self])
             self._buckets.clear()
 
     def end_reduce(self) -> None:
