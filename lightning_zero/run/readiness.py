@@ -25,7 +25,7 @@ class Readiness:
         self.marks: Gather | None = None  # of all ranks, until they tell who diverges
         self._sent: Gather | None = None  # the mark of this rank, which diverges, until the others come to an exchange
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self.all_reduce = self.settles_alone = False
 
     def note_that_all_reduce(self, *, each: bool) -> None:
@@ -36,7 +36,7 @@ class Readiness:
     def settle_alone(self, statement: bytes | None) -> None:
         """Settles gradients whose reductions all ranks have started; see `Reductions.settle_alone`."""
         self._reductions.settle_alone(statement)
-        self.forget()
+        self.reset()
 
     # -- marks
 

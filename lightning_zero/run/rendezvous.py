@@ -103,7 +103,7 @@ class Rendezvous:
             self.meet()
 
     def _begin_round(self) -> None:
-        self.readiness.forget()
+        self.readiness.reset()
         self._replicas.begin_round()
 
     # -- backward
@@ -195,5 +195,5 @@ class Rendezvous:
         number = len(self._reductions.shards)
         if self._reductions.reduces and self._reductions.steps is None and self.come_to_reduce(number):
             self._reductions.start(number)
-        self.readiness.forget()
+        self.readiness.reset()
         self.course.past.has_failed = True

@@ -35,7 +35,7 @@ class Edits:
         if not (group.stays_full and group.master is group.owned_param):  # else edits are in the masters already
             self._shown = self._states()
 
-    def forget(self) -> None:
+    def note_hidden(self) -> None:
         """Notes that the parameters are not shown any more: users cannot edit them."""
         self._shown = None
 

@@ -72,7 +72,7 @@ class GradientShard:
         since, as `zero_grad` does."""
         self.used = {index for index in self.used if self.group.slots[index].local.grad is not None}
 
-    def add(self, slot: Slot, grad: Tensor) -> None:
+    def keep_added(self, slot: Slot, grad: Tensor) -> None:
         """Keeps a gradient that autograd adds to an averaged one in backward, until `collect` takes it."""
         self._added[slot.index] = self._added[slot.index] + grad if slot.index in self._added else grad
 
@@ -88,7 +88,7 @@ class GradientShard:
             local.grad = None
             yield
             if isinstance(local.grad, AveragedGradient):
-                self.add(slot, fresh)
+                self.keep_added(slot, fresh)
             else:
                 local.grad = fresh
 

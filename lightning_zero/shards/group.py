@@ -76,7 +76,7 @@ class Publish:
     def put_off(self) -> None:
         """Notes that full_param lacks the latest step until the values are needed, and is not shown meanwhile."""
         self.is_due = self._group.stays_full
-        self._group.edits.forget()
+        self._group.edits.note_hidden()
 
 
 @final

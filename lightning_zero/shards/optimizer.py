@@ -311,7 +311,7 @@ class PieceStepper:
             if is_done and window.slots:  # none, where all is stepped apart from the user's call
                 window.put_values()
                 window.staged.put_state(self._rest, self.known.is_cut)
-            window.forget()
+            window.clear()
 
     # -- state of what other ranks step
 

@@ -234,7 +234,7 @@ class Staged:
         array.note_write()
         self._moves.append((array.offset_of(part), values))
 
-    def forget(self) -> None:
+    def unstage(self) -> None:
         """Lets go of what was staged: in the optimizer's state, what stands for it takes its place again."""
         for slot, staged in self.tensors.items():
             state_of(self._optimizer, slot.parameter).update(staged.resting)

@@ -195,9 +195,9 @@ class Window(ABC):
         for group, slots in by_group(self.slots).items():
             group.take_masters(slots)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Lets go of what was stepped."""
-        self.staged.forget()
+        self.staged.unstage()
         self._shown.clear()
         self._hidden.clear()
         self._counts.clear()
