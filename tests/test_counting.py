@@ -1,7 +1,9 @@
 """Parameters of which a rank has nothing: their steps are counted, and the optimizer is not given them."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.config import Offload
-from lightning_zero.shards.counting import only_counts
+from lightning_zero.shards.counting import StepCounts
 from lightning_zero.wire.comm import Comm
 from models import seeded
 from unit_jobs import WIDTH, assert_as_on_one_device, on_engine, state_of, x
@@ -99,9 +101,24 @@ def test_an_optimizer_is_given_the_pieces_of_its_rank_alone(stage: int, offload:
 def test_those_that_keep_other_numbers_are_given_empty_pieces(name: str) -> None:
     parameter = nn.Parameter(torch.ones(2))
     optimizer = MAKES[name]([parameter])
-    assert only_counts(optimizer, [parameter]) == (name not in NOT_ONLY)
+    slots: Any = [SimpleNamespace(parameter=parameter, steps_any=True)]
+    assert (StepCounts.of(optimizer, slots) is None) == (name in NOT_ONLY)
     optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]  # as a scaler does
-    assert not only_counts(optimizer, [parameter])
+    assert StepCounts.of(optimizer, slots) is None
+
+
+def test_an_error_in_a_step_is_raised_on_ranks_that_step_nothing_too() -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> bool:
+        owns = any(slot.steps_any for shard in engine.parts.assembly.shards for slot in shard.group.slots)
+        for decay in (0.1, "a word"):
+            optimizer.param_groups[0]["weight_decay"] = decay
+            model(torch.ones(1, 2)).sum().backward()
+            with pytest.raises(TypeError) if decay == "a word" else nullcontext():
+                optimizer.step()
+        return owns
+
+    ranks = on_engine(seeded(lambda: nn.Linear(2, 1)), act, 2, MAKES["AdamW"], world=4)
+    assert set(ranks) == {True, False}
 
 
 def test_state_that_was_cleared_is_made_again() -> None:

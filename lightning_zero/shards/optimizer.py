@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 from torch.optim import Optimizer, SparseAdam
 
-from lightning_zero.shards.counting import only_counts
+from lightning_zero.shards.counting import StepCounts
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.known import KnownState
 from lightning_zero.shards.layout import fill
@@ -292,7 +292,7 @@ class PieceStepper:
         """Inside, the parameters of a window are their pieces, which the optimizer steps, unless `steps` says that it
         does not. In the end they are written to where they rest."""
         window.prepare()
-        counts = steps and only_counts(self.optimizer, [slot.parameter for slot in window.slots])
+        counts = StepCounts.of(self.optimizer, window.slots) if steps else None
         for slot in window.swapped:
             window.show_piece(slot, counts=counts)
         window.take_optimizer(is_all=is_all, fuses=steps)

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lightning_zero.device import HOST, is_host, on_host, point_at
-from lightning_zero.shards.counting import counts_of
+from lightning_zero.shards.counting import StepCounts
 from lightning_zero.shards.gradient import averaged_of, set_grad_dtype
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.moment import VERDICT
@@ -95,10 +95,10 @@ class Window(ABC):
             own.update({name: on_host(value) for name, value in told.items()})
             self._verdict = told
 
-    def show_piece(self, slot: Slot, *, counts: bool) -> None:
+    def show_piece(self, slot: Slot, *, counts: StepCounts | None) -> None:
         """Makes a parameter its piece, until `show_whole`. One of which this rank has nothing is hidden, if the
         optimizer is about to step and only `counts` such steps."""
-        if counts and not slot.steps_any and (own := counts_of(self._optimizer, slot.parameter)) is not None:
+        if counts is not None and not slot.steps_any and (own := counts.of_hidden(slot)) is not None:
             self._hide(slot, own)
             return
         parameter = slot.local.stepped
