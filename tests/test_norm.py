@@ -23,7 +23,8 @@ def measure(norm_type: float, bucket_bytes: int | None = None) -> Any:
         if engine is None:
             flat = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
             return float(torch.linalg.vector_norm(flat, norm_type))
-        return float(norm.Measured.of(engine.averages.of(optimizer), norm_type).total_norm(engine.mesh).total)
+        slots = engine.averages.slots_with_gradients(optimizer)
+        return float(norm.Measured.of(slots, norm_type).total_norm(engine.mesh).total)
 
     return act
 
@@ -66,7 +67,7 @@ def test_a_gradient_that_is_not_finite_shows_on_every_rank(stage: int, bad: floa
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> norm.GradNorm:
         loss = model(x()).square().mean()
         (loss * bad if comm.rank == 1 else loss).backward()
-        measured = norm.Measured.of(engine.averages.of(optimizer))
+        measured = norm.Measured.of(engine.averages.slots_with_gradients(optimizer))
         overflows.append(measured.overflow(comm))
         return measured.total_norm(engine.mesh)
 

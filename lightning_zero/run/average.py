@@ -207,7 +207,7 @@ class Average:
     def _serve(self, group: ShardGroup, keep: bool) -> Tensor | None:
         group.catch_up()
         if keep:
-            return self._engine.loans.latest.gather(group, self._arrays[group], "gather average")
+            return self._engine.loans.latest.full_array(group, self._arrays[group], "gather average")
         group.pass_by(self._arrays[group], "gather average")
         return None
 

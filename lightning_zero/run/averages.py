@@ -36,7 +36,7 @@ class Averages:
     reductions: Reductions
     _measured: norm.Measured | None = field(default=None, init=False)  # by `unscale_`, and used again for clipping
 
-    def of(
+    def slots_with_gradients(
         self, parameters: Iterable[Parameter] | Optimizer, cause: Cause | None = None, *, meets: bool = False
     ) -> list[Slot]:
         """Returns the slots of the parameters that have a gradient, each once; see `Runner.look`."""
@@ -75,19 +75,19 @@ class Averages:
             RuntimeError: on every rank, if `error_if_nonfinite` and the norm is not finite. Nothing is scaled then.
         """
         self.reductions.refuse_stepped("clipping")
-        measured = self._measure(self.of(parameters, Cause.CLIP, meets=True), norm_type)
+        measured = self._measure(self.slots_with_gradients(parameters, Cause.CLIP, meets=True), norm_type)
         return norm.clip_by_norm_(measured, self.mesh, max_norm, error_if_nonfinite=error_if_nonfinite)
 
     def clip_by_value_(self, parameters: Iterable[Parameter] | Optimizer, clip_value: float) -> None:
         """Clamps every element to ``[-clip_value, clip_value]``. Collective."""
         self.reductions.refuse_stepped("clipping")
         # It meets, as a rank may still read old values.
-        norm.clip_by_value_(self.of(parameters, Cause.LOOK, meets=True), clip_value)
+        norm.clip_by_value_(self.slots_with_gradients(parameters, Cause.LOOK, meets=True), clip_value)
 
     def whole_on_host(self) -> dict[Parameter, Tensor]:
         """Returns host copies of the gradients that exist on all ranks, each in its parameter's dtype. Collective."""
         with torch.no_grad():
-            self.of(self.module.parameters(), meets=True)
+            self.slots_with_gradients(self.module.parameters(), meets=True)
             with no_interception():
                 trained = [slot for slot in map(training_slot, self.module.parameters()) if slot is not None]
                 found = [slot.parameter.grad is not None for slot in trained]
@@ -106,7 +106,7 @@ class Averages:
         scaler's state for `optimizer` is the same as after its own method.
         """
         self.reductions.refuse_stepped("a gradient scaler")
-        slots = self.of(optimizer, Cause.UNSCALE, meets=True)
+        slots = self.slots_with_gradients(optimizer, Cause.UNSCALE, meets=True)
         norm.scale_(slots, scale_of(scaler).double().reciprocal().float(), self.mesh.world.limit)
         self._measured = norm.Measured.of(slots)
         overflow = self._measured.overflow(self.mesh.world)
@@ -119,14 +119,14 @@ class Averages:
     def norms(self, norm_type: float = 2.0) -> dict[str, Tensor]:
         """Returns the norm of each averaged gradient (0-d, fp32, on the device), by the name of its parameter.
         Collective."""
-        slots = self.of(self.module.parameters(), meets=True)
+        slots = self.slots_with_gradients(self.module.parameters(), meets=True)
         norms = self._measure(slots, norm_type).norms(self.mesh)
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         return {names[slot.parameter]: found for slot, found in zip(slots, norms.float().unbind(), strict=True)}
 
     def full(self, parameter: Parameter) -> Tensor | None:
         """Returns the averaged gradient of one parameter in its whole shape, or None if it has none. Collective."""
-        slots = self.of([parameter])
+        slots = self.slots_with_gradients([parameter])
         if not slots:
             return parameter.grad
         (slot,) = slots

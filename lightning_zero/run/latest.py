@@ -126,19 +126,19 @@ class Latest:
         if group.full_param is not None and group.stays_full and not group.kind.is_cast:
             return group.full_param
         if group not in self._calls:  # only all ranks together read them
-            return self.gather(group, group.master)
+            return self.full_array(group, group.master)
         full: Tensor = self._rendezvous.course.call(self._calls[group])
         return full
 
     def _serve(self, group: ShardGroup, keep: bool) -> Tensor | None:
         group.catch_up()
         if keep:
-            return self.gather(group, group.master)
+            return self.full_array(group, group.master)
         group.pass_by(group.master, "gather master")
         return None
 
     @staticmethod
-    def gather(group: ShardGroup, shard: Array, purpose: str = "gather master") -> Tensor:
+    def full_array(group: ShardGroup, shard: Array, purpose: str = "gather master") -> Tensor:
         """Returns the full array ``(N * S,)`` of which each rank has a `shard`. Collective."""
         setting = group.setting
         full = setting.ledger.allocate(Category.GATHERED, group.layout.numel, shard.dtype, group.places.gathered)

@@ -292,7 +292,7 @@ class Loans(Lender):
 
     def _serve_gradient(self, slot: Slot, _: bool) -> Tensor:
         with no_interception(), torch.no_grad():
-            return averaged_of(slot).gather(slot)
+            return averaged_of(slot).full(slot)
 
     def take_gradient(self, slot: Slot, gradient: Tensor, *, is_visible: bool) -> None:
         averaged_of(slot).write(slot, gradient)

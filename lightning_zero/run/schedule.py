@@ -166,7 +166,7 @@ class Schedule:
                 tensors = [self._plain(weight.slot, casts=casts) for weight in there]
             elif reader.casts and casts:
                 cut = reader.cut_weights(args, kwargs)
-                tensors = [self._views.of(weight.slot, is_cut=weight.name in cut) for weight in there]
+                tensors = [self._views.view_of(weight.slot, is_cut=weight.name in cut) for weight in there]
             else:
                 return type(module).forward(module, *args, **kwargs)
             before = [weight.holder.get(weight.name) for weight in there]  # what a layer around shows there

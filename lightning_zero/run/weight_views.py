@@ -34,7 +34,7 @@ class WeightViews:
     def __init__(self) -> None:
         self._shared: dict[Slot, _Shared] = {}
 
-    def of(self, slot: Slot, *, is_cut: bool) -> Tensor:
+    def view_of(self, slot: Slot, *, is_cut: bool) -> Tensor:
         """Returns a view of a weight whose values are there; `is_cut`: the module cuts it first."""
         with no_interception():
             parameter, group = slot.parameter, slot.group

@@ -145,7 +145,7 @@ class Averaged:
         self.make_room()  # the parameter may be idle
         self.owned_grad.write(slot.piece.in_shard, grad.reshape(-1)[slot.piece.start : slot.piece.stop])
 
-    def gather(self, slot: Slot) -> Tensor:
+    def full(self, slot: Slot) -> Tensor:
         """Returns the whole averaged gradient of one parameter, in its shape. Collective: all-gathers its slice."""
         layout, comm = self._group.layout, self._group.comm
         of = layout.slice_of(slot.index)

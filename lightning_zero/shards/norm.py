@@ -104,7 +104,7 @@ class Measured:
 def _norm_in(slot: Slot, norm_type: float) -> Tensor:
     """Returns the norm of this rank's piece of a gradient."""
     averaged = averaged_of(slot)
-    known = averaged.squares.of(slot) if averaged.squares is not None and norm_type == 2.0 else None
+    known = averaged.squares.sum_of(slot) if averaged.squares is not None and norm_type == 2.0 else None
     return _norm_of(averaged.piece(slot), norm_type) if known is None else known.sqrt()
 
 

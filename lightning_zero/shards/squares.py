@@ -41,7 +41,7 @@ class Squares:
         """Drops the sums, which are memory of the device."""
         self._sums.clear()
 
-    def of(self, slot: Slot) -> Tensor | None:
+    def sum_of(self, slot: Slot) -> Tensor | None:
         """Returns the sum of squares of this rank's piece, 0-d, float64, on the device; None where it is not known."""
         found = self._sums.get(slot.index, {}).values()
         is_known = self._array.version == self._version and sum(numel for numel, _ in found) == slot.piece.numel
