@@ -178,6 +178,9 @@ def cost_of_a_step(
     return copies.counts, Counter(sent), calls
 
 
+COUNTED = ("StepCounts.", "Window._hide")  # what is called for each parameter whose steps are only counted
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("kind", [SLICED, BLOCKS, SMALL])
 def test_a_step_takes_as_many_copies_collectives_and_calls_on_1024_ranks_as_on_two(kind: str, stage: int) -> None:
@@ -187,9 +190,12 @@ def test_a_step_takes_as_many_copies_collectives_and_calls_on_1024_ranks_as_on_t
         assert at_two
         for world, found in zip(WORLDS[1:], at_more, strict=True):
             differ = {name: (at_two[name], found[name]) for name in at_two | found if at_two[name] != found[name]}
-            if what == "calls" and kind == SMALL:  # one of many ranks owns fewer of the parameters, and steps fewer
+            if (
+                what == "calls" and kind == SMALL
+            ):  # one of many ranks owns fewer of the parameters, and counts the others
                 assert found.total() <= at_two.total()
-                continue
+                differ = {name: counts for name, counts in differ.items() if counts[0] < counts[1]}
+                differ = {name: counts for name, counts in differ.items() if not name.startswith(COUNTED)}
             assert not differ, f"{what} differ at {world} ranks"
 
 

@@ -32,7 +32,7 @@ class StepCounts:
 
     @classmethod
     def of(cls, optimizer: Optimizer, slots: Sequence[Slot]) -> "StepCounts | None":
-        """Returns the counts of a step of `slots`, unless every rank has to step all of them.
+        """Returns the counts of a step of `slots`; None if this rank has to step also those of which it has nothing.
 
         That is so with optimizers that do more with an empty tensor than to count, and where a `GradScaler` has one
         look at the gradients of others first. A rank that steps nothing would not notice what ends the step of others
