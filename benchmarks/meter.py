@@ -36,11 +36,12 @@ class Meter:
         self.worked: list[float] = []  # s of the processor, in all threads
         self.rests: list[float] = []  # MB at the end of each step
         self.sent_before = 0
+        self.began = 0.0  # s, of `time.monotonic`
 
     def end_step(self, number: int, loss: Tensor) -> None:
         """Is called at the end of each step; the first is number 1. `loss` is this rank's, a scalar."""
         if number == WARM_UP:
-            self.sent_before = self.sent()
+            self.sent_before, self.began = self.sent(), time.monotonic()
         if number >= WARM_UP:
             self.marks.append(cuda_mark() if self.on_gpu else time.perf_counter())
             self.worked.append(time.process_time())
@@ -50,6 +51,8 @@ class Meter:
             found = {
                 "seconds": median_interval(self.marks),
                 "processor": median_interval(self.worked),
+                "began": self.began,
+                "ended": time.monotonic(),
                 "wire": sent / self.parameter_bytes,
                 "loss": float(loss),
                 **memory(self.on_gpu),

@@ -3,8 +3,8 @@
     python benchmarks/profile_step.py                                   # the limit, the stages and ddp
     python benchmarks/profile_step.py --size small --contestants 2,ddp
 
-Each contestant of `step_time.py` trains once under `perf record` (Linux), which samples all threads of all ranks. The
-start of a training is left out. Needs the tool perf, and a system that allows it.
+Each contestant of `step_time.py` trains once under `perf record` (Linux), which samples all threads of all ranks. Only
+the measured steps count. Needs the tool perf, and a system that allows it.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ RATE = 299  # samples per second of each thread
 PLACES = {
     "copies": r"direct_copy_kernel|memmove|memcpy|_copy_(to|from)_iter",
     "sums": r"_multiarray_umath|FLOAT_(add|divide)",
-    "Python": r"libpython|libtorch_python|perf-\d+\.map|_(ctypes|socket|struct)\.cpython",
+    "Python": r"libpython|/python[\d.]*\)|libtorch_python|perf-\d+\.map|_(ctypes|socket|struct)\.cpython",
     "system": r"\[kernel",
     "arithmetic": "",
 }
@@ -73,10 +73,11 @@ def profile(name: str, options: argparse.Namespace) -> dict[str, float]:
         command = [sys.executable, str(HERE / "step_time.py"), "--contestants", name, "--rounds", "1"]
         command += ["--size", options.size, "--steps", str(options.steps), "--devices", str(options.devices)]
         command += ["--json", str(found)]
-        record = ["perf", "record", "--quiet", "--freq", str(RATE), "--output", str(recorded), "--", *command]
+        clock = ["--clockid", "CLOCK_MONOTONIC"]  # that of `time.monotonic`, by which the ranks tell when they measured
+        record = ["perf", "record", "--quiet", "--freq", str(RATE), *clock, "--output", str(recorded), "--", *command]
         subprocess.run(record, check=True, capture_output=True)
-        step = json.loads(found.read_text())["table"][name]["seconds"]
-        return spent_in(samples_in(script_of(recorded)), step, options)
+        told = json.loads(found.read_text())["table"][name]
+        return spent_in(samples_in(script_of(recorded)), told, options.devices)
 
 
 def script_of(recorded: Path) -> str:
@@ -93,15 +94,13 @@ def samples_in(script: str) -> Iterator[Sample]:
             yield Sample(float(told["at"]), told["process"], place)
 
 
-def spent_in(samples: Iterable[Sample], step: float, options: argparse.Namespace) -> dict[str, float]:
-    """Counts the last three quarters of the measured steps of the ranks, the processes that have worked the most."""
-    known = list(samples)
-    ranks = Counter(sample.process for sample in known).most_common(options.devices)
-    last = {rank: max(sample.at for sample in known if sample.process == rank) for rank, _ in ranks}
-    end = min(last.values()) - 1.0  # s, in which ranks end
-    begin = end - 0.75 * options.steps * step
-    counts = Counter(sample.place for sample in known if sample.process in last and begin <= sample.at <= end)
-    each = step / (RATE * (end - begin) * options.devices)
+def spent_in(samples: Iterable[Sample], told: Mapping[str, float], devices: int) -> dict[str, float]:
+    """Counts the samples of the ranks, the processes that have worked the most, from the moment when they `began` to
+    measure until they `ended`. `seconds` are those of a step."""
+    known = [sample for sample in samples if told["began"] <= sample.at <= told["ended"]]
+    ranks = [rank for rank, _ in Counter(sample.process for sample in known).most_common(devices)]
+    counts = Counter(sample.place for sample in known if sample.process in ranks)
+    each = told["seconds"] / (RATE * (told["ended"] - told["began"]) * devices)
     return {place: counts[place] * each for place in PLACES}
 
 

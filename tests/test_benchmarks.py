@@ -133,7 +133,7 @@ PERF = """\
           python  11/11  101.000000:      7fb96a226bab mkl_blas_def_sgemm_kernel_0_zen (/lib/torch/lib/libtorch_cpu.so)
           python  11/13  102.000000:      7f1ba318290d __memmove_avx512_unaligned_erms (/usr/lib/libc.so.6)
           python  11/13  103.000000:      7faeb0315560 FLOAT_add_X86_V3 (/lib/numpy/_core/_multiarray_umath.so)
-          python  12/12  103.500000:      7f1ba32fb609 _PyEval_EvalFrameDefault (/lib/libpython3.11.so.1.0)
+          python  12/12  103.500000:      7f1ba32fb609 [unknown] (/usr/bin/python3.11)
           python  12/12  105.000000:      7f1ba32fb609 _PyEval_EvalFrameDefault (/lib/libpython3.11.so.1.0)
    a name: more  14/14  104.000000:  ffffffff821f5127 exc_page_fault ([kernel.kallsyms])
 nothing that perf would say
@@ -145,9 +145,9 @@ def test_a_profile_counts_each_sample_of_a_rank_in_one_place(step_time: ModuleTy
     samples = list(profile.samples_in(PERF))
     places = ["system", "arithmetic", "copies", "sums", "Python", "Python", "system"]
     assert [sample.place for sample in samples] == places
-    spent = profile.spent_in(samples, 1.0, Namespace(steps=2, devices=2))  # the seconds from 100.5 to 102 are counted
-    each = 1 / (profile.RATE * 1.5 * 2)
-    assert spent == {"copies": each, "sums": 0, "Python": 0, "system": 0, "arithmetic": each}
+    spent = profile.spent_in(samples, {"seconds": 1.0, "began": 100.5, "ended": 103.5}, 2)
+    each = 1 / (profile.RATE * 3 * 2)
+    assert spent == {"copies": each, "sums": each, "Python": each, "system": 0, "arithmetic": each}
 
 
 def test_a_profile_without_perf_says_what_to_install(tmp_path: Path) -> None:
