@@ -355,7 +355,7 @@ def test_a_random_model_is_resumed_anywhere(
         for step in range(2):
             signal = torch.linspace(-1, 1, 3 * spec.width).view(3, spec.width) * (step + 1)
             engine.loans.settle()
-            engine.schedule.start_pass()
+            engine.runner.begin_forward()
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=before.place.autocast, cache_enabled=False):
                 losses = model(signal, Forward(comm.rank, step, 0))
             with engine.backward():

@@ -164,7 +164,6 @@ class Engine:
             if (unread := self.loans.loading.take_error()) is not None:
                 raise unread
         self.loans.settle()
-        self.schedule.start_pass()
         self._buffers.broadcast_stale()
         with self.runner.phases.within(Phase.FORWARD), self.schedule.noting_saved():
             yield
@@ -193,7 +192,6 @@ class Engine:
         """Around a backward. A backward without it also works: a callback of autograd tells its end."""
         self.runner.recover()
         with self.runner.backward.bracket():
-            self.schedule.start_pass()
             self.runner.begin_backward()
             yield
         self.runner.end_backward()
@@ -324,6 +322,7 @@ class Engine:
         if self.parts.recompute is not None:
             self.parts.recompute.remove()
         self.schedule.detach()
+        self.runner.hooks.remove()
         self.runner.phases.close()
         if not whole:
             self.loans.lose()

@@ -124,18 +124,23 @@ class Reductions:
             return len(self.shards)
         return self._order.count_complete() if self.is_on and self._overlap else 0
 
+    def due(self, number: int) -> Iterator[GradientShard]:
+        """Yields those of the first `number` gradients of the agreed order that are not being reduced yet. The caller
+        begins to reduce each before it goes on."""
+        for shard in self.shards[self.started : number]:
+            if not shard.group.kind.is_idle:  # of an idle one other ranks may have no gradient: see `_awake`
+                yield shard
+                if self.steps is not None:
+                    self.steps.follow(shard)
+            self.started += 1
+
     def start(self, number: int) -> None:
         """Starts the first `number` reductions of the agreed order, except those that have started."""
         if number <= self.started:
             return
         with no_interception(), torch.no_grad():
-            for shard in self.shards[self.started : number]:
-                if shard.group.kind.is_idle:  # other ranks may have no gradient of it: see `_awake`
-                    continue
+            for shard in self.due(number):
                 shard.begin_reduce()
-                if self.steps is not None:
-                    self.steps.follow(shard)
-        self.started = number
 
     def wait_after(self, hear: Callable[[], None] | None) -> None:
         """Has `hear` called before any reduction is waited for; None ends that."""

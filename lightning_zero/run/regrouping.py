@@ -69,7 +69,8 @@ class Regrouping:
         groups = [shard.group for shard in added.shards]
         self.loans.add(added.groups, groups)
         self.reductions.add(added.shards, added.pools)
-        self.schedule.add(added.shards)
+        self.loans.runner.hooks.add(added.shards)
+        self.schedule.surround_late(added.shards)
         self._trained |= {id(slot.parameter) for group in groups for slot in group.slots}
         for stepper in self.steppers.values():
             stepper.note_parameters()

@@ -5,15 +5,19 @@ has units gathered and other ranks served, `latest` has groups catch up with pos
 a step in integers; tests compare both.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, final
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.run.backward import Backward
 from lightning_zero.run.cache import UnitCache
+from lightning_zero.run.gradient_hooks import GradientHooks
 from lightning_zero.run.journal import Journal
 from lightning_zero.run.latest import Latest
 from lightning_zero.run.parameter import Interception
@@ -22,7 +26,8 @@ from lightning_zero.run.program import Cause
 from lightning_zero.run.reductions import Reductions, Stage
 from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.run.stepping import Stepping
-from lightning_zero.shards.gradient import GradientShard
+from lightning_zero.run.weight_views import WeightViews
+from lightning_zero.shards.gradient import gradient_of
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.setting import Setting
 from lightning_zero.shards.slot import Slot, no_interception
@@ -49,6 +54,9 @@ class Runner:
         self.course = self.rendezvous.course
         self.latest = Latest(groups, cache, self.rendezvous, interception, journal)
         self.backward = Backward()
+        self.hooks = GradientHooks(partial(self.gradient, weakref.ref(self)))
+        self.hooks.add(reductions.shards)
+        self.views = WeightViews()  # in the pass under way
         self.phases = Phases()
         self._interception = interception
         # Ranks agree on gradients at the end of a backward, and not as late as in the step: where `p.grad` is reduced
@@ -61,9 +69,14 @@ class Runner:
     def begin_forward(self) -> None:
         """A forward begins."""
         self.recover()
-        self._steps_next = False
+        self._begin_pass()
         self.journal.is_on = torch.is_grad_enabled()
         self.journal.note(Cause.FORWARD)
+
+    def _begin_pass(self) -> None:
+        self._steps_next = False
+        self.views.clear()
+        self.hooks.begin_pass()
 
     def catch_up(self) -> None:
         """Takes all postponed steps of offloaded parameters, which otherwise wait until the values are needed."""
@@ -81,7 +94,7 @@ class Runner:
     def begin_backward(self) -> None:
         """A backward begins."""
         self.recover()
-        self._steps_next = False
+        self._begin_pass()
         self.journal.note(Cause.BACKWARD)
         self.catch_up()  # new gradients take the place of those that postponed steps need
         with no_interception(), torch.no_grad():
@@ -91,12 +104,31 @@ class Runner:
         self.reductions.begin_backward()
         self.phases.enter(Phase.BACKWARD)
 
-    def gradient(self, complete: GradientShard) -> None:
-        """The last gradient of a group is there: reduces it, and what was complete here and waits for its turn."""
-        self.journal.note(Cause.GRADIENT, complete.group)
-        number = self.reductions.note_complete(complete)
+    @staticmethod
+    def gradient(runner: "weakref.ref[Runner]", of: weakref.ref[Slot], _: Tensor) -> None:
+        """Autograd has accumulated a gradient into `p.grad`: takes it. The last one of a group has the group reduced,
+        and what was complete here and waits for its turn."""
+        self, slot = runner(), of()
+        if self is None or slot is None:
+            return
+        with no_interception():
+            if slot.parameter.grad is None:
+                return  # a hook of the user's has taken it
+        if not self.backward.is_known:
+            self.notice_backward(slot)
+        shard = gradient_of(slot)
+        if shard.is_complete:
+            self.reductions.refuse_second(slot)
+        with no_interception():
+            is_last = shard.collect(slot, local=not self.reductions.is_on)
+        if not is_last:
+            return
+        self.journal.note(Cause.GRADIENT, shard.group)
+        number = self.reductions.note_complete(shard)
         if self.rendezvous.come_to_reduce(number):
-            self.reductions.start(number)
+            with no_interception(), torch.no_grad():
+                for due in self.reductions.due(number):
+                    due.begin_reduce()
 
     def end_backward(self) -> None:
         """A backward has ended: starts what is left to reduce, if its gradients are reduced."""

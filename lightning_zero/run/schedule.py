@@ -1,6 +1,5 @@
-"""`Schedule`: hooks on the calls of modules and on gradients, which say to the `Runner` what user code does."""
+"""`Schedule`: hooks on the calls of modules, which say to the `Runner` what user code does."""
 
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -13,10 +12,9 @@ from torch.nn import Module, Parameter
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.reductions import Stage
 from lightning_zero.run.surrounding import Surround
-from lightning_zero.run.weight_views import WeightViews
 from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.casting import Reader
-from lightning_zero.shards.gradient import GradientShard, gradient_of
+from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
 from lightning_zero.torch_private import (
@@ -24,14 +22,13 @@ from lightning_zero.torch_private import (
     backward_number,
     outside_transforms,
     parameters_in,
-    put_last,
     transforms_are_active,
 )
 
 
 @final
 class Schedule:
-    """Gathers and releases units around the calls of their modules, and collects and reduces gradients in backward.
+    """Gathers and releases units around the calls of their modules, and when backward asks for what it has saved.
 
     `late` is the module if its weights may be behind a step: then its modules catch up before each call.
     """
@@ -44,11 +41,10 @@ class Schedule:
         self._loans = loans
         self._saved = loans.saved
         self._saved.use = self.gather_saved
-        self._views = WeightViews()
-        self._collectors: list[tuple[Parameter, int]] = []  # each with the id of its gradient hook
+        self._views = loans.runner.views
         self._handles: list[Any] = []
         self._late = late
-        self._surround_late(self._reductions.shards)
+        self.surround_late(self._reductions.shards)
         for reader in assembly.resting.readers:
             self._surround_reader(reader)
         for unit in assembly.units:  # last, and so outermost: everything else needs the values
@@ -59,18 +55,12 @@ class Schedule:
                 self._handles.append(Surround(module, before, after))
         for module, unit in assembly.entrances:
             self._handles.append(Surround(module, partial(self._show_entrance, unit)))
-        self._hook_gradients(assembly.shards)
 
     def detach(self) -> None:
         """Removes all hooks."""
         for handle in reversed(self._handles):  # a module may be surrounded twice
             handle.remove()
         self._handles.clear()
-
-    def add(self, shards: Iterable[GradientShard]) -> None:
-        """Hooks gradients of parameters that have begun to train."""
-        self._hook_gradients(shards)
-        self._surround_late(shards)
 
     # -- parameters: gathered before use, and again when backward asks for them
 
@@ -97,7 +87,7 @@ class Schedule:
         """Gathers a unit whose saved values are asked for, by a backward or by someone who inspects a graph. What is
         recomputed sees the latest edits, as the recomputation does."""
         if backward_number() != -1 and not self._runner.backward.is_known and self._accumulates(unit):
-            self._notice_backward()
+            self._runner.notice_backward()
         self._course.use(unit)
         if is_recomputed:
             self._loans.show_edits(unit)
@@ -128,7 +118,7 @@ class Schedule:
             if notes:
                 self._saved.pop()
 
-    def _surround_late(self, shards: Iterable[GradientShard]) -> None:
+    def surround_late(self, shards: Iterable[GradientShard]) -> None:
         """Has modules catch up with weights of `shards` before each call, as a kernel may read them past torch. So does
         a module around leaf modules, as it may hand their weights to one kernel; not `Sequential`, which only calls
         them, and would wait for the last one's weights before the first one is called."""
@@ -197,52 +187,6 @@ class Schedule:
             if casts:
                 return slot.parameter.detach().to(slot.group.kind.declared)
         return self._loans.declared_of(slot)
-
-    # -- gradients
-
-    def _hook_gradients(self, shards: Iterable[GradientShard]) -> None:
-        with no_interception():
-            for shard in shards:
-                for slot in shard.group.slots if shard.is_collected else ():
-                    parameter, trains_now = slot.parameter, slot.parameter.requires_grad
-                    parameter.requires_grad_(True)  # torch hooks only what trains; `toggle_optimizer` may thaw it later
-                    # Weak references: Python's collector of cycles does not see what such a hook holds. One that held
-                    # this schedule would keep the engine, and so the hooked parameter, alive until it is closed.
-                    collect = partial(self._collect, weakref.ref(self), weakref.ref(slot))
-                    handle = parameter.register_post_accumulate_grad_hook(collect)
-                    self._handles.append(handle)
-                    self._collectors.append((parameter, handle.id))
-                    parameter.requires_grad_(trains_now)
-
-    @staticmethod
-    def _collect(schedule: "weakref.ref[Schedule]", collected: weakref.ref[Slot], _: Tensor) -> None:
-        """Takes the gradient that autograd has just accumulated into `p.grad`."""
-        self, slot = schedule(), collected()
-        if self is None or slot is None:
-            return
-        with no_interception():
-            if slot.parameter.grad is None:
-                return  # a hook of the user's has taken it
-        if not self._runner.backward.is_known:
-            self._notice_backward(slot)
-        shard = gradient_of(slot)
-        if shard.is_complete:
-            self._reductions.refuse_second(slot)
-        with no_interception():
-            is_last = shard.collect(slot, local=not self._reductions.is_on)
-        if is_last:
-            self._runner.gradient(shard)
-
-    def _notice_backward(self, slot: Slot | None = None) -> None:
-        """Notices a backward that nobody has announced: it has come to a unit, or to the gradient of `slot`."""
-        self.start_pass()
-        self._runner.notice_backward(slot)
-
-    def start_pass(self) -> None:
-        """Notes that a new forward or backward begins."""
-        self._views.clear()
-        with no_interception():
-            put_last(self._collectors)  # so that users' newer hooks see the gradient
 
 
 class _Shown(NamedTuple):

@@ -1,7 +1,7 @@
 """`BucketPool`: buckets, the constant-size memory that gradients travel in (CB, ZeRO section 6.2)."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
@@ -28,13 +28,13 @@ class Bucket:
         self.holder: object = None  # whose reduction that is, or was
         self.before_wait: Callable[[], None] | None = None  # called before a reduction is waited for, if set
 
-    def drain(self) -> None:
-        """Waits for the reduction in this bucket, if there is one, and stores its result."""
+    def take_finish(self) -> Callable[[], None]:
+        """Returns what waits for the reduction in this bucket and stores its result, to be called at once; what does
+        nothing if there is none."""
         if self.finish is not None and self.before_wait is not None:
             self.before_wait()
         finish, self.finish = self.finish, None
-        if finish is not None:
-            finish()
+        return finish or _nothing_to_finish
 
 
 @final
@@ -87,7 +87,8 @@ class BucketPool:
     def take(self) -> Bucket:
         """Returns the oldest bucket, drained. Call it inside `beside`."""
         self._buckets.rotate(-1)
-        self._buckets[-1].drain()
+        finish = self._buckets[-1].take_finish()
+        finish()
         return self._buckets[-1]
 
     def keep(self, packed: list[Tensor]) -> None:
@@ -101,19 +102,15 @@ class BucketPool:
             if event is not None and self._aside is not None:
                 wait_for(event, self._aside.device)  # over long ago
 
-    def drain_some(self, buckets: Sequence[Bucket]) -> None:
-        """Drains some buckets, and those before them: oldest first, as replicas wait for each other in each."""
-        last = max((at for at, bucket in enumerate(self._buckets) if bucket in buckets), default=-1)
+    def drain(self, some: Collection[Bucket] | None = None) -> None:
+        """Waits for reductions under way and stores their results, oldest first: all, or those in `some` buckets and
+        those before them, as replicas wait for each other in each."""
+        wanted = self._buckets if some is None else some
+        last = max((at for at, bucket in enumerate(self._buckets) if bucket in wanted), default=-1)
         with self.beside():
             for bucket in [*self._buckets][: last + 1]:
-                bucket.drain()
-        self.join()
-
-    def drain(self) -> None:
-        """Drains all buckets, oldest first."""
-        with self.beside():
-            for bucket in self._buckets:
-                bucket.drain()
+                finish = bucket.take_finish()
+                finish()
         self.join()
 
     def join(self) -> None:
@@ -122,3 +119,7 @@ class BucketPool:
             assert self._clock is not None
             self._clock.time(self._aside.join)
         self._packed.clear()
+
+
+def _nothing_to_finish() -> None:
+    pass

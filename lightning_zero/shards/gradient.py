@@ -287,7 +287,7 @@ class GradientShard:
         """Waits until all reductions under way are stored."""
         if self.travels:
             # Not those that have gone to another group since: it is being reduced while this one is stepped.
-            self.pool.drain_some([bucket for bucket in self._buckets if bucket.holder is self])
+            self.pool.drain([bucket for bucket in self._buckets if bucket.holder is self])
             self._buckets.clear()
 
     def end_reduce(self) -> None:
