@@ -1,7 +1,9 @@
 """Edits of weights in place persist as under DDP: whole runs on two real ranks, at every stage and in two bytes."""
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import edit_jobs
 from compare import differing
+from lightning_zero.config import Offload
+from lightning_zero.shards.offload import Machine
 from lightning_zero.tiers.ledger import Category, Tier
 from models import seeded
 from ranks import RankPool
@@ -460,3 +464,27 @@ def test_a_graph_keeps_the_values_that_an_edit_replaces_and_nobody_else_does(dty
     kept = WIDTH * WIDTH * (4 if dtype is None else 2)
     for found in on_engine(start, act, 3, autocast_dtype=dtype, unit_classes=("Linear",)):
         assert [at - found[0] for at in found] == [0, 0, 0, 0, kept, 0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"offload": Offload("cpu"), "machine": Machine(host_is_apart=True)}, {"autocast_dtype": torch.bfloat16}],
+    ids=["fp32", "offloaded", "bf16"],
+)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_weights_that_were_edited_before_the_state_of_an_optimizer_is_loaded_stay_edited(
+    stage: int, options: dict[str, Any]
+) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        (model(x()).sum() * 0).backward()  # so that there is state, and weights stay what they are
+        optimizer.step()
+        saved = copy.deepcopy(optimizer.state_dict() if engine is None else engine.states.full_optimizer(optimizer))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+        if engine is not None:
+            engine.states.load_optimizer(optimizer, saved)
+        return state_of(model, engine)
+
+    make = partial(torch.optim.AdamW, weight_decay=0.0)
+    assert_as_on_one_device(tower(), act, stage, make, **options)

@@ -198,6 +198,9 @@ class States:
         for state, saved in pairs:
             state.refuse_other_groups(saved)
         self._loans.latest.catch_up_all()  # a postponed step belongs to the state before
+        if self._groups and not self._groups[0].is_freed:  # after fit parameters are whole, and hold their own values
+            self._rendezvous.meet_before_collective()  # serves ranks that still read the values before users' edits
+            self._loans.settle(all_here=True)  # keeps them: on the way out, masters overwrite what was edited
         with failing_together(self._mesh.world, "reading the optimizers"):
             for state, saved in pairs:
                 state.load(saved)
