@@ -1,10 +1,12 @@
 """Optimizers that do more than `super().step()`, or whose step fails: one call is one step, from begin to end."""
 
 import copy
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +16,14 @@ from torch.nn import Parameter
 from torch.optim import AdamW, Optimizer
 
 from compare import assert_same_bits
+from lightning_zero.checkpoint import Saver, StoredCheckpoint
 from lightning_zero.config import Offload
 from lightning_zero.run.engine import Engine
+from lightning_zero.run.notices import TornStepError
 from lightning_zero.shards.offload import Machine
 from lightning_zero.wire.comm import Comm
 from thread_world import ThreadWorld
-from unit_jobs import assert_as_on_one_device, state_of, tower, x
+from unit_jobs import WIDTH, assert_as_on_one_device, on_engine, state_of, tower, x
 
 BATCHES = [torch.linspace(-1, number, 32).view(2, 16) for number in range(4)]
 
@@ -224,3 +228,203 @@ def test_users_hooks_on_the_step_find_whole_tensors_whenever_they_came_in(stage:
 
     offload, machine = Offload("cpu") if is_offloaded else None, Machine(host_is_apart=True)
     assert_as_on_one_device(tower(), act, stage, make, offload=offload, machine=machine)
+
+
+class Fails(Optimizer):
+    """SGD with a count for each parameter. `fails` says whether to raise after so many changes of parameters in a step;
+    `None` is after all of them."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.fails: Callable[[int | None], bool] = lambda changes: False
+        self.changed: list[Tensor] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in [p for p in self.param_groups[0]["params"] if p.grad is not None]:
+            self._raise_if(self.fails(len(self.changed)))
+            self.changed.append(parameter)
+            state = self.state[parameter]
+            state["seen"] = state.get("seen", 0) + 1
+            parameter.sub_(parameter.grad, alpha=0.1 / state["seen"])
+        self._raise_if(self.fails(None))
+
+    def _raise_if(self, fails: bool) -> None:
+        if fails:
+            raise ArithmeticError
+
+
+def take_step(model: Any, engine: Engine | None, optimizer: Any, number: int) -> None:
+    optimizer.zero_grad()
+    optimizer.changed.clear()
+    with nullcontext() if engine is None else engine.forward():
+        loss = model(x(1.0 + number)).square().mean()
+    with nullcontext() if engine is None else engine.backward():
+        loss.backward()
+    optimizer.step()
+
+
+HOST_APART = {"offload": Offload("cpu"), "machine": Machine(host_is_apart=True)}
+PLACES: dict[str, dict[str, Any]] = {
+    "resting": {},
+    "on the host": {"offload": Offload("cpu")},
+    "whole": {"granularity": "tensor"},
+    "whole, in rounds": {"granularity": "tensor", "bucket_bytes": 2 * WIDTH * WIDTH},
+}
+MORE: dict[str, dict[str, Any]] = {
+    "bf16": {"autocast_dtype": torch.bfloat16},
+    "from a device": HOST_APART,
+    "whole, from a device": {**HOST_APART, "granularity": "tensor"},
+    "on disk": {},
+}
+
+
+# Where all is stepped apart from the user's call, this has no parameters: it fails before all of its changes.
+BEFORE, AFTER = [(name, 0) for name in PLACES], [(name, None) for name in ("resting", "on the host")]
+
+
+@pytest.mark.parametrize(("name", "place"), [*BEFORE, *AFTER])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_training_goes_on_as_on_one_device_after_a_step_that_failed_before_or_after_all_of_its_changes(
+    stage: int, name: str, place: int | None
+) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        for number in range(5):
+            fails = number in (0, 2)
+            optimizer.fails = lambda at, fails=fails: fails and at == place
+            with pytest.raises(ArithmeticError) if fails else nullcontext():
+                take_step(model, engine, optimizer, number)
+        return state_of(model, engine)
+
+    assert_as_on_one_device(tower(), act, stage, Fails, **PLACES[name])
+
+
+@pytest.mark.parametrize("who", [{0, 1}, {0}, {1}], ids=["all", "rank 0", "rank 1"])
+@pytest.mark.parametrize("name", [*PLACES, *MORE])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_after_a_step_that_failed_in_the_middle_all_ranks_are_told_once_and_go_on_from_a_checkpoint(
+    stage: int, name: str, who: set[int], tmp_path: Path
+) -> None:
+    options = {**PLACES, **MORE}[name]
+    if name == "on disk":
+        options = {"offload": Offload("nvme", path=tmp_path)}
+
+    def go_on(model: Any, engine: Any, optimizer: Any) -> dict[str, Tensor]:
+        for number in range(2, 4):
+            take_step(model, engine, optimizer, number)
+        return state_of(model, engine)
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> list[dict[str, Tensor]]:
+        for number in range(2):
+            take_step(model, engine, optimizer, number)
+        saved = copy.deepcopy((engine.states.full_model(copy=True), engine.states.full_optimizer(optimizer)))
+        unbroken = go_on(model, engine, optimizer)
+        optimizer.fails = lambda changes: changes == 1 and comm.rank in who
+        raised = []
+        for number in range(4, 8):  # an offloaded step is taken later, and so is its error raised
+            try:
+                take_step(model, engine, optimizer, number)
+            except ArithmeticError as error:
+                raised.append(error)
+                optimizer.fails = lambda changes: False
+            except TornStepError as error:
+                told = str(error)
+                break
+        else:
+            pytest.fail("nobody was told")
+        assert re.search(r"on rank . Fails\.step\(\) had changed . of . parameters", told)
+        assert len(raised) == (comm.rank in who)
+        with engine.states.loading(lambda: None):
+            model.load_state_dict(saved[0])
+        engine.states.load_optimizer(optimizer, saved[1])
+        return [unbroken, go_on(model, engine, optimizer)]
+
+    for unbroken, again in on_engine(tower(), act, stage, Fails, **options):
+        assert_same_bits(again, unbroken)
+
+
+def save(model: Any, engine: Engine, optimizer: Any, path: Path, comm: Comm) -> None:
+    tree = {"model": engine.states.spread_model(), "optimizer": engine.states.spread_optimizer(optimizer)}
+    Saver(comm.board).save(tree, str(path), {})
+
+
+def clip(model: Any, engine: Engine, optimizer: Any, path: Path, comm: Comm) -> None:
+    optimizer.zero_grad()
+    with engine.forward():
+        loss = model(x()).square().mean()
+    with engine.backward():
+        loss.backward()
+    engine.averages.clip_by_norm_(optimizer, 1.0)
+
+
+@pytest.mark.parametrize("use", [save, clip])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_half_a_step_is_told_of_before_it_is_saved_or_trained_on(
+    stage: int, use: Callable[..., None], tmp_path: Path
+) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> None:
+        optimizer.fails = lambda changes: changes == 1 and comm.rank == 0
+        with pytest.raises(ArithmeticError) if comm.rank == 0 else nullcontext():
+            take_step(model, engine, optimizer, 0)
+        optimizer.fails = lambda changes: False
+        with pytest.raises(TornStepError, match=r"on rank 0 Fails\.step\(\) had changed 1 of . parameters\. "):
+            use(model, engine, optimizer, tmp_path / "half", comm)
+        use(model, engine, optimizer, tmp_path / "all the same", comm)
+
+    on_engine(tower(), act, stage, Fails)
+    assert not (tmp_path / "half").exists()
+
+
+@pytest.mark.parametrize("use", [save, Engine.close])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_parameters_are_whole_again_when_they_are_saved_or_left_after_a_step_that_failed(
+    stage: int, use: Callable[..., None], tmp_path: Path
+) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> None:
+        optimizer.fails = lambda changes: changes == 0
+        with pytest.raises(ArithmeticError):
+            take_step(model, engine, optimizer, 0)
+        if use is save:
+            save(model, engine, optimizer, tmp_path / "saved", comm)
+        engine.close()
+        assert_same_bits(state_of(model, None), state_of(start, None))
+
+    start = tower()
+    on_engine(start, act, stage, Fails)
+    if use is save:
+        assert_same_bits(StoredCheckpoint(tmp_path / "saved").load()["model"], state_of(start, None))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_half_a_step_is_warned_of_where_an_engine_is_closed_after_it(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> list[tuple[int, ...]]:
+        optimizer.fails = lambda changes: changes == 1
+        with pytest.raises(ArithmeticError):
+            take_step(model, engine, optimizer, 0)
+        engine.close()
+        return [tuple(parameter.shape) for parameter in model.parameters()]
+
+    with pytest.warns(UserWarning, match="has ended with an error in the middle"):
+        shapes = on_engine(tower(), act, stage, Fails)
+    assert shapes == 2 * [[tuple(parameter.shape) for parameter in tower().parameters()]]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_that_failed_before_it_changed_anything_is_none_beside_that_of_another_optimizer(stage: int) -> None:
+    def act(comm: Comm) -> None:
+        model = tower()
+        optimizers = [Fails(model[:1].parameters()), Fails(model[1:].parameters())]
+        engine = Engine(model, optimizers, stage=stage, comm=comm)
+        for number in range(4):
+            with engine.forward():
+                loss = model(x(1.0 + number)).square().mean()
+            with engine.backward():
+                loss.backward()
+            for which, optimizer in enumerate(optimizers):
+                optimizer.changed.clear()
+                optimizer.fails = lambda changes, fails=which == number % 2: fails and changes == 0
+                with suppress(ArithmeticError):  # not raised by a rank that steps none of its parameters
+                    optimizer.step()
+        engine.close()
+
+    ThreadWorld(2).run(act)

@@ -1,5 +1,7 @@
 """What one rank notices, told to all."""
 
+import pytest
+
 from lightning_zero.run.notices import Notice, Notices
 
 
@@ -14,3 +16,26 @@ def test_ranks_hear_of_all_that_any_of_them_noticed_and_of_nothing_else() -> Non
         assert notices.anywhere == {Notice.STOP, Notice.REQUEUE}
     first.hear([0] * len(Notice))
     assert first.anywhere == set()
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_torn"),
+    [
+        ([(4, 4), (2, 2)], False),
+        ([(0, 4), (0, 2)], False),
+        ([(0, 4), (0, 0)], False),
+        ([(3, 4), (2, 2)], True),
+        ([(0, 4), (2, 2)], True),
+        ([(1, 4), (0, 2)], True),
+    ],
+)
+def test_a_step_is_torn_unless_all_of_it_or_nothing_is_done(steps: list[tuple[int, int]], is_torn: bool) -> None:
+    ranks = [Notices() for _ in steps]
+    for notices, (changed, of) in zip(ranks, steps, strict=True):
+        notices.note_step("Adam", changed, of)
+    highest = [max(flags) for flags in zip(*[notices.flags() for notices in ranks], strict=True)]
+    for notices in ranks:
+        notices.hear(highest)
+        assert notices.is_torn == is_torn
+        notices.hear(notices.flags())  # it is told once
+        assert not notices.is_torn

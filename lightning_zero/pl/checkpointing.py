@@ -83,7 +83,9 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
 
     def _meet(self) -> None:
         """Serves other ranks until all have come here, and exchanges their notices. Collective."""
-        self._running_engine.runner.rendezvous.meet()
+        runner = self._running_engine.runner
+        runner.stepping.recover()  # where user code has caught the error of a step, others may wait for its end
+        runner.rendezvous.meet()
 
     @property
     def comm(self) -> Comm:

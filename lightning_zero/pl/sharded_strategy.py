@@ -223,7 +223,7 @@ class ShardedStrategy:
         """
         for engine in self._engines:
             if not engine.closed:
-                engine.runner.rendezvous.meet_before_collective()
+                engine.runner.meet_before_collective()
 
     def _prepare_collective(self, name: str) -> None:
         """Makes ranks meet before Lightning's collective `name`; see `after_meeting`."""
@@ -289,7 +289,7 @@ class ShardedStrategy:
         whole = not engine.partition.parameter
         copies_that_fit = 2 if available is None or 2 * needed < available else int(whole or needed < available)
         fits = torch.tensor(copies_that_fit, device=HOST)
-        engine.runner.rendezvous.meet_before_collective()
+        engine.runner.meet_before_collective()
         return int(engine.mesh.world.all_reduce(fits, "fits in host memory", "min"))
 
     # -- checkpoints

@@ -1,5 +1,6 @@
 """`Engine`: trains one module with its optimizers at a stage of ZeRO. Knows nothing of Lightning."""
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -15,6 +16,7 @@ from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.facts import facts_of
 from lightning_zero.run.journal import Journal
 from lightning_zero.run.loans import Loans
+from lightning_zero.run.notices import TornStepError
 from lightning_zero.run.parameter import Interception
 from lightning_zero.run.phase import Phase
 from lightning_zero.run.placing import make_program
@@ -115,6 +117,7 @@ class Engine:
         cache = UnitCache(made.units, made.arena, 1 + self.options.prefetch, self._interception, saved)
         stepping = Stepping(module, optimizers, self.parts, self.options, self._interception, journal)
         reductions = Reductions(made, comm, self.options.overlap, self._interception, stepping.in_backward)
+        stepping.notices = reductions.notices
         self.runner = Runner(setting, self.groups, cache, reductions, stepping, self._interception, journal)
         self.loans = Loans(self.groups, cache, self.runner, saved, self._interception)
         move_replicated(module, device)
@@ -330,7 +333,10 @@ class Engine:
                 disk.close(drains=False)
             return
         self.loans.settle()
-        self.runner.rendezvous.meet()  # after it no rank may ask for what is freed below
+        try:
+            self.runner.rendezvous.meet()  # after it no rank may ask for what is freed below
+        except TornStepError as error:  # the error of the step itself ends the run
+            warnings.warn(str(error), stacklevel=2)
         self.runner.course.close()
         self.runner.reductions.free()  # first: whole parameters then take their memory, and not more
         self.parts.assembly.free()

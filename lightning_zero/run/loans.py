@@ -308,6 +308,7 @@ class Loans(Lender):
     # -- boundaries
 
     def settle(self, *, all_here: bool = False) -> None:
+        self.runner.stepping.recover()  # in a step that an error has left, parameters are pieces
         with no_interception():
             is_edited = any(self._is_edited(group, full) for group, full in self._lasting())
         if (is_edited or self._has_kept) and not all_here:

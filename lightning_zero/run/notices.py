@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NoReturn
 
 
 class Notice(Enum):
@@ -13,6 +14,13 @@ class Notice(Enum):
     UNSAVED = auto()  # a save in the background has failed
     IN_BATCH = auto()  # this rank trains on a batch
     AT_EPOCH_END = auto()  # this rank has no more batches in this epoch
+    STEPPED = auto()  # an optimizer has changed weights on this rank, since ranks have met
+    LEFT = auto()  # an optimizer's step has ended with an error on this rank, before it had changed all weights
+
+
+class TornStepError(RuntimeError):
+    """A step has ended with an error when ranks had stepped some of their parts and not others. Raised on every rank,
+    once, where ranks next meet."""
 
 
 @dataclass
@@ -25,6 +33,7 @@ class Notices:
     anywhere: set[Notice] = field(default_factory=set)  # noticed on any rank, as of the last meeting
     are_current: bool = False  # ranks have met in the current batch
     place: str = ""  # where this rank is in its run, in words
+    left: str = ""  # what a step that has ended with an error has done here, in words
 
     def flags(self) -> list[bool]:
         """Returns one flag for each `Notice`, whether this rank has noticed it."""
@@ -34,6 +43,7 @@ class Notices:
         """Takes the flags of all ranks: each is set if any rank has set it."""
         self.are_current = True
         self.anywhere = {notice for notice, flag in zip(Notice, flags, strict=True) if flag}
+        self.here.difference_update({Notice.STEPPED, Notice.LEFT})
 
     def move(self, notice: Notice, place: str) -> None:
         """Notes that this rank begins a batch, or has reached the end of its epoch."""
@@ -44,6 +54,30 @@ class Notices:
     def note_outside_batches(self) -> None:
         """Notes that this rank is between epochs, or in an evaluation."""
         self.here.difference_update({Notice.IN_BATCH, Notice.AT_EPOCH_END})
+
+    def note_step(self, name: str, stepped: int, of: int) -> None:
+        """Notes how many of its parts of parameters a step of the optimizer of that name has changed here, of those
+        that it was to change."""
+        self.here.update({Notice.STEPPED} if stepped else ())
+        if stepped < of:
+            self.here.add(Notice.LEFT)
+            self.left = f"{name}.step() had changed {stepped} of {of} parameters"
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether weights have been stepped in part: had no rank stepped any of them, or each all of them, ranks could
+        go on as one device can."""
+        return {Notice.STEPPED, Notice.LEFT} <= self.anywhere
+
+    def refuse_torn_step(self, left: Sequence[str]) -> NoReturn:
+        """Raises TornStepError. `left` has what each rank has done, by rank."""
+        self.left = ""
+        told = "; ".join(f"on rank {rank} {what}" for rank, what in enumerate(left) if what)
+        raise TornStepError(
+            f"A step has ended with an error in the middle: {told}. Each rank steps parts of its own, so the weights "
+            "are neither old nor new now. Load a checkpoint before you go on. Where training is to go on after an "
+            "error, find it before the step, on every rank alike, and do not call step()."
+        )
 
     @property
     def are_apart(self) -> bool:

@@ -216,6 +216,8 @@ class Reductions:
         self.notices.hear(said[1:_AFTER_NOTICES])
         if self.notices.are_apart:
             self._refuse_uneven_batches()
+        if self.notices.is_torn:
+            self.notices.refuse_torn_step(self._comm.all_gather_object(self.notices.left, "steps that were left"))
         if self.has_gradients_in(said):
             return self._used_in(said)
         self._end_unsettled()

@@ -82,6 +82,7 @@ class Runner:
         """Takes all postponed steps of offloaded parameters, which otherwise wait until the values are needed."""
         self.latest.catch_up_all()
         self.stepping.finish()
+        self.stepping.raise_late_error()
 
     # -- backward
 
@@ -155,6 +156,11 @@ class Runner:
             self.stepping.forget_backward()
             self.journal.forget()
 
+    def meet_before_collective(self) -> None:
+        """Ends a call of `step` that an error has left, and meets if a rank may want something alone. Collective."""
+        self.stepping.recover()
+        self.rendezvous.meet_before_collective()
+
     # -- averaged gradients, and steps
 
     def look(self, cause: Cause | None = None, *, meets: bool) -> None:
@@ -162,6 +168,7 @@ class Runner:
         it issues another collective next."""
         if cause is not None:
             self.journal.note(cause)
+        self.stepping.recover()
         self.latest.catch_up_all()
         self.rendezvous.settle_gradients(meets=meets)
         with no_interception(), torch.no_grad():

@@ -39,7 +39,7 @@ class States:
         self._optimizers = {optimizer: OptimizerState(stepper, mesh.shard) for optimizer, stepper in steppers.items()}
         self._mesh = mesh
         self._loans = loans
-        self._rendezvous = loans.runner.rendezvous
+        self._runner = loans.runner
         self._own = ModelValues("model", loans.groups, loans.latest.declared, lambda group: group.master, {})
         for state in self._optimizers.values():
             state.cut_in_place()
@@ -61,7 +61,7 @@ class States:
             copy: give every entry storage of its own; a file would hold all of a group for each view of it.
             of: values to return in place of the model's own; they are always copied to the host.
         """
-        self._rendezvous.meet_before_collective()
+        self._runner.meet_before_collective()
         values = of or self._own
         whole = dict(values.buffers)
         for group in self._groups:
@@ -88,6 +88,7 @@ class States:
             of: see `full_model`.
             key: the model's entry in a checkpoint that holds several models.
         """
+        self._runner.stepping.recover()
         values = of or self._own
         if key is not None:
             values = values._replace(name=f"{values.name}:{key}")
@@ -126,6 +127,7 @@ class States:
         Raises:
             RuntimeError: on every rank, when one fails to load or to read.
         """
+        self._runner.stepping.recover()
         failed: Exception | None = None
         try:
             yield
@@ -133,7 +135,7 @@ class States:
             failed = error
         self._loans.loading.read_all()
         self._loans.latest.catch_up_all()
-        self._rendezvous.meet_before_collective()  # serves ranks that still look at what they load
+        self._runner.meet_before_collective()  # serves ranks that still look at what they load
         self._loans.settle(all_here=True)  # a rank that looked alone would not ask for those values again, and be ahead
         try:
             with failing_together(self._mesh.world, "reading the model"):
@@ -166,13 +168,13 @@ class States:
 
     def full_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns `optimizer.state_dict()` as one device would have it. Collective."""
-        self._rendezvous.meet_before_collective()
+        self._runner.meet_before_collective()
         return self._optimizers[optimizer].full()
 
     def spread_optimizer(self, optimizer: Optimizer, key: str | None = None) -> dict[str, Any]:
         """Returns `optimizer.state_dict()` for all ranks to write together, under a name of its own: its place among
         the optimizers, or `key`. Collective. See `OptimizerState.spread`."""
-        self._rendezvous.meet_before_collective()
+        self._runner.meet_before_collective()
         name = list(self._optimizers).index(optimizer) if key is None else key
         return self._optimizers[optimizer].spread(f"optimizer {name}")
 
@@ -197,9 +199,10 @@ class States:
     def _load(self, pairs: Sequence[tuple[OptimizerState, Mapping[str, Any]]]) -> None:
         for state, saved in pairs:
             state.refuse_other_groups(saved)
+        self._runner.stepping.recover()
         self._loans.latest.catch_up_all()  # a postponed step belongs to the state before
         if self._groups and not self._groups[0].is_freed:  # after fit parameters are whole, and hold their own values
-            self._rendezvous.meet_before_collective()  # serves ranks that still read the values before users' edits
+            self._runner.meet_before_collective()  # serves ranks that still read the values before users' edits
             self._loans.settle(all_here=True)  # keeps them: on the way out, masters overwrite what was edited
         with failing_together(self._mesh.world, "reading the optimizers"):
             for state, saved in pairs:

@@ -13,6 +13,7 @@ from lightning_zero.run.calls import StepCalls
 from lightning_zero.run.in_backward import StepsInBackward, nothing_left_for
 from lightning_zero.run.journal import Journal
 from lightning_zero.run.modes import Modes
+from lightning_zero.run.notices import Notices
 from lightning_zero.run.parameter import Interception
 from lightning_zero.run.setup import Setup
 from lightning_zero.shards.group import ShardGroup
@@ -59,7 +60,12 @@ class Stepping:
         is_large = setting.mesh.shard.size > 1 and nbytes >= options.late_publish_bytes
         self.publishes_late = is_large and not made.units and not modules_in_compiled_regions(module)
         self.may_be_late = is_lazy or self.publishes_late  # forward may begin before all new values are there
-        self.steppers = {each: PieceStepper(each, setting, RestingState, is_lazy=is_lazy) for each in optimizers}
+        self.notices = Notices()  # those of the engine, which tell other ranks of steps that have failed
+        self._errors: list[BaseException] = []  # raised by steps that were taken late, and not raised to the user yet
+        self.steppers = {
+            each: PieceStepper(each, setting, RestingState, partial(self._note_step, each), is_lazy=is_lazy)
+            for each in optimizers
+        }
         self._in_backward: dict[Slot, None] = {}  # stepped by backward, since the last call of the optimizer's `step`
         self.in_backward = StepsInBackward(self._step_in_backward) if options.step_in_backward else None
         self._calls: list[StepCalls] = []
@@ -84,14 +90,25 @@ class Stepping:
         stepper = self.steppers[optimizer]
         slots = [slot for slot in stepper.slots if slot not in self._in_backward]
         groups, slots = groups_of(slots), stepper.without_idle(slots)
-        with stepper.step(slots):
+        with stepper.step(slots, self._errors):
             yield
             self._journal.end_step(optimizer)
         self.publish(groups, groups_of(slots))
+        self.raise_late_error()
         if self._leaves_much:
             if self._steps % KEPT_STEPS == 0:
                 return_freed_memory()
             self._steps += 1
+
+    def _note_step(self, optimizer: Optimizer, changed: int, of: int) -> None:
+        self.notices.note_step(type(optimizer).__name__, changed, of)
+
+    def raise_late_error(self) -> None:
+        """Raises what an optimizer has raised in a step that was taken late, once this rank has sent what it owes."""
+        if self._errors:
+            error = self._errors[0]
+            self._errors.clear()
+            raise error
 
     def change(self, optimizer: Optimizer, call: Callable[[], Any]) -> Any:
         """Returns `call()`, which changes parameters and state of `optimizer` between two steps. As in `step`, each

@@ -28,7 +28,7 @@ from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.staging import MakeResting, StagingPool
 from lightning_zero.shards.trial import unhooked
 from lightning_zero.shards.whole import WholeWindow, may_wait, rounds
-from lightning_zero.shards.window import PieceWindow, Window, by_group, is_its_piece
+from lightning_zero.shards.window import PieceWindow, Window, by_group, is_its_piece, is_part
 
 T = TypeVar("T")
 
@@ -36,9 +36,18 @@ T = TypeVar("T")
 @final
 class PieceStepper:
     """Swaps the parameters of one optimizer to pieces for a step, and back. `rest` makes the tensor that stands for
-    optimizer state that rests elsewhere. With `is_lazy` offloaded parameters are stepped when values are needed."""
+    optimizer state that rests elsewhere. With `is_lazy` offloaded parameters are stepped when values are needed. `tell`
+    is told what a step has changed of this rank's parts: how many, and of how many."""
 
-    def __init__(self, optimizer: Optimizer, setting: Setting, rest: MakeResting, *, is_lazy: bool = False) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        setting: Setting,
+        rest: MakeResting,
+        tell: Callable[[int, int], None],
+        *,
+        is_lazy: bool = False,
+    ) -> None:
         self.optimizer = optimizer
         self.known = KnownState(optimizer, setting.ledger)
         self._setting = setting
@@ -47,9 +56,10 @@ class PieceStepper:
         self._slots: dict[Parameter, Slot] = {}
         self._listed: tuple[list[int], list[Slot]] = [], []  # ids of `parameters`, and what `slots` is then
         self.note_parameters()
-        self.is_stepping = self._is_partial = False
+        self.is_stepping = False
         self.is_interrupted = False  # the step under way has failed and is only being left
         self.is_lazy = is_lazy
+        self._tell = tell
         self._ahead: list[Window] = []  # not stepped yet
         self._written: Window | None = None  # stepped, and being written
         self._absent: list[Slot] = []  # stepped by this step, on other ranks alone
@@ -102,12 +112,16 @@ class PieceStepper:
         return slot
 
     @contextmanager
-    def step(self, slots: Sequence[Slot]) -> Iterator[None]:
-        """Surrounds the user's call of `optimizer.step`, inside which parameters are their pieces.
+    def step(self, slots: Sequence[Slot], errors: list[BaseException]) -> Iterator[None]:
+        """Surrounds the user's call of `optimizer.step`, inside which parameters are their pieces. Collective.
 
         Where the pieces rest in several tiers, or on disk, the call inside steps the first window of them. The other
         windows are stepped when the call ends; with `is_lazy`, when their values are needed. Each of them is stepped
         with the options of the user's call. `slots` are all that the optimizer steps, except what backward has stepped.
+
+        Of a call that has failed, the other windows are not stepped, but all the same brought and sent where ranks step
+        whole tensors: those on which it has not failed wait for them. For the same reason, an error that an optimizer
+        raises in one of these windows is only put into `errors`, to be raised later.
         """
         if self.is_lazy:
             catch_up_before_use(self.optimizer, self._catch_up)
@@ -123,23 +137,24 @@ class PieceStepper:
         if others:
             self._refuse_groups_apart()
         then = Moment.of(self.optimizer, clones=True) if others else None
-        self._is_partial = bool(others)
+        self._ahead = list(others)
         with self._stepping(first, is_all=not others and len(slots) == len(self.slots)):
             yield
-        if self.is_interrupted:
-            return
         # On every rank, whatever it owns: a graph that saved the old values must raise torch's error on all of them.
         increment_version([slot.parameter for slot in stepped if not is_its_piece(slot)])
         if then is None:
-            self._fill_absent()
+            if not self.is_interrupted:
+                self._fill_absent()
             return
-        self._ahead = list(others)
+        if self.is_interrupted:
+            self._tell(0, sum(is_part(slot) for window in others for slot in window.slots))
         self._begin_next()
         for window in others:
+            step_late = partial(self._step_late, window, then, errors, skips=self.is_interrupted)
             if window.is_late:
-                window.postpone(partial(self._step_late, window, then))
+                window.postpone(step_late)
             else:
-                self._step_late(window, then)
+                step_late()
         if not self._ahead:
             self.finish()
             self._fill_absent()
@@ -183,20 +198,29 @@ class PieceStepper:
         self._refuse_groups_apart()
         self._note_absent(slots)
         then = Moment.of(self.optimizer, clones=True)
+        errors: list[BaseException] = []
         for window in self._windows(slots, late=True):
-            self._step_late(window, then)
+            self._step_late(window, then, errors)
         self.finish()
         self._fill_absent()
+        for error in errors:
+            raise error
 
-    def _step_late(self, window: Window, then: Moment) -> None:
-        """Steps a window with the optimizer as it was at moment `then`."""
+    def _step_late(self, window: Window, then: Moment, errors: list[BaseException], *, skips: bool = False) -> None:
+        """Steps a window with the optimizer as it was at moment `then`, or `skips` that. `errors`: see `step`."""
         if window in self._ahead:
             self._ahead.remove(window)
         with then.back(self.optimizer):
             window.staged.begin()
             self._begin_next()
-            with self._stepping(window, is_all=False):
-                unhooked(type(self.optimizer).step)(self.optimizer)
+            with self._stepping(window, is_all=False, steps=not skips):
+                try:
+                    if not skips:
+                        unhooked(type(self.optimizer).step)(self.optimizer)
+                except BaseException as error:
+                    errors.append(error)
+                    self.is_interrupted = True
+            self.is_interrupted = self.is_interrupted and skips
             self.finish()
             self._written = window
             if window.is_late and not self._ahead:
@@ -225,7 +249,7 @@ class PieceStepper:
 
     def refuse_if_partial(self) -> None:
         """Raises RuntimeError if the step under way is of a first window: it must not be left and entered again."""
-        if self.is_stepping and self._is_partial:
+        if self.is_stepping and self._ahead:
             raise RuntimeError(
                 f"{type(self.optimizer).__name__} calls its closure several times in a step, and steps some parameters "
                 "after the others: what offload= has moved to disk, or to another dtype. Offload it to 'cpu' as it is."
@@ -296,11 +320,14 @@ class PieceStepper:
         for slot in window.swapped:
             window.show_piece(slot, counts=counts)
         window.take_optimizer(is_all=is_all, fuses=steps)
-        self.is_stepping, is_done = True, False
+        self.is_stepping, is_over = True, False
         try:
             yield
-            is_done = not self.is_interrupted
+            is_over = True
         finally:
+            is_done = is_over and not self.is_interrupted
+            if steps:
+                self._tell(*window.changed(is_done=is_done))
             window.give_back_optimizer()
             for slot in window.shown:
                 window.show_whole(slot)
@@ -308,7 +335,8 @@ class PieceStepper:
             self.known.note(window.stepped, self._left_alone)
             if is_done:
                 window.count()
-            if is_done and window.slots:  # none, where all is stepped apart from the user's call
+            # Also of a step that has failed here: other ranks may send what they have stepped, and wait for this one.
+            if is_over and window.slots:  # none, where all is stepped apart from the user's call
                 window.put_values()
                 window.staged.put_state(self._rest, self.known.is_cut)
             window.clear()

@@ -21,6 +21,7 @@ from lightning_zero.shards.probe import steps_nothing
 from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.shards.sparse import sparse_of
 from lightning_zero.shards.staging import NOT_STAGED, Staged, StagingPool
+from lightning_zero.torch_private import edits_of
 
 FUSED = (SGD, Adagrad, Adam, AdamW)  # torch has a fused kernel for CPU tensors, which it uses only on request
 FUSABLE = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
@@ -33,6 +34,7 @@ class _Shown(NamedTuple):
     grad: Tensor | None
     kind: type[Parameter]  # plain, or a parameter whose values are elsewhere
     has_gradient: bool  # whether the piece has one
+    edits: int  # torch's count of those of the parameter
 
 
 class Window(ABC):
@@ -108,7 +110,9 @@ class Window(ABC):
             if grad is not None and slot.is_sparse:
                 grad = sparse_of(grad)
             # Not its `data`: a look at that of one whose master is elsewhere has edits searched for.
-            self._shown[slot] = _Shown(parameter.detach(), shown, type(parameter), grad is not None)
+            self._shown[slot] = _Shown(
+                parameter.detach(), shown, type(parameter), grad is not None, edits_of(parameter)
+            )
             parameter.grad = None
             parameter.__class__ = Parameter
             point_at(parameter, piece)
@@ -164,6 +168,15 @@ class Window(ABC):
         if not self._hidden:
             return self.slots
         return [slot for slot in self.slots if slot not in self._hidden]
+
+    def changed(self, *, is_done: bool) -> tuple[int, int]:
+        """Returns how many parts of parameters a step has changed, and how many there are for it to change: elements
+        that this rank alone steps, or its replicas. Of a step that `is_done`, whether there are any says enough."""
+        own = ((slot, shown) for slot, shown in self._shown.items() if shown.has_gradient and is_part(slot))
+        if is_done:
+            return (1, 1) if any(own) else (0, 0)
+        changed = [edits_of(slot.local.stepped) != shown.edits for slot, shown in own]
+        return sum(changed), len(changed)
 
     @property
     def shown(self) -> list[Slot]:
@@ -226,6 +239,11 @@ class PieceWindow(Window):
 
     def put_values(self) -> None:
         self._put_masters()
+
+
+def is_part(slot: Slot) -> bool:
+    """Whether this rank steps elements of a parameter that others do not step."""
+    return slot.group.is_cut and slot.steps_any and slot.numel > 0
 
 
 def _has_dense_gradient(slot: Slot) -> bool:
