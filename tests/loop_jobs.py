@@ -4,11 +4,14 @@ import copy
 import io
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader
@@ -402,3 +405,53 @@ def fit(strategy: Any, make: Callable[[], Net], **kwargs: Any) -> dict[str, Any]
     is_own = isinstance(model, OverLoaders)
     trainer(strategy, 2, num_sanity_val_steps=0, **kwargs).fit(model, None if is_own else loader(samples=24))
     return {"losses": model.losses, "weights": state_of(model), "seen": model.seen}
+
+
+# -- steps that fail
+
+
+class FailingSGD(torch.optim.SGD):
+    """Raises after so many parameters, if any."""
+
+    fails_after: int | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for number, parameter in enumerate(p for p in self.param_groups[0]["params"] if p.grad is not None):
+            if number == self.fails_after:
+                raise ArithmeticError("the optimizer's own")
+            parameter.sub_(parameter.grad, alpha=0.1)
+        return loss
+
+
+class FailingNet(Net):
+    def __init__(self, fails_after: int) -> None:
+        super().__init__()
+        self.fails_after = fails_after
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.trainer.optimizers[0].fails_after = self.fails_after
+
+    def configure_optimizers(self) -> Any:
+        return FailingSGD(self.parameters())
+
+
+def fit_that_fails(strategy: Any, fails_after: int, folder: str | None) -> dict[str, Any]:
+    """What the fit raised, warned of and saved, and whether the module is whole."""
+    model = FailingNet(fails_after)
+    callbacks = [] if folder is None else [OnExceptionCheckpoint(folder)]
+    run = trainer(strategy, 2, callbacks=callbacks, enable_checkpointing=folder is not None)
+    told: dict[str, Any] = {"raised": None}
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            run.fit(model, loader())
+        except Exception as error:
+            told["raised"] = [type(error).__name__, type(error.__context__).__name__]
+    told["warned"] = sum("ended with an error in the middle" in str(warning.message) for warning in warned)
+    told["whole"] = [p.shape for p in model.parameters()] == [p.shape for p in FailingNet(0).parameters()]
+    told["saved"] = [] if folder is None else sorted(path.name for path in Path(folder).glob("*"))
+    return told

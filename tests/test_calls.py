@@ -395,6 +395,20 @@ def test_parameters_are_whole_again_when_they_are_saved_or_left_after_a_step_tha
         assert_same_bits(StoredCheckpoint(tmp_path / "saved").load()["model"], state_of(start, None))
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_parameters_have_their_shapes_on_a_rank_that_leaves_alone_after_its_step_has_failed(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> None:
+        optimizer.fails = lambda changes: changes == 0
+        with pytest.raises(ArithmeticError):
+            take_step(model, engine, optimizer, 0)
+        if comm.rank == 0:
+            engine.close(whole=False)
+            assert_same_bits(state_of(model, None), state_of(start, None))
+
+    start = tower()
+    on_engine(start, act, stage, Fails)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_half_a_step_is_warned_of_where_an_engine_is_closed_after_it(stage: int) -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> list[tuple[int, ...]]:

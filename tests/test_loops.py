@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,3 +118,21 @@ def test_a_loss_without_a_gradient_on_one_rank_ends_in_an_error_on_all(stage: in
     assert "does not require grad" in second
     assert "Rank 1 failed" in first
     assert "does not require grad" in first
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_error_of_a_step_ends_the_fit_and_half_a_step_is_warned_of(stage: int, two_ranks: RankPool) -> None:
+    for fails_after, warned in ((0, 0), (1, 1)):
+        for told in two_ranks.run(loop_jobs.fit_that_fails, {"stage": stage}, fails_after, None):
+            assert told == {"raised": ["ArithmeticError", "NoneType"], "warned": warned, "whole": True, "saved": []}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_after_an_exception_half_a_step_is_not_saved_and_one_that_changed_nothing_is(
+    stage: int, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    unchanged, half = tmp_path / "unchanged", tmp_path / "half"
+    for told in two_ranks.run(loop_jobs.fit_that_fails, {"stage": stage}, 0, str(unchanged)):
+        assert (told["raised"], told["saved"]) == (["ArithmeticError", "NoneType"], ["on_exception.ckpt"])
+    for told in two_ranks.run(loop_jobs.fit_that_fails, {"stage": stage}, 1, str(half)):
+        assert (told["raised"], told["saved"]) == (["TornStepError", "ArithmeticError"], [])

@@ -144,6 +144,8 @@ class EngineStrategy(CheckpointingStrategy):
     @override
     def teardown(self) -> None:
         self._undo.close()
+        if self._live_engine is not None:
+            self._notices.ends = True
         if self._own_callbacks is not None and self.lightning_module is not None:
             self._own_callbacks.preemption.tell(self.lightning_module.trainer)
             self._own_callbacks = None

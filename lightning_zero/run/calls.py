@@ -4,7 +4,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from types import FrameType
 from typing import Any, final
 from weakref import WeakKeyDictionary
@@ -28,6 +28,10 @@ def _begin_to_order_hooks() -> None:
 def _order_hooks(optimizer: Optimizer, *_: Any) -> None:
     if optimizer in _INNERMOST:
         put_innermost(optimizer, *_INNERMOST[optimizer])
+
+
+class _Abandoned(Exception):
+    """Leads out of a step without any collective."""
 
 
 @final
@@ -75,6 +79,11 @@ class StepCalls:
         self._stepper.is_interrupted = True
         self._entered.close()
         self._stepper.is_interrupted = False
+
+    def abandon(self) -> None:
+        """Ends a call that an error has left, without a word to other ranks."""
+        with suppress(_Abandoned), self._entered:
+            raise _Abandoned
 
     def recover(self) -> None:
         """Ends a call that an error has left, if there is one: torch calls no hook in that case."""

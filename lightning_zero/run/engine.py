@@ -1,6 +1,5 @@
 """`Engine`: trains one module with its optimizers at a stage of ZeRO. Knows nothing of Lightning."""
 
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -16,7 +15,6 @@ from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.facts import facts_of
 from lightning_zero.run.journal import Journal
 from lightning_zero.run.loans import Loans
-from lightning_zero.run.notices import TornStepError
 from lightning_zero.run.parameter import Interception
 from lightning_zero.run.phase import Phase
 from lightning_zero.run.placing import make_program
@@ -309,8 +307,10 @@ class Engine:
                 failed and others may be gone: then only the hooks are removed, and sharded parameters raise when read.
         """
         disk = self.parts.setting.places.disk
+        self.runner.reductions.notices.ends = True
         if not whole:
             self.mesh.abandon()  # first: until then, all that follows could wait behind a collective that never ends
+            self.runner.stepping.abandon()
         if whole:
             self.runner.stepping.interrupt()
             self.runner.recover()
@@ -333,10 +333,7 @@ class Engine:
                 disk.close(drains=False)
             return
         self.loans.settle()
-        try:
-            self.runner.rendezvous.meet()  # after it no rank may ask for what is freed below
-        except TornStepError as error:  # the error of the step itself ends the run
-            warnings.warn(str(error), stacklevel=2)
+        self.runner.rendezvous.meet()  # after it no rank may ask for what is freed below
         self.runner.course.close()
         self.runner.reductions.free()  # first: whole parameters then take their memory, and not more
         self.parts.assembly.free()

@@ -1,9 +1,9 @@
 """`Notices`: events that one rank notices, and that all ranks must act upon together."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NoReturn
 
 
 class Notice(Enum):
@@ -34,6 +34,7 @@ class Notices:
     are_current: bool = False  # ranks have met in the current batch
     place: str = ""  # where this rank is in its run, in words
     left: str = ""  # what a step that has ended with an error has done here, in words
+    ends: bool = False  # training ends, perhaps with the error of that step, which must stay the one that users see
 
     def flags(self) -> list[bool]:
         """Returns one flag for each `Notice`, whether this rank has noticed it."""
@@ -69,15 +70,18 @@ class Notices:
         go on as one device can."""
         return {Notice.STEPPED, Notice.LEFT} <= self.anywhere
 
-    def refuse_torn_step(self, left: Sequence[str]) -> NoReturn:
-        """Raises TornStepError. `left` has what each rank has done, by rank."""
+    def refuse_torn_step(self, left: Sequence[str]) -> None:
+        """Raises TornStepError, or warns where training ends. `left` has what each rank has done, by rank."""
         self.left = ""
         told = "; ".join(f"on rank {rank} {what}" for rank, what in enumerate(left) if what)
-        raise TornStepError(
+        error = TornStepError(
             f"A step has ended with an error in the middle: {told}. Each rank steps parts of its own, so the weights "
-            "are neither old nor new now. Load a checkpoint before you go on. Where training is to go on after an "
-            "error, find it before the step, on every rank alike, and do not call step()."
+            "are neither old nor new now. Load a checkpoint that was saved before, to go on. Where training is to "
+            "survive an error, find it before the step, on every rank alike, and do not call step()."
         )
+        if not self.ends:
+            raise error
+        warnings.warn(str(error), stacklevel=2)
 
     @property
     def are_apart(self) -> bool:

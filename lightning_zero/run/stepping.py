@@ -176,6 +176,11 @@ class Stepping:
         for calls in self._calls:
             calls.interrupt()
 
+    def abandon(self) -> None:
+        """Ends calls of `step` that an error has left, on this rank alone: parameters are no pieces any more."""
+        for calls in self._calls:
+            calls.abandon()
+
     def remove(self) -> None:
         """Leaves the optimizers to the user."""
         for calls, modes in zip(self._calls, self._modes, strict=True):
