@@ -410,6 +410,20 @@ def test_parameters_have_their_shapes_on_a_rank_that_leaves_alone_after_its_step
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_engine_is_closed_when_the_error_of_its_last_step_is_raised_late(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> None:
+        optimizer.fails = lambda changes: changes == 0
+        take_step(model, engine, optimizer, 0)
+        with pytest.raises(ArithmeticError):
+            engine.close()
+        assert engine.closed
+        assert_same_bits(state_of(model, None), state_of(start, None))
+
+    start = tower()
+    on_engine(start, act, stage, Fails, **HOST_APART)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_half_a_step_is_warned_of_where_an_engine_is_closed_after_it(stage: int) -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> list[tuple[int, ...]]:
         optimizer.fails = lambda changes: changes == 1

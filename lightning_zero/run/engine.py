@@ -314,7 +314,7 @@ class Engine:
         if whole:
             self.runner.stepping.interrupt()
             self.runner.recover()
-            self.catch_up()
+            self.runner.finish_steps()
         self._bytes_at_close = self.bytes_by_category()
         self._facts_at_close = None
         if whole and self.runner.journal.has_step:
@@ -343,6 +343,7 @@ class Engine:
             disk.close()
         self.parts.setting.ledger.pinned.give_back()
         self.runner.rendezvous.meet()
+        self.runner.stepping.raise_late_error()
 
     def _restore(self, group: ShardGroup) -> None:
         """Makes the parameters of a group plain and whole again, in their declared dtypes, each with its own storage.

@@ -79,10 +79,15 @@ class Runner:
         self.hooks.begin_pass()
 
     def catch_up(self) -> None:
-        """Takes all postponed steps of offloaded parameters, which otherwise wait until the values are needed."""
+        """Takes all postponed steps of offloaded parameters, which otherwise wait until the values are needed. Raises
+        the error of one that has failed."""
+        self.finish_steps()
+        self.stepping.raise_late_error()
+
+    def finish_steps(self) -> None:
+        """Takes all postponed steps, and waits until what is stepped is where it rests."""
         self.latest.catch_up_all()
         self.stepping.finish()
-        self.stepping.raise_late_error()
 
     # -- backward
 
