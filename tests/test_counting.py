@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.config import Offload
+from lightning_zero.run.notices import TornStepError
 from lightning_zero.shards.counting import StepCounts
 from lightning_zero.wire.comm import Comm
 from models import seeded
@@ -119,6 +120,33 @@ def test_an_error_in_a_step_is_raised_on_ranks_that_step_nothing_too() -> None:
 
     ranks = on_engine(seeded(lambda: nn.Linear(2, 1)), act, 2, MAKES["AdamW"], world=4)
     assert set(ranks) == {True, False}
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_step_that_raised_after_it_had_counted_itself_is_told_of_on_every_rank(foreach: bool, steps: int) -> None:
+    """One rank counts what the others do not, and on one device a count is ahead for other parameters."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> None:
+        def step() -> None:
+            with engine.forward():
+                loss = model(x()).square().mean()
+            loss.backward()
+            optimizer.step()
+
+        for _ in range(steps):
+            step()
+        optimizer.param_groups[0]["weight_decay"] = "a word"
+        with pytest.raises(TypeError):
+            step()
+        optimizer.param_groups[0]["weight_decay"] = 0.1
+        with pytest.raises(
+            TornStepError, match=r"AdamW.step\(\) had changed 0 of \d parameters and some of their state"
+        ):
+            step()
+        step()
+
+    on_engine(tower(), act, 2, partial(torch.optim.AdamW, foreach=foreach), world=2)
 
 
 def test_state_that_was_cleared_is_made_again() -> None:

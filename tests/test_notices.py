@@ -1,8 +1,11 @@
 """What one rank notices, told to all."""
 
+from typing import Any
+
 import pytest
 
 from lightning_zero.run.notices import Notice, Notices
+from lightning_zero.shards.window import Changes
 
 
 def test_ranks_hear_of_all_that_any_of_them_noticed_and_of_nothing_else() -> None:
@@ -27,12 +30,13 @@ def test_ranks_hear_of_all_that_any_of_them_noticed_and_of_nothing_else() -> Non
         ([(3, 4), (2, 2)], True),
         ([(0, 4), (2, 2)], True),
         ([(1, 4), (0, 2)], True),
+        ([(0, 4, True), (0, 2)], True),
     ],
 )
-def test_a_step_is_torn_unless_all_of_it_or_nothing_is_done(steps: list[tuple[int, int]], is_torn: bool) -> None:
+def test_a_step_is_torn_unless_all_of_it_or_nothing_is_done(steps: list[tuple[Any, ...]], is_torn: bool) -> None:
     ranks = [Notices() for _ in steps]
-    for notices, (changed, of) in zip(ranks, steps, strict=True):
-        notices.note_step("Adam", changed, of)
+    for notices, changes in zip(ranks, steps, strict=True):
+        notices.note_step("Adam", Changes(*changes, *([False] * (3 - len(changes)))))
     highest = [max(flags) for flags in zip(*[notices.flags() for notices in ranks], strict=True)]
     for notices in ranks:
         notices.hear(highest)

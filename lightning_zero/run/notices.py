@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from lightning_zero.shards.window import Changes
+
 
 class Notice(Enum):
     """An event or a condition that one rank tells the others."""
@@ -14,7 +16,7 @@ class Notice(Enum):
     UNSAVED = auto()  # a save in the background has failed
     IN_BATCH = auto()  # this rank trains on a batch
     AT_EPOCH_END = auto()  # this rank has no more batches in this epoch
-    STEPPED = auto()  # an optimizer has changed weights on this rank, since ranks have met
+    STEPPED = auto()  # an optimizer has changed weights or its state on this rank, since ranks have met
     LEFT = auto()  # an optimizer's step has ended with an error on this rank, before it had changed all weights
 
 
@@ -56,13 +58,14 @@ class Notices:
         """Notes that this rank is between epochs, or in an evaluation."""
         self.here.difference_update({Notice.IN_BATCH, Notice.AT_EPOCH_END})
 
-    def note_step(self, name: str, stepped: int, of: int) -> None:
-        """Notes how many of its parts of parameters a step of the optimizer of that name has changed here, of those
-        that it was to change."""
-        self.here.update({Notice.STEPPED} if stepped else ())
-        if stepped < of:
+    def note_step(self, name: str, changes: Changes) -> None:
+        """Notes what a step of the optimizer of that name has changed here."""
+        if changes.parameters or changes.in_state:
+            self.here.add(Notice.STEPPED)
+        if changes.parameters < changes.of:
             self.here.add(Notice.LEFT)
-            self.left = f"{name}.step() had changed {stepped} of {of} parameters"
+            state = " and some of their state" if changes.in_state else ""
+            self.left = f"{name}.step() had changed {changes.parameters} of {changes.of} parameters{state}"
 
     @property
     def is_torn(self) -> bool:

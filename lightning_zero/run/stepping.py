@@ -23,6 +23,7 @@ from lightning_zero.shards.optimizer import PieceStepper, groups_of
 from lightning_zero.shards.options import Options
 from lightning_zero.shards.slot import Slot
 from lightning_zero.shards.units import modules_in_compiled_regions
+from lightning_zero.shards.window import Changes
 from lightning_zero.tiers.ledger import return_freed_memory
 from lightning_zero.views.state import RestingState
 
@@ -100,8 +101,8 @@ class Stepping:
                 return_freed_memory()
             self._steps += 1
 
-    def _note_step(self, optimizer: Optimizer, changed: int, of: int) -> None:
-        self.notices.note_step(type(optimizer).__name__, changed, of)
+    def _note_step(self, optimizer: Optimizer, changes: Changes) -> None:
+        self.notices.note_step(type(optimizer).__name__, changes)
 
     def raise_late_error(self) -> None:
         """Raises what an optimizer has raised in a step that was taken late, once this rank has sent what it owes."""

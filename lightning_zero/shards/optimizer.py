@@ -28,7 +28,7 @@ from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.staging import MakeResting, StagingPool
 from lightning_zero.shards.trial import unhooked
 from lightning_zero.shards.whole import WholeWindow, may_wait, rounds
-from lightning_zero.shards.window import PieceWindow, Window, by_group, is_its_piece, is_part
+from lightning_zero.shards.window import Changes, PieceWindow, Window, by_group, is_its_piece, is_part
 
 T = TypeVar("T")
 
@@ -37,14 +37,14 @@ T = TypeVar("T")
 class PieceStepper:
     """Swaps the parameters of one optimizer to pieces for a step, and back. `rest` makes the tensor that stands for
     optimizer state that rests elsewhere. With `is_lazy` offloaded parameters are stepped when values are needed. `tell`
-    is told what a step has changed of this rank's parts: how many, and of how many."""
+    is told what a step has changed."""
 
     def __init__(
         self,
         optimizer: Optimizer,
         setting: Setting,
         rest: MakeResting,
-        tell: Callable[[int, int], None],
+        tell: Callable[[Changes], None],
         *,
         is_lazy: bool = False,
     ) -> None:
@@ -147,7 +147,7 @@ class PieceStepper:
                 self._fill_absent()
             return
         if self.is_interrupted:
-            self._tell(0, sum(is_part(slot) for window in others for slot in window.slots))
+            self._tell(Changes(0, sum(is_part(slot) for window in others for slot in window.slots), in_state=False))
         self._begin_next()
         for window in others:
             step_late = partial(self._step_late, window, then, errors, skips=self.is_interrupted)
@@ -320,6 +320,7 @@ class PieceStepper:
         for slot in window.swapped:
             window.show_piece(slot, counts=counts)
         window.take_optimizer(is_all=is_all, fuses=steps)
+        state_edits = window.state_edits if steps else 0
         self.is_stepping, is_over = True, False
         try:
             yield
@@ -327,7 +328,7 @@ class PieceStepper:
         finally:
             is_done = is_over and not self.is_interrupted
             if steps:
-                self._tell(*window.changed(is_done=is_done))
+                self._tell(window.changes(state_edits, is_done=is_done))
             window.give_back_optimizer()
             for slot in window.shown:
                 window.show_whole(slot)

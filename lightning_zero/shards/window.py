@@ -5,6 +5,7 @@ What rests in memory, in the dtype in which it is stepped, is stepped where it i
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple, final
 
 import torch
@@ -35,6 +36,17 @@ class _Shown(NamedTuple):
     kind: type[Parameter]  # plain, or a parameter whose values are elsewhere
     has_gradient: bool  # whether the piece has one
     edits: int  # torch's count of those of the parameter
+
+
+class Changes(NamedTuple):
+    """What a step has changed of the elements that this rank alone steps, or its replicas."""
+
+    parameters: int  # of which it has changed some
+    of: int  # of which it was to change some
+    in_state: bool  # anything
+
+
+_NO_STATE: dict[str, Any] = {}
 
 
 class Window(ABC):
@@ -169,14 +181,23 @@ class Window(ABC):
             return self.slots
         return [slot for slot in self.slots if slot not in self._hidden]
 
-    def changed(self, *, is_done: bool) -> tuple[int, int]:
-        """Returns how many parts of parameters a step has changed, and how many there are for it to change: elements
-        that this rank alone steps, or its replicas. Of a step that `is_done`, whether there are any says enough."""
+    def changes(self, state_edits: int, *, is_done: bool) -> Changes:
+        """Returns what a step has changed; `state_edits` is what they were before. Of a step that `is_done`, whether
+        there is anything to change says enough."""
         own = ((slot, shown) for slot, shown in self._shown.items() if shown.has_gradient and is_part(slot))
         if is_done:
-            return (1, 1) if any(own) else (0, 0)
+            return Changes(1, 1, True) if any(own) else Changes(0, 0, False)
         changed = [edits_of(slot.local.stepped) != shown.edits for slot, shown in own]
-        return sum(changed), len(changed)
+        return Changes(sum(changed), len(changed), self.state_edits != state_edits)
+
+    @property
+    def state_edits(self) -> int:
+        """Torch's counts of edits of the state of what is shown, and counts of steps that are no tensors, added up."""
+        if self.staged:  # its tensors are views of one, and share a count
+            return 0
+        states = map(dict.get, repeat(self._optimizer.state), [s.parameter for s in self._shown], repeat(_NO_STATE))
+        values = [value for state in states for value in state.values()]
+        return sum([edits_of(v) if isinstance(v, Tensor) else v if isinstance(v, int) else 0 for v in values])
 
     @property
     def shown(self) -> list[Slot]:
