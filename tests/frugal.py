@@ -56,6 +56,27 @@ def _yielding(make_group: Any) -> Any:
     return make
 
 
+@functools.cache
+def _device_of(process: int) -> Any:  # one that is forked later has threads of its own
+    return c10d.ProcessGroupGloo.create_default_device()
+
+
+def _receiving_in_one_thread(init: Any) -> Any:
+    """Gives all groups of a process one thread of gloo's that receives, not one each: every such thread wakes up a
+    hundred times a second for as long as its group lives. Pools of ranks live long and have many: a fifteenth of what
+    all tests cost was spent so."""
+
+    @functools.wraps(init)
+    def make(group: Any, store: Any, rank: int, size: int, timeout: Any = c10d.default_pg_timeout) -> None:
+        options = c10d.ProcessGroupGloo._Options()
+        options._devices, options._threads, options._timeout = [_device_of(os.getpid())], 2, timeout
+        init(group, store, rank, size, options)
+
+    return make
+
+
+c10d.ProcessGroupGloo.__init__ = _receiving_in_one_thread(c10d.ProcessGroupGloo.__init__)
+
 if hasattr(os, "SCHED_BATCH"):  # Linux
     c10d._new_process_group_helper = _yielding(c10d._new_process_group_helper)
 
