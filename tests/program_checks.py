@@ -157,7 +157,7 @@ def models(draw: Any) -> tuple[Facts, list[Use]]:
         in_order=draw(st.booleans()),
         learns_late=draw(st.booleans()),
         spans=is_flat and draw(st.booleans()),
-        marks_reductions=is_flat and draw(st.booleans()),
+        marks_reductions=not shards_parameters and draw(st.booleans()),
         steps_in_backward=steps_in_backward,
         publishes_late=not shards_parameters and not postpones and draw(st.booleans()),
     )

@@ -35,12 +35,11 @@ Done = tuple[Kind, str, int, Among]  # kind, name of the unit or group, chunk or
 # The kind of a collective, by the beginning of its name.
 _COLLECTIVES = {
     "all_reduce rendezvous": Kind.AGREE,
-    "all_reduce replicas": Kind.AGREE,
     "all_reduce settle": Kind.AGREE,
     "all_reduce norm": Kind.NORM,
     "all_reduce overflow": Kind.VERDICT,
     "broadcast buffers": Kind.CALL,
-    "mark reduce ": Kind.MARK,
+    "mark ": Kind.MARK,
     "reduce_scatter reduce ": Kind.REDUCE,
     "all_gather gather ": Kind.UNSHARD,
     "all_gather publish ": Kind.PUBLISH,
@@ -65,7 +64,8 @@ class Recorder:
         """Which ranks a communicator is of; that of ranks that share shards may be that of all."""
         mesh = self.engine.mesh
         comms = {Among.SHARD: mesh.shard, Among.REPLICAS: mesh.replicate, Among.TENSOR: mesh.tensor}
-        return next((among for among, of in comms.items() if comm is of), Among.WORLD)
+        comms |= {Among.WORLD: mesh.world, Among.DATA: mesh.data}
+        return next(among for among, of in comms.items() if comm is of)
 
     def note_collective(self, comm: Comm, kind: str, name: str, tensor: Tensor | None, sent: int) -> None:
         if kind == "all_to_all":

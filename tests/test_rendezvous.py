@@ -319,7 +319,7 @@ def messages_of_steps(
     def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> list[dict[str, int]]:
         messages = []
         for step in range(6):
-            before = Counter(comm._issued)
+            before = issued_in(engine)
             for micro in range(micros):
                 with engine.accumulating() if micro < micros - 1 else nullcontext():
                     with engine.forward():
@@ -330,13 +330,18 @@ def messages_of_steps(
                 engine.averages.clip_by_norm_(optimizer, 0.1)
             optimizer.step()
             optimizer.zero_grad()
-            sent = Counter(comm._issued) - before
+            sent = issued_in(engine) - before
             sent = Counter({name.partition(" reduce ")[0]: n for name, n in sent.items()})  # of marks, beside any group
             messages.append({name: n for name, n in sent.items() if not name.startswith(("all_gather", "reduce_sc"))})
         return messages
 
     options = {"unit_classes": ("Linear",), "bucket_bytes": FEW_BUCKETS, **options}
     return on_engine(start or tower(5), act, stage, **options)
+
+
+def issued_in(engine: Engine) -> Counter[str]:
+    """How often this rank has sent what to ranks of its mesh."""
+    return sum((comm._issued for comm in engine.mesh.comms if comm.size > 1), Counter())
 
 
 @pytest.mark.parametrize("clips", [False, True])
@@ -354,6 +359,38 @@ def test_ranks_that_do_the_same_send_few_messages_beside_their_data(
         if stage < 3:  # beside the first reduction of each backward, and nobody waits for it alone
             expected["mark"] = micros if stage == 2 else 1
         assert messages[3:] == [expected] * 3
+
+
+HYBRID = {  # ranks, replicas, tensor-parallel ranks
+    "replicas": (4, 2, 1),
+    "tensor-parallel": (4, 1, 2),
+    "replicas, tensor-parallel": (8, 2, 2),
+}
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize(("stage", "micros"), [(0, 4), (1, 4), (2, 1), (2, 4), (3, 1)])
+@pytest.mark.parametrize("mesh", HYBRID)
+def test_ranks_of_a_mesh_agree_as_often_and_once_more_with_those_that_hold_other_parts(
+    mesh: str, stage: int, micros: int, clips: bool
+) -> None:
+    """Replicas reduce together, and need no agreement of their own where no units are gathered. Each of them gathers
+    its own units: beside the first reduction, it tells the others that it has begun."""
+    world, replicas, tensor_ranks = HYBRID[mesh]
+    shards = world // replicas // tensor_ranks
+    meetings = 1 + (clips and stage > 0)
+    expected = Counter({"all_reduce rendezvous": meetings if shards > 1 else 0})
+    if tensor_ranks > 1 or (replicas > 1 and stage == 3):
+        expected["all_reduce settle"] = meetings
+    if clips:
+        expected["all_reduce norm"] = (shards > 1 and stage > 0) + (tensor_ranks > 1)
+    if stage < 3 and shards > 1:
+        expected["mark"] = micros if stage == 2 else 1
+    elif stage == 3 and replicas > 1:
+        expected["mark replicas"] = meetings
+    options = {"world": world, "replicate_size": replicas, "tensor_parallel_size": tensor_ranks}
+    for messages in messages_of_steps(stage, micros, clips, **options):
+        assert messages[3:] == [+expected] * 3
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -974,7 +1011,7 @@ WAYS = {
         max_size=9,
     ),
     stage=st.integers(0, 2),
-    world=st.integers(2, 3),
+    mesh=st.sampled_from([(2, 1, 1), (3, 1, 1), (4, 2, 1), (6, 3, 1), (4, 1, 2)]),  # ranks, replicas, tensor-parallel
     dtype=st.sampled_from(DTYPES),
     unused=st.booleans(),
     is_offloaded=st.booleans(),
@@ -982,32 +1019,35 @@ WAYS = {
 )
 @settings(max_examples=CAMPAIGN or 25, derandomize=not CAMPAIGN, deadline=None)
 def test_ranks_that_start_to_reduce_without_asking_keep_the_bits_of_those_that_ask(
-    steps: Any, stage: int, world: int, dtype: Any, unused: bool, is_offloaded: bool, bucket_bytes: int
+    steps: Any, stage: int, mesh: tuple[int, int, int], dtype: Any, unused: bool, is_offloaded: bool, bucket_bytes: int
 ) -> None:
-    """Ranks leave what they have all done before at random, alone or together, and come back to it."""
+    """Ranks leave what they have all done before at random, alone or together, and come back to it; tensor-parallel
+    ones together."""
+    world, replicas, tensor_ranks = mesh
     start = seeded(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(5)]))
     if unused:
         start[2].register_module("unused", nn.Linear(WIDTH, WIDTH))
 
     def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
         common: Any = (1, False)
+        place = comm.rank // tensor_ranks
         for step, (repeats, micros, clips, apart, before, first) in enumerate(steps):
             common = common if repeats else (micros, clips)
             micros, clips = common
             for micro in range(micros):
-                way = next((WAYS[how] for rank, at, how in apart if (rank, at) == (comm.rank, micro)), WAYS["as all"])
+                way = next((WAYS[how] for rank, at, how in apart if (rank, at) == (place, micro)), WAYS["as all"])
                 autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is not None, cache_enabled=False)
                 with engine.accumulating() if micro < micros - 1 else nullcontext():
                     with engine.forward(), autocast:
-                        loss = way(model, x(1.0 + step + micro + comm.rank)).float().square().mean()
+                        loss = way(model, x(1.0 + step + micro + place)).float().square().mean()
                     with engine.backward():
                         loss.backward()
-            if comm.rank >= first and before == "evaluates":
+            if place >= first and before == "evaluates":
                 with torch.no_grad(), engine.forward():
                     model(x())
-            elif comm.rank >= first and before == "a gradient" and model[1].weight.grad is not None:
+            elif place >= first and before == "a gradient" and model[1].weight.grad is not None:
                 model[1].weight.grad.norm().item()
-            elif comm.rank >= first and before == "a weight":
+            elif place >= first and before == "a weight":
                 model[1].weight.norm().item()
             if clips:
                 engine.averages.clip_by_norm_(optimizer, 0.1)
@@ -1018,6 +1058,7 @@ def test_ranks_that_start_to_reduce_without_asking_keep_the_bits_of_those_that_a
 
     offload = Offload(optimizer="cpu") if is_offloaded else None
     options = {"autocast_dtype": dtype, "bucket_bytes": bucket_bytes, "offload": offload, "machine": APART}
+    options |= {"replicate_size": replicas, "tensor_parallel_size": tensor_ranks}
     found = on_engine(start, act, stage, momentum, world=world, **options)
     with patch.object(Readiness, "marks_reductions", False):
         expected = on_engine(start, act, stage, momentum, world=world, **options)
@@ -1026,17 +1067,62 @@ def test_ranks_that_start_to_reduce_without_asking_keep_the_bits_of_those_that_a
 
 
 @pytest.mark.parametrize(
-    ("does", "stage", "who", "micros"),
-    pairwise([*LOOKS, leaves_a_layer_out], STAGES, [(0,), (0, 1)], [1, 2]),
+    ("does", "stage", "who", "micros", "dtype"),
+    pairwise([*LOOKS, leaves_a_layer_out], STAGES, [(0,), (3,), (0, 1), (0, 2), (0, 1, 2)], [1, 2], DTYPES),
     ids=name_of,
 )
 def test_a_replica_may_go_its_own_way_while_another_one_waits_for_its_reductions(
-    does: Any, stage: int, who: tuple[int, ...], micros: int
+    does: Any, stage: int, who: tuple[int, ...], micros: int, dtype: torch.dtype | None
 ) -> None:
-    """All of its ranks, or one of them."""
+    """All of its ranks, one of them, or one rank and its replica."""
     how = {"world": 4, "replicate_size": 2}
-    found = train_while(who, does, stage, None, micros, **how)
-    expected = train_while(who, SAME.get(does, nn.Module.__call__), stage, None, micros, **how)
+    found = train_while(who, does, stage, dtype, micros, **how)
+    expected = train_while(who, SAME.get(does, nn.Module.__call__), stage, dtype, micros, **how)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("does", "stage", "who", "micros", "dtype"),
+    pairwise([*LOOKS, leaves_a_layer_out], STAGES, [(0,), (0, 1)], [1, 2], DTYPES),
+    ids=name_of,
+)
+def test_one_tensor_parallel_rank_may_look_alone_and_those_of_a_batch_may_have_no_gradient(
+    does: Any, stage: int, who: tuple[int, ...], micros: int, dtype: torch.dtype | None
+) -> None:
+    """Ranks 0 and 1 share modules and a batch."""
+    who = who if does in LOOKS[:-1] else (0, 1)
+    how = {"world": 4, "tensor_parallel_size": 2}
+    found = train_while(who, does, stage, dtype, micros, **how)
+    expected = train_while(who, SAME.get(does, nn.Module.__call__), stage, dtype, micros, **how)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+def test_a_replica_starts_to_reduce_as_a_rank_of_it_looks_at_a_weight_while_another_one_has_no_gradients() -> None:
+    """All units stay gathered, so it starts no sooner than rank 1, at the end of its backward, has rank 0 serve it."""
+    start = seeded(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(5)]))
+
+    def act_with(looks: bool) -> Any:
+        def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+            for step in range(4):
+                is_odd = step == 3
+                does = (has_no_gradient if looks else zero) if is_odd and comm.rank > 1 else nn.Module.__call__
+                with engine.forward(), torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+                    loss = does(model, x(1.0 + step + comm.rank)).float().mean()
+                with engine.backward():
+                    loss.backward()
+                if is_odd and comm.rank == 1 and looks:
+                    model[0].weight.norm().item()
+                optimizer.step()
+                optimizer.zero_grad()
+            return state_of(model, engine)
+
+        return act
+
+    options: dict[str, Any] = {"autocast_dtype": torch.bfloat16, "unit_classes": ("Linear",), "prefetch": 4}
+    options |= {"world": 4, "replicate_size": 2, "bucket_bytes": FEW_BUCKETS}
+    found, expected = (on_engine(start, act_with(looks), 3, **options) for looks in (True, False))
     for mine, theirs in zip(found, expected, strict=True):
         assert_same_bits(mine, theirs)
 
@@ -1089,12 +1175,13 @@ def fail(_: Tensor) -> None:
     raise ArithmeticError
 
 
+@pytest.mark.parametrize("who", [(0,), (0, 1), (1, 3)])
 @pytest.mark.parametrize("does", [has_no_gradient, leaves_a_layer_out])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_replica_may_have_no_gradients_where_backward_steps_them(stage: int, does: Any) -> None:
+def test_a_replica_may_have_no_gradients_where_backward_steps_them(stage: int, does: Any, who: tuple[int, ...]) -> None:
     how = {"world": 4, "replicate_size": 2, "step_in_backward": True}
-    found = train_while([0, 1], does, stage, None, 1, **how)
-    expected = train_while([0, 1], SAME[does], stage, None, 1, **how)
+    found = train_while(who, does, stage, None, 1, **how)
+    expected = train_while(who, SAME[does], stage, None, 1, **how)
     for mine, theirs in zip(found, expected, strict=True):
         assert_same_bits(mine, theirs)
 

@@ -57,7 +57,8 @@ def failed_alike(engine: Engine, board: Board, run: int) -> bool:
     """Whether all ranks failed after the same collectives, so that they can still make the model whole: in a notebook
     that goes on after an error of all. Waits for a moment only: a rank that failed alone must end its process, so that
     the others stop waiting for it."""
-    calls = [dict(comm.calls) for comm in (engine.mesh.world, engine.mesh.shard, engine.mesh.replicate)]
+    mesh = engine.mesh
+    calls = [dict(comm.calls) for comm in (mesh.world, mesh.shard, mesh.replicate, mesh.data)]
 
     def compare(records: list[dict[str, Any]]) -> dict[str, Any]:
         return {"same": all(record["calls"] == records[0]["calls"] for record in records)}

@@ -177,7 +177,7 @@ class Rank:
 
 def _sent_by(mesh: Mesh) -> tuple[Counter[str], Counter[str]]:
     """Returns the calls and the bytes that a rank has sent so far, by kind of operation."""
-    comms = {mesh.world, mesh.shard, mesh.replicate, mesh.tensor}
+    comms = mesh.comms
     return sum((one.calls for one in comms), Counter()), sum((one.bytes_sent for one in comms), Counter())
 
 

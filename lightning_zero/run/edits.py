@@ -8,7 +8,6 @@ import torch
 
 from lightning_zero.device import HOST
 from lightning_zero.run.rendezvous import Rendezvous
-from lightning_zero.wire.comm import Comm
 
 
 class Place(IntEnum):
@@ -27,8 +26,8 @@ class EditBarrier:
     `share` keeps the edits made so far on a rank that goes on waiting, while those at the boundary go on.
     """
 
-    def __init__(self, comm: Comm, rendezvous: Rendezvous, share: Callable[[], None]) -> None:
-        self._comm = comm.host
+    def __init__(self, rendezvous: Rendezvous, share: Callable[[], None]) -> None:
+        self._comm = rendezvous.comm.host
         self._rendezvous = rendezvous
         self._share = share
         self._place = Place.ELSEWHERE

@@ -50,9 +50,7 @@ def facts_of(
         publishes_late=stepping.publishes_late,
         spans=bool(units) and mesh.is_flat,
         marks_reductions=rendezvous.readiness.marks_reductions,
-        settles_alone=(
-            not units and mesh.is_flat and reductions.may_settle_alone and len(order) == len(reductions.shards)
-        ),
+        settles_alone=not units and reductions.may_settle_alone and len(order) == len(reductions.shards),
     )
 
 

@@ -69,7 +69,7 @@ class Loans(Lender):
         self._has_kept = False  # edits since the last boundary, which can be told from the loans no more
         self._are_lost = False  # a rank failed: the values are spread over ranks that no longer answer
         is_cut = any(group.is_cut and not group.is_plain for group in groups)
-        self._barrier = EditBarrier(groups[0].comm, runner.rendezvous, self._share_edits) if is_cut else None
+        self._barrier = EditBarrier(runner.rendezvous, self._share_edits) if is_cut else None
         self._averages: dict[Slot, int] = {}  # by which `Course.call` gathers gradients
         self._gradients: dict[Slot, Tensor] = {}  # lent whole gradients, of which user code may hold views
         self._enroll_gradients(groups)

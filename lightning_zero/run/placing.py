@@ -37,7 +37,7 @@ class _Placing:
         self._reduced = 0  # groups of the micro-batches of this round that are over
         self._started = 0  # reductions of this backward
         self._is_ready = False  # all ranks are known to reduce in this round
-        self._is_told = False  # replicas have told each other in this round that they reduce
+        self._starts_early: bool | None = None  # replicas start reductions in this round; None: they have not told yet
         self._is_unsettled = False
         self._unstepped: list[int] = []  # reduced, and to be stepped in backward
 
@@ -102,33 +102,36 @@ class _Placing:
         """Has ranks agree, if they meet here, and reduces what is left."""
         if self._at not in self._met:
             return
-        if self._facts.ranks > 1 or self._facts.units:
-            self.placed.add(Kind.AGREE)
+        if self._facts.agree > 1 or self._facts.units:
+            if not self._is_unsettled:
+                self._tell_replicas(starts=False)
+            self.placed.add(Kind.AGREE, among=self._facts.agree_among)
             self._join_replicas()
         self._is_ready, self._reduced = False, 0
         for number in self._here:
             self._here.remove(number)
             self.placed.add(Kind.RESHARD, number)
-        for among, count in ((Among.REPLICAS, self._facts.replicas), (Among.TENSOR, self._facts.tensor_ranks)):
-            if count > 1:
-                self.placed.add(Kind.AGREE, among=among)
+        if self._facts.agree_beyond is not None:
+            self.placed.add(Kind.AGREE, among=self._facts.agree_beyond)
         if self._is_unsettled:
             self._is_unsettled = False
             self._settle()
 
-    def _tell_replicas(self) -> None:
-        """Has replicas tell each other that they reduce, before the first reduction that one of them may wait in."""
-        if self._facts.replicas > 1 and self._facts.may_wait and not self._is_told:
-            self._is_told = True
-            self.placed.add(Kind.AGREE, among=Among.REPLICAS)
+    def _tell_replicas(self, *, starts: bool) -> None:
+        """Has replicas tell each other, once in a round, whether they start reductions that one of them may wait in
+        before the round ends."""
+        waits = bool(self._facts.units) and self._facts.replicas > 1 and self._facts.may_wait
+        if waits and self._starts_early is None:
+            self._starts_early = starts
+            self.placed.add(Kind.MARK, among=Among.REPLICAS)
 
     def _join_replicas(self) -> None:
         """Reduces what another replica may wait in, before anything else waits for it."""
-        self._tell_replicas()
-        if self._is_told and self._is_unsettled:
+        self._tell_replicas(starts=False)
+        if self._starts_early:
             self._start(len(self._facts.order))
             self._reductions.drain()
-        self._is_told = False
+        self._starts_early = None
 
     # -- backward
 
@@ -150,14 +153,15 @@ class _Placing:
             self._start_now(self._complete.count)
 
     def _start_now(self, count: int) -> None:
-        if count > self._started and self._facts.may_wait and not self._is_ready and self._facts.ranks > 1:
+        if count > self._started and self._facts.may_wait and not self._is_ready and self._facts.agree > 1:
             self._is_ready = True
-            self.placed.add(Kind.MARK if self._facts.marks_reductions else Kind.AGREE)
+            kind = Kind.MARK if self._facts.marks_reductions else Kind.AGREE
+            self.placed.add(kind, among=self._facts.agree_among)
         self._start(count)
 
     def _start(self, count: int) -> None:
         if count > self._started:
-            self._tell_replicas()
+            self._tell_replicas(starts=True)
         for group in self._facts.order[self._started : count]:
             self._reductions.reduce(group)
             if self._facts.steps_in_backward:
@@ -187,6 +191,8 @@ class _Placing:
     def _end_backward(self, _: int) -> None:
         if not self._facts.units:
             self._start_now(len(self._facts.order))
+            if self._is_ready and self._facts.replicas > 1:
+                self._reductions.drain()
         self._is_unsettled = True
         self._note_end(0)
         self._meet()

@@ -71,6 +71,7 @@ class Among(StrEnum):
     SHARD = ""  # those that share shards
     REPLICAS = "replicas"  # those that hold the same shard
     TENSOR = "tensor-parallel ranks"
+    DATA = "data-parallel ranks"  # ... and their replicas, where there are tensor-parallel ranks, too
     WORLD = "all ranks"
 
 
@@ -162,6 +163,24 @@ class Facts:
     @property
     def world(self) -> int:
         return self.ranks * self.replicas * self.tensor_ranks
+
+    @property
+    def agree(self) -> int:
+        """How many ranks tell each other what they want; see `rendezvous`."""
+        return self.ranks if self.units else self.ranks * self.replicas
+
+    @property
+    def agree_among(self) -> Among:
+        if self.units or self.replicas == 1:
+            return Among.SHARD
+        return Among.WORLD if self.tensor_ranks == 1 else Among.DATA
+
+    @property
+    def agree_beyond(self) -> Among | None:
+        """Which ranks bring to all ranks what those have agreed on; None if they are all."""
+        if self.tensor_ranks == 1:
+            return Among.REPLICAS if self.units and self.replicas > 1 else None
+        return Among.WORLD if self.units and self.replicas > 1 else Among.TENSOR
 
 
 @dataclass(frozen=True)

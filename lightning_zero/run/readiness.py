@@ -3,8 +3,7 @@
 from typing import final
 
 from lightning_zero.run.reductions import Reductions
-from lightning_zero.wire.comm import Gather
-from lightning_zero.wire.mesh import Mesh
+from lightning_zero.wire.comm import Comm, Gather
 
 
 @final
@@ -15,8 +14,8 @@ class Readiness:
     waited for, whether a rank diverges there.
     """
 
-    def __init__(self, mesh: Mesh, reductions: Reductions, *, gathers: bool) -> None:
-        self._mesh = mesh
+    def __init__(self, comm: Comm, reductions: Reductions, *, gathers: bool) -> None:
+        self._comm = comm
         self._reductions = reductions
         self._gathers = gathers  # the gathers of units tell when all are ready
         self.all_reduce = False  # all ranks are known to reduce the gradients of this backward
@@ -31,7 +30,7 @@ class Readiness:
     def note_that_all_reduce(self, *, each: bool) -> None:
         """Notes that no rank wants anything before it reduces. `each` has gradients of its own."""
         self.all_reduce, self.knew_all = True, False
-        self.settles_alone = self._reductions.may_settle_alone and self._mesh.is_flat and each
+        self.settles_alone = self._reductions.may_settle_alone and each
 
     def settle_alone(self, statement: bytes | None) -> None:
         """Settles gradients whose reductions all ranks have started; see `Reductions.settle_alone`."""
@@ -46,14 +45,13 @@ class Readiness:
         each backward. Not where a collective waits for those before it, or is compared with what other ranks issue:
         what a rank that diverges wants could not pass the reductions that wait for it. Nor where backward steps, as the
         values that it wants would change."""
-        comm, steps = self._mesh.shard, self._reductions.steps is not None
-        in_order = comm.keeps_order or comm.sanitize
-        return self._mesh.is_flat and comm.size > 1 and not (self._gathers or in_order or steps)
+        steps, in_order = self._reductions.steps is not None, self._comm.keeps_order or self._comm.sanitize
+        return self._comm.size > 1 and not (self._gathers or in_order or steps)
 
     def send_mark(self, *, diverges: bool) -> None:
         """Tells all ranks whether this one diverges before the first reduction of a backward. Those that do not begin
         to reduce, and hear of one that does before they wait. It joins their reductions when they have served it."""
-        mark = self._mesh.shard.host.mark(f"reduce {self._reductions.shards[0].group.name}", diverges=diverges)
+        mark = self._comm.host.mark(f"reduce {self._reductions.shards[0].group.name}", diverges=diverges)
         if diverges:
             self._sent = mark
         else:

@@ -16,6 +16,10 @@ Where there are no units, a plan is of calls and of the first reduction of each 
 (`readiness`), which ranks read where they first wait for a reduction. If a rank has diverged, the others serve it
 there. Their reductions under way wait for those that it begins when it comes to them.
 
+All this is among ranks that share shards. Where there are no units, replicas (`mesh`) go one way with them. Where there
+are, a gather tells another replica nothing: each goes its own way (`replicas`), and they agree at each meeting. So do
+tensor-parallel ranks, which have the same batches, and have gradients of the same parameters or of none.
+
 Micro-batches that are reduced make one round where ranks have gradients of the same parameters as in the last such
 round. A rank that has others diverges at the end of a backward, so before the next one all have heard if any does.
 
@@ -49,10 +53,14 @@ class Rendezvous:
         self._cache = cache
         self._units = cache.units
         self._reductions = reductions
-        self._replicas = Replicas(mesh.replicate, reductions)
-        self.readiness = Readiness(mesh, reductions, gathers=bool(cache.units))
-        self.serving = Serving(mesh.shard, cache, reductions, self._replicas, self.readiness)
-        self.course = Course(mesh.shard, cache, reductions, self._replicas, self.serving, self.readiness, journal)
+        gathers = bool(cache.units)
+        # The ranks that go one way together. Each gather tells of divergence those that share shards, and no others.
+        self.comm = mesh.shard if gathers else mesh.data
+        self._beyond = mesh.beyond(self.comm)
+        self._replicas = Replicas(mesh.replicate, reductions, gathers=gathers)
+        self.readiness = Readiness(self.comm, reductions, gathers=gathers)
+        self.serving = Serving(self.comm, cache, reductions, self._replicas, self.readiness)
+        self.course = Course(self.comm, cache, reductions, self._replicas, self.serving, self.readiness, journal)
         self.is_awaited = False  # the others wait for this rank to meet them once more, as it was early
 
     # -- meeting
@@ -69,11 +77,9 @@ class Rendezvous:
             else:
                 heard = self._end_round(early=early, continues=continues)
                 statement, is_any_early = heard.statement, heard.early
-            # So far, these are of the ranks that share shards.
-            said = statement + bytes([is_any_early])
-            for comm in (self._mesh.replicate, self._mesh.tensor):
-                if comm.size > 1:
-                    said = comm.host.all_reduce_bytes(said, "settle")
+            said = statement + bytes([is_any_early])  # so far, of the ranks in `comm`
+            if self._beyond is not None:
+                said = self._beyond.host.all_reduce_bytes(said, "settle")
             if (flags := self._reductions.hear(said[:-1])) is not None:
                 self._reductions.settle(flags)
                 self._reductions.learn_order()
@@ -83,13 +89,14 @@ class Rendezvous:
             is_over, continues = early or not stays, False
 
     def _end_round(self, *, early: bool, continues: bool) -> Heard:
-        """Ends the round of the ranks that share shards, and begins the next one; see `meet`."""
+        """Ends the round of the ranks in `comm`, and begins the next one; see `meet`."""
         self.course.diverge()
+        self._replicas.come_to_end()
         past, groups = self.course.past, len(self._reductions.shards)
         self.is_awaited = early and self.serving.may_be_wanted
         heard = self.serving.until_end(past, early=early, continues=continues)
         self.readiness.knew_all = False
-        self._replicas.reduce_if_awaited(heard.statement)
+        self._replicas.reduce_if_awaited()
         is_over = self.course.count_complete(heard.statement) == groups and END in past.uses
         continues &= is_over and heard.alike and not heard.early
         self.course.end_round(agree=heard.agree, continues=continues)
@@ -126,13 +133,15 @@ class Rendezvous:
             if self.readiness.marks_reductions:
                 past.begins = past.begins or (REDUCE, False)
                 past.note(REDUCE)
-        self._replicas.announce(number)
         return True
 
     def end_backward(self) -> None:
-        """Notes the end of a backward among the uses of units."""
+        """Notes the end of a backward among the uses of units. Where all ranks are known to come to all reductions
+        before they want anything else, replicas sum here what is under way: each settles it at a time of its own."""
         if self._units:
             self.course.end_backward()
+        elif self.readiness.all_reduce:
+            self._replicas.drain()
 
     def settle_last_backward(self) -> None:
         """Settles the gradients of the backward before the one that begins: by what is known of the other ranks, and

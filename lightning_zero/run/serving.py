@@ -42,7 +42,7 @@ class Heard(NamedTuple):
 
 @final
 class Serving:
-    """Exchanges what the ranks that share shards want next, and does it. Each unit has its number in the cache; calls,
+    """Exchanges what the ranks in `comm` want next, and does it. Each unit has its number in the cache; calls,
     and last the reductions of a backward, have the numbers after those."""
 
     def __init__(
@@ -90,7 +90,8 @@ class Serving:
             if want == self.to_reduce:
                 if own is None and len(wants) == 1:  # this rank has no gradients, and contributes zeros
                     self._reductions.forget_settled()
-                    self._replicas.start(len(self._reductions.shards))
+                    self._reductions.start(len(self._reductions.shards))
+                    self._replicas.drain()
             elif want == self.to_settle:
                 pass  # all have settled as they heard of it
             elif want >= len(self._units):

@@ -56,6 +56,7 @@ class RankTimeoutError(RuntimeError):
 _PLACES = {
     ("reduce_scatter", "reduce"): "the reduction of the gradients of {}",
     ("mark", "reduce"): "the reduction of the gradients of {}",
+    ("mark", "replicas"): "the agreement of replicas on whether one has begun to reduce",
     ("all_gather", "reduce"): "the reduction of the gradients of {}",
     ("all_gather", "gradient"): "the all-gather of the gradients of {}",
     ("all_gather", "read"): "the all-gather of the {}",

@@ -8,9 +8,11 @@ group with the ranks that hold the same part of the modules:
           |---|                    tensor: 0 1, 2 3, ..   tensor_parallel_size=2: neighbours share the modules
           0 <-> 2, 1 <-> 3, ..     shard: gather and reduce; N = 2
           0 <-----> 4, 1 <-> 5 ..  replicate: reduced gradients are summed over the groups
+          0 2 4 6 | 1 3 5 7        data: each has batches of its own for its part of the modules
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -29,6 +31,7 @@ class Mesh:
     shard: Comm  # ranks that divide one copy of the model states of their part of the modules
     replicate: Comm  # ranks that hold the same shard, one in each shard group
     tensor: Comm  # ranks that share tensor-parallel modules, neighbours in `world`
+    data: Comm  # ranks that hold the same part of the modules: shard groups and their replicas
 
     @classmethod
     def of(cls, world: Comm, replicate_size: int = 1, tensor_size: int = 1) -> "Mesh":
@@ -37,12 +40,27 @@ class Mesh:
         replicate, shard, tensor = (_along(world, shape, axis) for axis in range(3))
         if shape[1] == 1:  # nothing is divided: ranks with the same values are one group, as under DDP
             shard, replicate = replicate, LocalComm()
-        return cls(world, shard, replicate, tensor)
+        if replicate.size == 1:
+            data = shard
+        elif tensor.size == 1:
+            data = world
+        else:
+            data = world.split([range(first, world.size, tensor_size) for first in range(tensor_size)])
+        return cls(world, shard, replicate, tensor, data)
 
     @property
     def is_flat(self) -> bool:
         """Whether all ranks share shards: there are no replicas, and no tensor-parallel groups."""
         return self.replicate.size == self.tensor.size == 1
+
+    def beyond(self, comm: Comm) -> Comm | None:
+        """Returns a communicator that brings what the ranks of each `comm`, `shard` or `data`, have agreed on to all
+        ranks; None if those are all."""
+        if comm.size == self.world.size:
+            return None
+        if comm is self.data:
+            return self.tensor
+        return self.replicate if self.tensor.size == 1 else self.world
 
     @property
     def tensor_ranks(self) -> list[int]:
@@ -51,10 +69,15 @@ class Mesh:
         return list(range(start, start + self.tensor.size))
 
     @property
+    def comms(self) -> set[Comm]:
+        """All communicators, each once."""
+        return {self.world, self.shard, self.replicate, self.tensor, self.data}
+
+    @property
     def bytes_sent(self) -> dict[str, int]:
         """Bytes that left this rank, by operation. Bytes between shard groups ("replicate ...") and between
         tensor-parallel ranks ("tensor_parallel ...", without torch's own) have entries of their own."""
-        within = self.world.bytes_sent if self.shard is self.world else self.world.bytes_sent + self.shard.bytes_sent
+        within = sum((comm.bytes_sent for comm in {self.world, self.shard, self.data}), Counter[str]())
         apart = {"replicate": self.replicate, "tensor_parallel": self.tensor}
         return dict(within) | {
             f"{axis} {kind}": sent
@@ -65,14 +88,14 @@ class Mesh:
 
     def abandon(self) -> None:
         """See `Comm.abandon`."""
-        for comm in {self.world, self.shard, self.replicate, self.tensor}:
+        for comm in self.comms:
             comm.abandon()
 
     @property
     def seconds_waited(self) -> float:
         """Seconds that this rank has waited for others: communication that computation did not hide. On a GPU these are
         seconds of its stream; on the host they include the time of summing what arrives."""
-        clocks = {comm.clock for comm in (self.world, self.shard, self.replicate, self.tensor)}
+        clocks = {comm.clock for comm in self.comms}
         return sum(clock.seconds for clock in clocks)
 
 
