@@ -47,10 +47,12 @@ class PlacedSteps:
 
     def measure(self) -> None:
         """Sums squares over ranks, unless each has all gradients."""
-        if self._facts.ranks > 1 and not self._facts.gathers_gradients:
-            self._scale_by(Kind.NORM, Among.SHARD)
-        if self._facts.tensor_ranks > 1:
-            self._scale_by(Kind.NORM, Among.TENSOR)
+        among = [Among.SHARD] * (self._facts.ranks > 1 and not self._facts.gathers_gradients)
+        among += [Among.TENSOR] * (self._facts.tensor_ranks > 1)
+        if len(among) > 1 and self._facts.replicas == 1:
+            among = [Among.WORLD]
+        for each in among:
+            self._scale_by(Kind.NORM, each)
 
     def look_for_overflow(self) -> None:
         """Has all ranks tell each other what has overflowed."""

@@ -70,13 +70,15 @@ class Measured:
         """Returns the norm of each gradient, float64 on the host. Collective where gradients are spread."""
         parts = self.parts
         reduction: Reduction = "max" if self.norm_type == inf else "sum"
-        if self.slots and self.slots[0].group.is_cut:
-            parts = mesh.shard.all_reduce(parts, "norm", reduction)
-        if mesh.tensor.size > 1:
-            if mesh.tensor.rank and self.slots:  # a gradient that each tensor-parallel rank has whole counts once
-                each = zip(self.slots, parts.unbind(), strict=True)
-                parts = torch.stack([part if slot.local.is_divided else torch.zeros_like(part) for slot, part in each])
-            parts = mesh.tensor.all_reduce(parts, "norm", reduction)
+        if mesh.tensor.rank and self.slots:  # a gradient that each tensor-parallel rank has whole counts once
+            each = zip(self.slots, parts.unbind(), strict=True)
+            parts = torch.stack([part if slot.local.is_divided else torch.zeros_like(part) for slot, part in each])
+        is_cut = bool(self.slots) and self.slots[0].group.is_cut
+        comms = [mesh.shard] * is_cut + [mesh.tensor] * (mesh.tensor.size > 1)
+        if len(comms) > 1 and mesh.replicate.size == 1:
+            comms = [mesh.world]
+        for comm in comms:
+            parts = comm.all_reduce(parts, "norm", reduction)
         return parts if self.norm_type == inf else parts.pow(1.0 / self.norm_type)
 
     def total_norm(self, mesh: Mesh) -> GradNorm:
