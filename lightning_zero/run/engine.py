@@ -15,6 +15,7 @@ from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.facts import facts_of
 from lightning_zero.run.journal import Journal
 from lightning_zero.run.loans import Loans
+from lightning_zero.run.notices import Notices
 from lightning_zero.run.parameter import Interception
 from lightning_zero.run.phase import Phase
 from lightning_zero.run.placing import make_program
@@ -111,11 +112,11 @@ class Engine:
         setting, made = self.parts.setting, self.parts.assembly
         self.groups = made.groups
         self._interception = Interception()
-        saved, journal = SavedParameters(), Journal()
+        saved, journal, notices = SavedParameters(), Journal(), Notices()
         cache = UnitCache(made.units, made.arena, 1 + self.options.prefetch, self._interception, saved)
-        stepping = Stepping(module, optimizers, self.parts, self.options, self._interception, journal)
-        reductions = Reductions(made, comm, self.options.overlap, self._interception, stepping.in_backward)
-        stepping.notices = reductions.notices
+        stepping = Stepping(module, optimizers, self.parts, self.options, self._interception, journal, notices)
+        overlap, in_backward = self.options.overlap, stepping.in_backward
+        reductions = Reductions(made, comm, overlap, self._interception, in_backward, notices)
         self.runner = Runner(setting, self.groups, cache, reductions, stepping, self._interception, journal)
         self.loans = Loans(self.groups, cache, self.runner, saved, self._interception)
         move_replicated(module, device)

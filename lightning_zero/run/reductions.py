@@ -42,7 +42,13 @@ class Reductions:
     """
 
     def __init__(
-        self, assembly: Assembly, comm: Comm, overlap: bool, interception: Interception, steps: StepsInBackward | None
+        self,
+        assembly: Assembly,
+        comm: Comm,
+        overlap: bool,
+        interception: Interception,
+        steps: StepsInBackward | None,
+        notices: Notices,
     ) -> None:
         self._order = ReductionOrder(assembly.shards, comm)
         self.pools = assembly.pools
@@ -55,7 +61,7 @@ class Reductions:
         self._alone: bytes | None = None  # flags of parameters with gradients, if this rank has settled them alone
         self.is_on = True  # False: backwards only accumulate gradients, on this rank
         self.reduces = True  # the latest backward was begun while `is_on`
-        self.notices = Notices()  # told to the other ranks with each statement
+        self.notices = notices  # told to the other ranks with each statement
         self.steps = steps  # takes averaged gradients in backward, if there is one
 
     @property

@@ -46,6 +46,7 @@ class Stepping:
         options: Options,
         interception: Interception,
         journal: Journal,
+        notices: Notices,
     ) -> None:
         setting, made = parts.setting, parts.assembly
         self._interception = interception
@@ -61,7 +62,7 @@ class Stepping:
         is_large = setting.mesh.shard.size > 1 and nbytes >= options.late_publish_bytes
         self.publishes_late = is_large and not made.units and not modules_in_compiled_regions(module)
         self.may_be_late = is_lazy or self.publishes_late  # forward may begin before all new values are there
-        self.notices = Notices()  # those of the engine, which tell other ranks of steps that have failed
+        self._notices = notices  # which tell other ranks of steps that have failed
         self._errors: list[BaseException] = []  # raised by steps that were taken late, and not raised to the user yet
         self.steppers = {
             each: PieceStepper(each, setting, RestingState, partial(self._note_step, each), is_lazy=is_lazy)
@@ -102,7 +103,7 @@ class Stepping:
             self._steps += 1
 
     def _note_step(self, optimizer: Optimizer, changes: Changes) -> None:
-        self.notices.note_step(type(optimizer).__name__, changes)
+        self._notices.note_step(type(optimizer).__name__, changes)
 
     def raise_late_error(self) -> None:
         """Raises what an optimizer has raised in a step that was taken late, once this rank has sent what it owes."""
