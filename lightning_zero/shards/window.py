@@ -5,7 +5,9 @@ What rests in memory, in the dtype in which it is stepped, is stepped where it i
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
+from functools import partial
+from itertools import chain, repeat
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple, final
 
 import torch
@@ -46,7 +48,10 @@ class Changes(NamedTuple):
     in_state: bool  # anything
 
 
+# Of all parameters in each step: in calls of C alone.
 _NO_STATE: dict[str, Any] = {}
+_PARAMETER, _VALUES = attrgetter("parameter"), methodcaller("values")
+_IS_TENSOR, _IS_COUNT = (partial(type.__instancecheck__, kind) for kind in (Tensor, int))
 
 
 class Window(ABC):
@@ -193,11 +198,11 @@ class Window(ABC):
     @property
     def state_edits(self) -> int:
         """Torch's counts of edits of the state of what is shown, and counts of steps that are no tensors, added up."""
-        if self.staged:  # its tensors are views of one, and share a count
+        if self.staged.tensors:  # views of one tensor, which share a count
             return 0
-        states = map(dict.get, repeat(self._optimizer.state), [s.parameter for s in self._shown], repeat(_NO_STATE))
-        values = [value for state in states for value in state.values()]
-        return sum([edits_of(v) if isinstance(v, Tensor) else v if isinstance(v, int) else 0 for v in values])
+        states = map(dict.get, repeat(self._optimizer.state), map(_PARAMETER, self._shown), repeat(_NO_STATE))
+        values = [*chain.from_iterable(map(_VALUES, states))]
+        return sum(map(edits_of, filter(_IS_TENSOR, values))) + sum(filter(_IS_COUNT, values))
 
     @property
     def shown(self) -> list[Slot]:
