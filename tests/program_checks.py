@@ -118,7 +118,6 @@ def models(draw: Any) -> tuple[Facts, list[Use]]:
     steps_in_backward = draw(st.booleans())
     postpones = draw(st.booleans()) and not steps_in_backward
     replicas, tensor_ranks = draw(st.sampled_from([1, 1, 1, 2, 8])), draw(st.sampled_from([1, 1, 1, 2]))
-    is_flat = replicas == tensor_ranks == 1
     groups = []
     for layer in range(layers):
         groups.append(
@@ -156,7 +155,7 @@ def models(draw: Any) -> tuple[Facts, list[Use]]:
         overlaps=draw(st.booleans()),
         in_order=draw(st.booleans()),
         learns_late=draw(st.booleans()),
-        spans=is_flat and draw(st.booleans()),
+        spans=replicas == 1 and draw(st.booleans()),
         marks_reductions=not shards_parameters and draw(st.booleans()),
         steps_in_backward=steps_in_backward,
         publishes_late=not shards_parameters and not postpones and draw(st.booleans()),

@@ -34,6 +34,14 @@ CASES: dict[str, dict[str, Any]] = {
     "four replicas, clipped, two micro-batches": {"world": 16, "replicate_size": 4, "clips": True, "micros": 2},
     "replicas of everything": {"world": 4, "replicate_size": 4},
     "tensor-parallel": {"world": 4, "tensor_parallel_size": 2},
+    "tensor-parallel, three micro-batches": {"world": 4, "tensor_parallel_size": 2, "micros": 3},
+    "tensor-parallel, three micro-batches, prefetch": {
+        "world": 4,
+        "tensor_parallel_size": 2,
+        "micros": 3,
+        "prefetch": 6,
+        "bucket_bytes": 2**20,
+    },
     "tensor-parallel, clipped, two replicas": {
         "world": 8,
         "tensor_parallel_size": 2,

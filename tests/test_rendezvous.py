@@ -23,6 +23,7 @@ from lightning_zero.config import Offload
 from lightning_zero.run import plan_cache
 from lightning_zero.run.engine import Engine
 from lightning_zero.run.journal import Journal
+from lightning_zero.run.notices import Notice
 from lightning_zero.run.plan import Residents
 from lightning_zero.run.readiness import Readiness
 from lightning_zero.run.reductions import Stage
@@ -153,7 +154,7 @@ class FewReductions:
     def count_complete_in(self, said: bytes) -> int:
         return 9 - said[0]
 
-    def hear(self, said: bytes) -> bytes:
+    def hear(self, said: bytes, *, of_all: bool) -> bytes:
         return said
 
     def settle(self, flags: bytes) -> None:
@@ -369,16 +370,17 @@ HYBRID = {  # ranks, replicas, tensor-parallel ranks
 
 
 @pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize(("stage", "micros"), [(0, 4), (1, 4), (2, 1), (2, 4), (3, 1)])
+@pytest.mark.parametrize(("stage", "micros"), [(0, 4), (1, 4), (2, 1), (2, 4), (3, 1), (3, 4)])
 @pytest.mark.parametrize("mesh", HYBRID)
 def test_ranks_of_a_mesh_agree_as_often_and_once_more_with_those_that_hold_other_parts(
     mesh: str, stage: int, micros: int, clips: bool
 ) -> None:
     """Replicas reduce together, and need no agreement of their own where no units are gathered. Each of them gathers
-    its own units: beside the first reduction, it tells the others that it has begun."""
+    its own units: beside the first reduction, it tells the others that it has begun, and they meet after each
+    micro-batch."""
     world, replicas, tensor_ranks = HYBRID[mesh]
     shards = world // replicas // tensor_ranks
-    meetings = 1 + (clips and stage > 0)
+    meetings = (micros if stage == 3 and replicas > 1 else 1) + (clips and stage > 0)
     expected = Counter({"all_reduce rendezvous": meetings if shards > 1 else 0})
     if tensor_ranks > 1 or (replicas > 1 and stage == 3):
         expected["all_reduce settle"] = meetings
@@ -652,15 +654,18 @@ def train_while(
     return on_engine(start, act, stage, **options)
 
 
-@pytest.mark.parametrize(
-    ("does", "stage", "odd"),
-    pairwise([leaves_a_layer_out, has_no_gradient, looks_at_gradients], [2, 3], [(0,), (0, 1)]),
-    ids=name_of,
-)
+MESHES = [{"world": 3}, {"world": 4, "tensor_parallel_size": 2}, {"world": 4, "replicate_size": 2}]
+
+
+@pytest.mark.parametrize("does", [leaves_a_layer_out, has_no_gradient, looks_at_gradients, looks_in_forward])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("odd", [(0,), (0, 1)])
+@pytest.mark.parametrize("mesh", MESHES, ids=name_of)
 def test_micro_batches_agree_again_from_where_a_rank_has_no_gradient_or_looks_at_one(
-    does: Any, stage: int, odd: tuple[int, ...]
+    does: Any, stage: int, odd: tuple[int, ...], mesh: dict[str, int]
 ) -> None:
-    """In one step, on some ranks of three, in the second of three micro-batches."""
+    """In one step, on some ranks, in the second of three micro-batches. Tensor-parallel ranks may look alone."""
+    odd = (0, 1) if "tensor_parallel_size" in mesh and does in SAME else odd
     start = seeded(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(5)]))
 
     def act_with(does: Any) -> Any:
@@ -680,11 +685,30 @@ def test_micro_batches_agree_again_from_where_a_rank_has_no_gradient_or_looks_at
         return act
 
     found, expected = (
-        on_engine(start, act_with(one), stage, world=3, unit_classes=("Linear",), bucket_bytes=FEW_BUCKETS)
+        on_engine(start, act_with(one), stage, unit_classes=("Linear",), bucket_bytes=FEW_BUCKETS, **mesh)
         for one in (does, SAME.get(does, nn.Module.__call__))
     )
     for mine, theirs in zip(found, expected, strict=True):
         assert_same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_tensor_parallel_ranks_hear_a_notice_at_the_step_and_none_of_them_between_micro_batches(stage: int) -> None:
+    """Between them, ranks agree with those of other batches alone, and not on what all must act upon together."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> list[set[Notice]]:
+        heard, notices = [], engine.runner.reductions.notices
+        if comm.rank == 0:
+            notices.here.add(Notice.STOP)
+        for micro in range(2):
+            with engine.accumulating() if micro == 0 else nullcontext():
+                model(x(1.0 + comm.rank)).sum().backward()
+            heard.append(notices.anywhere)
+        optimizer.step()
+        return [*heard, notices.anywhere]
+
+    for heard in on_engine(tower(3), act, stage, world=4, tensor_parallel_size=2, unit_classes=("Linear",)):
+        assert heard == [set(), set(), {Notice.STOP}]
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
@@ -844,7 +868,7 @@ def test_a_round_that_spans_micro_batches_keeps_the_bits_whatever_user_code_does
     if world == 1:
         expected = on_one_device(tower(4), act, momentum)
     else:
-        with patch.object(Mesh, "is_flat", False):
+        with patch.object(Rendezvous, "spans", False):
             expected = on_engine(tower(4), act, 3, momentum, **options)[0]
     options |= {"offload": offload, "machine": APART}
     for found in on_engine(tower(4), act, 3, momentum, world=world, **options):
@@ -871,7 +895,7 @@ def test_a_plan_that_begins_with_the_end_of_a_backward_is_not_taken_for_one_that
         return state_of(model, engine)
 
     options = {"unit_classes": ("Linear",), "prefetch": 1}
-    with patch.object(Mesh, "is_flat", False):
+    with patch.object(Rendezvous, "spans", False):
         expected = on_engine(tower(3), act, 3, **options)
     for found, theirs in zip(on_engine(tower(3), act, 3, **options), expected, strict=True):
         assert_same_bits(found, theirs)
@@ -935,7 +959,7 @@ def test_optimizers_that_step_by_turns_get_what_the_micro_batches_of_a_round_hav
     if world == 1:
         expected = train(None)
     else:
-        with patch.object(Mesh, "is_flat", False):
+        with patch.object(Rendezvous, "spans", False):
             expected = on_ranks()[0]
     for found in on_ranks(offload=Offload(**RESTS[rests]) if RESTS[rests] else None, machine=APART):
         assert_same_bits(found, expected)
@@ -1006,6 +1030,7 @@ WAYS = {
             ),
             st.sampled_from(["", "evaluates", "a gradient", "a weight", "keeps gradients"]),  # before the step
             st.integers(0, 2),  # on ranks from this one on
+            st.booleans(),  # of tensor-parallel ranks, one looks alone
         ),
         min_size=4,
         max_size=9,
@@ -1021,8 +1046,8 @@ WAYS = {
 def test_ranks_that_start_to_reduce_without_asking_keep_the_bits_of_those_that_ask(
     steps: Any, stage: int, mesh: tuple[int, int, int], dtype: Any, unused: bool, is_offloaded: bool, bucket_bytes: int
 ) -> None:
-    """Ranks leave what they have all done before at random, alone or together, and come back to it; tensor-parallel
-    ones together."""
+    """Ranks leave what they have all done before at random, alone or together, and come back to it; those that are
+    tensor-parallel have gradients together."""
     world, replicas, tensor_ranks = mesh
     start = seeded(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(5)]))
     if unused:
@@ -1031,18 +1056,22 @@ def test_ranks_that_start_to_reduce_without_asking_keep_the_bits_of_those_that_a
     def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
         common: Any = (1, False)
         place = comm.rank // tensor_ranks
-        for step, (repeats, micros, clips, apart, before, first) in enumerate(steps):
+        for step, (repeats, micros, clips, apart, before, first, alone) in enumerate(steps):
+            is_first = comm.rank % tensor_ranks == 0
             common = common if repeats else (micros, clips)
             micros, clips = common
             for micro in range(micros):
                 way = next((WAYS[how] for rank, at, how in apart if (rank, at) == (place, micro)), WAYS["as all"])
+                way = way if is_first or not alone or way in SAME else WAYS["as all"]
                 autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is not None, cache_enabled=False)
                 with engine.accumulating() if micro < micros - 1 else nullcontext():
                     with engine.forward(), autocast:
                         loss = way(model, x(1.0 + step + micro + place)).float().square().mean()
                     with engine.backward():
                         loss.backward()
-            if place >= first and before == "evaluates":
+            if place >= first and alone and not is_first:
+                pass
+            elif place >= first and before == "evaluates":
                 with torch.no_grad(), engine.forward():
                     model(x())
             elif place >= first and before == "a gradient" and model[1].weight.grad is not None:

@@ -48,7 +48,7 @@ def facts_of(
         gathers_gradients=not partition.optimizer,
         steps_in_backward=options.step_in_backward,
         publishes_late=stepping.publishes_late,
-        spans=bool(units) and mesh.is_flat,
+        spans=bool(units) and rendezvous.spans,
         marks_reductions=rendezvous.readiness.marks_reductions,
         settles_alone=not units and reductions.may_settle_alone and len(order) == len(reductions.shards),
     )

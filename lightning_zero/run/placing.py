@@ -111,8 +111,9 @@ class _Placing:
         for number in self._here:
             self._here.remove(number)
             self.placed.add(Kind.RESHARD, number)
-        if self._facts.agree_beyond is not None:
-            self.placed.add(Kind.AGREE, among=self._facts.agree_beyond)
+        beyond, is_midway = self._facts.agree_beyond, self.placed.uses[self._at].cause is Cause.BACKWARD
+        if beyond is not None and not (is_midway and beyond is Among.TENSOR):
+            self.placed.add(Kind.AGREE, among=beyond)
         if self._is_unsettled:
             self._is_unsettled = False
             self._settle()

@@ -216,14 +216,16 @@ class Reductions:
         first_incomplete = said[_AFTER_NOTICES:].find(1, 0, len(self.shards))
         return len(self.shards) if first_incomplete < 0 else first_incomplete
 
-    def hear(self, said: bytes) -> bytes | None:
+    def hear(self, said: bytes, *, of_all: bool = True) -> bytes | None:
         """Takes the combined statements of all ranks. Returns the flags of parameters with a gradient on any rank, for
-        `settle`; None if no rank has gradients to reduce. May raise RuntimeError on every rank."""
-        self.notices.hear(said[1:_AFTER_NOTICES])
-        if self.notices.are_apart:
-            self._refuse_uneven_batches()
-        if self.notices.is_torn:
-            self.notices.refuse_torn_step(self._comm.all_gather_object(self.notices.left, "steps that were left"))
+        `settle`; None if no rank has gradients to reduce. May raise RuntimeError on every rank. If they are not
+        `of_all` ranks, but of some with all batches, notices are left for later: all hear them at the same point."""
+        if of_all:
+            self.notices.hear(said[1:_AFTER_NOTICES])
+            if self.notices.are_apart:
+                self._refuse_uneven_batches()
+            if self.notices.is_torn:
+                self.notices.refuse_torn_step(self._comm.all_gather_object(self.notices.left, "steps that were left"))
         if self.has_gradients_in(said):
             return self._used_in(said)
         self._end_unsettled()

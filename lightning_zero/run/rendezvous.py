@@ -17,8 +17,8 @@ Where there are no units, a plan is of calls and of the first reduction of each 
 there. Their reductions under way wait for those that it begins when it comes to them.
 
 All this is among ranks that share shards. Where there are no units, replicas (`mesh`) go one way with them. Where there
-are, a gather tells another replica nothing: each goes its own way (`replicas`), and they agree at each meeting. So do
-tensor-parallel ranks, which have the same batches, and have gradients of the same parameters or of none.
+are, a gather tells another replica nothing: each goes its own way (`replicas`), and they agree at each meeting.
+Tensor-parallel ranks have the same batches, and so gradients of the same parameters: they agree at each step.
 
 Micro-batches that are reduced make one round where ranks have gradients of the same parameters as in the last such
 round. A rank that has others diverges at the end of a backward, so before the next one all have heard if any does.
@@ -63,24 +63,32 @@ class Rendezvous:
         self.course = Course(self.comm, cache, reductions, self._replicas, self.serving, self.readiness, journal)
         self.is_awaited = False  # the others wait for this rank to meet them once more, as it was early
 
+    @property
+    def spans(self) -> bool:
+        """Whether a round may span micro-batches: not where replicas must agree between them, as they reduce together,
+        and no gather tells one that another has diverged."""
+        return self._beyond is None or self._beyond is self._mesh.tensor
+
     # -- meeting
 
     def meet(self, *, early: bool = False, continues: bool = False) -> None:
         """Ends the round: serves the other ranks until all have come here, and settles the gradients of a backward.
         Collective; collectives of the engine that are not issued above must come after a meeting. A rank that is
         `early` may want something alone before the step, and meets once more: until then, the others stay here.
-        `continues`: another micro-batch of the same step follows."""
-        is_over = False
+        `continues`: another micro-batch of the same step follows. Tensor-parallel ranks agree where any rank comes to
+        more than that: in one step, they have gradients of the same parameters."""
+        is_over, steps = False, not (early or continues)
         while not is_over:
             if self.course.is_alone:
-                statement, is_any_early = self._reductions.statement(), False
+                statement, is_any_early, is_step = self._reductions.statement(), False, steps
             else:
-                heard = self._end_round(early=early, continues=continues)
-                statement, is_any_early = heard.statement, heard.early
+                heard = self._end_round(early=early, continues=continues, steps=steps)
+                statement, is_any_early, is_step = heard.statement, heard.early, heard.steps
             said = statement + bytes([is_any_early])  # so far, of the ranks in `comm`
-            if self._beyond is not None:
+            is_of_all = is_step or self._beyond is not self._mesh.tensor
+            if self._beyond is not None and is_of_all:
                 said = self._beyond.host.all_reduce_bytes(said, "settle")
-            if (flags := self._reductions.hear(said[:-1])) is not None:
+            if (flags := self._reductions.hear(said[:-1], of_all=is_of_all)) is not None:
                 self._reductions.settle(flags)
                 self._reductions.learn_order()
             if self.course.forget_old_order():
@@ -88,17 +96,17 @@ class Rendezvous:
             stays = bool(said[-1]) and self.serving.may_be_wanted and not self.course.is_alone
             is_over, continues = early or not stays, False
 
-    def _end_round(self, *, early: bool, continues: bool) -> Heard:
+    def _end_round(self, *, early: bool, continues: bool, steps: bool) -> Heard:
         """Ends the round of the ranks in `comm`, and begins the next one; see `meet`."""
         self.course.diverge()
         self._replicas.come_to_end()
         past, groups = self.course.past, len(self._reductions.shards)
         self.is_awaited = early and self.serving.may_be_wanted
-        heard = self.serving.until_end(past, early=early, continues=continues)
+        heard = self.serving.until_end(past, early=early, continues=continues, steps=steps)
         self.readiness.knew_all = False
         self._replicas.reduce_if_awaited()
         is_over = self.course.count_complete(heard.statement) == groups and END in past.uses
-        continues &= is_over and heard.alike and not heard.early
+        continues &= is_over and heard.alike and not heard.early and self.spans
         self.course.end_round(agree=heard.agree, continues=continues)
         self._begin_round()
         self._cache.discard_all()
@@ -156,7 +164,7 @@ class Rendezvous:
                     self.course.past.note(NEXT_BACKWARD)
                     return
         if not self._settles_by_leaving():
-            self.meet(continues=self._mesh.is_flat)
+            self.meet(continues=True)
 
     def settle_gradients(self, *, meets: bool = False) -> None:
         """Makes ranks agree on which parameters have gradients, if they have not since the last backward. With `meets`,

@@ -35,6 +35,7 @@ class Heard(NamedTuple):
     wants: list[int]  # numbers that any rank wants, in order; empty if all have come to the end of the round
     agree: bool  # all want the same, have used the same before, and know the same of it
     early: bool  # a rank will meet the others once more before the step
+    steps: bool  # a rank has come to a step, and not only to the gradients of a micro-batch
     alike: bool  # all have gradients of the same parameters
     ended: bool  # a rank has come to the end of the round
     statement: bytes  # see `Reductions.statement`
@@ -127,10 +128,10 @@ class Serving:
                 agree &= heard.agree
         return agree
 
-    def until_end(self, past: Past, *, early: bool, continues: bool) -> Heard:
+    def until_end(self, past: Past, *, early: bool, continues: bool, steps: bool) -> Heard:
         """Serves the others until all have come to the end of the round; see `Rendezvous.meet`."""
         with self._waiting():
-            while (heard := self.exchange(None, past, early=early, continues=continues)).wants:
+            while (heard := self.exchange(None, past, early=early, continues=continues, steps=steps)).wants:
                 self.serve(heard.wants, None)
         return heard
 
@@ -145,7 +146,14 @@ class Serving:
     # -- what is said
 
     def exchange(
-        self, number: int | None, past: Past, *, early: bool = False, continues: bool = False, follows: bool = False
+        self,
+        number: int | None,
+        past: Past,
+        *,
+        early: bool = False,
+        continues: bool = False,
+        steps: bool = False,
+        follows: bool = False,
     ) -> Heard:
         """Says what this rank wants (None: nothing more in this round), and hears what the others want. Collective.
 
@@ -154,6 +162,7 @@ class Serving:
             past: what it has done in this round.
             early: it will meet the others once more before the step.
             continues: it comes to the end of a micro-batch, and not of a step.
+            steps: it comes to a step.
             follows: it is to follow its plan after this exchange, if all agree.
         """
         known = self.to_settle + 1
@@ -165,7 +174,7 @@ class Serving:
         same = self._state(want + continues, past, follows=follows)
         pattern = self._reductions.pattern.to_bytes(8, "little")
         collects = self._readiness.settles_alone and not is_unsettled
-        told = bytes([early, number is None, self._readiness.knew_all, collects])
+        told = bytes([early, steps, number is None, self._readiness.knew_all, collects])
         parts = [bytes(wants), *_with_complement(same), *_with_complement(pattern), told, self._reductions.statement()]
         try:
             heard = self._comm.all_reduce_bytes(b"".join(parts), "rendezvous")
@@ -178,13 +187,13 @@ class Serving:
         if any(wanted) and self._units:  # else the rest starts together, when gradients are settled
             self._replicas.start(self._reductions.count_complete_in(statement))
         agree, alike = one == _complement(other), first == _complement(second)
-        is_early, has_ended, all_known, collects = (bool(flag) for flag in anybody)
+        is_early, is_step, has_ended, all_known, collects = (bool(flag) for flag in anybody)
         # A rank that reduces again, while this one has not settled the last backward, has settled it alone.
         settles = wanted[self.to_settle] or wanted[self.to_reduce]
         if settles and self._readiness.settles_alone and not collects:
             self._readiness.settle_alone(None if all_known else statement)
         wants_of_any = [number for number, flag in enumerate(wanted) if flag]
-        return Heard(wants_of_any, agree, is_early, alike, has_ended, statement)
+        return Heard(wants_of_any, agree, is_early, is_step, alike, has_ended, statement)
 
     def _state(self, want: int, past: Past, *, follows: bool) -> bytes:
         """What is the same on all ranks if they agree."""

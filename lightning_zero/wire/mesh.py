@@ -48,11 +48,6 @@ class Mesh:
             data = world.split([range(first, world.size, tensor_size) for first in range(tensor_size)])
         return cls(world, shard, replicate, tensor, data)
 
-    @property
-    def is_flat(self) -> bool:
-        """Whether all ranks share shards: there are no replicas, and no tensor-parallel groups."""
-        return self.replicate.size == self.tensor.size == 1
-
     def beyond(self, comm: Comm) -> Comm | None:
         """Returns a communicator that brings what the ranks of each `comm`, `shard` or `data`, have agreed on to all
         ranks; None if those are all."""
