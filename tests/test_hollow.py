@@ -1,6 +1,7 @@
 """Tensors whose memory nobody touches behave as others do, but for their values."""
 
 import resource
+from collections import Counter
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce
 
+from lightning_zero.rehearsal import hollow
 from lightning_zero.rehearsal.hollow import SMALL, Hollow, NeedsValuesError
 from lightning_zero.torch_private import join_imagined_world, leave_imagined_world
 
@@ -46,6 +48,33 @@ def test_shapes_strides_and_dtypes_are_those_of_torch() -> None:
         found = run()
     for one, other in zip(found, expected, strict=True):
         assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+
+
+def test_torch_is_asked_once_for_the_shapes_of_what_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(hollow, "_SHAPED", {})
+    on_meta = hollow._on_meta
+    monkeypatch.setattr(hollow, "_on_meta", lambda func, *given: asked.append(str(func)) or on_meta(func, *given))
+    with Hollow():
+        x, y = torch.empty(LARGE), torch.empty(LARGE)
+        for _ in range(3):
+            assert (x.sigmoid() + y).t().sigmoid().stride() == (1, 1024)
+    # Twice the first one: of columns it has other strides.
+    assert Counter(asked) == {"aten.empty.memory_format": 1, "aten.sigmoid.default": 2, "aten.add.Tensor": 1}
+
+
+def test_numbers_of_other_classes_and_another_default_have_dtypes_of_their_own() -> None:
+    def dtypes() -> list[torch.dtype]:
+        x = torch.zeros(LARGE, dtype=torch.int8)
+        return [one.dtype for one in (torch.full(LARGE, 1), torch.full(LARGE, 1.0), torch.full(LARGE, True), x + 1.0)]
+
+    with Hollow():
+        assert dtypes() == [torch.int64, torch.float32, torch.bool, torch.float32]
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert dtypes() == [torch.int64, torch.float64, torch.bool, torch.float64]
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
 def test_what_is_small_and_known_is_computed() -> None:

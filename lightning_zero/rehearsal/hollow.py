@@ -27,6 +27,9 @@ from lightning_zero.torch_private import (
 )
 
 SMALL = 2**14  # elements; an operation on known values with a result of at most so many is computed
+MOST_SHAPED = 10_000  # entries of `_SHAPED`
+
+_SHAPED: dict[Any, Any] = {}  # operation, with what it is told -> its results, on the meta device
 
 # Change the shape or the memory of a tensor, and none of its values.
 _RESHAPES = {
@@ -37,6 +40,8 @@ _RESHAPES = {
 _NUMBERS = {"_local_scalar_dense", "item"}
 _READS = _NUMBERS | {"equal", "is_nonzero", "allclose"}
 _REDUCES = {torch.ops.aten.any.default, torch.ops.aten.all.default, torch.ops.aten.clone.default}
+# Of arguments that are no tensors; the classes too, as 1, 1.0 and True are equal.
+_COMPARED = int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format
 _CHECKS = {"_assert_async", "_assert_scalar", "_functional_assert_async"}
 
 
@@ -231,18 +236,8 @@ class Hollow(TorchDispatchMode):
             return made[0] if len(made) == 1 else tuple(made)
         if known and _stays_small(operation, given):
             return self._note_born(func(*args, **kwargs))
-        metas: dict[int, Tensor] = {}
-
-        def as_meta(tensor: Tensor) -> Tensor:  # one that is given twice stays the same
-            return metas.setdefault(id(tensor), _as_meta(tensor))
-
-        meta_args, meta_kwargs = tree_map_only(Tensor, as_meta, (args, kwargs))
-        if "device" in meta_kwargs or not given:
-            meta_kwargs = {**meta_kwargs, "device": torch.device("meta")}
-        if meta_kwargs.get("pin_memory"):
-            meta_kwargs["pin_memory"] = False
         try:
-            shaped = func(*meta_args, **meta_kwargs)
+            shaped = _shaped(func, args, kwargs)
         except NotImplementedError as error:
             if known:
                 return self._note_born(func(*args, **kwargs))
@@ -272,6 +267,51 @@ class Hollow(TorchDispatchMode):
 
 def _key(tensor: Tensor) -> int:
     return storage_key(tensor.untyped_storage())
+
+
+def _shaped(func: Any, args: Any, kwargs: Any) -> Any:
+    """Returns what an operation returns, on the meta device. The layers of a model, its steps and the runs of a plan
+    ask for the same again and again, and torch takes longer to tell than all the rest of the operation. Operations of
+    others than ATen may do more than tell (collectives: who counts them wants to see each)."""
+    key = _told((args, kwargs), {}) if func.namespace == "aten" else None
+    if key is None:
+        return _on_meta(func, args, kwargs)
+    key = func, key, torch.get_default_dtype()
+    shaped = _SHAPED.get(key)
+    if shaped is None:
+        shaped = _on_meta(func, args, kwargs)
+        if len(_SHAPED) >= MOST_SHAPED:
+            _SHAPED.clear()
+        _SHAPED[key] = shaped
+    return shaped
+
+
+def _told(value: Any, seen: dict[int, int]) -> Any:
+    """Returns what the shapes of results depend on, of a value among the arguments of an operation; None if that may be
+    more than can be compared. `seen`: tensors so far, of which one may be given twice."""
+    if isinstance(value, Tensor):
+        return seen.setdefault(id(value), len(seen)), value.size(), value.stride(), value.dtype
+    if isinstance(value, list | tuple):
+        told = [_told(one, seen) for one in value]
+        return None if None in told else tuple(told)
+    if isinstance(value, dict):
+        told = [_told(one, seen) for one in value.values()]
+        return None if None in told else (*value, *told)
+    return (type(value), value) if isinstance(value, _COMPARED) else None
+
+
+def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
+    metas: dict[int, Tensor] = {}
+
+    def as_meta(tensor: Tensor) -> Tensor:  # one that is given twice stays the same
+        return metas.setdefault(id(tensor), _as_meta(tensor))
+
+    meta_args, meta_kwargs = tree_map_only(Tensor, as_meta, (args, kwargs))
+    if "device" in meta_kwargs or not metas:
+        meta_kwargs = {**meta_kwargs, "device": torch.device("meta")}
+    if meta_kwargs.get("pin_memory"):
+        meta_kwargs["pin_memory"] = False
+    return func(*meta_args, **meta_kwargs)
 
 
 def _as_meta(tensor: Tensor) -> Tensor:
