@@ -13,6 +13,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.device import HOST
+from lightning_zero.run.given import adopt
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.program import Cause
 from lightning_zero.run.reductions import Reductions
@@ -46,7 +47,7 @@ class Averages:
         with no_interception(), torch.no_grad():
             found = [p for p in dict.fromkeys(parameters) if p.grad is not None]
             slots = [slot for slot in map(training_slot, found) if slot is not None]
-            self.reductions.adopt(slots)
+            adopt(self.reductions, slots)
         return slots
 
     def _measure(self, slots: list[Slot], norm_type: float) -> norm.Measured:

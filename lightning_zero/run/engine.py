@@ -13,6 +13,7 @@ from lightning_zero.device import HOST, numbered
 from lightning_zero.run.averages import Averages
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.facts import facts_of
+from lightning_zero.run.given import adopt
 from lightning_zero.run.journal import Journal
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.notices import Notices
@@ -221,7 +222,7 @@ class Engine:
         """Around `Stepping.step`, in which each parameter of `optimizer` is the piece that this rank owns."""
         self.regrouping.refuse_strangers(self.parts.foreign)
         self.regrouping.deal()
-        self.runner.reductions.adopt(self.runner.stepping.steppers[optimizer].slots)
+        adopt(self.runner.reductions, self.runner.stepping.steppers[optimizer].slots)
         yield
         self.averages.forget()
         self.ledger.note_rest()

@@ -3,12 +3,11 @@
 import itertools
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from typing import final
 
 import torch
-from torch import Tensor
 
 from lightning_zero.run.gradient import ShardedGradient
 from lightning_zero.run.in_backward import StepsInBackward, nothing_left_for
@@ -19,7 +18,6 @@ from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.bucket import BucketPool
 from lightning_zero.shards.gradient import GradientShard, averaged_of, gradient_of
 from lightning_zero.shards.slot import Slot, no_interception
-from lightning_zero.torch_private import storage_key
 from lightning_zero.wire.comm import Comm
 
 _AFTER_NOTICES = 1 + len(Notice)  # where a statement goes on after its notices
@@ -340,35 +338,6 @@ class Reductions:
             assert averaged.full_grad is not None
             slot.local.grad = slot.view(averaged.full_grad)
 
-    def adopt(self, slots: Sequence[Slot]) -> None:
-        """Takes over gradients that the user has put into `p.grad` in place of ours, the same ones on every rank.
-
-        Raises:
-            RuntimeError: if one is an average that rests in shards, of another parameter or of an earlier backward; or
-                if backward steps gradients.
-        """
-        given = [*self._given_in(slots)]
-        if not given:
-            return
-        full_grads = [shard.averaged.full_grad for shard in self.shards]
-        ours = {storage_key(full_grad.untyped_storage()) for full_grad in full_grads if full_grad is not None}
-        # Views of our memory, as after `p.grad, q.grad = q.grad, p.grad`, are read before anything is written there.
-        read = {slot: grad.clone() for slot, grad in given if _is_in(grad, ours)}
-        for slot, grad in given:
-            averaged = averaged_of(slot)
-            averaged.replace(slot, read.get(slot, grad).detach().to(averaged.dtype))
-            self.show(slot)
-
-    def _given_in(self, slots: Sequence[Slot]) -> Iterator[tuple[Slot, Tensor]]:
-        """Yields the parameters whose `p.grad` is the user's, with it."""
-        for slot in slots:
-            with no_interception():
-                grad = slot.local.grad
-            if grad is not None:
-                self.refuse_stepped(f"what you have put into {slot.name}.grad")
-                if not averaged_of(slot).is_shown(slot, grad):
-                    yield slot, grad
-
     def forget(self) -> None:
         """Drops the gradients of a backward that has failed, on every rank."""
         for pool in self.pools:
@@ -392,14 +361,3 @@ class Reductions:
         self._clear()
         # Nothing is due any more, even if an error has ended a backward in the middle.
         self._order.shards, self.pools = [], []
-
-
-def _is_in(grad: Tensor, storages: Collection[int]) -> bool:
-    """Whether a gradient is in one of these storages.
-
-    Raises:
-        RuntimeError: if it is an average that rests in shards.
-    """
-    if isinstance(grad, ShardedGradient):
-        grad.refuse_as_given()
-    return storage_key(grad.untyped_storage()) in storages

@@ -1,0 +1,53 @@
+"""`adopt`: takes over gradients that users have put into `p.grad` in place of the averaged ones."""
+
+from collections.abc import Collection, Iterator, Sequence
+
+from torch import Tensor
+
+from lightning_zero.run.gradient import ShardedGradient
+from lightning_zero.run.reductions import Reductions
+from lightning_zero.shards.gradient import averaged_of
+from lightning_zero.shards.slot import Slot, no_interception
+from lightning_zero.torch_private import storage_key
+
+
+def adopt(reductions: Reductions, slots: Sequence[Slot]) -> None:
+    """Takes over gradients that the user has put into `p.grad` in place of ours, the same ones on every rank.
+
+    Raises:
+        RuntimeError: if one is an average that rests in shards, of another parameter or of an earlier backward; or
+            if backward steps gradients.
+    """
+    given = [*_given_in(reductions, slots)]
+    if not given:
+        return
+    full_grads = [shard.averaged.full_grad for shard in reductions.shards]
+    ours = {storage_key(full_grad.untyped_storage()) for full_grad in full_grads if full_grad is not None}
+    # Views of our memory, as after `p.grad, q.grad = q.grad, p.grad`, are read before anything is written there.
+    read = {slot: grad.clone() for slot, grad in given if _is_in(grad, ours)}
+    for slot, grad in given:
+        averaged = averaged_of(slot)
+        averaged.replace(slot, read.get(slot, grad).detach().to(averaged.dtype))
+        reductions.show(slot)
+
+
+def _given_in(reductions: Reductions, slots: Sequence[Slot]) -> Iterator[tuple[Slot, Tensor]]:
+    """Yields the parameters whose `p.grad` is the user's, with it."""
+    for slot in slots:
+        with no_interception():
+            grad = slot.local.grad
+        if grad is not None:
+            reductions.refuse_stepped(f"what you have put into {slot.name}.grad")
+            if not averaged_of(slot).is_shown(slot, grad):
+                yield slot, grad
+
+
+def _is_in(grad: Tensor, storages: Collection[int]) -> bool:
+    """Whether a gradient is in one of these storages.
+
+    Raises:
+        RuntimeError: if it is an average that rests in shards.
+    """
+    if isinstance(grad, ShardedGradient):
+        grad.refuse_as_given()
+    return storage_key(grad.untyped_storage()) in storages
