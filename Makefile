@@ -27,6 +27,9 @@ CLIENTS := .venv-clients
 FLOOR_TESTS := $(addprefix tests/test_,$(addsuffix .py,checkpoint_before checkpoint_tree config hydra layout privates promises \
     strategy summary sweep))
 
+# Tests start hundreds of processes. Each would compile what it imports of this repository, where nothing keeps the result.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo sweep test test-device test-gpu test-floors test-newest test-clients lint ruff format-check mypy ladder bench trace constraints setup clean FORCE
