@@ -81,17 +81,21 @@ if hasattr(os, "SCHED_BATCH"):  # Linux
     c10d._new_process_group_helper = _yielding(c10d._new_process_group_helper)
 
 
-def _taking_turns(run: Any) -> Any:
-    """Keeps ranks that are threads on one core; lanes of the tests share the cores out. Only one of the ranks has the
-    interpreter, and every operation of torch lets go of it: on two cores each time wakes the other core up, which finds
-    it taken again. That was a third of what they cost."""
-    cores = sorted(os.sched_getaffinity(0))
-    core = cores[int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % len(cores)]
+def take_one_core() -> None:
+    """Keeps this thread, and those that it starts, on one core; lanes of the tests share the cores out.
 
+    For ranks that are threads. Only one of them has the interpreter, and every operation of torch lets go of it: on two
+    cores each time wakes the other core up, which finds it taken again. That was a third of what they cost.
+    """
+    if hasattr(os, "sched_setaffinity"):  # Linux
+        os.sched_setaffinity(0, {_CORES[int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % len(_CORES)]})
+
+
+def _taking_turns(run: Any) -> Any:
     @functools.wraps(run)
     def run_on_one_core(world: ThreadWorld, function: Any) -> Any:
         def on_rank(comm: Comm) -> Any:
-            os.sched_setaffinity(0, {core})  # of this thread
+            take_one_core()
             return function(comm)
 
         return run(world, on_rank)
@@ -99,8 +103,8 @@ def _taking_turns(run: Any) -> Any:
     return run_on_one_core
 
 
-if hasattr(os, "sched_setaffinity"):  # Linux
-    ThreadWorld.run = _taking_turns(ThreadWorld.run)  # type: ignore[method-assign]
+_CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+ThreadWorld.run = _taking_turns(ThreadWorld.run)  # type: ignore[method-assign]
 
 _try_in_pieces = granularity.why_not_in_pieces
 _TRIED: weakref.WeakKeyDictionary[type, dict[Any, str | None]] = weakref.WeakKeyDictionary()

@@ -45,8 +45,10 @@ OWN_REGION = (
 
 def on_sim(policy: str, job: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls `job(device, ...)` on the simulated device, whose streams run as the policy of that name says."""
+    import frugal
     from sim import device, streams  # not above: torch keeps a device for good
 
+    frugal.take_one_core()  # of this process, whose ranks are threads
     lightning_zero.device._OWN_REGION = OWN_REGION
     os.environ["LIGHTNING_ZERO_ONLY_TCP"] = "1"  # ranks that are threads cannot be told apart by their process
     device.forget()
