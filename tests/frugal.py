@@ -138,3 +138,4 @@ def _tried_once(optimizer: Optimizer, device: torch.device = HOST) -> str | None
 granularity.why_not_in_pieces = _tried_once
 
 gc.freeze()  # what has been imported stays: no collection looks at it again, nor copies what is shared
+gc.set_threshold(5_000, 20, 20)  # fewer collections: each looks at all of what a test has made
