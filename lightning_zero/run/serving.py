@@ -43,8 +43,8 @@ class Heard(NamedTuple):
 
 @final
 class Serving:
-    """Exchanges what the ranks in `comm` want next, and does it. Each unit has its number in the cache; calls,
-    and last the reductions of a backward, have the numbers after those."""
+    """Exchanges what the ranks in `comm` want next, and does it. Each unit has its number in the cache; calls, and last
+    the reductions of a backward, have the numbers after those."""
 
     def __init__(
         self, comm: Comm, cache: UnitCache, reductions: Reductions, replicas: Replicas, readiness: Readiness

@@ -203,8 +203,8 @@ class PieceStepper:
             self._step_late(window, then, errors)
         self.finish()
         self._fill_absent()
-        for error in errors:
-            raise error
+        if errors:
+            raise errors[0]
 
     def _step_late(self, window: Window, then: Moment, errors: list[BaseException], *, skips: bool = False) -> None:
         """Steps a window with the optimizer as it was at moment `then`, or `skips` that. `errors`: see `step`."""
