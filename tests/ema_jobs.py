@@ -102,7 +102,10 @@ def resume(strategy: Any, world: int, path: Path) -> dict[str, Any]:
     run = trainer(strategy, world, max_epochs=3, callbacks=callbacks)
     run.fit(model, loader(samples=32), loader(seed=1, samples=16), ckpt_path=path, weights_only=False)
     began = {"averaged": beginning[0].averaged, "own": beginning[0].own} if beginning else {}
-    return {"losses": model.losses, "seen": model.seen, "weights": state_of(model), **began}
+    saved: dict[str, Any] = {"state_dict": {}}
+    average.on_save_checkpoint(run, model, saved)
+    updates = int(saved["averaging_state"]["n_averaged"])
+    return {"losses": model.losses, "seen": model.seen, "weights": state_of(model), "updates": updates, **began}
 
 
 def without(strategy: Any, path: Path, **kwargs: Any) -> None:

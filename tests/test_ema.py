@@ -110,7 +110,7 @@ def test_r21_checkpoints_are_resumed_at_other_stages_and_worlds_and_by_lightning
         two_ranks.run(jobs.resume, {"stage": 2, "offload": "cpu", "checkpoint": "full"}, 2, shards),
     ):
         for mine, theirs in zip(found, expected, strict=True):
-            assert mine["losses"] == theirs["losses"]
+            assert (mine["losses"], mine["updates"]) == (theirs["losses"], theirs["updates"])
             assert differing(mine["seen"], theirs["seen"]) == differing(mine["weights"], theirs["weights"]) == []
     saved = read_checkpoint(shards)
     for world in (1, 3):
