@@ -65,7 +65,7 @@ def write_names(figure: Figure, panel: Any, table: dict[str, dict[str, float]]) 
 
 
 def free_place(figure: Figure, panel: Any, name: str, at: tuple[float, float], taken: list[Bbox]) -> Text:
-    """Writes the name at the first of `PLACES` where nothing is, or at the last."""
+    """Writes the name at the first of `PLACES` in the figure where nothing is, or at the last."""
     color, label = COLORS[CONTESTANTS[name].family], f"stage {name}" if name[0].isdigit() else name
     for dx, dy in PLACES:
         line = {"arrowstyle": "-", "color": color, "linewidth": 0.6} if abs(dy) > 8 else None
@@ -75,7 +75,8 @@ def free_place(figure: Figure, panel: Any, name: str, at: tuple[float, float], t
         )  # fmt: skip
         text.update_positions(figure.canvas.get_renderer())  # type: ignore[attr-defined]
         box = Text.get_window_extent(text)  # of the name alone, without its line
-        if (dx, dy) == PLACES[-1] or not any(box.overlaps(other) for other in taken):
+        is_inside = figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
+        if (dx, dy) == PLACES[-1] or (is_inside and not any(box.overlaps(other) for other in taken)):
             break
         text.remove()
     return text

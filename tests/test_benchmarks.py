@@ -2,6 +2,7 @@
 
 import csv
 import importlib.util
+import io
 import json
 import re
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.text import Text
 
 import warm
 
@@ -92,6 +94,23 @@ def test_step_time_compares_with_peers_that_train_the_same_and_skips_those_that_
     assert all(float(row["x_ddp"]) == table[row["contestant"]]["x_ddp"] for row in rows)
     drawn = re.findall(r">([^<>]+)</text>", (tmp_path / "found.svg").read_text())
     assert set(table) <= set(drawn)
+
+
+def test_the_picture_has_all_of_each_name_also_of_a_point_at_its_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    picture, right = load("step_time_picture"), []
+    free_place = picture.free_place
+
+    def noting(figure: Any, *rest: Any) -> Any:
+        text = free_place(figure, *rest)
+        right.append(figure.bbox.x1 - Text.get_window_extent(text).x1)
+        return text
+
+    monkeypatch.setattr(picture, "free_place", noting)
+    row = {"seconds": 1.0, "seconds_min": 1.0, "seconds_max": 1.0}
+    table = {"2": {**row, "rest_mb": 1000}, "model_parallel": {**row, "rest_mb": 2000}}
+    picture.draw({"table": table, "setting": {"parameters": 1, "devices": 1, "device": "cpu"}}, io.BytesIO())
+    assert min(right) > 0
 
 
 @pytest.fixture
