@@ -149,6 +149,27 @@ def test_a_step_that_raised_after_it_had_counted_itself_is_told_of_on_every_rank
     on_engine(tower(), act, 2, partial(torch.optim.AdamW, foreach=foreach), world=2)
 
 
+class Clears(torch.optim.Adam):
+    """Drops the gradients that it has stepped."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        self.zero_grad()
+        return result
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_that_a_step_has_dropped_stay_so_where_a_rank_has_no_piece_of_them(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Any]:
+        for step in range(3):
+            model(x(1.0 + step)).square().mean().backward()
+            optimizer.step()
+            assert all(parameter.grad is None for parameter in model.parameters())
+        return state_of(model, engine)
+
+    assert_as_on_one_device(tower(), act, stage, Clears, bucket_bytes=2**20)
+
+
 def test_state_that_was_cleared_is_made_again() -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
         train(model, optimizer, 3)

@@ -127,6 +127,19 @@ def test_backwards_without_zero_grad_add_their_averages(stage: int, replicas: in
     on_two_ranks(stage, act, ranks, replicate_size=replicas)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_was_dropped_is_replaced_where_the_others_of_its_bucket_add_up(stage: int) -> None:
+    dropped = "blocks.0.up.weight"
+
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+        loss_of(model, comm.rank, 0).backward()
+        model.get_parameter(dropped).grad = None
+        loss_of(model, comm.rank, 1).backward()
+        assert_grads(model, {**average(0, 1), dropped: average(1)[dropped]})
+
+    on_two_ranks(stage, act, bucket_bytes=2**20)
+
+
 @pytest.mark.parametrize("accumulation", ["sharded", "local"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_sync_keeps_backwards_local_until_one_reduces_them(stage: int, accumulation: str) -> None:

@@ -1,13 +1,19 @@
 """One norm over gradients that are spread over ranks."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from lightning_zero.device import HOST
 from lightning_zero.shards import norm
+from lightning_zero.shards.layout import Layout
+from lightning_zero.shards.squares import Squares
+from lightning_zero.tiers.array import zeros
+from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
 from lightning_zero.wire.comm import Comm
 from models import seeded
 from unit_jobs import on_engine, on_one_device, tower, x
@@ -175,3 +181,18 @@ def test_the_host_sums_in_float64_chunk_by_chunk(shape: tuple[int, ...], dtype: 
     assert found.dtype == torch.float64
     wide = piece.abs().double()
     assert found.item() == pytest.approx(wide.square().sum().sqrt().item(), rel=1e-12)
+
+
+def test_a_sum_of_squares_of_which_an_edit_has_voided_a_part_is_not_known() -> None:
+    layout = Layout.pack([("a", (8,))], ranks=1, bucket_numel=4)
+    slot: Any = SimpleNamespace(index=0, piece=layout.piece(0, 0))
+    array = zeros(Category.GRADIENT, 8, torch.float32, Place(HOST, Tier.HOST), Ledger())
+    squares = Squares(array)
+    for chunk in layout.chunks:
+        squares.write(chunk, torch.full((4,), 2.0), [slot])
+    assert squares.sum_of(slot) == 32
+    first, second = layout.chunks
+    squares.write(first, torch.ones(4), [slot])
+    array.write(slice(0, 1), torch.zeros(1))
+    squares.write(second, torch.ones(4), [slot])
+    assert squares.sum_of(slot) is None

@@ -174,10 +174,9 @@ class Window(ABC):
         for slot, shown in self._shown.items():
             if cleared.get(slot, are_all_cleared):
                 self._shown[slot] = shown._replace(grad=None)
-        if not are_all_cleared:
-            with no_interception():
-                for slot, grad in self._hidden.items():
-                    slot.parameter.grad = grad
+        with no_interception():  # none of these is cleared: the optimizers of `StepCounts` clear nothing
+            for slot, grad in self._hidden.items():
+                slot.parameter.grad = grad
 
     @property
     def stepped(self) -> Sequence[Slot]:
