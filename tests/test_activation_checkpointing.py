@@ -22,6 +22,7 @@ from lightning_zero.run.recompute import Recompute
 from lightning_zero.shards.offload import Machine
 from lightning_zero.tiers.activations import ActivationStore
 from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
+from lightning_zero.tiers.stack import Stack
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
 from models import seeded
@@ -558,6 +559,17 @@ def test_the_array_is_allocated_once_and_filled_again(offload: bool) -> None:
     model(batch(0, rows=32)).sum().backward()  # needs more than it has
     model(batch(0, rows=32)).sum().backward()
     assert kept_in(recompute, tier) == 6 * batch().nbytes
+
+
+def test_regions_that_are_given_back_in_another_order_are_all_taken_again() -> None:
+    stack = Stack(Ledger(), HERE, contiguous=True)
+    regions = [stack.take(64) for _ in range(3)]
+    regions.clear()  # the first step shows how much is needed
+    regions = [stack.take(64) for _ in range(3)]
+    starts = [region.memory.data_ptr() for region in regions]
+    for _ in range(3):
+        del regions[0]
+    assert stack.take(64).memory.data_ptr() == starts[0]
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
