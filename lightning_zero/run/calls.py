@@ -1,33 +1,18 @@
-"""`StepCalls`: hooks on the user's calls of `optimizer.step`, which enter and leave what the engine does around it."""
+"""`StepCalls`: the user's calls of `optimizer.step`: enters and leaves what the engine does around each."""
 
-import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from types import FrameType
 from typing import Any, final
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_zero.shards.optimizer import PieceStepper
-from lightning_zero.torch_private import put_innermost
 
-_INNERMOST = WeakKeyDictionary[Optimizer, tuple[int, int]]()  # the numbers of our hooks, before and after the step
-
-
-@functools.cache  # once in a process, and not removed: another thread may be going through torch's list
-def _begin_to_order_hooks() -> None:
-    # torch calls what is on all optimizers first, when it does not go through the hooks of the one that steps yet.
-    register_optimizer_step_pre_hook(torch.compiler.disable(_order_hooks))
-
-
-def _order_hooks(optimizer: Optimizer, *_: Any) -> None:
-    if optimizer in _INNERMOST:
-        put_innermost(optimizer, *_INNERMOST[optimizer])
+Contexts = Sequence[Callable[[], AbstractContextManager[None]]]
 
 
 class _Abandoned(Exception):
@@ -36,42 +21,21 @@ class _Abandoned(Exception):
 
 @final
 class StepCalls:
-    """Hooks on the calls of one optimizer's `step`. Each call runs inside what the functions `around` return, outermost
-    first, except for the closure that it may call, and `then` is called after it.
+    """The calls of one optimizer's `step`: the one under way, and those inside of it. `then` is called after each.
+    Hooks tell of them (`StepHooks`).
 
     torch calls hooks around the `step` of every class that there has been an instance of. So where an optimizer's class
     calls `super().step()`, they may be called once more from within. The engine's step ends with the outermost call,
     and so includes what the class does after `super().step()`.
-
-    Users' own hooks on the step run outside of it, whenever they came in, and find whole parameters and gradients.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        stepper: PieceStepper,
-        around: Sequence[Callable[[], AbstractContextManager[None]]],
-        then: Callable[[], None],
-    ) -> None:
+    def __init__(self, stepper: PieceStepper, then: Callable[[], None]) -> None:
         self._stepper = stepper
-        self._around = around
         self._then = then
         self._entered = ExitStack()
         self._depth = 0  # number of calls under way, one inside another
         self._outermost: FrameType | None = None  # frame of the outermost of these calls
         self._thread = 0  # thread of the outermost call
-        self._hooks = [  # disabled, so that torch.compile(optimizer.step) leaves them to Python
-            optimizer.register_step_pre_hook(torch.compiler.disable(self._before)),
-            optimizer.register_step_post_hook(torch.compiler.disable(self._after)),
-        ]
-        before, after = (hook.id for hook in self._hooks)
-        _INNERMOST[optimizer] = before, after
-        _begin_to_order_hooks()
-
-    def remove(self) -> None:
-        _INNERMOST.pop(self._stepper.optimizer, None)
-        for hook in self._hooks:
-            hook.remove()
 
     def interrupt(self) -> None:
         """Ends a call that an error has left, without completing the step."""
@@ -91,7 +55,9 @@ class StepCalls:
             self.interrupt()
             self._then()
 
-    def _before(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(self, around: Contexts, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call begins: it runs inside what `around` returns, outermost first, but not the closure that it may call.
+        Returns the arguments to call with, if they are others."""
         self.recover()
         if not self._depth:
             if self._stepper.is_stepping:  # the stepper itself calls `step`, for parameters that it steps apart
@@ -103,7 +69,7 @@ class StepCalls:
             if self._stepper.is_stepping:
                 return  # an outer call has entered
             with ExitStack() as entered:
-                for context in self._around:
+                for context in around:
                     entered.enter_context(context())
                 self._entered = entered.pop_all()
 
@@ -124,7 +90,8 @@ class StepCalls:
             return (args[0], closure_outside_step, *args[2:]), kwargs
         return args, {**kwargs, "closure": closure_outside_step}
 
-    def _after(self, *_: Any) -> None:
+    def after(self, *_: Any) -> None:
+        """A call has ended."""
         # After a call inside that failed, the depth is too large: torch has called no hook for it.
         if self._depth == 1 or (self._depth and _caller() is self._outermost):
             self._depth, self._outermost = 0, None

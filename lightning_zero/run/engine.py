@@ -17,7 +17,7 @@ from lightning_zero.run.given import adopt
 from lightning_zero.run.journal import Journal
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.notices import Notices
-from lightning_zero.run.parameter import Interception
+from lightning_zero.run.parameter import Interception, leave
 from lightning_zero.run.phase import Phase
 from lightning_zero.run.placing import make_program
 from lightning_zero.run.program import Facts, Program
@@ -29,6 +29,7 @@ from lightning_zero.run.saved import SavedParameters
 from lightning_zero.run.schedule import Schedule
 from lightning_zero.run.setup import set_up
 from lightning_zero.run.states import States
+from lightning_zero.run.step_hooks import StepHooks
 from lightning_zero.run.stepping import Stepping
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.local import local_of
@@ -112,14 +113,14 @@ class Engine:
         self.parts = set_up(module, optimizers, stage, comm, device, self.options, ledger or Ledger())
         setting, made = self.parts.setting, self.parts.assembly
         self.groups = made.groups
-        self._interception = Interception()
+        interception = Interception()
         saved, journal, notices = SavedParameters(), Journal(), Notices()
-        cache = UnitCache(made.units, made.arena, 1 + self.options.prefetch, self._interception, saved)
-        stepping = Stepping(module, optimizers, self.parts, self.options, self._interception, journal, notices)
+        cache = UnitCache(made.units, made.arena, 1 + self.options.prefetch, interception, saved)
+        stepping = Stepping(module, optimizers, self.parts, self.options, interception, journal, notices)
         overlap, in_backward = self.options.overlap, stepping.in_backward
-        reductions = Reductions(made, comm, overlap, self._interception, in_backward, notices)
-        self.runner = Runner(setting, self.groups, cache, reductions, stepping, self._interception, journal)
-        self.loans = Loans(self.groups, cache, self.runner, saved, self._interception)
+        reductions = Reductions(made, comm, overlap, interception, in_backward, notices)
+        self.runner = Runner(setting, self.groups, cache, reductions, stepping, interception, journal)
+        self.loans = Loans(self.groups, cache, self.runner, saved, interception)
         move_replicated(module, device)
         late = module if stepping.may_be_late else None
         self.schedule = Schedule(made, self.loans, late=late)
@@ -130,14 +131,15 @@ class Engine:
             module, steppers, whole, setting, self.options, self.schedule, reductions, self.loans
         )
         self.regrouping.deal()
-        stepping.install([self.runner.step, self._around_step], self.runner.change)
+        around = [self.runner.step, self._around_step, stepping.step]
+        self._step_hooks = StepHooks(stepping, around, self.runner.change)
         self.averages = Averages(module, device, self.mesh, self.loans, reductions)
         self.states = States(module, steppers, self.mesh, self.loans)
         is_on = self.options.broadcast_buffers
         self._buffers = SharedBuffers(module, self.mesh.world, self.runner.rendezvous, is_on=is_on)
         for group in self.groups:
             if not group.is_plain:
-                self._interception.hide(group)
+                interception.hide(group)
         self.ledger.note_rest()
 
     @property
@@ -322,7 +324,8 @@ class Engine:
         if whole and self.runner.journal.has_step:
             with suppress(RuntimeError):  # an optimizer's parameter is not the module's, which has ended the run
                 self._facts_at_close = self._facts()
-        self.runner.stepping.remove()
+        self._step_hooks.remove()
+        self.runner.stepping.leave()
         self.states.leave()
         if self.parts.recompute is not None:
             self.parts.recompute.remove()
@@ -356,7 +359,7 @@ class Engine:
         full = self.loans.latest.declared(group)
         device = self.device if group.stays_full or self.mesh.tensor.size > 1 else HOST
         with torch.no_grad(), no_interception():
-            self._interception.leave(group)
+            leave(group)
             for slot in group.slots:
                 slot.local.grad = None
                 slot.local.values = slot.local.copied(slot.view(full), device)

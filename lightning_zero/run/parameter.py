@@ -243,11 +243,6 @@ class Interception:
         for slot in group.slots:
             slot.parameter.__class__ = self._watching(slot.plain_class) if is_watched else slot.plain_class
 
-    def leave(self, group: ShardGroup) -> None:
-        """Makes the parameters plain ones for good."""
-        for slot in group.slots:
-            slot.parameter.__class__ = slot.plain_class
-
     def hide(self, group: ShardGroup) -> None:
         """Makes the parameters borrow their values, until `show`."""
         for slot in group.slots:
@@ -290,6 +285,12 @@ class Interception:
         content["__slots__"] = ()  # another layout could not take the place of torch's
         watching = subclass_of(plain, base, lender=self.lender, **content)
         return watching
+
+
+def leave(group: ShardGroup) -> None:
+    """Makes the parameters of a group plain ones for good."""
+    for slot in group.slots:
+        slot.parameter.__class__ = slot.plain_class
 
 
 class AsDeclared(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """`Stepping`: the user's optimizers, which step what this rank owns, and the publishing of what they have stepped."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
 
@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from lightning_zero.run.calls import StepCalls
 from lightning_zero.run.in_backward import StepsInBackward, nothing_left_for
 from lightning_zero.run.journal import Journal
-from lightning_zero.run.modes import Modes
 from lightning_zero.run.notices import Notices
 from lightning_zero.run.parameter import Interception
 from lightning_zero.run.setup import Setup
@@ -70,21 +69,7 @@ class Stepping:
         }
         self._in_backward: dict[Slot, None] = {}  # stepped by backward, since the last call of the optimizer's `step`
         self.in_backward = StepsInBackward(self._step_in_backward) if options.step_in_backward else None
-        self._calls: list[StepCalls] = []
-        self._modes: list[Modes] = []
-
-    def install(
-        self,
-        around: Sequence[Callable[[Optimizer], AbstractContextManager[None]]],
-        change: Callable[[Optimizer, Callable[[], Any]], Any],
-    ) -> None:
-        """Puts the user's calls of `optimizer.step` into `around` and, inside of it, `step`. Has `change` make those of
-        `train` and `eval`."""
-        for optimizer, stepper in self.steppers.items():
-            is_cut = any(slot.group.is_cut for slot in stepper.slots)
-            contexts = [partial(context, optimizer) for context in (*around, self.step)]
-            self._calls.append(StepCalls(optimizer, stepper, contexts, self._in_backward.clear))
-            self._modes.append(Modes(optimizer, partial(change, optimizer), is_cut=is_cut))
+        self.calls = {each: StepCalls(stepper, self._in_backward.clear) for each, stepper in self.steppers.items()}
 
     @contextmanager
     def step(self, optimizer: Optimizer) -> Iterator[None]:
@@ -166,7 +151,7 @@ class Stepping:
 
     def recover(self) -> None:
         """Forgets a call of `step` that has failed."""
-        for calls in self._calls:
+        for calls in self.calls.values():
             calls.recover()
 
     def forget_backward(self) -> None:
@@ -175,18 +160,15 @@ class Stepping:
 
     def interrupt(self) -> None:
         """Ends calls of `step` that an error has left, with what they have stepped so far."""
-        for calls in self._calls:
+        for calls in self.calls.values():
             calls.interrupt()
 
     def abandon(self) -> None:
         """Ends calls of `step` that an error has left, on this rank alone: parameters are no pieces any more."""
-        for calls in self._calls:
+        for calls in self.calls.values():
             calls.abandon()
 
-    def remove(self) -> None:
+    def leave(self) -> None:
         """Leaves the optimizers to the user."""
-        for calls, modes in zip(self._calls, self._modes, strict=True):
-            calls.remove()
-            modes.remove()
         for stepper in self.steppers.values():
             stepper.leave()
