@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from typing import final
 
 import torch
+from torch import Tensor
 
 from lightning_zero.run.parameter import Interception
 from lightning_zero.run.plan import Residents
-from lightning_zero.run.saved import SavedParameters
 from lightning_zero.shards.arena import Arena
+from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.slot import no_interception
 from lightning_zero.shards.unit import Unit
+from lightning_zero.torch_private import storage_key
 from lightning_zero.wire.comm import Gather
 
 
@@ -19,17 +21,24 @@ class UnitCache:
     """The units of an engine, by number. `room` of them are gathered in the arena at a time, beside those that contain
     other units (`apart`). A unit stays gathered until its room is needed."""
 
-    def __init__(
-        self, units: Sequence[Unit], arena: Arena, room: int, interception: Interception, saved: SavedParameters
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], arena: Arena, room: int, interception: Interception) -> None:
         self.units = units
         self.numbers = {unit: number for number, unit in enumerate(units)}
         self.apart = {number for number, unit in enumerate(units) if not unit.is_leaf}
         self.room = room
         self._arena = arena
         self._interception = interception
-        self._saved = saved
         self._residents = Residents(room, self.apart)
+        self._units = {group: unit for unit in units for group in unit.groups}
+        self._in_buffers: dict[int, Unit] = {}  # storage of a buffer -> the unit in it
+
+    def unit_of(self, group: ShardGroup) -> Unit | None:
+        """Returns the unit that gathers a group; None if it stays full."""
+        return self._units.get(group)
+
+    def unit_around(self, tensor: Tensor) -> Unit | None:
+        """Returns the unit in whose buffer a tensor is, if it is in any."""
+        return self._in_buffers.get(storage_key(tensor.untyped_storage()))
 
     def touch(self, numbers: Sequence[int]) -> None:
         """Keeps units from being evicted next, as they are about to be used."""
@@ -45,7 +54,8 @@ class UnitCache:
         if unit.is_gathered:  # it was pinned when it was evicted
             return unit.pass_by(diverges)
         gather = unit.gather(self._arena, diverges)
-        self._saved.note_gathered(unit)
+        assert unit.buffer is not None
+        self._in_buffers[unit.buffer.storage] = unit
         return gather
 
     def pin(self, unit: Unit) -> None:
@@ -114,5 +124,6 @@ class UnitCache:
     def _release(self, unit: Unit) -> None:
         for group in unit.groups:
             self._interception.hide(group)
-        self._saved.note_released(unit)
+        assert unit.buffer is not None
+        del self._in_buffers[unit.buffer.storage]
         unit.release(self._arena)

@@ -114,13 +114,13 @@ class Engine:
         setting, made = self.parts.setting, self.parts.assembly
         self.groups = made.groups
         interception = Interception()
-        saved, journal, notices = SavedParameters(), Journal(), Notices()
-        cache = UnitCache(made.units, made.arena, 1 + self.options.prefetch, interception, saved)
+        journal, notices = Journal(), Notices()
+        cache = UnitCache(made.units, made.arena, 1 + self.options.prefetch, interception)
         stepping = Stepping(module, optimizers, self.parts, self.options, interception, journal, notices)
         overlap, in_backward = self.options.overlap, stepping.in_backward
         reductions = Reductions(made, comm, overlap, interception, in_backward, notices)
         self.runner = Runner(setting, self.groups, cache, reductions, stepping, interception, journal)
-        self.loans = Loans(self.groups, cache, self.runner, saved, interception)
+        self.loans = Loans(self.groups, cache, self.runner, SavedParameters(cache), interception)
         move_replicated(module, device)
         late = module if stepping.may_be_late else None
         self.schedule = Schedule(made, self.loans, late=late)

@@ -14,7 +14,6 @@ from lightning_zero.run.program import Cause
 from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.slot import no_interception
-from lightning_zero.shards.unit import Unit
 from lightning_zero.tiers.array import Array
 from lightning_zero.tiers.ledger import Category
 from lightning_zero.torch_private import outside_transforms
@@ -37,7 +36,7 @@ class Latest:
         self._rendezvous = rendezvous
         self._journal = journal
         self._interception = interception
-        self._units = {group: unit for unit in cache.units for group in unit.groups}
+        self._is_forward = bool(cache.units)  # groups of a model without units are made in the order of backward
         self._calls = {
             group: rendezvous.serving.enroll(f"the all-gather of {names_of(group)}", partial(self._serve, group))
             for group in groups
@@ -62,10 +61,6 @@ class Latest:
         """The groups that ranks catch up with together, by the number of the call."""
         return {number: group for group, number in self._publishing.items()}
 
-    def unit_of(self, group: ShardGroup) -> Unit | None:
-        """Returns the unit that gathers a group; None if it stays full."""
-        return self._units.get(group)
-
     # -- postponed steps
 
     def catch_up(self, *groups: ShardGroup) -> None:
@@ -85,8 +80,7 @@ class Latest:
 
     def catch_up_all(self) -> None:
         """Takes all postponed steps of all groups, in the order in which forward needs them."""
-        # Groups of a model without units are made in the order of backward.
-        for group in self.groups if self._units else reversed(self.groups):
+        for group in self.groups if self._is_forward else reversed(self.groups):
             self.catch_up(group)
             group.catch_up()
 

@@ -160,7 +160,7 @@ class Loans(Lender):
                 self.watch(group)
 
     def is_lent(self, values: Tensor) -> bool:
-        return isinstance(values, RestingParameter) or self.saved.is_gathered(values)
+        return isinstance(values, RestingParameter) or self.cache.unit_around(values) is not None
 
     def watch(self, group: ShardGroup) -> None:
         self._watch.look(group)
@@ -221,7 +221,7 @@ class Loans(Lender):
                         self._take_back_declared(group)
 
     def _show_edited(self, group: ShardGroup) -> None:
-        copy, unit = self._copies[group], self.latest.unit_of(group)
+        copy, unit = self._copies[group], self.cache.unit_of(group)
         if unit is not None and not unit.is_gathered:
             return  # all that this rank reads is the lent copy
         if unit is not None:
@@ -259,7 +259,7 @@ class Loans(Lender):
             for group in () if write else groups:  # before `settle`, which would keep their edits
                 self._copies.pop(group, None)
                 self._watch.forget(group)
-                unit = self.latest.unit_of(group)
+                unit = self.cache.unit_of(group)
                 if unit in self._held:
                     del self._held[unit]
                     self.cache.let_go(unit, keeps_edits=False)
@@ -363,7 +363,7 @@ class Loans(Lender):
 
     def _end_loans_of(self, group: ShardGroup) -> None:
         """Ends the loans of a group, as `settle` does, and releases its unit."""
-        unit = self.latest.unit_of(group)
+        unit = self.cache.unit_of(group)
         with torch.no_grad(), no_interception():
             if group in self._copies:
                 self._take_back_declared(group)
@@ -379,13 +379,13 @@ class Loans(Lender):
         group.edits.keep_lent(copy.full, copy.as_lent)
 
     def _unit_of(self, group: ShardGroup) -> Unit:
-        unit = self.latest.unit_of(group)
+        unit = self.cache.unit_of(group)
         assert unit is not None
         return unit
 
     def _wait_for_gather(self, group: ShardGroup) -> None:
         """A gather under way would overwrite an edit."""
-        unit = self.latest.unit_of(group)
+        unit = self.cache.unit_of(group)
         if unit is not None and unit.is_gathered:
             unit.wait()
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from lightning_zero.run.cache import UnitCache
 from lightning_zero.shards.early import nothing
-from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.slot import Edition, Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
@@ -32,7 +32,6 @@ from lightning_zero.torch_private import (
     pop_saved_hooks,
     push_saved_hooks,
     saved_hooks_are_allowed,
-    storage_key,
 )
 
 
@@ -77,25 +76,9 @@ class SavedParameters:
 
     use: Callable[[Unit, bool], None]
 
-    def __init__(self) -> None:
+    def __init__(self, cache: UnitCache) -> None:
+        self._cache = cache
         self._pushed: list[bool] = []  # whether each `push` has set hooks, innermost last
-        self._units: dict[int, Unit] = {}  # storage of a buffer -> the unit in it
-        self._homes: dict[ShardGroup, Unit] = {}  # the unit of each group that has been gathered
-
-    def note_gathered(self, unit: Unit) -> None:
-        """Takes note that the unit is in its buffer."""
-        assert unit.buffer is not None
-        self._units[unit.buffer.storage] = unit
-        self._homes.update(dict.fromkeys(unit.groups, unit))
-
-    def note_released(self, unit: Unit) -> None:
-        """Forgets the unit's buffer. Call it before the unit is released."""
-        assert unit.buffer is not None
-        del self._units[unit.buffer.storage]
-
-    def is_gathered(self, tensor: Tensor) -> bool:
-        """Whether a tensor is in the buffer of a unit."""
-        return storage_key(tensor.untyped_storage()) in self._units
 
     @property
     def is_inside_others(self) -> bool:
@@ -128,7 +111,7 @@ class SavedParameters:
 
     def _itself(self, tensor: Tensor, is_recomputed: bool) -> _Itself | None:
         slot = slot_of(tensor) if isinstance(tensor, Parameter) and not isinstance(tensor, DTensor) else None
-        if slot is None or (unit := self._homes.get(slot.group)) is None:
+        if slot is None or (unit := self._cache.unit_of(slot.group)) is None:
             return None
         return _Itself(unit, slot, edits_of(tensor), is_recomputed)
 
@@ -136,7 +119,7 @@ class SavedParameters:
         tensor = local_of(saved)
         if not (type(tensor) is Tensor or isinstance(tensor, Parameter)) or tensor.layout != torch.strided:
             return None
-        unit = self._units.get(storage_key(tensor.untyped_storage()))
+        unit = self._cache.unit_around(tensor)
         if unit is None or not tensor.numel() or tensor.is_conj() or tensor.is_neg():
             return None
         at = int(tensor.storage_offset()) * tensor.itemsize  # bytes

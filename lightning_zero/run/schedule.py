@@ -138,7 +138,7 @@ class Schedule:
         dtype."""
         module = reader.module
         weights = [
-            _Shown(vars(holder), parameters_in(holder), name, slot, self._loans.latest.unit_of(slot.group))
+            _Shown(vars(holder), parameters_in(holder), name, slot, self._cache.unit_of(slot.group))
             for holder, name, parameter in reader.parameters
             if (slot := slot_of(parameter)) is not None
         ]
