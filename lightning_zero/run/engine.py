@@ -15,6 +15,7 @@ from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.facts import facts_of
 from lightning_zero.run.given import adopt
 from lightning_zero.run.journal import Journal
+from lightning_zero.run.lasting import LastingLoans
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.notices import Notices
 from lightning_zero.run.parameter import Interception, leave
@@ -119,8 +120,9 @@ class Engine:
         stepping = Stepping(module, optimizers, self.parts, self.options, interception, journal, notices)
         overlap, in_backward = self.options.overlap, stepping.in_backward
         reductions = Reductions(made, comm, overlap, interception, in_backward, notices)
-        self.runner = Runner(setting, self.groups, cache, reductions, stepping, interception, journal)
-        self.loans = Loans(self.groups, cache, self.runner, SavedParameters(cache), interception)
+        lasting = LastingLoans(self.groups, cache)
+        self.runner = Runner(setting, self.groups, cache, reductions, stepping, lasting, interception, journal)
+        self.loans = Loans(self.groups, cache, lasting, self.runner, SavedParameters(cache), interception)
         move_replicated(module, device)
         late = module if stepping.may_be_late else None
         self.schedule = Schedule(made, self.loans, late=late)
@@ -138,8 +140,7 @@ class Engine:
         is_on = self.options.broadcast_buffers
         self._buffers = SharedBuffers(module, self.mesh.world, self.runner.rendezvous, is_on=is_on)
         for group in self.groups:
-            if not group.is_plain:
-                interception.hide(group)
+            interception.begin(group)
         self.ledger.note_rest()
 
     @property

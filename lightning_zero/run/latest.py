@@ -55,6 +55,8 @@ class Latest:
         """Adds new groups, whose parameters are shown plain."""
         self.groups.extend(groups)
         self._enroll(groups)
+        for group in groups:
+            self._interception.show(group)
 
     @property
     def published(self) -> dict[int, ShardGroup]:

@@ -69,15 +69,6 @@ class Lender(GradientLender, ABC):
     def settle_gradients(self) -> None:
         """Has ranks agree on which parameters have gradients, if they have not yet."""
 
-    @abstractmethod
-    def take_back_gradients(self) -> None:
-        """Ends all loans of gradients, and keeps edits made through views of them."""
-
-    @abstractmethod
-    def settle(self, *, all_here: bool = False) -> None:
-        """Ends all loans, and keeps the edits that were made meanwhile. If there are any, all ranks must come here, or
-        end their round; `all_here` says that they have just met."""
-
 
 class _Intercepting(Parameter):
     """Never instantiated: `Interception` makes subclasses, which have a lender."""
@@ -236,6 +227,13 @@ class Interception:
     def __init__(self) -> None:
         self._classes: dict[type[Parameter], type[Parameter]] = {}  # plain -> resting
         self._watched: dict[type[Parameter], type[Parameter]] = {}  # plain -> watched
+
+    def begin(self, group: ShardGroup) -> None:
+        """Shows or hides the parameters, as they rest."""
+        if group.is_plain:
+            self.show(group)
+        else:
+            self.hide(group)
 
     def show(self, group: ShardGroup) -> None:
         """Makes the parameters plain ones, or watched. Their values must be there."""

@@ -19,6 +19,7 @@ from lightning_zero.run.backward import Backward
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.gradient_hooks import GradientHooks
 from lightning_zero.run.journal import Journal
+from lightning_zero.run.lasting import LastingLoans
 from lightning_zero.run.latest import Latest
 from lightning_zero.run.parameter import Interception
 from lightning_zero.run.phase import Phase, Phases
@@ -44,6 +45,7 @@ class Runner:
         cache: UnitCache,
         reductions: Reductions,
         stepping: Stepping,
+        lasting: LastingLoans,
         interception: Interception,
         journal: Journal,
     ) -> None:
@@ -58,7 +60,7 @@ class Runner:
         self.hooks.add(reductions.shards)
         self.views = WeightViews()  # in the pass under way
         self.phases = Phases()
-        self._interception = interception
+        self._lasting = lasting
         # Ranks agree on gradients at the end of a backward, and not as late as in the step: where `p.grad` is reduced
         # in place, and must not be added to before; and where gradients are stepped there.
         self._settles_at_end = not setting.partition.optimizer or not setting.keeps_gradients
@@ -103,8 +105,7 @@ class Runner:
         self._begin_pass()
         self.journal.note(Cause.BACKWARD)
         self.catch_up()  # new gradients take the place of those that postponed steps need
-        with no_interception(), torch.no_grad():
-            self._interception.lender.take_back_gradients()  # edits of the old ones, before there are new ones
+        self._lasting.take_back_gradients()  # edits of the old ones, before there are new ones
         if self.reductions.stage is Stage.UNSETTLED or self.rendezvous.is_awaited:
             self.rendezvous.settle_last_backward()
         self.reductions.begin_backward()
@@ -176,8 +177,7 @@ class Runner:
         self.stepping.recover()
         self.latest.catch_up_all()
         self.rendezvous.settle_gradients(meets=meets)
-        with no_interception(), torch.no_grad():
-            self._interception.lender.take_back_gradients()
+        self._lasting.take_back_gradients()
 
     def expect_step(self) -> None:
         """Notes that gradients have just been clipped, and that the step comes next, before any code of users, on every
@@ -196,7 +196,7 @@ class Runner:
             # Before edits are taken over: a rank that diverges may still gather the old values.
             self.rendezvous.meet()
         self._steps_next = False
-        self._interception.lender.settle(all_here=True)
+        self._lasting.end_all()
         with self.phases.within(Phase.STEP):
             yield
 

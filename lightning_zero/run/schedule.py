@@ -39,6 +39,7 @@ class Schedule:
         self._reductions = loans.runner.reductions
         self._cache = loans.cache
         self._loans = loans
+        self._lasting = loans.lasting
         self._saved = loans.saved
         self._saved.use = self.gather_saved
         self._views = loans.runner.views
@@ -69,10 +70,10 @@ class Schedule:
             self._runner.recover()  # before other ranks are told what is complete
         with outside_transforms():  # inside, what is gathered would be tensors of theirs
             self._course.use(unit)
-            self._loans.show_edits(unit)
+            self._lasting.show_edits(unit)
             self._cache.pin(unit)
         if not self._saved.push():
-            self._loans.hold(unit)  # no saved-tensor hooks here: what autograd saves must stay gathered
+            self._lasting.hold(unit)  # no saved-tensor hooks here: what autograd saves must stay gathered
 
     def _after_forward(self, unit: Unit) -> None:
         self._saved.pop()
@@ -90,7 +91,7 @@ class Schedule:
             self._runner.notice_backward()
         self._course.use(unit)
         if is_recomputed:
-            self._loans.show_edits(unit)
+            self._lasting.show_edits(unit)
         unit.wait()
 
     @staticmethod
@@ -148,7 +149,7 @@ class Schedule:
         @torch.compiler.disable(recursive=False)
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._loans.latest.catch_up(*groups)
-            self._loans.show_declared(groups)
+            self._lasting.show_declared(groups)
             casts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == resting
             casts &= not transforms_are_active()  # `torch.vmap` takes a layer apart before autocast sees it
             there = [weight for weight in weights if weight.is_there]

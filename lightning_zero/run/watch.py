@@ -12,7 +12,6 @@ from typing import final
 import torch
 from torch import Tensor
 
-from lightning_zero.run.parameter import Interception
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.slot import no_interception
 
@@ -21,10 +20,9 @@ Fingerprint = tuple[int, int]
 
 @final
 class Watch:
-    """Watches `groups`. The interception must have a lender, which is told of looks at values."""
+    """Watches `groups`."""
 
-    def __init__(self, groups: Iterable[ShardGroup], interception: Interception) -> None:
-        self._interception = interception
+    def __init__(self, groups: Iterable[ShardGroup]) -> None:
         self._plain: list[ShardGroup] = []  # of which users can always edit the parameters
         self._fingerprints: dict[ShardGroup, Fingerprint | None] = {}  # at the first look; None: edited since
         self.add(groups)
@@ -35,8 +33,6 @@ class Watch:
             if group.is_plain:
                 self._plain.append(group)
                 group.edits.note_versions()
-            if group.is_apart:
-                self._interception.show(group)
 
     # -- looks past versions, until the next boundary
 
