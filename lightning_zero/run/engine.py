@@ -122,7 +122,8 @@ class Engine:
         reductions = Reductions(made, comm, overlap, interception, in_backward, notices)
         lasting = LastingLoans(self.groups, cache)
         self.runner = Runner(setting, self.groups, cache, reductions, stepping, lasting, interception, journal)
-        self.loans = Loans(self.groups, cache, lasting, self.runner, SavedParameters(cache), interception)
+        saved = SavedParameters(cache, lasting, self.runner)
+        self.loans = Loans(self.groups, cache, lasting, self.runner, saved, interception)
         move_replicated(module, device)
         late = module if stepping.may_be_late else None
         self.schedule = Schedule(made, self.loans, late=late)
@@ -171,7 +172,7 @@ class Engine:
                 raise unread
         self.loans.settle()
         self._buffers.broadcast_stale()
-        with self.runner.phases.within(Phase.FORWARD), self.schedule.noting_saved():
+        with self.runner.phases.within(Phase.FORWARD), self.loans.saved.noting():
             yield
         self._buffers.note_forward(reduces=reduces)
 

@@ -10,7 +10,8 @@ there before, so activation checkpointing and offloading around a unit keep work
 saved, and recomputes when any of it is asked for, so it is told of parameters, too, but not given their values.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -21,11 +22,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from lightning_zero.run.cache import UnitCache
+from lightning_zero.run.lasting import LastingLoans
+from lightning_zero.run.runner import Runner
 from lightning_zero.shards.early import nothing
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.slot import Edition, Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
 from lightning_zero.torch_private import (
+    accumulates,
+    backward_number,
     edits_of,
     innermost_saved_hooks,
     layout_of,
@@ -68,16 +73,12 @@ class _Ours(partial[Any]):
 
 @final
 class SavedParameters:
-    """Sets the saved-tensor hooks, and gathers what they have noted.
+    """Sets the saved-tensor hooks, and gathers what they have noted."""
 
-    `use(unit, is_recomputed)` gathers a unit in backward, with the user's latest edits for what is recomputed. It is
-    set once there is a schedule: before the first forward.
-    """
-
-    use: Callable[[Unit, bool], None]
-
-    def __init__(self, cache: UnitCache) -> None:
+    def __init__(self, cache: UnitCache, lasting: LastingLoans, runner: Runner) -> None:
         self._cache = cache
+        self._lasting = lasting
+        self._runner = runner
         self._pushed: list[bool] = []  # whether each `push` has set hooks, innermost last
 
     @property
@@ -100,6 +101,20 @@ class SavedParameters:
     def pop(self) -> None:
         if self._pushed.pop():
             pop_saved_hooks()
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Around a forward: lets backward gather also parameters that are read outside their units' forwards. Else
+        autograd saves the parameter itself, and finds no values in it if its loan has ended meanwhile (as when a
+        checkpoint is saved between forward and backward)."""
+        notes = bool(self._cache.units) and torch.is_grad_enabled()
+        if notes:
+            self.push()
+        try:
+            yield
+        finally:
+            if notes:
+                self.pop()
 
     def _pack(self, otherwise: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         is_recomputed = getattr(otherwise, "__module__", None) == torch.utils.checkpoint.__name__
@@ -144,17 +159,38 @@ class SavedParameters:
             with no_interception():
                 _check_version(parameter, saved.version)
         if isinstance(saved, _Itself):
-            self.use(saved.unit, saved.is_recomputed)
+            self._gather(saved.unit, saved.is_recomputed)
             with no_interception():
                 return parameter.detach()
         flat, start = None if saved.edition is None else saved.edition.kept, 0
         if flat is None:
-            self.use(saved.unit, saved.is_recomputed)
+            self._gather(saved.unit, saved.is_recomputed)
             flat, start = saved.slot.group.full_param, saved.slot.offset
             assert flat is not None
         first = flat[start:start].view(saved.dtype)  # of another size of items: the whole may not divide into those
         values = first.as_strided(saved.shape, saved.stride, int(first.storage_offset()) + saved.offset)
         return values if saved.layout is None else DTensor(values, saved.layout, requires_grad=False)
+
+    def _gather(self, unit: Unit, is_recomputed: bool) -> None:
+        """Gathers a unit whose saved values are asked for, by a backward or by someone who inspects a graph. What is
+        recomputed sees the latest edits, as the recomputation does."""
+        if backward_number() != -1 and not self._runner.backward.is_known and _accumulates_in(unit):
+            self._runner.notice_backward()
+        self._runner.course.use(unit)
+        if is_recomputed:
+            self._lasting.show_edits(unit)
+        unit.wait()
+
+
+def _accumulates_in(unit: Unit) -> bool:
+    """Whether the backward that has come to a unit accumulates gradients. `torch.autograd.grad` only looks at a graph:
+    one rank alone may call it, and the others come to the end of no backward."""
+    with no_interception():
+        return any(
+            slot.parameter.requires_grad and accumulates(slot.parameter)
+            for group in unit.groups
+            for slot in group.slots
+        )
 
 
 def _innermost_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:

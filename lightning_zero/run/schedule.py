@@ -1,7 +1,6 @@
 """`Schedule`: hooks on the calls of modules, which say to the `Runner` what user code does."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -18,8 +17,6 @@ from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
 from lightning_zero.torch_private import (
-    accumulates,
-    backward_number,
     outside_transforms,
     parameters_in,
     transforms_are_active,
@@ -28,7 +25,7 @@ from lightning_zero.torch_private import (
 
 @final
 class Schedule:
-    """Gathers and releases units around the calls of their modules, and when backward asks for what it has saved.
+    """Gathers and releases units around the calls of their modules.
 
     `late` is the module if its weights may be behind a step: then its modules catch up before each call.
     """
@@ -41,7 +38,6 @@ class Schedule:
         self._loans = loans
         self._lasting = loans.lasting
         self._saved = loans.saved
-        self._saved.use = self.gather_saved
         self._views = loans.runner.views
         self._handles: list[Any] = []
         self._late = late
@@ -63,8 +59,6 @@ class Schedule:
             handle.remove()
         self._handles.clear()
 
-    # -- parameters: gathered before use, and again when backward asks for them
-
     def _before_forward(self, unit: Unit) -> None:
         if self._reductions.stage is Stage.COLLECTING and not self._runner.backward.is_known:
             self._runner.recover()  # before other ranks are told what is complete
@@ -83,41 +77,6 @@ class Schedule:
         """Shows the parameters of `unit` to the module around it, which reads them before it calls the unit."""
         self._course.use(unit)
         self._cache.show(unit)
-
-    def gather_saved(self, unit: Unit, is_recomputed: bool) -> None:
-        """Gathers a unit whose saved values are asked for, by a backward or by someone who inspects a graph. What is
-        recomputed sees the latest edits, as the recomputation does."""
-        if backward_number() != -1 and not self._runner.backward.is_known and self._accumulates(unit):
-            self._runner.notice_backward()
-        self._course.use(unit)
-        if is_recomputed:
-            self._lasting.show_edits(unit)
-        unit.wait()
-
-    @staticmethod
-    def _accumulates(unit: Unit) -> bool:
-        """Whether the backward that has come to a unit accumulates gradients. `torch.autograd.grad` only looks at a
-        graph: one rank alone may call it, and the others come to the end of no backward."""
-        with no_interception():
-            return any(
-                slot.parameter.requires_grad and accumulates(slot.parameter)
-                for group in unit.groups
-                for slot in group.slots
-            )
-
-    @contextmanager
-    def noting_saved(self) -> Iterator[None]:
-        """Around a forward: lets backward gather also parameters that are read outside their units' forwards. Else
-        autograd saves the parameter itself, and finds no values in it if its loan has ended meanwhile (as when a
-        checkpoint is saved between forward and backward)."""
-        notes = bool(self._cache.units) and torch.is_grad_enabled()
-        if notes:
-            self._saved.push()
-        try:
-            yield
-        finally:
-            if notes:
-                self._saved.pop()
 
     def surround_late(self, shards: Iterable[GradientShard]) -> None:
         """Has modules catch up with weights of `shards` before each call, as a kernel may read them past torch. So does
