@@ -114,7 +114,7 @@ class Engine:
         self.parts = set_up(module, optimizers, stage, comm, device, self.options, ledger or Ledger())
         setting, made = self.parts.setting, self.parts.assembly
         self.groups = made.groups
-        interception = Interception()
+        interception = Interception(lambda: self.loans)
         journal, notices = Journal(), Notices()
         cache = UnitCache(made.units, made.arena, 1 + self.options.prefetch, interception)
         stepping = Stepping(module, optimizers, self.parts, self.options, interception, journal, notices)
@@ -123,7 +123,7 @@ class Engine:
         lasting = LastingLoans(self.groups, cache)
         self.runner = Runner(setting, self.groups, cache, reductions, stepping, lasting, interception, journal)
         saved = SavedParameters(cache, lasting, self.runner)
-        self.loans = Loans(self.groups, cache, lasting, self.runner, saved, interception)
+        self.loans = Loans(self.groups, cache, lasting, self.runner, saved)
         move_replicated(module, device)
         late = module if stepping.may_be_late else None
         self.schedule = Schedule(made, self.loans, late=late)

@@ -23,7 +23,7 @@ from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.edits import EditBarrier, Place
 from lightning_zero.run.lasting import LastingLoans
 from lightning_zero.run.loading import Loading
-from lightning_zero.run.parameter import AsDeclared, Interception, Lender, RestingParameter
+from lightning_zero.run.parameter import AsDeclared, Lender, RestingParameter
 from lightning_zero.run.runner import Runner
 from lightning_zero.run.saved import SavedParameters
 from lightning_zero.shards.gradient import averaged_of
@@ -46,7 +46,6 @@ class Loans(Lender):
         lasting: LastingLoans,
         runner: Runner,
         saved: SavedParameters,
-        interception: Interception,
     ) -> None:
         self.groups = groups
         self.cache = cache
@@ -60,7 +59,6 @@ class Loans(Lender):
         self._barrier = EditBarrier(runner.rendezvous, lasting.share_edits) if is_cut else None
         self._averages: dict[Slot, int] = {}  # by which `Course.call` gathers gradients
         self._enroll_gradients(groups)
-        interception.lender = self
 
     def _enroll_gradients(self, groups: Iterable[ShardGroup]) -> None:
         for slot in (slot for group in groups for slot in group.slots):

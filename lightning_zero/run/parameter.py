@@ -219,14 +219,20 @@ def _as_made(parameter: _Intercepting) -> Parameter:
 
 @final
 class Interception:
-    """Switches parameters between the class that the user gave them and the one that borrows their values from the
-    `lender`, which is set once there is one: before any are hidden."""
+    """Switches parameters between the class that the user gave them and the one that borrows their values.
 
-    lender: Lender
+    `find_lender` returns from whom. It is called once there are parameters to hide, which is after all is made: what
+    lends values gathers them, and so is made of what shows and hides them.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, find_lender: Callable[[], Lender]) -> None:
+        self._find_lender = find_lender
         self._classes: dict[type[Parameter], type[Parameter]] = {}  # plain -> resting
         self._watched: dict[type[Parameter], type[Parameter]] = {}  # plain -> watched
+
+    @property
+    def lender(self) -> Lender:
+        return self._find_lender()
 
     def begin(self, group: ShardGroup) -> None:
         """Shows or hides the parameters, as they rest."""
