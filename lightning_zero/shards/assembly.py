@@ -14,7 +14,7 @@ from lightning_zero.shards.arena import Arena
 from lightning_zero.shards.bucket import Bucket, BucketPool
 from lightning_zero.shards.casting import Reader, readers_of, why_not_cast
 from lightning_zero.shards.early import take_over
-from lightning_zero.shards.gradient import GradientShard, set_grad_dtype
+from lightning_zero.shards.gradient import GradientShard, is_packed, set_grad_dtype, travels
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.offload import choose_offloaded
@@ -95,7 +95,7 @@ def assemble(
         if own and not stays_full:
             inside = traced.intersection(spec.modules)
             made.append(Unit(spec.name, spec.modules, own, traced=inside, is_leaf=spec.is_leaf))
-    shards = [_make_gradient(group, options.reduce_dtype) for group in groups if group.kind.trainable]
+    shards, pools = _make_gradients([group for group in groups if group.kind.trainable], setting, options)
     if is_sharded:
         shards.reverse()  # units stand in the order of forward; the groups of whole models are made last first
     shards.sort(key=lambda shard: shard.group.kind.is_idle)
@@ -111,7 +111,7 @@ def assemble(
         resting=resting,
         groups=groups,
         shards=shards,
-        pools=_make_pools(shards, setting, options),
+        pools=pools,
         arena=Arena(room, max(sizes, default=0), setting.ledger, setting.places.gathered, setting.mesh.shard),
     )
 
@@ -199,31 +199,27 @@ def _make_groups(
     return groups
 
 
-def _make_gradient(group: ShardGroup, reduce_dtype: torch.dtype | None) -> GradientShard:
-    dtype = reduce_dtype or torch.promote_types(group.kind.declared, torch.float32)
-    for slot in group.slots:
-        set_grad_dtype(slot.parameter, dtype)
-    return GradientShard(group, dtype)
-
-
-def _make_pools(
-    shards: list[GradientShard], setting: Setting, options: Options, there: Iterable[BucketPool] = ()
-) -> list[BucketPool]:
-    """Gives the gradients of each dtype one of the pools that are `there`, or a new one. Returns the new ones. With
-    `overlap` a pool has two buckets, one to fill while the other travels; but no more than there are chunks."""
-    pools = []
-    for dtype in sorted({shard.dtype for shard in shards if shard.travels}, key=str):
-        alike = [shard for shard in shards if shard.dtype == dtype]
-        widths = [chunk.width for shard in alike for chunk in shard.group.layout.chunks]
-        packs = any(shard.is_packed for shard in alike)
+def _make_gradients(
+    groups: Iterable[ShardGroup], setting: Setting, options: Options, there: Iterable[BucketPool] = ()
+) -> tuple[list[GradientShard], list[BucketPool]]:
+    """Makes the gradients of groups. Those of each dtype travel in one of the pools that are `there`, or in a new one;
+    returns the new ones, too. With `overlap` a pool has two buckets, one to fill while the other travels; but no more
+    than there are chunks."""
+    dtypes = {one: options.reduce_dtype or torch.promote_types(one.kind.declared, torch.float32) for one in groups}
+    pools, new = dict[torch.dtype, BucketPool](), list[BucketPool]()
+    for dtype in sorted({dtype for group, dtype in dtypes.items() if travels(group)}, key=str):
+        alike = [group for group in dtypes if dtypes[group] == dtype]
+        widths = [chunk.width for group in alike for chunk in group.layout.chunks]
+        packs = any(map(is_packed, alike))
         pool = next((pool for pool in there if pool.fits(max(widths), dtype, packs=packs)), None)
         if pool is None:
             count = min(2 if options.overlap else 1, len(widths))
-            made = [Bucket(max(widths), dtype, setting, packs=packs) for _ in range(count)]
-            pools.append(pool := BucketPool(made, setting))
-        for shard in alike:
-            shard.pool = pool
-    return pools
+            pool = BucketPool([Bucket(max(widths), dtype, setting, packs=packs) for _ in range(count)], setting)
+            new.append(pool)
+        pools[dtype] = pool
+    for slot, dtype in ((slot, dtype) for group, dtype in dtypes.items() for slot in group.slots):
+        set_grad_dtype(slot.parameter, dtype)
+    return [GradientShard(group, dtype, pools.get(dtype, BucketPool([]))) for group, dtype in dtypes.items()], new
 
 
 class Addition(NamedTuple):
@@ -243,5 +239,4 @@ def add(newly: Mapping[str, Parameter], pools: Iterable[BucketPool], setting: Se
     others = {name: parameter for name, parameter in newly.items() if slot_of(parameter) is None}
     kinds = units.split_by_kind(others, set(map(id, others.values())), {}, set(), as_declared=True)
     groups = _make_groups(next(iter(others), ""), kinds, setting, stays_full=True)
-    shards = [_make_gradient(group, options.reduce_dtype) for group in [*trains_now, *groups]]
-    return Addition(groups, shards, _make_pools(shards, setting, options, pools))
+    return Addition(groups, *_make_gradients([*trains_now, *groups], setting, options, pools))

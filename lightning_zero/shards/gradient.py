@@ -28,17 +28,27 @@ from lightning_zero.tiers.ledger import Category
 from lightning_zero.wire.comm import Work
 
 
+def travels(group: ShardGroup) -> bool:
+    """Whether gradients leave `p.grad`: they are reduced over ranks, or rest in another tier."""
+    return group.comm.size > 1 or group.places.gradient != group.places.gathered
+
+
+def is_packed(group: ShardGroup) -> bool:
+    """Whether gradients are copied into buckets: those that rest as shards, and those larger than a bucket."""
+    is_sharded = travels(group) and group.setting.partition.gradient
+    return is_sharded or not all(chunk.is_whole for chunk in group.layout.chunks)
+
+
 @final
 class GradientShard:
-    """The gradients of one trainable group. They are reduced and accumulated in `dtype`."""
+    """The gradients of one trainable group. They are reduced and accumulated in `dtype`, and travel in the buckets of
+    `pool`, which are wide enough for the largest chunk."""
 
-    pool: BucketPool  # whose buckets are wide enough for the group's largest chunk
-
-    def __init__(self, group: ShardGroup, dtype: torch.dtype) -> None:
+    def __init__(self, group: ShardGroup, dtype: torch.dtype, pool: BucketPool) -> None:
         self.group = group
         self.dtype = dtype
-        # Gradients leave `p.grad`: they are reduced over ranks, or rest in another tier.
-        self.travels = group.comm.size > 1 or group.places.gradient != group.places.gathered
+        self.pool = pool
+        self.travels = travels(group)
         self.averaged = Averaged(group, dtype, travels=self.travels)  # what has been reduced
         self.ready: set[int] = set()  # indices of parameters that have a gradient in this backward
         self.used: set[int] = set()  # ... or have had one since the last reduction, on this rank
@@ -59,11 +69,6 @@ class GradientShard:
         """Whether each gradient is to be collected as it comes; tensor-parallel ranks may have to sum it."""
         setting = self.group.setting
         return self.travels or not setting.keeps_gradients or setting.mesh.tensor.size > 1
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether gradients are copied into buckets: those that rest as shards, and those larger than a bucket."""
-        return self.averaged.is_sharded or not all(chunk.is_whole for chunk in self.group.layout.chunks)
 
     # -- collect
 
