@@ -168,8 +168,7 @@ def train(strategy: dict[str, Any], world: int, make: type[Model] = Model, **tra
     """Trains for real, and returns what `rehearse` returns of it."""
     micro = trainer.get("accumulate_grad_batches", 1)
     played = Rank(0, world, steps=STEPS, micro_batches=micro, host_is_apart=False, computes=True)
-    watched = WatchedStrategy(**strategy)
-    watched.played = played
+    watched = WatchedStrategy(played, **strategy)
     with played.tracking(), Settled():
         rehearsal.train(make, batch_of, watched, STEPS, devices=world, **trainer)
     return {**played.outcome, "peaks": played.memory.peaks, "program": str(played.outcome["program"])}

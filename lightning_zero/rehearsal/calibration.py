@@ -86,8 +86,8 @@ def _measure(
     where = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": ranks}
     os.environ.update({name: str(value) for name, value in where.items()})
     torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
-    played, strategy = Timed(rank, ranks), Measuring(2, units="modules")
-    strategy.played, strategy.cluster_environment = played, LightningEnvironment()
+    played = Timed(rank, ranks)
+    strategy = Measuring(played, 2, units="modules", cluster_environment=LightningEnvironment())
     with quiet(), played.tracking():
         train(module, batch, strategy, STEPS, devices=ranks, accelerator=accelerator, **trainer)
     if rank == 0:

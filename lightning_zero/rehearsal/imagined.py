@@ -84,9 +84,7 @@ class Rank:
         self.rank = rank
         self.ranks = ranks
         self.machine = Machine(host_is_apart=host_is_apart, disk=ImaginedDisk)
-        self.memory = Memory()
-        self.memory.place = self._current_place
-        self.memory.whole_gradients = self._whole_gradients
+        self.memory = Memory(self._current_place, self._whole_gradients)
         self.hollow = Hollow(self.memory.born, self._ran, computes=computes, answers=answers)
         self.outcome: dict[str, Any] = {}  # fields of `Rehearsal` that are known at the end of the last step
         self._micro_batches = micro_batches  # of a step
@@ -195,7 +193,9 @@ def _save(engine: Engine) -> int:
 class WatchedStrategy(ZeroStrategy):
     """`ZeroStrategy` that tells a `Rank` where it is."""
 
-    played: Rank
+    def __init__(self, played: Rank, *args: Any, **kwargs: Any) -> None:
+        self.played = played
+        super().__init__(*args, **kwargs)
 
     @property
     @override

@@ -74,13 +74,18 @@ class Moment:
 
 @final
 class Memory(Ledger):
-    """A ledger that also follows the storages of all other tensors that are made. `born` is told of each."""
+    """A ledger that also follows the storages of all other tensors that are made. `born` is told of each.
 
-    def __init__(self) -> None:
+    Args:
+        place: names where the rank is.
+        whole_gradients: returns the bytes of gradients that autograd has made, and keeps.
+    """
+
+    def __init__(self, place: Callable[[], str] = str, whole_gradients: Callable[[], int] = int) -> None:
         super().__init__()
         self.peaks: dict[Phase, Moment] = {}  # the moment of each phase with most bytes on the device
-        self.place: Callable[[], str] = str  # names where the rank is
-        self.whole_gradients: Callable[[], int] = int  # bytes of gradients that autograd has made, and keeps
+        self._place = place
+        self._whole_gradients = whole_gradients
         self.course: list[Moment] = []  # of the last step: the one with most bytes on the device at each place
         self._most_here = 0  # bytes at the last of these
         self._gradients = 0  # what `whole_gradients` has said last
@@ -151,7 +156,7 @@ class Memory(Ledger):
         total = self.tiers[Tier.DEVICE] + self._made.total() - (self._made[Phase.BUILD] if self._is_built else 0)
         is_step = self._phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
         if is_step and self.is_last:
-            self._keep_moment(self.place(), total, may_ask)
+            self._keep_moment(self._place(), total, may_ask)
         part = Phase.FIRST if is_step and not self.is_last else self._phase
         if part not in self.peaks or total > self.peaks[part].nbytes:
             self.peaks[part] = self._now(may_ask)
@@ -175,9 +180,9 @@ class Memory(Ledger):
                 tiers[Tier.HOST][Other.MODULE] += nbytes
             else:
                 device[_MADE_IN.get(phase, Other.TEMPORARY)] += nbytes
-        self._gradients = self.whole_gradients() if may_ask else self._gradients
+        self._gradients = self._whole_gradients() if may_ask else self._gradients
         gradients = min(self._gradients, device[Other.TEMPORARY])
         device[Category.GRADIENT] += gradients
         device[Other.TEMPORARY] -= gradients
         found = {tier: {str(name): nbytes for name, nbytes in there.items() if nbytes} for tier, there in tiers.items()}
-        return Moment(self._phase, self.place(), found[Tier.DEVICE], found[Tier.HOST], found[Tier.DISK])
+        return Moment(self._phase, self._place(), found[Tier.DEVICE], found[Tier.HOST], found[Tier.DISK])

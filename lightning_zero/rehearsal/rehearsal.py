@@ -169,8 +169,7 @@ def rehearse(
         host_is_apart=host_is_apart,
         answers=known.found if known else None,
     )
-    imagined = _imagined(strategy)
-    imagined.played = played
+    imagined = _imagined(strategy, played)
     with quiet(), isolated(), played.tracking():
         train(module, batch, imagined, steps, **trainer)
     if not played.outcome:
@@ -219,20 +218,19 @@ def answers_of(module: Module, batch: Any, **trainer: Any) -> Answers:
     """Computes one step on one rank, and returns what the model has asked for that a rehearsal does not know. The
     arguments are those of `rehearse`."""
     played = Rank(0, 1, steps=1, computes=True)
-    computing = ImaginedStrategy(0)
-    computing.played = played
+    computing = ImaginedStrategy(played, 0)
     one_batch = {name: value for name, value in trainer.items() if name != "accumulate_grad_batches"}
     with quiet(), isolated(), played.tracking():
         train(module, batch, computing, 1, **one_batch)
     return Answers(played.hollow.answers)
 
 
-def _imagined(strategy: ZeroStrategy | Mapping[str, Any] | int) -> ImaginedStrategy:
+def _imagined(strategy: ZeroStrategy | Mapping[str, Any] | int, played: Rank) -> ImaginedStrategy:
     if not isinstance(strategy, ZeroStrategy):  # one that the user knows tells what is wrong with the arguments
         strategy = ZeroStrategy(strategy) if isinstance(strategy, int) else ZeroStrategy(**strategy)
     if strategy._settings.is_open:
         raise ValueError("stage='auto' is what a rehearsal helps to choose. Write a stage, or have `plan` choose.")
-    return ImaginedStrategy(**strategy._arguments)
+    return ImaginedStrategy(played, **strategy._arguments)
 
 
 def _made(module: Module) -> pl.LightningModule:
