@@ -200,10 +200,6 @@ parameters_in: Callable[[Module], MutableMapping[str, Parameter | None]] = attrg
 here. `named_parameters` is slower, and its result cannot be written to. Without it a weight that is shown in another
 dtype could not be told from one that has been replaced. Private: `_parameters`."""
 
-modules_in: Callable[[Module], MutableMapping[str, Module | None]] = attrgetter("_modules")
-"""Returns the modules that a module alone holds, by name. `modules` is ten times as slow. Without it a step of a small
-model would look for new parameters as long as it computes. Private: `_modules`."""
-
 buffers_in: Callable[[Module], MutableMapping[str, Tensor | None]] = attrgetter("_buffers")
 """Returns the buffers of a module alone, as `parameters_in` does. Without it what `show_buffers` has replaced could not
 be put back. Private: `_buffers`."""

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_zero.shards.early import class_of, early_of
 from lightning_zero.shards.local import local_of, refuse_other_meshes
 from lightning_zero.shards.slot import slot_of
-from lightning_zero.torch_private import STEP_HOOKS, modules_in, parameters_in
+from lightning_zero.torch_private import STEP_HOOKS, parameters_in
 from lightning_zero.wording import few_of
 
 
@@ -118,15 +117,8 @@ def is_plain(parameter: Parameter) -> bool:
 
 def are_all_in(module: Module, ids: set[int]) -> bool:
     """Whether all parameters of a module have their ids there. Asked in every step, and so without names."""
-    found: list[Any] = [module]
-    seen = {None, module}
-    for one in found:  # which grows meanwhile
-        if not ids.issuperset(id(parameter) for parameter in parameters_in(one).values() if parameter is not None):
-            return False
-        others = {*modules_in(one).values()} - seen
-        seen |= others
-        found += others
-    return True
+    tables = map(parameters_in, module.modules())
+    return ids.issuperset(id(parameter) for own in tables for parameter in own.values() if parameter is not None)
 
 
 def newly_trainable(module: Module, optimizers: Iterable[Optimizer], trained: Container[int]) -> dict[str, Parameter]:
