@@ -143,27 +143,12 @@ def accumulates(parameter: Parameter) -> bool:
         return False
 
 
-push_saved_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Tensor]], None] = find(
-    torch._C._autograd, "_push_saved_tensors_default_hooks"
-)
-"""Does what `torch.autograd.graph.saved_tensors_hooks` does on entering. That would be an object and three calls in
-each call of a unit, and cannot say what is there already. Without it backward would find released memory. Private:
-`_push_saved_tensors_default_hooks`."""
-
-pop_saved_hooks: Callable[[], None] = find(torch._C._autograd, "_pop_saved_tensors_default_hooks")
-"""Undoes one `push_saved_hooks`, which has no public name either. Without it hooks would stay. Private:
-`_pop_saved_tensors_default_hooks`."""
-
 innermost_saved_hooks: Callable[[bool], tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None] = find(
     torch._C._autograd, "_top_saved_tensors_default_hooks"
 )
 """Returns the pair of hooks that would be called now; pass False. torch calls only one pair, and nothing public has it.
 Without it activation checkpointing and offloading by others would end inside of our hooks. Private:
 `_top_saved_tensors_default_hooks`."""
-
-saved_hooks_are_allowed: Callable[[], bool] = find(torch._C._autograd, "_saved_tensors_hooks_is_enabled")
-"""Whether hooks may be set, as they may not inside some transforms of `torch.func`. Nothing public asks. Without it
-models that use these would fail. Private: `_saved_tensors_hooks_is_enabled`."""
 
 call_after_backward: Callable[[Callable[[], None]], None] = find(
     torch.autograd.Variable._execution_engine,

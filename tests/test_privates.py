@@ -42,8 +42,8 @@ TORCH = set(
     _optimizer_load_state_dict_post_hooks _optimizer_load_state_dict_pre_hooks _optimizer_state_dict_post_hooks
     _optimizer_state_dict_pre_hooks
     _non_persistent_buffers_set _optimizer_step_post_hooks _optimizer_step_pre_hooks _orig_mod _parameters
-    _per_optimizer_states _pop_saved_tensors_default_hooks _post_accumulate_grad_hooks
-    _push_saved_tensors_default_hooks _pytree _save _saved_tensors_hooks_is_enabled _schema _set_tracing_state _spec
+    _per_optimizer_states _post_accumulate_grad_hooks
+    _pytree _save _schema _set_tracing_state _spec
     _storage_Use_Count _swap_tensor_impl _top_saved_tensors_default_hooks _use_count _version
     _will_engine_execute_node _are_functorch_transforms_active _functorch
     """.split()

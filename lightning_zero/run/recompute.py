@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
@@ -35,7 +36,6 @@ from lightning_zero.torch_private import (
     buffers_in,
     compiled_in,
     parameters_in,
-    saved_hooks_are_allowed,
     show_buffers,
     tree_iter,
 )
@@ -316,12 +316,21 @@ def _checkpoints_by_itself(module: Module) -> bool:
 
 def _records_gradients(module: Module, args: Any, kwargs: Any) -> bool:
     """Whether a call builds a graph, whose saved values could be computed again."""
-    if not torch.is_grad_enabled() or not saved_hooks_are_allowed():
+    if not torch.is_grad_enabled() or not _are_hooks_allowed():
         return False
     with no_interception():
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_iter((args, kwargs))):
             return True
         return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _are_hooks_allowed() -> bool:
+    """Whether torch lets hooks be set on what autograd saves, as it does not inside some transforms of `torch.func`."""
+    try:
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            return True
+    except RuntimeError:
+        return False
 
 
 def _versions_in(args: Any, kwargs: Any) -> list[int]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, final
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
@@ -34,9 +35,6 @@ from lightning_zero.torch_private import (
     edits_of,
     innermost_saved_hooks,
     layout_of,
-    pop_saved_hooks,
-    push_saved_hooks,
-    saved_hooks_are_allowed,
 )
 
 
@@ -79,28 +77,34 @@ class SavedParameters:
         self._cache = cache
         self._lasting = lasting
         self._runner = runner
-        self._pushed: list[bool] = []  # whether each `push` has set hooks, innermost last
+        self._pushed: list[saved_tensors_hooks | None] = []  # the hooks that each `push` has set, innermost last
 
     @property
     def is_inside_others(self) -> bool:
         """Whether what is saved now goes to hooks that are not ours."""
-        innermost = _innermost_hooks()
+        innermost = innermost_saved_hooks(False)
         return innermost is not None and not isinstance(innermost[0], _Ours)
 
     def push(self) -> bool:
         """Sets our hooks, until `pop`. Returns False where torch allows none, inside `torch.func` transforms."""
-        allowed, outer = saved_hooks_are_allowed(), _innermost_hooks()
-        needed = allowed and (outer is None or self.is_inside_others)
-        if needed:
-            pack, unpack = outer or (_keep, _give_back)
-            ours = _Ours(self._pack, pack), _Ours(self._unpack, unpack)
-            push_saved_hooks(*ours)
-        self._pushed.append(needed)
-        return allowed
+        outer = innermost_saved_hooks(False)
+        if outer is not None and isinstance(outer[0], _Ours):
+            self._pushed.append(None)
+            return True
+        pack, unpack = outer or (_keep, _give_back)
+        ours = saved_tensors_hooks(_Ours(self._pack, pack), _Ours(self._unpack, unpack))
+        try:
+            ours.__enter__()
+        except RuntimeError:
+            self._pushed.append(None)
+            return False
+        self._pushed.append(ours)
+        return True
 
     def pop(self) -> None:
-        if self._pushed.pop():
-            pop_saved_hooks()
+        """Undoes one `push`."""
+        if (ours := self._pushed.pop()) is not None:
+            ours.__exit__()
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -191,10 +195,6 @@ def _accumulates_in(unit: Unit) -> bool:
             for group in unit.groups
             for slot in group.slots
         )
-
-
-def _innermost_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    return innermost_saved_hooks(False) if saved_hooks_are_allowed() else None
 
 
 def _keep(tensor: Tensor) -> tuple[Tensor, int | None]:
