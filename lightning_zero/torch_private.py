@@ -312,13 +312,6 @@ is_wrapped: Callable[[Tensor], bool] = find(torch._C._functorch, "is_functorch_w
 it weights could not be read in a transform. Private: `_functorch`."""
 
 
-def scale_of(scaler: torch.amp.GradScaler) -> Tensor:
-    """Returns the scale of a scaler on its device, also of one that has not been used. `get_scale` makes the host wait
-    for the device. Without it unscaling would. Private: `_check_scale_growth_tracker`."""
-    scale, _ = scaler._check_scale_growth_tracker("unscale_")
-    return scale
-
-
 def scaling_of(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Returns what a scaler knows of an optimizer in this step. Only its own methods write it, from the gradients of
     this rank alone. Without it ranks would disagree on whether to step. Private: `_per_optimizer_states`."""

@@ -34,7 +34,7 @@ TORCH = set(
     _TorchDispatchModeKey _c10d_functional _clear_sharding_prop_cache _get_dispatch_mode _python_dispatch _unsafe_view
     _wrap_tensor_autograd
     _C _amp_foreach_non_finite_check_and_unscale_ _apply _autograd _backward_hooks _base _buffers _call_impl _cdata
-    _check_scale_growth_tracker _coalescing_manager _compiled_call_impl _compiler_ctx _current_graph_task_id
+    _coalescing_manager _compiled_call_impl _compiler_ctx _current_graph_task_id
     _DisableFuncTorch _EmptyStateDictLoadPlanner _execution_engine _foreach_mul_ _forward_hooks _forward_pre_hooks
     _fsspec_filesystem
     _functional_collectives _fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_ _get_default_store _get_tracing_state

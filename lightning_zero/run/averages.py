@@ -21,7 +21,7 @@ from lightning_zero.shards import norm
 from lightning_zero.shards.gradient import averaged_of
 from lightning_zero.shards.optimizer import training_slot
 from lightning_zero.shards.slot import Slot, no_interception
-from lightning_zero.torch_private import scale_of, scaling_of
+from lightning_zero.torch_private import scaling_of
 from lightning_zero.wire.mesh import Mesh
 
 
@@ -108,7 +108,8 @@ class Averages:
         """
         self.reductions.refuse_stepped("a gradient scaler")
         slots = self.slots_with_gradients(optimizer, Cause.UNSCALE, meets=True)
-        norm.scale_(slots, scale_of(scaler).double().reciprocal().float(), self.mesh.world.limit)
+        scale: Tensor = scaler.scale(torch.ones((), device=self.device))  # on the device: `get_scale` waits for it
+        norm.scale_(slots, scale.double().reciprocal().float(), self.mesh.world.limit)
         self._measured = norm.Measured.of(slots)
         overflow = self._measured.overflow(self.mesh.world)
         state = scaling_of(scaler, optimizer)
