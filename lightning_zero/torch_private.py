@@ -276,17 +276,6 @@ STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 optimizer that lacks them would fail in its first step, and a trial step would call users' hooks. Private:
 `_optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`."""
 
-OPTIMIZER_HOOKS = (
-    *STEP_HOOKS,
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
-"""Attributes of an optimizer with all of its hooks; see `STEP_HOOKS`. Without it a copy of an optimizer for a trial
-would copy what hooks refer to, an engine among it. Private: `_optimizer_state_dict_pre_hooks`,
-`_optimizer_state_dict_post_hooks`, `_optimizer_load_state_dict_pre_hooks`, `_optimizer_load_state_dict_post_hooks`."""
-
 
 def put_innermost(optimizer: torch.optim.Optimizer, before: int, after: int) -> None:
     """Has two hooks on the steps of an optimizer, by the numbers that their registration has returned, be called next

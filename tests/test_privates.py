@@ -39,8 +39,6 @@ TORCH = set(
     _fsspec_filesystem
     _functional_collectives _fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_ _get_default_store _get_tracing_state
     _internal _is_view _is_zerotensor _load_state_dict _local_tensor _make_wrapper_subclass _metadata
-    _optimizer_load_state_dict_post_hooks _optimizer_load_state_dict_pre_hooks _optimizer_state_dict_post_hooks
-    _optimizer_state_dict_pre_hooks
     _non_persistent_buffers_set _optimizer_step_post_hooks _optimizer_step_pre_hooks _orig_mod _parameters
     _per_optimizer_states _post_accumulate_grad_hooks
     _pytree _save _schema _set_tracing_state _spec

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from lightning_zero.shards.moment import wrapped_in
 from lightning_zero.shards.unseen import unseen
-from lightning_zero.torch_private import OPTIMIZER_HOOKS
 
 Groups = Sequence[Sequence[Tensor]]  # one sequence for each parameter group of an optimizer
 
@@ -145,7 +144,9 @@ def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     trial = object.__new__(type(optimizer))
     memo[id(optimizer)] = trial
     own = vars(trial)
-    own.update({name: OrderedDict() for name in OPTIMIZER_HOOKS})
+    # All of torch's tables of hooks are left empty: what hooks refer to, an engine among it, would be copied, too.
+    hooks = (name for name, value in vars(optimizer).items() if isinstance(value, OrderedDict))
+    own.update({name: OrderedDict() for name in hooks if name.endswith("_hooks")})
     state: dict[Any, Any] = optimizer.state
     counts = {key: copy.deepcopy(value) for key, value in state.items() if isinstance(key, str)}
     own["state"] = memo.setdefault(id(optimizer.state), defaultdict(dict, counts))
