@@ -82,18 +82,16 @@ is_mutable: Callable[[Any], bool] = attrgetter("_schema.is_mutable")
 """Whether an operator writes to any of its arguments. No public tag of operators says so. Without it edits of gradients
 in shards by autograd's own functions would be lost. Private: `_schema`."""
 
-UNVERSIONED = {
-    find(torch, name)
-    for name in (
-        *("_fused_sgd_", "_fused_adagrad_", "_fused_adam_", "_fused_adamw_"),
-        "_amp_foreach_non_finite_check_and_unscale_",
-    )
-}
-"""Functions that edit tensors in place and do not raise their version. They have no public name. Without them steps of
-users' own optimizers on lent values would be lost. Private: `_amp_foreach_non_finite_check_and_unscale_`,
-`_fused_sgd_`, `_fused_adagrad_`, `_fused_adam_`, `_fused_adamw_`."""
 
-FOREACH_IN_PLACE = {getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")}
+def _in_place(*beginnings: str) -> set[Any]:
+    return {getattr(torch, name) for name in dir(torch) if name.startswith(beginnings) and name.endswith("_")}
+
+
+UNVERSIONED = _in_place("_fused_", "_amp_")
+"""Functions that edit tensors in place and do not raise their version. They have no public name. Without them steps of
+users' own optimizers on lent values would be lost. Private: `_fused_` and `_amp_`, as their names begin."""
+
+FOREACH_IN_PLACE = _in_place("_foreach_")
 """Functions that edit lists of tensors in place. They raise the versions of plain tensors, and not that of a DTensor.
 They have no public names. Without them such edits of tensor-parallel parameters would be lost. Private: `_foreach_`, as
 their names begin."""

@@ -33,11 +33,11 @@ TORCH = set(
     """
     _TorchDispatchModeKey _c10d_functional _clear_sharding_prop_cache _get_dispatch_mode _python_dispatch _unsafe_view
     _wrap_tensor_autograd
-    _C _amp_foreach_non_finite_check_and_unscale_ _apply _autograd _backward_hooks _base _buffers _call_impl _cdata
+    _C _apply _autograd _backward_hooks _base _buffers _call_impl _cdata
     _coalescing_manager _compiled_call_impl _compiler_ctx _current_graph_task_id
     _DisableFuncTorch _EmptyStateDictLoadPlanner _execution_engine _foreach_mul_ _forward_hooks _forward_pre_hooks
     _fsspec_filesystem
-    _functional_collectives _fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_ _get_default_store _get_tracing_state
+    _functional_collectives _get_default_store _get_tracing_state
     _internal _is_view _is_zerotensor _load_state_dict _local_tensor _make_wrapper_subclass _metadata
     _non_persistent_buffers_set _optimizer_step_post_hooks _optimizer_step_pre_hooks _orig_mod _parameters
     _per_optimizer_states _post_accumulate_grad_hooks
@@ -145,8 +145,8 @@ def test_each_private_name_is_listed_here_and_has_a_text_that_says_what_breaks_w
     texts = [text for text in bodies if isinstance(text, str) and "Private:" in text]
     told = {name for text in texts for name in re.findall(r"\w+", text.partition("Private:")[2])}
     assert used - told <= {"_C", "_autograd"}  # the doors to others
-    # A name in a string is found above only if it is listed. Of one function all names with this beginning count.
-    assert {name for name in told if is_private(name)} - {"_foreach_"} <= used
+    # A name in a string is found above only if it is listed. Of these functions all names with such a beginning count.
+    assert {name for name in told if is_private(name)} - {"_foreach_", "_fused_", "_amp_"} <= used
     for text in texts:
         assert re.search(r"Without\s+(it|them)\s", text), text
 
@@ -201,5 +201,7 @@ def test_names_that_are_asked_for_where_they_may_be_missing_are_there() -> None:
     assert any(torch_private.IN_COMPILED in name for name in torch.compile(module).state_dict())  # type: ignore[attr-defined]
     assert set(torch_private.STEP_HOOKS) <= vars(torch.optim.SGD(module.parameters())).keys()
     assert "self._log_model = log_model" in inspect.getsource(WandbLogger.__init__)
+    names = {function.__name__ for function in torch_private.UNVERSIONED | torch_private.FOREACH_IN_PLACE}
+    assert {"_fused_adamw_", "_amp_foreach_non_finite_check_and_unscale_", "_foreach_add_"} <= names
     values: Any = Tensor([1.0])
     assert torch_private.edits_of(values.add_(1)) == 1
