@@ -290,10 +290,6 @@ taken when `torch.func.grad` reads a parameter would make optimizer state of its
 `_DisableFuncTorch`."""
 
 
-transforms_are_active: Callable[[], bool] = find(torch._C, "_are_functorch_transforms_active")
-"""Whether transforms of `torch.func` are under way. Nothing public says so. Without it a layer under `torch.vmap` would
-round its bias to two bytes, which autocast does not do there. Private: `_are_functorch_transforms_active`."""
-
 is_wrapped: Callable[[Tensor], bool] = find(torch._C._functorch, "is_functorch_wrapped_tensor")
 """Whether a tensor is one of a transform of `torch.func`, and has no memory of its own. Nothing public says so. Without
 it weights could not be read in a transform. Private: `_functorch`."""

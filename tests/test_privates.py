@@ -43,7 +43,7 @@ TORCH = set(
     _per_optimizer_states _post_accumulate_grad_hooks
     _pytree _save _schema _set_tracing_state _spec
     _storage_Use_Count _swap_tensor_impl _top_saved_tensors_default_hooks _use_count _version
-    _will_engine_execute_node _are_functorch_transforms_active _functorch
+    _will_engine_execute_node _functorch
     """.split()
 )
 LIGHTNING = set(

@@ -16,11 +16,7 @@ from lightning_zero.shards.casting import Reader
 from lightning_zero.shards.gradient import GradientShard
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
-from lightning_zero.torch_private import (
-    outside_transforms,
-    parameters_in,
-    transforms_are_active,
-)
+from lightning_zero.torch_private import is_wrapped, outside_transforms, parameters_in
 
 
 @final
@@ -110,7 +106,8 @@ class Schedule:
             self._loans.latest.catch_up(*groups)
             self._lasting.show_declared(groups)
             casts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == resting
-            casts &= not transforms_are_active()  # `torch.vmap` takes a layer apart before autocast sees it
+            # `torch.vmap` takes a layer apart before autocast sees it.
+            casts &= not any(isinstance(one, Tensor) and is_wrapped(one) for one in (*args, *kwargs.values()))
             there = [weight for weight in weights if weight.is_there]
             if reader.tries_kernel:
                 tensors = [self._plain(weight.slot, casts=casts) for weight in there]
