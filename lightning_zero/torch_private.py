@@ -342,12 +342,6 @@ def save_to(archive: Any, tree: Any, pickling: Any) -> None:
     torch.serialization._save(tree, archive, pickling, 2, False)
 
 
-def typed_storage(storage: UntypedStorage, dtype: torch.dtype) -> Any:
-    """Returns the storage with a dtype as torch pickles it, without the warning that this kind is old. Every file of
-    `torch.save` has it. Without it users would be warned of it in each export. Private: the argument `_internal`."""
-    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
-
-
 def load_all(reader: Any) -> dict[str, Any]:
     """Reads a whole checkpoint of `torch.distributed.checkpoint`, in one process, without its model. The public `load`
     fills tensors that are there, and `dcp_to_torch_save` reads local folders alone. Without it such checkpoints could
@@ -409,18 +403,10 @@ def is_faking() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-def join_imagined_world(rank: int, size: int) -> None:
-    """Makes torch's process group of a world in which nobody else is, and nothing is sent: device meshes and DTensors
-    need one. Nothing public makes it. Without it models with `configure_model` could not be rehearsed. Private:
-    `_internal`, which the module has in its name."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group(backend="fake", rank=rank, world_size=size, store=FakeStore())
-
-
 def leave_imagined_world() -> None:
-    """Ends that process group. What DTensor keeps of its meshes goes, too. Without it a mesh of the next world, equal
-    to one of these, would be given the groups of this one. Private: `_clear_sharding_prop_cache`."""
+    """Ends torch's process group of a world in which nobody else is. What DTensor keeps of its meshes goes, too.
+    Without it a mesh of the next world, equal to one of these, would be given the groups of this one. Private:
+    `_clear_sharding_prop_cache`."""
     from torch.distributed.tensor import debug
 
     dist.destroy_process_group()

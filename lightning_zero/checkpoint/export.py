@@ -31,7 +31,7 @@ from lightning_zero.checkpoint.shard import CHUNK_BYTES, SAFE_NAMES, chunks_of, 
 from lightning_zero.checkpoint.single import is_single_file, model_in, problems_in, read_plain, refuse_other_files
 from lightning_zero.device import HOST
 from lightning_zero.shards.extents import Extent
-from lightning_zero.torch_private import save_to, typed_storage
+from lightning_zero.torch_private import save_to
 from lightning_zero.views.lazy import LazyTensor, Stored
 
 SINGLE = "model.safetensors"
@@ -108,7 +108,9 @@ def write_single_file(checkpoint: StoredCheckpoint, stream: IO[bytes], *, object
                 _add(archive, name, [content.encode() if isinstance(content, str) else content])
 
         writer, pickling = SimpleNamespace(write_record=write_record), SimpleNamespace(Pickler=_Pickler)
-        save_to(writer, checkpoint.tree(objects=objects), pickling)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # every file of `torch.save` has it
+            save_to(writer, checkpoint.tree(objects=objects), pickling)
         _add(archive, "version", [b"3\n"])
 
 
@@ -135,7 +137,7 @@ class _Pickler(pickle.Pickler):
         unread = _UnreadStorage(0)
         unread.tensor = value
         # Dtypes without a typed storage, which are newer, are written as bytes.
-        typed = typed_storage(unread, getattr(storage, "dtype", torch.uint8))
+        typed = torch.TypedStorage(wrap_storage=unread, dtype=getattr(storage, "dtype", torch.uint8))
         return rebuild, (typed, 0, value.shape, torch.empty(value.shape, device="meta").stride(), *rest)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.distributed import is_initialized
+from torch.distributed import init_process_group, is_initialized
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -29,7 +29,7 @@ from lightning_zero.shards.offload import Machine
 from lightning_zero.shards.slot import no_interception
 from lightning_zero.tiers.disk import Disk
 from lightning_zero.tiers.ledger import Ledger
-from lightning_zero.torch_private import join_imagined_world, leave_imagined_world, tree_leaves
+from lightning_zero.torch_private import leave_imagined_world, tree_leaves
 from lightning_zero.views.lazy import LazyTensor, Spread
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import CountingComm, LocalComm
@@ -278,7 +278,8 @@ class ImaginedStrategy(WatchedStrategy):
                     "already initialised here for others. Rehearse it in a process of its own."
                 )
             self._is_connected = True
-            join_imagined_world(self.played.rank, self.played.ranks)
+            # In which nobody else is, and nothing is sent: device meshes and DTensors need one.
+            init_process_group("fake", rank=self.played.rank, world_size=self.played.ranks)
             self._undo.callback(leave_imagined_world)
         return super().device_mesh
 
