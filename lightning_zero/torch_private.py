@@ -78,9 +78,10 @@ multiply_: Callable[[list[Tensor], Tensor], None] = find(torch, "_foreach_mul_")
 """Multiplies tensors by a 0-d tensor in one launch. `torch.nn.utils.clip_grads_with_norm_` chooses the factor by
 itself. Without it clipping and unscaling would launch once for each parameter. Private: `_foreach_mul_`."""
 
-is_mutable: Callable[[Any], bool] = attrgetter("_schema.is_mutable")
-"""Whether an operator writes to any of its arguments. No public tag of operators says so. Without it edits of gradients
-in shards by autograd's own functions would be lost. Private: `_schema`."""
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""Returns how an operation is declared: what it writes to, and what it returns. No public tag of operators says so.
+Without it edits of gradients in shards by autograd's own functions would be lost, and a rehearsal could not tell a view
+from a new tensor. Private: `_schema`."""
 
 
 def _in_place(*beginnings: str) -> set[Any]:
@@ -386,10 +387,6 @@ SHARES = {
 """Operations that torch does not declare as views, and whose results share the memory of their argument. Without them a
 rehearsal would count that memory twice. Private: `_unsafe_view`, and `_wrap_tensor_autograd`, which not every version
 has."""
-
-schema_of: Callable[[Any], Any] = attrgetter("_schema")
-"""Returns how an operation is declared: what it writes to, and what it returns. Nothing public says so. Without it a
-rehearsal could not tell a view from a new tensor. Private: `_schema`."""
 
 
 def is_faking() -> bool:

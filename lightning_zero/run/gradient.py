@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_zero.shards.averaged import AveragedGradient
 from lightning_zero.shards.slot import Slot
-from lightning_zero.torch_private import backward_number, is_mutable, make_wrapper
+from lightning_zero.torch_private import backward_number, make_wrapper, schema_of
 from lightning_zero.views.intercept import Lent, call
 
 T = TypeVar("T")
@@ -124,7 +124,7 @@ class ShardedGradient(AveragedGradient):
         if func is torch.ops.aten.add_.Tensor and backward_number() != -1:
             args[0].slot.gradient.keep_added(args[0].slot, args[1])  # autograd accumulates
             return args[0]
-        is_edited = is_mutable(func)  # the version does not tell: it stays as it is below autograd
+        is_edited = schema_of(func).is_mutable  # the version does not tell: it stays as it is below autograd
         return call(func, args, kwargs, lambda value: value.borrow(is_edited) if isinstance(value, cls) else None)
 
     def borrow(self, is_edited: bool = False) -> Lent:
