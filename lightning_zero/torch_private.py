@@ -339,18 +339,6 @@ def save_to(archive: Any, tree: Any, pickling: Any) -> None:
     torch.serialization._save(tree, archive, pickling, 2, False)
 
 
-def load_all(reader: Any) -> dict[str, Any]:
-    """Reads a whole checkpoint of `torch.distributed.checkpoint`, in one process, without its model. The public `load`
-    fills tensors that are there, and `dcp_to_torch_save` reads local folders alone. Without it such checkpoints could
-    not be imported. Private: `_EmptyStateDictLoadPlanner`, `_load_state_dict`."""
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-    found: dict[str, Any] = {}
-    _load_state_dict(found, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    return found
-
-
 def remote_reader(url: str) -> Any:
     """Returns what reads a checkpoint of `torch.distributed.checkpoint` in any file system of fsspec. The public one
     reads local folders. Without it those in an object store could not be imported. Private:

@@ -35,10 +35,10 @@ TORCH = set(
     _wrap_tensor_autograd
     _C _apply _autograd _backward_hooks _base _buffers _call_impl _cdata
     _coalescing_manager _compiled_call_impl _compiler_ctx _current_graph_task_id
-    _DisableFuncTorch _EmptyStateDictLoadPlanner _execution_engine _foreach_mul_ _forward_hooks _forward_pre_hooks
+    _DisableFuncTorch _execution_engine _foreach_mul_ _forward_hooks _forward_pre_hooks
     _fsspec_filesystem
     _functional_collectives _get_tracing_state
-    _is_view _is_zerotensor _load_state_dict _local_tensor _make_wrapper_subclass _metadata
+    _is_view _is_zerotensor _local_tensor _make_wrapper_subclass _metadata
     _non_persistent_buffers_set _optimizer_step_post_hooks _optimizer_step_pre_hooks _orig_mod _parameters
     _per_optimizer_states _post_accumulate_grad_hooks
     _pytree _save _schema _set_tracing_state _spec
