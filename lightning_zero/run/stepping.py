@@ -22,7 +22,6 @@ from lightning_zero.shards.optimizer import PieceStepper, groups_of
 from lightning_zero.shards.options import Options
 from lightning_zero.shards.slot import Slot
 from lightning_zero.shards.units import modules_in_compiled_regions
-from lightning_zero.shards.window import Changes
 from lightning_zero.tiers.ledger import return_freed_memory
 from lightning_zero.views.state import RestingState
 
@@ -61,10 +60,11 @@ class Stepping:
         is_large = setting.mesh.shard.size > 1 and nbytes >= options.late_publish_bytes
         self.publishes_late = is_large and not made.units and not modules_in_compiled_regions(module)
         self.may_be_late = is_lazy or self.publishes_late  # forward may begin before all new values are there
-        self._notices = notices  # which tell other ranks of steps that have failed
         self._errors: list[BaseException] = []  # raised by steps that were taken late, and not raised to the user yet
         self.steppers = {
-            each: PieceStepper(each, setting, RestingState, partial(self._note_step, each), is_lazy=is_lazy)
+            each: PieceStepper(
+                each, setting, RestingState, partial(notices.note_step, type(each).__name__), is_lazy=is_lazy
+            )
             for each in optimizers
         }
         self._in_backward: dict[Slot, None] = {}  # stepped by backward, since the last call of the optimizer's `step`
@@ -86,9 +86,6 @@ class Stepping:
             if self._steps % KEPT_STEPS == 0:
                 return_freed_memory()
             self._steps += 1
-
-    def _note_step(self, optimizer: Optimizer, changes: Changes) -> None:
-        self._notices.note_step(type(optimizer).__name__, changes)
 
     def raise_late_error(self) -> None:
         """Raises what an optimizer has raised in a step that was taken late, once this rank has sent what it owes."""
