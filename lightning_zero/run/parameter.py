@@ -227,8 +227,7 @@ class Interception:
 
     def __init__(self, find_lender: Callable[[], Lender]) -> None:
         self._find_lender = find_lender
-        self._classes: dict[type[Parameter], type[Parameter]] = {}  # plain -> resting
-        self._watched: dict[type[Parameter], type[Parameter]] = {}  # plain -> watched
+        self._classes: dict[tuple[type[Parameter], bool], type[Parameter]] = {}  # of a plain one, whether it rests
 
     @property
     def lender(self) -> Lender:
@@ -245,29 +244,25 @@ class Interception:
         """Makes the parameters plain ones, or watched. Their values must be there."""
         is_watched = group.is_apart
         for slot in group.slots:
-            slot.parameter.__class__ = self._watching(slot.plain_class) if is_watched else slot.plain_class
+            slot.parameter.__class__ = self._class(slot.plain_class, rests=False) if is_watched else slot.plain_class
 
     def hide(self, group: ShardGroup) -> None:
         """Makes the parameters borrow their values, until `show`."""
         for slot in group.slots:
-            slot.parameter.__class__ = self._resting(slot.plain_class)
+            slot.parameter.__class__ = self._class(slot.plain_class, rests=True)
 
-    def _watching(self, plain: type[Parameter]) -> type[Parameter]:
-        if plain not in self._watched:
-            if issubclass(plain, DTensor):
-                self._watched[plain] = self._of_dtensor(plain, WatchedDTensor, _told, METHODS_OF_DTENSOR)
-            else:
-                self._watched[plain] = subclass_of(plain, WatchedParameter, lender=self.lender)
-        return self._watched[plain]
-
-    def _resting(self, plain: type[Parameter]) -> type[Parameter]:
-        if plain not in self._classes:
-            if issubclass(plain, DTensor):
+    def _class(self, plain: type[Parameter], *, rests: bool) -> type[Parameter]:
+        """Returns the class of a parameter that rests, or is watched, in place of the `plain` one."""
+        if (made := self._classes.get((plain, rests))) is None:
+            if not issubclass(plain, DTensor):
+                made = subclass_of(plain, RestingParameter if rests else WatchedParameter, lender=self.lender)
+            elif rests:
                 reading = METHODS_OF_DTENSOR | {"__repr__": DTensor.__repr__}
-                self._classes[plain] = self._of_dtensor(plain, RestingParameter, _borrowing, reading)
+                made = self._of_dtensor(plain, RestingParameter, _borrowing, reading)
             else:
-                self._classes[plain] = subclass_of(plain, RestingParameter, lender=self.lender)
-        return self._classes[plain]
+                made = self._of_dtensor(plain, WatchedDTensor, _told, METHODS_OF_DTENSOR)
+            self._classes[plain, rests] = made
+        return made
 
     def _of_dtensor(
         self,
