@@ -241,3 +241,49 @@ def test_a_constructor_takes_few_arguments_but_for_that_of_the_users() -> None:
 def test_a_class_has_few_attributes() -> None:
     counts = {node.name: len(attributes_of(node)) for _, node in nodes_of(ast.ClassDef)}
     assert {name: count for name, count in counts.items() if count > MOST_ATTRIBUTES} == {}
+
+
+def _is_record(made: ast.ClassDef) -> bool:
+    """Whether a class makes its constructor of what it declares."""
+    return any("dataclass" in ast.unparse(one) for one in made.decorator_list) or "NamedTuple" in map(
+        ast.unparse, made.bases
+    )
+
+
+def left_to_others(made: ast.ClassDef, below: list[ast.ClassDef]) -> set[str]:
+    """Attributes that a class declares, and that neither its own constructor sets nor that of any of those `below`."""
+    declared = {
+        ast.unparse(node.target)
+        for node in made.body
+        if isinstance(node, ast.AnnAssign) and node.value is None and "ClassVar" not in ast.unparse(node.annotation)
+    }
+    constructors = [
+        method
+        for one in (made, *below)
+        for method in one.body
+        if isinstance(method, ast.FunctionDef) and method.name in ("__init__", "__new__")
+    ]
+    found = (node for method in constructors for node in ast.walk(method) if isinstance(node, ast.Attribute))
+    return declared - {node.attr for node in found if isinstance(node.ctx, ast.Store)}
+
+
+def test_a_class_that_is_left_to_others_is_found() -> None:
+    (waits, made) = ast.parse(
+        "class Waits:\n use: int\n def __init__(self): self.it = 1\n"
+        "class Made:\n use: int\n def __init__(self): self.use = 1"
+    ).body
+    assert isinstance(waits, ast.ClassDef)
+    assert isinstance(made, ast.ClassDef)
+    assert (left_to_others(waits, []), left_to_others(made, [])) == ({"use"}, set())
+
+
+@pytest.mark.parametrize("room", ["tiers", "shards", "views", "run"])
+def test_no_part_of_the_engine_waits_for_another_to_complete_it(room: str) -> None:
+    classes = [node for _, node in nodes_of(ast.ClassDef)]
+    found = {
+        name: left
+        for name, made in nodes_of(ast.ClassDef)
+        if name.startswith(f"{room}/") and not _is_record(made)
+        if (left := left_to_others(made, [one for one in classes if made.name in map(ast.unparse, one.bases)]))
+    }
+    assert found == {}, "make it after what it needs, or split off the part that needs it"
