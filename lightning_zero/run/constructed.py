@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_zero.shards.early import early_of
-from lightning_zero.views.intercept import SET_DATA, STRIDES, Lent, call, subclass_of
+from lightning_zero.views.intercept import SET_DATA, STRIDES, Lent, call
 from lightning_zero.views.lazy import Stored, stored_in
 
 _MAKES_PARAMETER = Parameter.__new__.__code__
@@ -90,15 +90,3 @@ def _is_called_by_parameter() -> bool:
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:  # a mode's, such as a device's
         frame = frame.f_back
     return frame.f_code is _MAKES_PARAMETER
-
-
-class ConstructedClasses(dict[type[Parameter], type[Parameter]]):
-    """Maps each class of parameters to the `ConstructedParameter` that stands for it, made when first looked up."""
-
-    def __init__(self, keeper: Keeper) -> None:
-        super().__init__()
-        self._keeper = keeper
-
-    def __missing__(self, plain: type[Parameter]) -> type[Parameter]:
-        self[plain] = subclass_of(plain, ConstructedParameter, keeper=self._keeper)
-        return self[plain]

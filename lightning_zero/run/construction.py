@@ -17,6 +17,7 @@ models raise an error that says so at once, and an exception on one rank reaches
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache, partial
 from typing import Any, NamedTuple, final
 from weakref import ref
 
@@ -32,7 +33,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.device import point_at
-from lightning_zero.run.constructed import ConstructedClasses, ConstructedParameter, Keeper
+from lightning_zero.run.constructed import ConstructedParameter, Keeper
 from lightning_zero.shards.early import EarlyParameter, early_of, nothing
 from lightning_zero.shards.managed import is_plain
 from lightning_zero.shards.options import Options
@@ -40,7 +41,7 @@ from lightning_zero.shards.slot import no_interception, slot_of
 from lightning_zero.stage import STAGES
 from lightning_zero.tiers.ledger import Ledger, return_freed_memory
 from lightning_zero.torch_private import parameters_in
-from lightning_zero.views.intercept import Lent
+from lightning_zero.views.intercept import Lent, subclass_of
 from lightning_zero.views.lazy import Stored
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.mesh import Mesh
@@ -98,7 +99,7 @@ class Construction(Keeper):
         offload = options.offload
         self._rests_on = None if offload is None or offload.parameters is None else torch.device("cpu")
         self.ledger = Ledger()
-        self._classes = ConstructedClasses(self)
+        self._class_for = cache(partial(subclass_of, base=ConstructedParameter, keeper=self))  # of a plain one
         self._made = 0  # number of parameters so far
         self._whole: dict[EarlyParameter, int] = {}  # bytes of parameters that are whole, least recently used first
         self._most = LEAST_BYTES  # bytes that may be whole
@@ -161,7 +162,7 @@ class Construction(Keeper):
     def _note(self, parameter: Parameter, label: str) -> EarlyParameter:
         self._made += 1
         early = EarlyParameter(parameter, self._made, label, self._mesh, self.ledger, self._rests_on)
-        parameter.__class__ = self._classes[early.plain_class]
+        parameter.__class__ = self._class_for(early.plain_class)
         return early
 
     def materialize(self, meta: Parameter, device: torch.device) -> Parameter:
