@@ -185,14 +185,8 @@ here. `named_parameters` is slower, and its result cannot be written to. Without
 dtype could not be told from one that has been replaced. Private: `_parameters`."""
 
 buffers_in: Callable[[Module], MutableMapping[str, Tensor | None]] = attrgetter("_buffers")
-"""Returns the buffers of a module alone, as `parameters_in` does. Without it what `show_buffers` has replaced could not
-be put back. Private: `_buffers`."""
-
-
-def show_buffers(module: Module, buffers: MutableMapping[str, Tensor | None]) -> None:
-    """Gives a module other buffers. `torch.func.functional_call` does it for one call alone. Without it a block that
-    recomputes would count a batch twice in its running statistics. Private: `_buffers`."""
-    vars(module)["_buffers"] = buffers
+"""Returns the buffers of a module alone, as `parameters_in` does. Without it a block that recomputes would count a
+batch twice in its running statistics. Private: `_buffers`."""
 
 
 def saved_tensors_in(module: Module) -> Iterator[tuple[MutableMapping[str, Any], str, Tensor]]:

@@ -36,7 +36,6 @@ from lightning_zero.torch_private import (
     buffers_in,
     compiled_in,
     parameters_in,
-    show_buffers,
     tree_iter,
 )
 from lightning_zero.wire.comm import Comm
@@ -187,11 +186,12 @@ class Weights:
                 _show(parameters, shown)
 
 
-def _show(parameters: MutableMapping[str, Any], others: dict[str, Any]) -> None:
-    """Gives a module other parameters. What has them already is not touched: compiled code would be compiled again."""
-    if parameters.keys() != others.keys() or any(parameters[name] is not others[name] for name in others):
-        parameters.clear()
-        parameters.update(others)
+def _show(held: MutableMapping[str, Any], others: dict[str, Any]) -> None:
+    """Gives a module other parameters or buffers in place of those `held`. What has them already is not touched:
+    compiled code would be compiled again."""
+    if held.keys() != others.keys() or any(held[name] is not others[name] for name in others):
+        held.clear()
+        held.update(others)
 
 
 @final
@@ -222,17 +222,17 @@ class Buffers:
     @contextmanager
     def as_before(self) -> Iterator[None]:
         """Inside, the module has copies in place of its buffers, with the values from before the call."""
-        now = [buffers_in(before.holder) for before in self._before]
+        now = [dict(buffers_in(before.holder)) for before in self._before]
         with torch.no_grad():
             copies = {key: value.clone() for key, value in self._values.items()}
         for before in self._before:
             shown = {name: copies.get(id(buffer), buffer) for name, buffer in before.buffers.items()}
-            show_buffers(before.holder, shown)
+            _show(buffers_in(before.holder), shown)
         try:
             yield
         finally:
             for before, buffers in zip(self._before, now, strict=True):
-                show_buffers(before.holder, buffers)
+                _show(buffers_in(before.holder), buffers)
 
 
 class _Before(NamedTuple):
