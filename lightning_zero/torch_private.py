@@ -360,16 +360,6 @@ COLLECTIVES = "_c10d_functional"
 """Namespace of the collectives that DTensor calls, among torch's operations. The public ones are other operations.
 Without it a rehearsal would know neither what they send nor whose memory they return. Private: `_c10d_functional`."""
 
-_collectives = getattr(torch.ops, COLLECTIVES)
-SHARES = {
-    torch.ops.aten._unsafe_view.default,
-    _collectives.wait_tensor.default,
-    *(getattr(_collectives, name).default for name in ("_wrap_tensor_autograd",) if hasattr(_collectives, name)),
-}
-"""Operations that torch does not declare as views, and whose results share the memory of their argument. Without them a
-rehearsal would count that memory twice. Private: `_unsafe_view`, and `_wrap_tensor_autograd`, which not every version
-has."""
-
 
 def is_faking() -> bool:
     """Whether torch itself runs operations for their shapes now, as DTensor does to choose a placement. Nothing public

@@ -31,8 +31,7 @@ NAMED_TUPLES = {"_asdict", "_replace", "_fields"}  # public, in spite of their n
 
 TORCH = set(
     """
-    _TorchDispatchModeKey _c10d_functional _clear_sharding_prop_cache _get_dispatch_mode _python_dispatch _unsafe_view
-    _wrap_tensor_autograd
+    _TorchDispatchModeKey _c10d_functional _clear_sharding_prop_cache _get_dispatch_mode _python_dispatch
     _C _apply _autograd _backward_hooks _base _buffers _call_impl _cdata
     _coalescing_manager _compiled_call_impl _compiler_ctx _current_graph_task_id
     _DisableFuncTorch _execution_engine _foreach_mul_ _forward_hooks _forward_pre_hooks

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from lightning_zero.device import HOST
 from lightning_zero.torch_private import (
-    SHARES,
     TorchDispatchMode,
     is_faking,
     schema_of,
@@ -36,6 +35,8 @@ _RESHAPES = {
     "set_", "resize_", "resize_as_", "as_strided_", "t_", "transpose_", "swapaxes_", "swapdims_", "unsqueeze_",
     "squeeze_", "detach_", "rename_", "record_stream",
 }  # fmt: skip
+# Return what shares the memory of an argument, though they are not declared as views: it would be counted twice.
+_SHARES = {"_unsafe_view", "wait_tensor", "_wrap_tensor_autograd"}
 # Return a number or a truth that depends on values.
 _NUMBERS = {"_local_scalar_dense", "item"}
 _READS = _NUMBERS | {"equal", "is_nonzero", "allclose"}
@@ -80,7 +81,7 @@ class _Operation:
     def _kind_of(self, func: Any, schema: Any) -> _Kind:
         name = schema.name.rpartition("::")[2]
         is_view = not self.writes_to and any(one.alias_info is not None for one in schema.returns)
-        if is_view or name in _RESHAPES or func in SHARES:
+        if is_view or name in _RESHAPES | _SHARES:
             return _Kind.PASS
         if name in _READS:
             return _Kind.READ
