@@ -99,13 +99,13 @@ their names begin."""
 
 METADATA = {
     *(find(Tensor, name).__get__ for name in ("_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks")),
-    *(find(Tensor, name) for name in ("_is_view", "_is_zerotensor")),
+    find(Tensor, "_is_view"),
     find(Tensor, "_backward_hooks").__set__,
     *([find(Tensor, "names").__get__] if hasattr(Tensor, "names") else []),  # public; torch 2.13 has it no more
 }
 """What torch asks tensors that needs no values. Intercepted calls go by the function, whatever its name. Without them
-each such question would gather a parameter. Private: `_base`, `_backward_hooks`, `_is_view`, `_is_zerotensor`, and some
-of above and below."""
+each such question would gather a parameter. Private: `_base`, `_backward_hooks`, `_is_view`, and some of above and
+below."""
 
 
 def awaited(tensor: Tensor) -> Tensor:
