@@ -38,7 +38,7 @@ from lightning_zero.run.plan import ASK, END, NEXT_BACKWARD, REDUCE
 from lightning_zero.run.readiness import Readiness
 from lightning_zero.run.reductions import Reductions, Stage
 from lightning_zero.run.replicas import Replicas
-from lightning_zero.run.serving import Heard, Serving
+from lightning_zero.run.serving import Heard, RoundEnd, Serving
 from lightning_zero.shards.slot import no_interception
 from lightning_zero.wire.mesh import Mesh
 
@@ -71,18 +71,18 @@ class Rendezvous:
 
     # -- meeting
 
-    def meet(self, *, early: bool = False, continues: bool = False) -> None:
+    def meet(self, at: RoundEnd = RoundEnd.STEP) -> None:
         """Ends the round: serves the other ranks until all have come here, and settles the gradients of a backward.
-        Collective; collectives of the engine that are not issued above must come after a meeting. A rank that is
-        `early` may want something alone before the step, and meets once more: until then, the others stay here.
-        `continues`: another micro-batch of the same step follows. Tensor-parallel ranks agree where any rank comes to
-        more than that: in one step, they have gradients of the same parameters."""
-        is_over, steps = False, not (early or continues)
+        Collective; collectives of the engine that are not issued above must come after a meeting. A rank that is early
+        may want something alone before the step, and meets once more: until then, the others stay here.
+        Tensor-parallel ranks agree where any rank comes to a step: in one step, they have gradients of the same
+        parameters."""
+        is_over = False
         while not is_over:
             if self.course.is_alone:
-                statement, is_any_early, is_step = self._reductions.statement(), False, steps
+                statement, is_any_early, is_step = self._reductions.statement(), False, at is RoundEnd.STEP
             else:
-                heard = self._end_round(early=early, continues=continues, steps=steps)
+                heard = self._end_round(at)
                 statement, is_any_early, is_step = heard.statement, heard.early, heard.steps
             said = statement + bytes([is_any_early])  # so far, of the ranks in `comm`
             is_of_all = is_step or self._beyond is not self._mesh.tensor
@@ -94,20 +94,21 @@ class Rendezvous:
             if self.course.forget_old_order():
                 self._begin_round()
             stays = bool(said[-1]) and self.serving.may_be_wanted and not self.course.is_alone
-            is_over, continues = early or not stays, False
+            is_over = at is RoundEnd.EARLY or not stays
+            at = RoundEnd.STAYS if at is RoundEnd.MICRO_BATCH else at
 
-    def _end_round(self, *, early: bool, continues: bool, steps: bool) -> Heard:
+    def _end_round(self, at: RoundEnd) -> Heard:
         """Ends the round of the ranks in `comm`, and begins the next one; see `meet`."""
         self.course.diverge()
         self._replicas.come_to_end()
         past, groups = self.course.past, len(self._reductions.shards)
-        self.is_awaited = early and self.serving.may_be_wanted
-        heard = self.serving.until_end(past, early=early, continues=continues, steps=steps)
+        self.is_awaited = at is RoundEnd.EARLY and self.serving.may_be_wanted
+        heard = self.serving.until_end(past, at)
         self.readiness.knew_all = False
         self._replicas.reduce_if_awaited()
         is_over = self.course.count_complete(heard.statement) == groups and END in past.uses
-        continues &= is_over and heard.alike and not heard.early and self.spans
-        self.course.end_round(agree=heard.agree, continues=continues)
+        is_over &= at is RoundEnd.MICRO_BATCH and not heard.early
+        self.course.end_round(agree=heard.agree, continues=is_over and heard.alike and self.spans)
         self._begin_round()
         self._cache.discard_all()
         return heard
@@ -164,7 +165,7 @@ class Rendezvous:
                     self.course.past.note(NEXT_BACKWARD)
                     return
         if not self._settles_by_leaving():
-            self.meet(continues=True)
+            self.meet(RoundEnd.MICRO_BATCH)
 
     def settle_gradients(self, *, meets: bool = False) -> None:
         """Makes ranks agree on which parameters have gradients, if they have not since the last backward. With `meets`,
@@ -179,7 +180,7 @@ class Rendezvous:
             elif is_unsettled and self.readiness.settles_alone:
                 self._settle_alone()
             elif is_unsettled and not self._settles_by_leaving():
-                self.meet(early=True)
+                self.meet(RoundEnd.EARLY)
 
     def _settles_by_leaving(self) -> bool:
         """Leaves the plan. Returns whether the last backward is settled then, as the others begin the next one before

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
 from typing import Any, NamedTuple, final
 
 import torch
@@ -20,6 +21,15 @@ _IN_BACKWARD = (
     "A hook in backward cannot read this on one rank alone once gradients are being reduced: read it there on every "
     "rank, or on one rank before or after backward, or give ZeroStrategy(overlap=False)"
 )
+
+
+class RoundEnd(Enum):
+    """What a rank comes to that wants nothing more in this round."""
+
+    STEP = auto()  # a step, or anything else that all ranks come to
+    MICRO_BATCH = auto()  # another micro-batch of the same step
+    EARLY = auto()  # something that it may want alone: it meets the others once more before the step
+    STAYS = auto()  # nothing new: it waits for a rank that was early
 
 
 class _Call(NamedTuple):
@@ -128,10 +138,10 @@ class Serving:
                 agree &= heard.agree
         return agree
 
-    def until_end(self, past: Past, *, early: bool, continues: bool, steps: bool) -> Heard:
-        """Serves the others until all have come to the end of the round; see `Rendezvous.meet`."""
+    def until_end(self, past: Past, at: RoundEnd) -> Heard:
+        """Serves the others until all have come to the end of the round, as this rank has; see `Rendezvous.meet`."""
         with self._waiting():
-            while (heard := self.exchange(None, past, early=early, continues=continues, steps=steps)).wants:
+            while (heard := self.exchange(at, past)).wants:
                 self.serve(heard.wants, None)
         return heard
 
@@ -145,55 +155,38 @@ class Serving:
 
     # -- what is said
 
-    def exchange(
-        self,
-        number: int | None,
-        past: Past,
-        *,
-        early: bool = False,
-        continues: bool = False,
-        steps: bool = False,
-        follows: bool = False,
-    ) -> Heard:
-        """Says what this rank wants (None: nothing more in this round), and hears what the others want. Collective.
-
-        Args:
-            number: of what it wants.
-            past: what it has done in this round.
-            early: it will meet the others once more before the step.
-            continues: it comes to the end of a micro-batch, and not of a step.
-            steps: it comes to a step.
-            follows: it is to follow its plan after this exchange, if all agree.
-        """
-        known = self.to_settle + 1
-        wants = bytearray(known)
-        if number is not None:
-            wants[number] = 1
-        want = known if number is None else number
+    def exchange(self, want: int | RoundEnd, past: Past, *, follows: bool = False) -> Heard:
+        """Says what this rank wants, by its number, or that it has come to the end of the round; hears the same of the
+        others. `past` is what it has done in this round; it `follows` its plan after this, if all agree. Collective."""
+        end = self.to_settle + 1
+        number = want if isinstance(want, int) else end
+        wants = bytearray(end + 1)
+        wants[number] = 1
         is_unsettled = self._reductions.stage is Stage.UNSETTLED
-        same = self._state(want + continues, past, follows=follows)
+        same = self._state(number + (want is RoundEnd.MICRO_BATCH), past, follows=follows)
         pattern = self._reductions.pattern.to_bytes(8, "little")
         collects = self._readiness.settles_alone and not is_unsettled
-        told = bytes([early, steps, number is None, self._readiness.knew_all, collects])
+        is_early, is_step = want is RoundEnd.EARLY, want is RoundEnd.STEP
+        told = bytes([is_early, is_step, self._readiness.knew_all, collects])
         parts = [bytes(wants), *_with_complement(same), *_with_complement(pattern), told, self._reductions.statement()]
         try:
             heard = self._comm.all_reduce_bytes(b"".join(parts), "rendezvous")
         except RankTimeoutError as error:
-            self._explain(error, want)
+            self._explain(error, number)
             raise
         self._readiness.end_mark()
         each = io.BytesIO(heard)
         wanted, one, other, first, second, anybody, statement = (each.read(len(part)) for part in parts)
-        if any(wanted) and self._units:  # else the rest starts together, when gradients are settled
+        wants_of_any = [at for at, flag in enumerate(wanted[:end]) if flag]
+        if wants_of_any and self._units:  # else the rest starts together, when gradients are settled
             self._replicas.start(self._reductions.count_complete_in(statement))
         agree, alike = one == _complement(other), first == _complement(second)
-        is_early, is_step, has_ended, all_known, collects = (bool(flag) for flag in anybody)
+        early, steps, all_known, collects = (bool(flag) for flag in anybody)
         # A rank that reduces again, while this one has not settled the last backward, has settled it alone.
         settles = wanted[self.to_settle] or wanted[self.to_reduce]
         if settles and self._readiness.settles_alone and not collects:
             self._readiness.settle_alone(None if all_known else statement)
-        wants_of_any = [number for number, flag in enumerate(wanted) if flag]
-        return Heard(wants_of_any, agree, is_early, is_step, alike, has_ended, statement)
+        return Heard(wants_of_any, agree, early, steps, alike, bool(wanted[end]), statement)
 
     def _state(self, want: int, past: Past, *, follows: bool) -> bytes:
         """What is the same on all ranks if they agree."""
