@@ -155,7 +155,7 @@ def models(draw: Any) -> tuple[Facts, list[Use]]:
         overlaps=draw(st.booleans()),
         in_order=draw(st.booleans()),
         learns_late=draw(st.booleans()),
-        spans=replicas == 1 and draw(st.booleans()),
+        spans=draw(st.booleans()),
         marks_reductions=not shards_parameters and draw(st.booleans()),
         steps_in_backward=steps_in_backward,
         publishes_late=not shards_parameters and not postpones and draw(st.booleans()),

@@ -35,7 +35,7 @@ from lightning_zero.wire.local import LocalComm
 from lightning_zero.wire.mesh import Mesh
 from models import seeded
 from ranks import RankPool
-from thread_world import ThreadWorld
+from thread_world import ThreadComm, ThreadWorld
 from unit_jobs import WIDTH, assert_as_on_one_device, assert_same_bits, on_engine, on_one_device, state_of, tower, x
 
 DDP = "ddp_find_unused_parameters_true"
@@ -70,8 +70,9 @@ class Thing:
 class Things:
     """What one rank can want, in the clothes of a `UnitCache`: room for some things, and calls, which have none."""
 
-    def __init__(self, comm: Comm, prefetch: int, number: int = 6, calls: int = 1) -> None:
-        self.comm, self.served, self.ahead = comm, 0, 0
+    def __init__(self, comm: Comm, prefetch: int, number: int = 6, calls: int = 1, replicas: int = 1) -> None:
+        mesh = Mesh.of(comm, replicas)
+        self.comm, self.served, self.ahead = mesh.shard, 0, 0
         self.units = [Thing(each, self) for each in range(number)]
         self.numbers = {unit: number for number, unit in enumerate(self.units)}
         self.apart: set[int] = set()
@@ -79,8 +80,8 @@ class Things:
         self.here = Residents(self.room)
         self.gathers: dict[int, Gather] = {}
         self.called = 0
-        self.reductions = FewReductions()
-        self.rendezvous = Rendezvous(Mesh.of(comm, 1), self, self.reductions, Journal())  # type: ignore[arg-type]
+        self.reductions = FewReductions(mesh.replicate)
+        self.rendezvous = Rendezvous(mesh, self, self.reductions, Journal())  # type: ignore[arg-type]
         self.calls = [self.rendezvous.serving.enroll(f"call {each}", self.serve) for each in range(calls)]
 
     def touch(self, numbers: Sequence[int]) -> None:
@@ -128,37 +129,68 @@ class Things:
 
 
 class FewReductions:
-    """Reductions of which a test says how many are complete, and notes when they start."""
+    """Reductions of which a test says how many are complete, and notes when they start. Replicas sum each where they
+    wait for it; three are under way at a time."""
 
     complete = 0
     shards = range(9)
     stage = Stage.CLEAR
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: Comm) -> None:
         self.started = 0
+        self.settled: list[int | None] = []  # the pattern of each backward, or None where ranks have met for it
+        self.pools = [self]
+        self._replicas = replicas
+        self._summed = 0
 
     @property
     def pattern(self) -> int:
         return self.complete  # the same where the same is complete
 
+    @property
+    def has_gradients(self) -> bool:
+        return self.stage is Stage.UNSETTLED and self.complete > 0
+
     def count_complete(self) -> int:
-        return self.complete if self.stage is not Stage.UNSETTLED else len(self.shards)
+        return len(self.shards) if self.has_gradients else self.complete
 
     def start(self, number: int) -> None:
         assert number <= self.count_complete(), "started before it was complete here"
         self.started = max(self.started, number)
+        self._sum(self.started - 3)
+
+    def start_all(self) -> None:
+        self.started = len(self.shards)
+        self._sum(self.started - 3)
+
+    def drain(self) -> None:
+        self._sum(self.started)
+
+    def _sum(self, number: int) -> None:
+        while self._summed < number:
+            self._replicas.all_reduce(torch.ones(1), f"sum {self._summed}")
+            self._summed += 1
 
     def statement(self) -> bytes:
-        return bytes([9 - self.count_complete()])  # over all ranks the largest counts
+        return bytes([9 - self.count_complete(), self.has_gradients])  # over all ranks the largest counts
 
     def count_complete_in(self, said: bytes) -> int:
         return 9 - said[0]
 
-    def hear(self, said: bytes, *, of_all: bool) -> bytes:
-        return said
+    def hear(self, said: bytes, *, of_all: bool) -> bytes | None:
+        if said[1]:
+            return said
+        self._end()
+        return None
 
     def settle(self, flags: bytes) -> None:
-        self.complete = self.started = 0
+        self.settled.append(None)
+        self.start_all()
+        self.drain()
+        self._end()
+
+    def _end(self) -> None:
+        self.complete = self.started = self._summed = 0
         self.stage = Stage.CLEAR
 
     def learn_order(self) -> None:
@@ -167,7 +199,9 @@ class FewReductions:
     def settle_alike(self) -> None:
         assert self.stage is Stage.UNSETTLED
         assert self.started == 9
-        self.settle(b"")
+        self.settled.append(self.pattern)
+        self.drain()
+        self._end()
 
 
 CAMPAIGN = int(os.environ.get("RANDOM_ROUNDS", "0"))
@@ -180,27 +214,28 @@ USES = st.lists(st.integers(0, 6), max_size=12)
             USES,
             st.booleans(),  # as in the round before
             st.booleans(),  # with gradients
-            st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 12), USES), max_size=2),
+            st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 12), USES), max_size=2),
             st.lists(st.integers(0, 3), max_size=12),  # gradient groups that become complete at each use
             st.integers(1, 3),  # micro-batches, each with these uses
-            st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=1),  # rank, micro-batch: lacks some
-            st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=1),  # rank, use: without gradients there
+            st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), max_size=1),  # rank, micro-batch: lacks some
+            st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=1),  # rank, use: without gradients there
         ),
         min_size=1,
         max_size=8,
     ),
-    world=st.integers(2, 3),
+    mesh=st.sampled_from([(2, 1), (3, 1), (4, 2), (6, 3)]),  # ranks, replicas
     prefetch=st.integers(0, 3),
     late=st.booleans(),
 )
-@settings(max_examples=CAMPAIGN or 200, derandomize=not CAMPAIGN)
+@settings(max_examples=CAMPAIGN or 200, derandomize=not CAMPAIGN, deadline=None)
 def test_every_rank_gets_what_it_wants_whichever_way_the_others_go(
-    rounds: Any, world: int, prefetch: int, late: bool
+    rounds: Any, mesh: tuple[int, int], prefetch: int, late: bool
 ) -> None:
     """Rounds of uses: all ranks do the same as in the round before or something new, save for some that cut in."""
+    world, replicas = mesh
 
     def rank_main(comm: Comm) -> Any:
-        things = Things(comm, prefetch)
+        things = Things(comm, prefetch, replicas=replicas)
         common: tuple[list[int], bool, list[int], int] = ([], False, [], 1)
         for uses, repeats, trains, detours, becoming, micros, lacking, apart in rounds:
             common = common if repeats else (uses, trains, becoming, micros)
@@ -228,10 +263,13 @@ def test_every_rank_gets_what_it_wants_whichever_way_the_others_go(
                         things.rendezvous.end_backward()
                 things.end_round()
         found = things.rendezvous.course._plans
-        return copy.deepcopy((found._plans, found._patterns, found._beginnings, found._next))
+        learnt = copy.deepcopy((found._plans, found._patterns, found._beginnings, found._next))
+        return learnt, things.reductions.settled
 
-    first, *others = ThreadWorld(world, 5, learns_late=late).run(rank_main)
-    assert all(other == first for other in others), "ranks have learnt different things"
+    ranks, shards = ThreadWorld(world, 5, learns_late=late).run(rank_main), world // replicas
+    assert all(settled == ranks[0][1] for _, settled in ranks), "ranks have settled different gradients"
+    for first in range(0, world, shards):
+        assert all(learnt == ranks[first][0] for learnt, _ in ranks[first : first + shards])
 
 
 def forward_and_backward(layers: int) -> list[int]:
@@ -376,20 +414,19 @@ def test_ranks_of_a_mesh_agree_as_often_and_once_more_with_those_that_hold_other
     mesh: str, stage: int, micros: int, clips: bool
 ) -> None:
     """Replicas reduce together, and need no agreement of their own where no units are gathered. Each of them gathers
-    its own units: beside the first reduction, it tells the others that it has begun, and they meet after each
-    micro-batch."""
+    its own units: beside the first reduction of each micro-batch, it tells the others that it has begun, and beside the
+    last one, which parameters have gradients."""
     world, replicas, tensor_ranks = HYBRID[mesh]
     shards = world // replicas // tensor_ranks
-    meetings = (micros if stage == 3 and replicas > 1 else 1) + (clips and stage > 0)
+    meetings = 1 + (clips and stage > 0)
     expected = Counter({"all_reduce rendezvous": meetings if shards > 1 else 0})
-    if tensor_ranks > 1 or (replicas > 1 and stage == 3):
-        expected["all_reduce settle"] = meetings
+    expected["all_reduce settle"] = meetings * ((tensor_ranks > 1) + (replicas > 1 and stage == 3))
     if clips:
         expected["all_reduce norm"] = (tensor_ranks > 1) + (stage > 0 and (tensor_ranks == 1 or replicas > 1))
     if stage < 3 and shards > 1:
         expected["mark"] = micros if stage == 2 else 1
     elif stage == 3 and replicas > 1:
-        expected["mark replicas"] = meetings
+        expected["mark replicas"] = expected["mark settle"] = micros - 1 + meetings
     options = {"world": world, "replicate_size": replicas, "tensor_parallel_size": tensor_ranks}
     for messages in messages_of_steps(stage, micros, clips, **options):
         assert messages[3:] == [+expected] * 3
@@ -690,6 +727,53 @@ def test_micro_batches_agree_again_from_where_a_rank_has_no_gradient_or_looks_at
     )
     for mine, theirs in zip(found, expected, strict=True):
         assert_same_bits(mine, theirs)
+
+
+def train_with_an_odd_replica(does: Any, odd: Collection[int]) -> list[tuple[dict[str, Tensor], list[int]]]:
+    """Three micro-batches a step, in which the second of two replicas `does` something else in `odd` ones. Returns what
+    each rank has trained, and how often it has met the other replica in each step."""
+    start = seeded(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(5)]))
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> tuple[dict[str, Tensor], list[int]]:
+        met = []
+        for step in range(10):
+            before = issued_in(engine)
+            for micro in range(3):
+                way = does if comm.rank > 1 and 3 * step + micro in odd else nn.Module.__call__
+                with engine.accumulating() if micro < 2 else nullcontext():
+                    with engine.forward():
+                        loss = way(model, x(1.0 + comm.rank)).square().mean()
+                    with engine.backward():
+                        loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            met.append((issued_in(engine) - before)["all_reduce settle"])
+        return state_of(model, engine), met
+
+    options = {"replicate_size": 2, "unit_classes": ("Linear",), "bucket_bytes": FEW_BUCKETS}
+    return on_engine(start, act, 3, momentum, world=4, **options)
+
+
+@pytest.mark.parametrize(("odd", "meetings"), [(range(99), 3), (range(16, 99), 3), ([9], 1), ([10], 1), ([11], 1)])
+@pytest.mark.parametrize("does", [leaves_a_layer_out, has_no_gradient])
+def test_replicas_agree_for_each_micro_batch_in_which_they_have_gradients_of_other_parameters(
+    does: Any, odd: Collection[int], meetings: int
+) -> None:
+    """Always, or for some steps after that, until each of them has found back to its plan."""
+    found, expected = (train_with_an_odd_replica(one, odd) for one in (does, SAME[does]))
+    for (mine, met), (theirs, usual) in zip(found, expected, strict=True):
+        assert_same_bits(mine, theirs)
+        assert met[-1] == meetings
+        assert usual == [3, *[1] * 9]
+
+
+def test_replicas_that_compare_their_collectives_agree_for_each_micro_batch() -> None:
+    with patch.object(ThreadComm, "sanitize", property(lambda _: True, lambda _, __: None), create=True):
+        found = train_with_an_odd_replica(has_no_gradient, [9])
+    expected = train_with_an_odd_replica(zero, [9])
+    for (mine, met), (theirs, _) in zip(found, expected, strict=True):
+        assert_same_bits(mine, theirs)
+        assert met == [3] * 10
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -1036,7 +1120,8 @@ WAYS = {
         max_size=9,
     ),
     stage=st.integers(0, 3),
-    mesh=st.sampled_from([(2, 1, 1), (3, 1, 1), (4, 2, 1), (6, 3, 1), (4, 1, 2)]),  # ranks, replicas, tensor-parallel
+    # Ranks, replicas, tensor-parallel ranks.
+    mesh=st.sampled_from([(2, 1, 1), (3, 1, 1), (4, 2, 1), (6, 3, 1), (4, 1, 2), (8, 2, 2)]),
     dtype=st.sampled_from(DTYPES),
     unused=st.booleans(),
     is_offloaded=st.booleans(),
@@ -1090,7 +1175,7 @@ def test_ranks_that_start_to_reduce_without_asking_keep_the_bits_of_those_that_a
     options |= {"replicate_size": replicas, "tensor_parallel_size": tensor_ranks, "unit_classes": ("Linear",)}
     found = on_engine(start, act, stage, momentum, world=world, **options)
     options |= {"overlap": stage < 3}  # at stage 3, gathers tell who is ready
-    with patch.object(Readiness, "marks_reductions", False):
+    with patch.object(Readiness, "marks_reductions", False), patch.object(Rendezvous, "spans", False):
         expected = on_engine(start, act, stage, momentum, world=world, **options)
     for mine, theirs in zip(found, expected, strict=True):
         assert_same_bits(mine, theirs)

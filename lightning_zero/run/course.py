@@ -191,7 +191,9 @@ class Course:
                 self._round.in_flight[number] = self._units[number].pass_by(marks)
                 marks = False
         if step.use == NEXT_BACKWARD:
-            self._reductions.settle_alike()
+            if not self._replicas.settle_alike():
+                self._stop()
+                return False
             self._round.past.reduced += len(self._reductions.shards)
         elif step.use == REDUCE:
             self._readiness.send_mark(diverges=not keep)

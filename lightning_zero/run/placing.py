@@ -37,7 +37,7 @@ class _Placing:
         self._reduced = 0  # groups of the micro-batches of this round that are over
         self._started = 0  # reductions of this backward
         self._is_ready = False  # all ranks are known to reduce in this round
-        self._starts_early: bool | None = None  # replicas start reductions in this round; None: they have not told yet
+        self._starts_early: bool | None = None  # replicas start to reduce before they meet; None: they have not told
         self._is_unsettled = False
         self._unstepped: list[int] = []  # reduced, and to be stepped in backward
 
@@ -105,25 +105,31 @@ class _Placing:
         if self._facts.agree > 1 or self._facts.units:
             if not self._is_unsettled:
                 self._tell_replicas(starts=False)
+            if self._facts.spans:
+                self._tell_end()
             self.placed.add(Kind.AGREE, among=self._facts.agree_among)
             self._join_replicas()
         self._is_ready, self._reduced = False, 0
         for number in self._here:
             self._here.remove(number)
             self.placed.add(Kind.RESHARD, number)
-        beyond, is_midway = self._facts.agree_beyond, self.placed.uses[self._at].cause is Cause.BACKWARD
-        if beyond is not None and not (is_midway and beyond is Among.TENSOR):
-            self.placed.add(Kind.AGREE, among=beyond)
+        if self._facts.parts:
+            self.placed.add(Kind.AGREE, among=Among.REPLICAS)
+        if self._facts.tensor_ranks > 1 and self.placed.uses[self._at].cause is not Cause.BACKWARD:
+            self.placed.add(Kind.AGREE, among=Among.TENSOR)
         if self._is_unsettled:
             self._is_unsettled = False
             self._settle()
 
     def _tell_replicas(self, *, starts: bool) -> None:
-        """Has replicas tell each other, once in a round, whether they start reductions that one of them may wait in
-        before the round ends."""
-        waits = bool(self._facts.units) and self._facts.replicas > 1 and self._facts.may_wait
-        if waits and self._starts_early is None:
+        """Has replicas tell each other, once for each backward, whether they start reductions before they meet."""
+        if self._facts.parts and self._starts_early is None:
             self._starts_early = starts
+            self.placed.add(Kind.MARK, among=Among.REPLICAS)
+
+    def _tell_end(self) -> None:
+        """Has replicas tell each other which parameters have gradients, or that they meet."""
+        if self._facts.parts:
             self.placed.add(Kind.MARK, among=Among.REPLICAS)
 
     def _join_replicas(self) -> None:
@@ -140,7 +146,9 @@ class _Placing:
         self._steps.catch_up_all()
         if self._at in self._plan:  # of a round that goes on
             self._follow(self._plan[self._at])
+            self._tell_end()
             self._settle()
+            self._starts_early = None
             self._reduced += len(self._facts.order)
         elif self._at in self._alone:
             self._is_ready = self._is_unsettled = False

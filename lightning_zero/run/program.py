@@ -50,7 +50,7 @@ class Kind(StrEnum):
     UNSHARD = "unshard"  # all-gathers a unit into a buffer of the arena
     RESHARD = "reshard"  # gives that buffer back
     AGREE = "agree"  # ranks tell each other what they want, and which parameters have a gradient: one small message
-    MARK = "mark"  # each rank tells whether it has diverged; read where it first waits for a reduction
+    MARK = "mark"  # each rank tells whether it has diverged, or what it has; read where it waits for a reduction
     REDUCE = "reduce"  # reduce-scatters a chunk, in a bucket
     STORE = "store"  # waits for that, and keeps the average
     SUM = "sum"  # sums an average over replicas, and waits for it
@@ -176,11 +176,9 @@ class Facts:
         return Among.WORLD if self.tensor_ranks == 1 else Among.DATA
 
     @property
-    def agree_beyond(self) -> Among | None:
-        """Which ranks bring to all ranks what those have agreed on; None if they are all."""
-        if self.tensor_ranks == 1:
-            return Among.REPLICAS if self.units and self.replicas > 1 else None
-        return Among.WORLD if self.units and self.replicas > 1 else Among.TENSOR
+    def parts(self) -> bool:
+        """Whether replicas go their own ways between two meetings."""
+        return bool(self.units) and self.replicas > 1
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ Where there are no units, a plan is of calls and of the first reduction of each 
 there. Their reductions under way wait for those that it begins when it comes to them.
 
 All this is among ranks that share shards. Where there are no units, replicas (`mesh`) go one way with them. Where there
-are, a gather tells another replica nothing: each goes its own way (`replicas`), and they agree at each meeting.
+are, a gather tells another replica nothing: each goes its own way (`replicas`), and they agree at each meeting. Between
+micro-batches, marks beside their reductions tell whether all have gradients of the same parameters; else they meet.
 Tensor-parallel ranks have the same batches, and so gradients of the same parameters: they agree at each step.
 
 Micro-batches that are reduced make one round where ranks have gradients of the same parameters as in the last such
@@ -49,14 +50,13 @@ class Rendezvous:
     `Serving`."""
 
     def __init__(self, mesh: Mesh, cache: UnitCache, reductions: Reductions, journal: Journal) -> None:
-        self._mesh = mesh
         self._cache = cache
         self._units = cache.units
         self._reductions = reductions
         gathers = bool(cache.units)
         # The ranks that go one way together. Each gather tells of divergence those that share shards, and no others.
         self.comm = mesh.shard if gathers else mesh.data
-        self._beyond = mesh.beyond(self.comm)
+        self._tensor = mesh.tensor
         self._replicas = Replicas(mesh.replicate, reductions, gathers=gathers)
         self.readiness = Readiness(self.comm, reductions, gathers=gathers)
         self.serving = Serving(self.comm, cache, reductions, self._replicas, self.readiness)
@@ -65,9 +65,8 @@ class Rendezvous:
 
     @property
     def spans(self) -> bool:
-        """Whether a round may span micro-batches: not where replicas must agree between them, as they reduce together,
-        and no gather tells one that another has diverged."""
-        return self._beyond is None or self._beyond is self._mesh.tensor
+        """Whether a round may span micro-batches."""
+        return self._replicas.may_settle_alike
 
     # -- meeting
 
@@ -80,20 +79,21 @@ class Rendezvous:
         is_over = False
         while not is_over:
             if self.course.is_alone:
-                statement, is_any_early, is_step = self._reductions.statement(), False, at is RoundEnd.STEP
+                early, steps, statement = False, at is RoundEnd.STEP, self._reductions.statement()
             else:
                 heard = self._end_round(at)
-                statement, is_any_early, is_step = heard.statement, heard.early, heard.steps
-            said = statement + bytes([is_any_early])  # so far, of the ranks in `comm`
-            is_of_all = is_step or self._beyond is not self._mesh.tensor
-            if self._beyond is not None and is_of_all:
-                said = self._beyond.host.all_reduce_bytes(said, "settle")
-            if (flags := self._reductions.hear(said[:-1], of_all=is_of_all)) is not None:
+                early, steps, statement = heard.early, heard.steps, heard.statement
+            said = bytes([early, steps]) + statement  # so far, of the ranks in `comm`
+            said = self._replicas.hear(said)
+            is_of_all = bool(said[1]) or self._tensor.size == 1
+            if self._tensor.size > 1 and is_of_all:
+                said = self._tensor.host.all_reduce_bytes(said, "settle")
+            if (flags := self._reductions.hear(said[2:], of_all=is_of_all)) is not None:
                 self._reductions.settle(flags)
                 self._reductions.learn_order()
             if self.course.forget_old_order():
                 self._begin_round()
-            stays = bool(said[-1]) and self.serving.may_be_wanted and not self.course.is_alone
+            stays = bool(said[0]) and self.serving.may_be_wanted and not self.course.is_alone
             is_over = at is RoundEnd.EARLY or not stays
             at = RoundEnd.STAYS if at is RoundEnd.MICRO_BATCH else at
 
@@ -120,7 +120,7 @@ class Rendezvous:
 
     def _begin_round(self) -> None:
         self.readiness.reset()
-        self._replicas.begin_round()
+        self._replicas.begin_backward()
 
     # -- backward
 

@@ -57,6 +57,7 @@ _PLACES = {
     ("reduce_scatter", "reduce"): "the reduction of the gradients of {}",
     ("mark", "reduce"): "the reduction of the gradients of {}",
     ("mark", "replicas"): "the agreement of replicas on whether one has begun to reduce",
+    ("mark", "settle"): "the agreement of replicas on which parameters have gradients",
     ("all_gather", "reduce"): "the reduction of the gradients of {}",
     ("all_gather", "gradient"): "the all-gather of the gradients of {}",
     ("all_gather", "read"): "the all-gather of the {}",
@@ -113,6 +114,13 @@ class Gather(Work):
     has_divergence: Callable[[], bool] = lambda: False  # after `wait`: whether any rank diverges; equal on all ranks
 
 
+@dataclass(eq=False)
+class Told(Work):
+    """A number that each rank tells all others, under way."""
+
+    numbers: list[int] = field(default_factory=list)  # after `wait`: of all ranks, in rank order
+
+
 class Comm(ABC):
     """Collectives among `size` ranks, and counts of the bytes that this rank sends.
 
@@ -159,6 +167,19 @@ class Comm(ABC):
         gather = self._all_gather(rows, rows[self.rank], key, diverges)
         gather.clock = self.clock
         return gather
+
+    def tell(self, number: int, name: str) -> Told:
+        """Starts to tell all ranks a number: 8 bytes to each, as in `mark`."""
+        rows = torch.full((self.size, 1), number, dtype=torch.int64, device=HOST)
+        key = self._issue("mark", name, None, (self.size - 1) * rows[0].nbytes)
+        work, told = self._all_gather(rows, rows[self.rank], key, None), Told(clock=self.clock)
+
+        def finish() -> None:
+            work.wait()
+            told.numbers = rows.flatten().tolist()
+
+        told._finish = finish
+        return told
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, name: str, divisor: int = 1) -> Work:
         """Starts to sum row j of all ranks' `full` ``(N, columns)`` into rank j's `shard` ``(columns,)``, and divides

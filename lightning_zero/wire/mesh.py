@@ -48,15 +48,6 @@ class Mesh:
             data = world.split([range(first, world.size, tensor_size) for first in range(tensor_size)])
         return cls(world, shard, replicate, tensor, data)
 
-    def beyond(self, comm: Comm) -> Comm | None:
-        """Returns a communicator that brings what the ranks of each `comm`, `shard` or `data`, have agreed on to all
-        ranks; None if those are all."""
-        if comm.size == self.world.size:
-            return None
-        if comm is self.data:
-            return self.tensor
-        return self.replicate if self.tensor.size == 1 else self.world
-
     @property
     def tensor_ranks(self) -> list[int]:
         """The ranks in `world` of this rank's tensor-parallel group."""
