@@ -36,7 +36,10 @@ def exercise(comm: Comm) -> dict[str, Any]:
     comm.broadcast(sent, "from 0")
     landed = [torch.empty(source) for source in range(size)]  # rank j sends j elements to everybody
     comm.all_to_all(landed, [torch.full((rank,), 10.0 * rank + peer) for peer in range(size)], "to each")
+    told = comm.host.tell(-10 * rank, "numbers")
+    told.wait()
     return {
+        "told": told.numbers,
         "to each": torch.cat(landed),
         "gathered": gathered,
         "in place": in_place,
@@ -54,6 +57,7 @@ def exercise(comm: Comm) -> dict[str, Any]:
 def expected(rank: int, size: int) -> dict[str, Any]:
     factor = size * (size + 1) / 2
     return {
+        "told": [-10 * source for source in range(size)],
         "to each": torch.tensor([10.0 * source + rank for source in range(size) for _ in range(source)]),
         "gathered": torch.tensor([[float(r), -float(r)] for r in range(size)]),
         "in place": torch.arange(1.0, size + 1).view(-1, 1).expand(-1, 4),

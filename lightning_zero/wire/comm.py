@@ -118,7 +118,13 @@ class Gather(Work):
 class Told(Work):
     """A number that each rank tells all others, under way."""
 
-    numbers: list[int] = field(default_factory=list)  # after `wait`: of all ranks, in rank order
+    rows: Tensor = field(kw_only=True)  # ``(N, 1)``
+
+    @property
+    def numbers(self) -> list[int]:
+        """Those of all ranks, in rank order, after `wait`."""
+        told: list[int] = self.rows.flatten().tolist()
+        return told
 
 
 class Comm(ABC):
@@ -172,14 +178,8 @@ class Comm(ABC):
         """Starts to tell all ranks a number: 8 bytes to each, as in `mark`."""
         rows = torch.full((self.size, 1), number, dtype=torch.int64, device=HOST)
         key = self._issue("mark", name, None, (self.size - 1) * rows[0].nbytes)
-        work, told = self._all_gather(rows, rows[self.rank], key, None), Told(clock=self.clock)
-
-        def finish() -> None:
-            work.wait()
-            told.numbers = rows.flatten().tolist()
-
-        told._finish = finish
-        return told
+        work = self._all_gather(rows, rows[self.rank], key, None)
+        return Told(work.wait, rows=rows, clock=self.clock)
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, name: str, divisor: int = 1) -> Work:
         """Starts to sum row j of all ranks' `full` ``(N, columns)`` into rank j's `shard` ``(columns,)``, and divides
