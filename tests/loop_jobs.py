@@ -313,9 +313,9 @@ def find_batch_size(strategy: Any) -> str:
 class Scheduled(Net):
     """The second and third batch have no loss, on any rank; the gradients of the first may overflow."""
 
-    def __init__(self, overflows: bool = False) -> None:
+    def __init__(self, overflows: bool = False, interval: str = "step") -> None:
         super().__init__()
-        self.overflows = overflows
+        self.overflows, self.interval = overflows, interval
         self.rates: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -326,7 +326,7 @@ class Scheduled(Net):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+        return [optimizer], [{"scheduler": scheduler, "interval": self.interval}]
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
@@ -340,6 +340,14 @@ def rates_of_steps_without_a_loss(
     run = trainer(strategy, world, **kwargs)
     run.fit(model, loader(samples=16 * world))
     return model.rates, run.global_step
+
+
+def rates_of_epochs_that_overflow(strategy: Any, world: int) -> list[float]:
+    """Of one batch on each rank."""
+    model = Scheduled(overflows=True, interval="epoch")
+    run = trainer(strategy, world, max_epochs=3, precision="16-mixed")
+    run.fit(model, loader(samples=4 * world))
+    return model.rates
 
 
 # -- optimizers and losses that cannot work, or seem not to

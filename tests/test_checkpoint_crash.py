@@ -33,6 +33,7 @@ from lightning_zero.checkpoint import (
     verify,
 )
 from lightning_zero.checkpoint.folder import hidden_beside
+from lightning_zero.checkpoint.manifest import read_manifest
 from lightning_zero.views.lazy import LazyTensor
 from lightning_zero.wire.board import AgreementError, Board
 from lightning_zero.wire.comm import Comm
@@ -622,13 +623,21 @@ def test_the_newest_complete_checkpoint_is_found_and_what_was_passed_over_is_tol
     shards[6][0].unlink()
     (tmp_path / "step=5.ckpt" / "manifest.json").write_bytes(b"{}")
     (tmp_path / "step=4.ckpt" / "manifest.json").unlink()
+    checks = {
+        version: tmp_path / f"step={version}.ckpt" / read_manifest(Folder(shards[version][0].parent)).files[1].checks
+        for version in (2, 3)
+    }
+    checks[3].unlink()
+    checks[2].write_bytes(checks[2].read_bytes()[:-1])
     (tmp_path / "last.ckpt").symlink_to("step=8.ckpt")  # which never came to be
     (tmp_path / ".step=8.ckpt.saving").mkdir()
     (tmp_path / "step=9.ckpt").mkdir()
     (tmp_path / "notes.txt").touch()
     newest, _, skipped = find_newest(tmp_path)
-    assert str(newest) == str(tmp_path / "step=3.ckpt")
+    assert str(newest) == str(tmp_path / "step=1.ckpt")
     expected = {
+        "step=3.ckpt": f"{checks[3].name} is missing",
+        "step=2.ckpt": f"{checks[2].name} has",
         "step=7.ckpt": "has 100 bytes and should have",
         "step=6.ckpt": "is missing. 1 of 2 shards are there.",
         "step=5.ckpt": "manifest.json is damaged",

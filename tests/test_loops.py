@@ -92,6 +92,11 @@ def test_a_scheduler_waits_for_an_overflow_and_not_for_steps_without_a_loss_afte
             assert steps == 4
 
 
+def test_a_scheduler_of_epochs_moves_also_where_the_last_step_of_one_overflowed(two_ranks: RankPool) -> None:
+    for rates in two_ranks.run(loop_jobs.rates_of_epochs_that_overflow, {"stage": 2}, 2):
+        assert [rate / rates[0] for rate in rates] == [1.0, 0.5, 0.25]
+
+
 def test_a_parameter_in_two_optimizers_is_stepped_by_both(two_ranks: RankPool) -> None:
     assert_as_ddp(two_ranks, loop_jobs.fit_input, "InTwoOptimizers")
 
