@@ -4,10 +4,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch.amp import GradScaler
 
 import jobs
 from lightning_zero import ZeroStrategy
+from lightning_zero.pl.loss_scaling import SkippedSteps
 from lightning_zero.pl.precision import adapt
+from lightning_zero.shards.norm import Overflow
 from ranks import RankPool
 
 PLUGINS: list[Precision] = [
@@ -50,3 +53,13 @@ def test_overflows_of_one_fit_do_not_count_in_the_next(two_ranks: RankPool) -> N
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_what_users_have_put_on_the_module_stays(precision: str, two_ranks: RankPool) -> None:
     assert two_ranks.run(jobs.keep_an_override, {"stage": 2}, precision) == [(True, 6)] * 2
+
+
+def test_skipped_steps_end_a_run_only_where_they_follow_one_another() -> None:
+    skipped, scaler = SkippedSteps(most=2), GradScaler("cpu")
+    bad, good = Overflow([0], ["weight"]), Overflow([], [])
+    for step, overflow in enumerate([bad, bad, good, bad, bad, None, bad, bad]):
+        skipped.note(step, overflow, scaler)
+    assert skipped.total == 6
+    with pytest.raises(RuntimeError, match=r"3 optimizer steps in a row .*\n  step 6.*\n  step 7.*\n  step 8"):
+        skipped.note(8, bad, scaler)
