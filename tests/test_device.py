@@ -7,6 +7,7 @@ access that no wait orders is an error, so each of these tests is also one of al
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 import sim
 import sim_jobs
+import warm
 from compare import differing
 from cover import name_of, pairwise
 from lightning_zero.config import ActivationCheckpointing, Offload
@@ -41,7 +43,13 @@ def train(sim_process: RankPool, policy: str, ranks: int, **setting: Any) -> tup
     """What each rank has found on the simulated device, and on the CPU."""
     start = sim_jobs.tower()
     (found,) = sim_process.run(sim_jobs.on_sim, policy, sim_jobs.train_on_ranks, ranks, start, **setting)
-    return found, sim_jobs.train_on_ranks(CPU, ranks, start, **setting)
+    return found, on_cpu(ranks, **setting)
+
+
+@cache
+def on_cpu(ranks: int, **setting: Any) -> list[Any]:
+    """The reference of all policies."""
+    return sim_jobs.train_on_ranks(CPU, ranks, sim_jobs.tower(), **setting)
 
 
 def assert_same(found: list[Any], expected: list[Any]) -> None:
@@ -285,7 +293,8 @@ def traced(folder: Path, *options: str) -> tuple[list[dict[str, Any]], str]:
     """The spans of a step on the simulated device, and what is printed of it."""
     command = [sys.executable, "benchmarks/trace.py", "--folder", str(folder), *options]
     root = Path(__file__).parents[1]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+    with warm.starts():
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "trace.json").read_text())["traceEvents"], done.stdout
 

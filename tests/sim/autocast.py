@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from .kernels import mapped
 
 # Of torch's lists of operators, those that the tests use.
 NARROW = """
@@ -29,12 +30,13 @@ def _casting(name: str, dtype: torch.dtype | None) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         to = dtype or torch.get_autocast_dtype("sim")
 
-        def cast(leaf: Tensor) -> Tensor:
-            return leaf.to(to) if leaf.is_floating_point() and leaf.dtype != torch.float64 else leaf
+        def cast(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dtype == torch.float64:
+                return leaf
+            return leaf.to(to)
 
         key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
         with torch._C._ExcludeDispatchKeyGuard(key):
-            args, kwargs = pytree.tree_map_only(Tensor, cast, (args, kwargs))
-            return op(*args, **kwargs)
+            return op(*mapped(cast, args), **mapped(cast, kwargs))
 
     return call

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 import torch.utils._device
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from . import autocast, kernels, memory, streams
-from .kernels import aten, fallback
+from .kernels import aten, fallback, leaves_of
 
 _LEFT: list[BaseException] = []  # errors of hooks, see `_Guard`
 
@@ -88,22 +87,32 @@ def _raising_what_was_left(run_backward: Callable[..., Any]) -> Callable[..., An
 class HostWatch(TorchDispatchMode):
     """Notes what the host itself does to pinned memory, which the device may still copy from or to."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would wrap each call in two more; nothing is compiled here
+
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        leaves = pytree.tree_leaves((args, kwargs))
-        schema = kernels._schema_of(op)
-        if not schema.is_view and not any(map(memory.of_device, leaves)):
-            given = [args[key] if isinstance(key, int) else kwargs[key] for key in schema.written]
-            written = {id(leaf) for leaf in pytree.tree_leaves(given)}
-            for leaf in leaves:
-                if isinstance(leaf, Tensor) and memory.is_pinned(leaf):
-                    memory.host_touches(leaf, str(op), writes=id(leaf) in written)
-            if (rates := streams.State.rates) is not None:
-                host = streams.this_host()
-                nbytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
-                streams.note_span(host.name, "host", str(op), host.at, host.at + nbytes / rates.host)
-                host.at += nbytes / rates.host
+        if memory.any_is_pinned() or streams.State.rates is not None:
+            self._note(op, args, kwargs)
         return op(*args, **kwargs)
+
+    def _note(self, op: Any, args: Any, kwargs: Any) -> None:
+        leaves = [leaf for leaf in leaves_of([args, kwargs]) if isinstance(leaf, Tensor)]
+        schema = kernels.schema_of(op)
+        if schema.is_view or any(map(memory.of_device, leaves)):
+            return
+        touched = [leaf for leaf in leaves if memory.is_pinned(leaf)]
+        if touched:
+            given = [args[key] if isinstance(key, int) else kwargs[key] for key in schema.written]
+            written = {id(leaf) for leaf in leaves_of(given)}
+            for leaf in touched:
+                memory.host_touches(leaf, str(op), writes=id(leaf) in written)
+        if (rates := streams.State.rates) is not None:
+            host = streams.this_host()
+            nbytes = sum(leaf.nbytes for leaf in leaves)
+            streams.note_span(host.name, "host", str(op), host.at, host.at + nbytes / rates.host)
+            host.at += nbytes / rates.host
 
 
 def _pinning(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

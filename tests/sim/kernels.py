@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from . import memory
@@ -34,11 +33,11 @@ def launch(name: str, work: Callable[[], Any], accesses: list[Access], *, flops:
         with below_torch():
             work()
 
-    rates, nbytes = State.rates, sum(access.high - access.low for access in accesses)
-    speed = rates and (rates.copies if name == "copy" and not _stays(accesses) else rates.memory)
-    current_stream().launch(
-        name, run, accesses, cost=max(nbytes / speed, flops / rates.flops) if rates and speed else 0
-    )
+    cost, rates = 0.0, State.rates
+    if rates is not None:
+        speed = rates.copies if name == "copy" and not _stays(accesses) else rates.memory
+        cost = max(sum(access.high - access.low for access in accesses) / speed, flops / rates.flops)
+    current_stream().launch(name, run, accesses, cost=cost)
 
 
 def _stays(accesses: list[Access]) -> bool:
@@ -57,6 +56,29 @@ def below_torch() -> Iterator[None]:
         torch._C._ExcludeDispatchKeyGuard(casts),
     ):
         yield
+
+
+def leaves_of(values: Any) -> list[Any]:
+    """Returns what is in arguments or results of an operator. They are in lists, tuples and dictionaries at most, and
+    there are thousands of them in a small step: torch's own function for all kinds of trees took half of it."""
+    found: list[Any] = []
+    for value in values.values() if type(values) is dict else values:
+        if type(value) in _HOLDERS:
+            found += leaves_of(value)
+        else:
+            found.append(value)
+    return found
+
+
+def mapped(change: Callable[[Any], Any], values: Any) -> Any:
+    """Returns arguments or results of an operator with `change(leaf)` in the place of each of these."""
+    kind = type(values)
+    if kind is dict:
+        return {name: mapped(change, value) for name, value in values.items()}
+    return kind([mapped(change, value) for value in values]) if kind in _HOLDERS else change(values)
+
+
+_HOLDERS = {list, tuple, dict}
 
 
 def host_view(tensor: Tensor) -> Tensor:
@@ -165,7 +187,7 @@ class _Schema(NamedTuple):
 
 
 @cache
-def _schema_of(op: Any) -> _Schema:
+def schema_of(op: Any) -> _Schema:
     written, numbers = {}, []
     for place, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -185,11 +207,11 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Does an operator of torch for tensors of the device."""
     if op in SPECIAL:
         return SPECIAL[op](*args, **kwargs)
-    schema = _schema_of(op)
+    schema = schema_of(op)
     if schema.is_view:
         return op.redispatch(CPU, *args, **kwargs)
     given = {key: args[key] if isinstance(key, int) else kwargs[key] for key in schema.written}
-    written = {id(leaf) for leaf in pytree.tree_leaves(list(given.values())) if of_device(leaf)}
+    written = {id(leaf) for leaf in leaves_of(given) if of_device(leaf)}
     accesses: list[Access] = []
 
     def on_host(leaf: Any) -> Any:
@@ -202,7 +224,7 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
             return leaf.detach().clone()
         return ON_HOST if isinstance(leaf, torch.device) else leaf
 
-    host_args, host_kwargs = pytree.tree_map(on_host, (args, kwargs))
+    host_args, host_kwargs = mapped(on_host, args), mapped(on_host, kwargs)
     # A number in place of a tensor is a Python number here, which `redispatch` would not take.
     has_number = any(
         place < len(args) and isinstance(args[place], int | float | complex) for place in schema.takes_numbers
@@ -229,7 +251,7 @@ def _fit_out(op: Any, schema: _Schema, args: Any, kwargs: Any, host_args: Any, h
     if not any(of_device(kwargs[name]) and not kwargs[name].numel() for name in names):
         return
     told = op(*_on_meta(host_args), **_on_meta(host_kwargs))
-    for want, name in zip(pytree.tree_leaves(told), names, strict=False):
+    for want, name in zip(leaves_of([told]), names, strict=False):
         if want.size() != kwargs[name].size():
             resize(kwargs[name], want.size())
             host_kwargs[name] = host_view(kwargs[name])
@@ -240,7 +262,7 @@ def _with_new_results(op: Any, kernel: Any, host_args: Any, host_kwargs: Any, ac
     found: list[Any] = []
     try:
         told = op(*_on_meta(host_args), **_on_meta(host_kwargs))
-        if not all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(told)):
+        if not all(isinstance(leaf, Tensor) for leaf in leaves_of([told])):
             raise NotImplementedError
         if op is aten.native_layer_norm.default:  # meta has the dtype of statistics that CUDA has
             weight, values = host_args[2], host_args[0]
@@ -250,12 +272,16 @@ def _with_new_results(op: Any, kernel: Any, host_args: Any, host_kwargs: Any, ac
         launch(str(op), lambda: found.append(kernel()), accesses)
         _wait(str(op))
         told = found[0]
-    made = pytree.tree_map_only(Tensor, lambda like: empty_strided(like.size(), like.stride(), like.dtype), told)
-    leaves = [leaf for leaf in pytree.tree_leaves(made) if of_device(leaf)]
+
+    def alike(leaf: Any) -> Any:
+        return empty_strided(leaf.size(), leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+    made = mapped(alike, told)
+    leaves = [leaf for leaf in leaves_of([made]) if of_device(leaf)]
     views = [host_view(leaf) for leaf in leaves]
 
     def run() -> None:
-        values = pytree.tree_leaves(found[0] if found else kernel())
+        values = leaves_of([found[0] if found else kernel()])
         for into, value in zip(views, [value for value in values if isinstance(value, Tensor)], strict=True):
             aten.copy_.default.redispatch(CPU, into, value)
 
@@ -278,16 +304,19 @@ def _on_meta(values: Any) -> Any:
             return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
         return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
-    return pytree.tree_map(of, values)
+    return mapped(of, values)
 
 
 def _drawing_now(op: Any, kernel: Callable[[], Any], host_args: Any, host_kwargs: Any) -> Callable[[], Any]:
     """Has a kernel draw the random numbers that the host would draw now, whenever it runs."""
-    generators = [leaf for leaf in pytree.tree_leaves((host_args, host_kwargs)) if isinstance(leaf, torch.Generator)]
+    generators = [leaf for leaf in leaves_of([host_args, host_kwargs]) if isinstance(leaf, torch.Generator)]
     source = generators[0] if generators else torch.default_generator
     state = source.get_state()
-    rehearsed = pytree.tree_map_only(Tensor, torch.zeros_like, (host_args, host_kwargs))
-    op.redispatch(CPU, *rehearsed[0], **rehearsed[1])  # draws as many
+
+    def zeros(leaf: Any) -> Any:
+        return torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf
+
+    op.redispatch(CPU, *mapped(zeros, host_args), **mapped(zeros, host_kwargs))  # draws as many
 
     def run() -> Any:
         now = source.get_state()

@@ -38,7 +38,9 @@ class Access:
     def __init__(self, block: "Block", tensor: Tensor, *, writes: bool) -> None:
         self.block, self.writes = block, writes
         self._size, self._stride, self._item = tuple(tensor.size()), tensor.stride(), tensor.element_size()
-        reach = sum((size - 1) * step for size, step in zip(self._size, self._stride, strict=True)) + 1
+        reach = tensor.numel()
+        if not tensor.is_contiguous():
+            reach = sum((size - 1) * step for size, step in zip(self._size, self._stride, strict=True)) + 1
         self.low = tensor.storage_offset() * self._item
         self.high = self.low + (reach * self._item if tensor.numel() else 0)
         self.is_dense = self.high - self.low == tensor.numel() * self._item
@@ -46,17 +48,19 @@ class Access:
 
     def check(self, actor: int, number: int, clock: Clock, name: str) -> None:
         """Raises RaceError if this access of `actor`, which knows of what `clock` says, races with an earlier one."""
-        history = self.block.history
-        for (key, other), (old, then, what) in [*history.items()] if self.low < self.high else ():
-            if not (self.writes or old.writes) or not self._overlaps(old):
+        if self.low == self.high:
+            return
+        history, covers = self.block.history, self.writes and self.is_dense
+        for (key, other), (old, then, what) in [*history.items()]:
+            if not (self.writes or old.writes):
                 continue
-            if other != actor and then > clock[other]:
+            if other != actor and then > clock.get(other, 0) and self._overlaps(old):
                 verbs = {True: "writes", False: "reads"}
                 raise RaceError(
                     f"{name} on {_named(actor)} {verbs[self.writes]} what {what} on {_named(other)} "
                     f"{verbs[old.writes]}, and nothing waits in between."
                 )
-            if self.writes and self.is_dense and self.low <= old.low and old.high <= self.high:
+            if covers and self.low <= old.low and old.high <= self.high:
                 del history[key, other]  # what is ordered after this write is ordered after that, too
         history[self.key, actor] = _Done(self, number, name)
 
@@ -189,6 +193,10 @@ def pin(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def any_is_pinned() -> bool:
+    return bool(PINNED or REGISTERED)
+
+
 def is_pinned(tensor: Tensor) -> bool:
     if tensor.device.type != "cpu":
         return False
@@ -210,7 +218,7 @@ class Runtime:
     def cudaHostUnregister(address: int) -> int:
         clock = this_host().clock
         for (_, actor), (_, then, what) in REGISTERED.pop(address).history.items():
-            if actor >= 0 and then > clock[actor]:
+            if actor >= 0 and then > clock.get(actor, 0):
                 raise RaceError(f"the host takes back memory that {what} on {_named(actor)} still uses.")
         return 0
 

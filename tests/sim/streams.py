@@ -19,8 +19,16 @@ HANG_S = 10.0  # s that the host waits for a stream before it calls that a hang
 LOCK = threading.RLock()  # of everything that is simulated
 CHANGED = threading.Condition(LOCK)  # notified of each launch
 
-Clock = Counter[int]  # actor (a stream, or a rank's host) -> how many of its actions are known to have ended
 BLOCKED = object()  # what the work of a launch returns when it cannot run yet
+
+
+class Clock(dict[int, int]):
+    """Actor (a stream, or a rank's host) -> how many of its actions are known to have ended; of others, none."""
+
+    def learn(self, other: "Clock") -> None:
+        for actor, number in other.items():
+            if number > self.get(actor, 0):
+                self[actor] = number
 
 
 class Hang(RuntimeError):
@@ -37,7 +45,7 @@ class Host:
     """The threads of one rank, which launch work and wait for it."""
 
     name: str = "rank 0"
-    clock: Clock = field(default_factory=Counter)  # what it knows to have ended
+    clock: Clock = field(default_factory=Clock)  # what it knows to have ended; another one when it knows more
     waits: Counter[str] = field(default_factory=Counter)  # why, and where in the package -> how often
     at: float = 0.0  # s, of simulated time
 
@@ -47,8 +55,13 @@ class Host:
 
     def acts(self) -> int:
         """Counts an action of the host itself, and returns its number."""
-        self.clock[self.actor] += 1
-        return self.clock[self.actor]
+        number = self.clock.get(self.actor, 0) + 1
+        self.learn(Clock({self.actor: number}))
+        return number
+
+    def learn(self, clock: Clock) -> None:
+        self.clock = Clock(self.clock)
+        self.clock.learn(clock)
 
 
 @dataclass(frozen=True)
@@ -107,6 +120,7 @@ class Stream(torch.Stream):
         cls.known[made.stream_id] = made
         made.host = default_of
         made.queue, made.launched, made.clock, made.is_running = deque[_Launch](), 0, Clock(), False
+        made.heard = Clock()
         made.at, made.lane = 0.0, "beside compute" if default_of is None else "compute"
         made.rank = (default_of or this_host()).name
         return made
@@ -117,6 +131,7 @@ class Stream(torch.Stream):
     queue: deque[_Launch]
     launched: int  # number of the latest launch
     clock: Clock  # what has ended before the next launch begins
+    heard: Clock  # of the host that has launched last: `clock` has it already
     is_running: bool
     at: float  # s, of simulated time
     lane: str  # in a trace
@@ -133,7 +148,9 @@ class Stream(torch.Stream):
         """Queues `work`, which has these `memory.Access`es. Returns its number."""
         with LOCK:
             host = this_host()
-            self.clock |= host.clock
+            if self.heard is not host.clock:
+                self.clock.learn(host.clock)
+                self.heard = host.clock
             host.at += State.rates.launch if State.rates is not None else 0.0
             self.launched += 1
             self.clock[self.stream_id] = self.launched
@@ -176,7 +193,7 @@ class Stream(torch.Stream):
     def wait_event(self, event: "Event") -> None:
         if (stream := event.stream) is not None and stream is not self:
             with LOCK:
-                self.clock |= event.clock
+                self.clock.learn(event.clock)
                 number, later = event.number, event
 
                 def pass_by() -> Any:
@@ -250,7 +267,7 @@ class Event:
                 if sys._getframe(1).f_code.co_name == "wait_on_host":  # others look once, and go on
                     host.waits[f"look again in {_place()}"] += is_passed
             if is_passed:
-                host.clock |= self.clock
+                host.learn(self.clock)
                 host.at = max(host.at, self.at)
             return is_passed
 
@@ -268,7 +285,7 @@ def host_waits(event: Event, why: str) -> None:
         while not stream.run(event.number):
             if not CHANGED.wait(until - time.monotonic()):
                 raise Hang(f"{host.name} waits for {stream}, which stays at {stream.stays_at}.")
-        host.clock |= event.clock
+        host.learn(event.clock)
         note_span(host.name, "host waits", why, host.at, event.at)
         host.at = max(host.at, event.at)
 
