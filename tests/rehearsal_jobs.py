@@ -1,8 +1,10 @@
 """Trains on real ranks as a rehearsal does, and takes down the same."""
 
 import ctypes
+import os
 import time
 import weakref
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -164,13 +166,21 @@ class Settled(TorchDispatchMode):
             time.sleep(1e-4)
 
 
-def train(strategy: dict[str, Any], world: int, make: type[Model] = Model, **trainer: Any) -> dict[str, Any]:
-    """Trains for real, and returns what `rehearse` returns of it."""
+def train(
+    strategy: dict[str, Any], world: int, make: type[Model] = Model, *, is_told: bool = True, **trainer: Any
+) -> dict[str, Any]:
+    """Trains for real, and returns what `rehearse` returns of it; nothing if it `is_told` by other ranks alone."""
     micro = trainer.get("accumulate_grad_batches", 1)
     played = Rank(0, world, steps=STEPS, micro_batches=micro, host_is_apart=False, computes=True)
     watched = WatchedStrategy(played, **strategy)
-    with played.tracking(), Settled():
+    with ExitStack() as following:
+        if is_told:
+            following.enter_context(played.tracking())
+        if is_told and "tensor_parallel_size" in strategy:
+            following.enter_context(Settled())
         rehearsal.train(make, batch_of, watched, STEPS, devices=world, **trainer)
+    if not is_told:
+        return {}
     return {**played.outcome, "peaks": played.memory.peaks, "program": str(played.outcome["program"])}
 
 
@@ -182,8 +192,17 @@ class Run(NamedTuple):
 
 
 def train_each(runs: list[Run], world: int) -> list[dict[str, Any]]:
-    """Trains one after the other, and returns what `train` returns of each."""
-    return [train(run.strategy, world, run.make) for run in runs]
+    """Trains one after the other, and returns what `train` returns of each of which this rank tells: ranks tell in
+    turn, as to follow all tensors takes longer than to train."""
+    rank = int(os.environ["RANK"])
+    return [train(run.strategy, world, run.make, is_told=at % world == rank) for at, run in enumerate(runs)]
+
+
+class Constant(nn.Linear):
+    """Takes no time to draw its weights."""
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 0.01)
 
 
 class Deep(L.LightningModule):
@@ -191,7 +210,7 @@ class Deep(L.LightningModule):
 
     def __init__(self, width: int = 1024, depth: int = 80) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
+        self.layers = nn.ModuleList(Constant(width, width, bias=False) for _ in range(depth))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         for layer in self.layers:
@@ -203,7 +222,7 @@ class Deep(L.LightningModule):
 
 
 def deep_batch_of() -> Tensor:
-    return torch.zeros(64, 1024)
+    return torch.zeros(4, 1024)  # few rows: what is compared is memory, nearly all of it that of states
 
 
 def resident_bytes(strategy: dict[str, Any]) -> int:

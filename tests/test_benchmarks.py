@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,8 +16,11 @@ from typing import Any
 import pytest
 import torch
 from matplotlib.text import Text
+from torch.multiprocessing.spawn import start_processes
 
+import ranks  # noqa: F401  whose server has imported everything
 import warm
+from lightning_zero.rehearsal import calibration
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -236,11 +240,17 @@ def run_offload_model(options: str, folder: Path) -> Any:
     return json.loads((folder / "found.json").read_text())["found"]
 
 
-def test_calibration_sets_what_is_modelled_beside_what_is_measured(tmp_path: Path) -> None:
-    command = [sys.executable, BENCHMARKS / "calibration.py", *"--size tiny --steps 2 --lines 1".split()]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rates, _, line = done.stdout.splitlines()[-3:]
+def test_calibration_sets_what_is_modelled_beside_what_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its ranks have imported everything already: spawned ones are in `test_calibration.py`."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    benchmark = importlib.import_module("calibration")
+    for module in (benchmark, calibration):
+        monkeypatch.setattr(module, "spawn", partial(start_processes, start_method="forkserver"))
+    monkeypatch.setattr(sys, "argv", ["calibration.py", *"--size tiny --steps 2 --lines 1".split()])
+    benchmark.main()
+    rates, _, line = capsys.readouterr().out.splitlines()[-3:]
     assert rates.startswith("Rates(flops=")
     assert re.fullmatch(r" +2 +\d\.\d{3} s +\d\.\d{3} s +[+-][\d.]+%  {'stage': 1}", line)
 

@@ -330,7 +330,7 @@ def test_layers_divided_among_one_rank_train_at_stage_3(pool_of: Callable[[int],
 def test_a_save_needs_what_rests_and_one_tensor_at_a_time(tmp_path: Path) -> None:
     setting = {"optimizer": "nvme", "path": str(tmp_path)}
     told = rehearse(rehearsal_jobs.Deep, rehearsal_jobs.deep_batch_of, {"stage": 2, "offload": setting}, ranks=2)
-    save, largest, batch = told.peaks[Phase.SAVE], 4 * 1024 * 1024, 4 * 64 * 1024
+    save, largest, batch = told.peaks[Phase.SAVE], 4 * 1024 * 1024, rehearsal_jobs.deep_batch_of().nbytes
     resting = sum(nbytes for name, nbytes in told.at_rest.items() if not name.endswith((" (host)", " (disk)")))
     assert save.nbytes == resting + batch + largest  # which was read from the disk
     assert told.saved > 100 * largest

@@ -96,5 +96,5 @@ def test_a_rehearsal_has_the_bytes_of_every_setting(
     beside = [one for one in SETTINGS[ranks] if one.stage == setting.stage]  # trained in one job
     trained = pool_of(ranks).once(rehearsal_jobs.train_each, [one.run(folder) for one in beside], ranks)
     at, run = beside.index(setting), setting.run(folder)
-    rank = at % ranks  # each in its turn
+    rank = at % ranks  # which has told it
     assert_rank_told(trained[rank][at], run.strategy, ranks, rank, make=run.make)
