@@ -5,22 +5,22 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 
-def _pairs(row: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
-    return set(itertools.combinations(enumerate(row), 2))
-
-
 def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Rows with one value of each axis, the same ones always, in which every value of one axis meets every value of
     each other axis: all combinations of the two longest axes, and hardly more.
 
     For settings that are known to act one on one. A defect that takes three of them at once may hide.
     """
-    rows = list(itertools.product(*(range(len(axis)) for axis in axes)))
-    missing = set().union(*map(_pairs, rows))
+    bits: dict[Any, int] = {}  # of each pair one, as lanes of the tests do this each for itself
+    pairs = {
+        row: sum(bits.setdefault(pair, 1 << len(bits)) for pair in itertools.combinations(enumerate(row), 2))
+        for row in itertools.product(*(range(len(axis)) for axis in axes))
+    }
+    missing = (1 << len(bits)) - 1
     chosen = []
     while missing:
-        best = max(rows, key=lambda row: len(missing & _pairs(row)))  # the first of equals
-        missing -= _pairs(best)
+        best = max(pairs, key=lambda row: (missing & pairs[row]).bit_count())  # the first of equals
+        missing &= ~pairs[best]
         chosen.append(best)
     return [tuple(axis[at] for axis, at in zip(axes, row, strict=True)) for row in sorted(chosen)]
 

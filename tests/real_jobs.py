@@ -6,7 +6,6 @@ Every model takes a batch as keyword arguments and returns something with a `los
 from typing import Any, NamedTuple
 
 import lightning as L
-import peft
 import torch
 import transformers
 from torch import Tensor, nn
@@ -163,6 +162,8 @@ def no_special_tokens() -> dict[str, Any]:
 
 def lora() -> nn.Module:
     """A frozen GPT-2 that trains only low-rank updates of its attention."""
+    import peft  # ranks have it already, and lanes of the tests need it for nothing
+
     config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["c_attn"], fan_in_fan_out=True)
     model = peft.get_peft_model(gpt2(), config)
     for name, parameter in model.named_parameters():
