@@ -43,13 +43,16 @@ def pytest_runtest_setup() -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown() -> None:
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """A fit in this process leaves its group, which goes on listening, and the port of that in the environment: later
     fits, and scripts that a test starts, would take the same one."""
     if dist.is_initialized():
         dist.destroy_process_group()
     for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "PL_GLOBAL_SEED"):
         os.environ.pop(name, None)
+    if nextitem is None or nextitem.path != item.path:  # what the tests of a file have left stays, too
+        gc.collect()
+        gc.freeze()
 
 
 _POOLS: dict[int, RankPool] = {}
