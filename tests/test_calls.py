@@ -377,6 +377,30 @@ def test_half_a_step_is_told_of_before_it_is_saved_or_trained_on(
     assert not (tmp_path / "half").exists()
 
 
+@pytest.mark.parametrize("granularity", ["element", "tensor"])
+@pytest.mark.parametrize("who", [{0, 1}, {0}], ids=["all", "rank 0"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_half_a_step_is_told_of_once_where_ranks_have_met_between_the_halves(
+    stage: int, who: set[int], granularity: Any, tmp_path: Path
+) -> None:
+    """One half of the model is stepped in the call. The other one is stepped for a save, which begins with a meeting,
+    and fails before it has changed anything; its own error is told with that of the step, and not raised later."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> None:
+        take_step(model, engine, optimizer, 0)
+        engine.runner.rendezvous.meet()
+        optimizer.fails = lambda changes: changes is not None and comm.rank in who
+        with pytest.raises(TornStepError) as told:
+            save(model, engine, optimizer, tmp_path / "half", comm)
+        optimizer.fails = lambda changes: False
+        assert isinstance(told.value.__cause__, ArithmeticError) == (comm.rank in who)
+        for number in range(1, 3):
+            take_step(model, engine, optimizer, number)
+
+    options = {"offload": Offload("cpu", fraction=0.5), "machine": Machine(host_is_apart=True)}
+    on_engine(tower(), act, stage, Fails, granularity=granularity, **options)
+
+
 @pytest.mark.parametrize("use", [save, Engine.close])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_parameters_are_whole_again_when_they_are_saved_or_left_after_a_step_that_failed(

@@ -122,9 +122,12 @@ def test_an_error_in_a_step_is_raised_on_ranks_that_step_nothing_too() -> None:
     assert set(ranks) == {True, False}
 
 
+@pytest.mark.parametrize("offload", [None, Offload("cpu", state_dtype="bfloat16")], ids=["resting", "staged"])
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("foreach", [False, True])
-def test_a_step_that_raised_after_it_had_counted_itself_is_told_of_on_every_rank(foreach: bool, steps: int) -> None:
+def test_a_step_that_raised_after_it_had_counted_itself_is_told_of_on_every_rank(
+    foreach: bool, steps: int, offload: Offload | None
+) -> None:
     """One rank counts what the others do not, and on one device a count is ahead for other parameters."""
 
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> None:
@@ -146,7 +149,7 @@ def test_a_step_that_raised_after_it_had_counted_itself_is_told_of_on_every_rank
             step()
         step()
 
-    on_engine(tower(), act, 2, partial(torch.optim.AdamW, foreach=foreach), world=2)
+    on_engine(tower(), act, 2, partial(torch.optim.AdamW, foreach=foreach), world=2, offload=offload)
 
 
 class Clears(torch.optim.Adam):

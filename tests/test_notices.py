@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lightning_zero.run.notices import Notice, Notices
+from lightning_zero.run.notices import Notice, Notices, TornStepError
 from lightning_zero.shards.window import Changes
 
 
@@ -41,5 +41,19 @@ def test_a_step_is_torn_unless_all_of_it_or_nothing_is_done(steps: list[tuple[An
     for notices in ranks:
         notices.hear(highest)
         assert notices.is_torn == is_torn
-        notices.hear(notices.flags())  # it is told once
+        if is_torn:
+            with pytest.raises(TornStepError):
+                notices.refuse_torn_step([notices.left])
+        notices.hear(highest)  # it is told once
         assert not notices.is_torn
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_what_ranks_tell_in_two_meetings_is_of_one_step_unless_another_one_has_begun(begins: bool) -> None:
+    notices = Notices()
+    for changes in (Changes(2, 2, True), Changes(0, 2, False)):
+        notices.note_step("Adam", changes)
+        notices.hear(notices.flags())
+        assert notices.is_torn == (changes.parameters == 0 and not begins)
+        if begins:
+            notices.begin_step()

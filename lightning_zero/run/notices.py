@@ -20,6 +20,9 @@ class Notice(Enum):
     LEFT = auto()  # an optimizer's step has ended with an error on this rank, before it had changed all weights
 
 
+_OF_STEP = {Notice.STEPPED, Notice.LEFT}
+
+
 class TornStepError(RuntimeError):
     """A step has ended with an error when ranks had stepped some of their parts and not others. Raised on every rank,
     once, where ranks next meet."""
@@ -37,6 +40,9 @@ class Notices:
     place: str = ""  # where this rank is in its run, in words
     left: str = ""  # what a step that has ended with an error has done here, in words
     ends: bool = False  # training ends, perhaps with the error of that step, which must stay the one that users see
+    late_errors: list[BaseException] = field(default_factory=list)  # of steps taken late, to be raised to the user yet
+    _of_step: set[Notice] = field(default_factory=set)  # what any rank has told of the step that was called last
+    _is_told: bool = False  # that this step is torn
 
     def flags(self) -> list[bool]:
         """Returns one flag for each `Notice`, whether this rank has noticed it."""
@@ -46,7 +52,13 @@ class Notices:
         """Takes the flags of all ranks: each is set if any rank has set it."""
         self.are_current = True
         self.anywhere = {notice for notice, flag in zip(Notice, flags, strict=True) if flag}
-        self.here.difference_update({Notice.STEPPED, Notice.LEFT})
+        self._of_step |= self.anywhere & _OF_STEP
+        self.here.difference_update(_OF_STEP)
+
+    def begin_step(self) -> None:
+        """Notes that all ranks have come to a step, and have heard of all that earlier ones have done, also late."""
+        self._of_step.clear()
+        self._is_told = False
 
     def move(self, notice: Notice, place: str) -> None:
         """Notes that this rank begins a batch, or has reached the end of its epoch."""
@@ -69,13 +81,14 @@ class Notices:
 
     @property
     def is_torn(self) -> bool:
-        """Whether weights have been stepped in part: had no rank stepped any of them, or each all of them, ranks could
-        go on as one device can."""
-        return {Notice.STEPPED, Notice.LEFT} <= self.anywhere
+        """Whether weights have been stepped in part, which nobody was told yet: had no rank stepped any of them, or
+        each all of them, ranks could go on as one device can. Ranks may meet in between, where a part is stepped
+        late."""
+        return self._of_step == _OF_STEP and not self._is_told
 
     def refuse_torn_step(self, left: Sequence[str]) -> None:
         """Raises TornStepError, or warns where training ends. `left` has what each rank has done, by rank."""
-        self.left = ""
+        self.left, self._is_told = "", True
         told = "; ".join(f"on rank {rank} {what}" for rank, what in enumerate(left) if what)
         error = TornStepError(
             f"A step has ended with an error in the middle: {told}. Each rank steps parts of its own, so the weights "
@@ -83,6 +96,9 @@ class Notices:
             "survive an error, find it before the step, on every rank alike, and do not call step()."
         )
         if not self.ends:
+            if self.late_errors:  # the user is told, and may load a checkpoint and train on
+                error.__cause__ = self.late_errors[0]
+                self.late_errors.clear()
             raise error
         warnings.warn(str(error), stacklevel=2)
 

@@ -196,6 +196,7 @@ class Runner:
             # Before edits are taken over: a rank that diverges may still gather the old values.
             self.rendezvous.meet()
         self._steps_next = False
+        self.reductions.notices.begin_step()
         self._lasting.end_all()
         with self.phases.within(Phase.STEP):
             yield

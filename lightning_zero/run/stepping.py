@@ -60,7 +60,7 @@ class Stepping:
         is_large = setting.mesh.shard.size > 1 and nbytes >= options.late_publish_bytes
         self.publishes_late = is_large and not made.units and not modules_in_compiled_regions(module)
         self.may_be_late = is_lazy or self.publishes_late  # forward may begin before all new values are there
-        self._errors: list[BaseException] = []  # raised by steps that were taken late, and not raised to the user yet
+        self._errors = notices.late_errors
         self.steppers = {
             each: PieceStepper(
                 each, setting, RestingState, partial(notices.note_step, type(each).__name__), is_lazy=is_lazy

@@ -196,9 +196,8 @@ class Window(ABC):
 
     @property
     def state_edits(self) -> int:
-        """Torch's counts of edits of the state of what is shown, and counts of steps that are no tensors, added up."""
-        if self.staged.tensors:  # views of one tensor, which share a count
-            return 0
+        """Torch's counts of edits of the state of what is shown, and counts of steps that are no tensors, added up.
+        What is staged shares a count, with gradients too."""
         states = map(dict.get, repeat(self._optimizer.state), map(_PARAMETER, self._shown), repeat(_NO_STATE))
         values = [*chain.from_iterable(map(_VALUES, states))]
         return sum(map(edits_of, filter(_IS_TENSOR, values))) + sum(filter(_IS_COUNT, values))
