@@ -17,6 +17,7 @@ import lightning_zero.pl.single_file
 from jobs import FEATURES, Classifier, listening, loader, state_of, strategy_from
 from lightning_zero.checkpoint.shard import ShardReader
 from lightning_zero.shards.early import early_of
+from loop_jobs import FailingSGD
 
 
 def fabric(strategy: Any, world: int, precision: str = "32-true", **kwargs: Any) -> Fabric:
@@ -360,3 +361,16 @@ def refusals(world: int) -> dict[str, str]:
             told[name] = str(error)
     made.strategy.teardown()
     return told
+
+
+def shapes_where_an_error_is_caught(strategy: Any, world: int) -> list[list[torch.Size]]:
+    """With those of a model that does not train."""
+    made, module = fabric(strategy, world), nn.Linear(FEATURES, FEATURES)
+    inner = FailingSGD(module.parameters())
+    model, optimizer = made.setup(module, inner)
+    made.backward(model(torch.ones(2, FEATURES)).sum())
+    inner.fails_after = 0
+    with pytest.raises(ArithmeticError):
+        optimizer.step()
+    shapes = [[parameter.shape for parameter in model.parameters()], [p.grad.shape for p in model.parameters()]]
+    return [*shapes, [parameter.shape for parameter in nn.Linear(FEATURES, FEATURES).parameters()]]

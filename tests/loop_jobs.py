@@ -435,16 +435,58 @@ class FailingSGD(torch.optim.SGD):
 
 
 class FailingNet(Net):
-    def __init__(self, fails_after: int) -> None:
+    """Its second step fails, on one rank or on all."""
+
+    def __init__(self, fails_after: int, rank: int | None = None) -> None:
         super().__init__()
-        self.fails_after = fails_after
+        self.fails_after, self.rank = fails_after, rank
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
+        if batch_idx == 1 and self.rank in (None, self.global_rank):
             self.trainer.optimizers[0].fails_after = self.fails_after
 
     def configure_optimizers(self) -> Any:
         return FailingSGD(self.parameters())
+
+
+class CatchesIt(FailingNet):
+    """Notes what its parameters are where it catches the error, and trains on."""
+
+    def __init__(self) -> None:
+        super().__init__(fails_after=0)
+        self.automatic_optimization = False
+        self.shapes: list[list[torch.Size]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        try:
+            optimizer.step()
+        except ArithmeticError:
+            self.shapes += [[p.shape for p in self.parameters()], [p.grad.shape for p in self.parameters()]]
+            optimizer.optimizer.fails_after = None
+
+
+def shapes_where_an_error_is_caught(strategy: Any) -> list[list[torch.Size]]:
+    """With those of a model that does not train."""
+    model = CatchesIt()
+    trainer(strategy, 2).fit(model, loader())
+    return [*model.shapes, [parameter.shape for parameter in CatchesIt().parameters()]]
+
+
+def errors_of_a_fit_that_fails_on_one_rank(strategy: Any, rank: int, folder: str) -> list[str]:
+    """The error that ends the fit, and those before it."""
+    try:
+        trainer(strategy, 2, callbacks=[OnExceptionCheckpoint(folder)], enable_checkpointing=True).fit(
+            FailingNet(1, rank), loader()
+        )
+    except Exception as error:
+        told: list[BaseException | None] = [error]
+        while told[-1] is not None:
+            told.append(told[-1].__context__)
+        return [f"{type(one).__name__}: {one}" for one in told[:-1]]
+    return []
 
 
 def fit_that_fails(strategy: Any, fails_after: int, folder: str | None) -> dict[str, Any]:

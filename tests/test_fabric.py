@@ -260,3 +260,9 @@ def test_a_script_launches_its_ranks_by_itself(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "on 2 ranks" in done.stdout
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_are_whole_where_users_catch_the_error_of_a_step(stage: int, two_ranks: RankPool) -> None:
+    for values, gradients, expected in two_ranks.run(fabric_jobs.shapes_where_an_error_is_caught, {"stage": stage}, 2):
+        assert values == gradients == expected

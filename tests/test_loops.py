@@ -141,3 +141,18 @@ def test_after_an_exception_half_a_step_is_not_saved_and_one_that_changed_nothin
         assert (told["raised"], told["saved"]) == (["ArithmeticError", "NoneType"], ["on_exception.ckpt"])
     for told in two_ranks.run(loop_jobs.fit_that_fails, {"stage": stage}, 1, str(half)):
         assert (told["raised"], told["saved"]) == (["TornStepError", "ArithmeticError"], [])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_are_whole_where_users_catch_the_error_of_a_step(stage: int, two_ranks: RankPool) -> None:
+    for values, gradients, expected in two_ranks.run(loop_jobs.shapes_where_an_error_is_caught, {"stage": stage}):
+        assert values == gradients == expected
+
+
+def test_a_rank_that_waits_in_a_save_is_told_why_the_other_one_failed(tmp_path: Path) -> None:
+    """That one's own save has failed before it could report the first error."""
+    given = {"stage": 2, "wait_timeout": 5}
+    (first, second), _ = run_alone(2, loop_jobs.errors_of_a_fit_that_fails_on_one_rank, given, 1, str(tmp_path))
+    assert [error.partition(":")[0] for error in second] == ["TornStepError", "ArithmeticError"]
+    assert "Rank 1 failed: ArithmeticError: the optimizer's own" in first[0]
+    assert first[-1].startswith("TornStepError: A step has ended with an error in the middle: on rank 1 FailingSGD")

@@ -39,6 +39,7 @@ from lightning_zero.pl.lightning_private import (
 )
 from lightning_zero.pl.monitor import MemoryAdvice, ZeroMonitor
 from lightning_zero.run.notices import Notice
+from lightning_zero.wire.comm import RankTimeoutError
 
 PREEMPTED = "preempted.ckpt"
 SIGNALS = tuple(vars(signal)[name] for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))  # Windows has one
@@ -81,6 +82,12 @@ class OwnCallbacks(pl.Callback):
         self._strategy._before_batch()
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         self._strategy._notices.move(Notice.IN_BATCH, f"in batch {batches} of epoch {trainer.current_epoch}")
+
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Reports the error before users' callbacks hear of it: where a save of theirs fails, Lightning does not tell
+        the strategy."""
+        if not isinstance(exception, RankTimeoutError):
+            self._strategy._report(exception)
 
     def on_validation_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int, *_: Any

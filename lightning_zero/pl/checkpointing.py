@@ -87,6 +87,11 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
         runner.stepping.recover()  # where user code has caught the error of a step, others may wait for its end
         runner.rendezvous.meet()
 
+    def _report(self, failure: BaseException) -> None:
+        """Tells other ranks why this one fails, if they come to wait for it."""
+        if self._comm is not None:
+            self._comm.report(f"{type(failure).__name__}: {failure}".splitlines()[0])
+
     @property
     def comm(self) -> Comm:
         """Communicator of all ranks for small messages between hosts."""

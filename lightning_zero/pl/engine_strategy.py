@@ -1,7 +1,7 @@
 """`EngineStrategy`: makes the engine of each run of a Trainer in `setup`, and closes it in `teardown`."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -121,6 +121,13 @@ class EngineStrategy(CheckpointingStrategy):
             self._print_table(engine, averages=averages, can_step_in_backward=not what_needs_gradients(trainer))
             tell_of_foreign(engine)
 
+    # -- steps
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self._live_engine is None else self._live_engine.calling_step():
+            return super().optimizer_step(*args, **kwargs)
+
     # -- the end
 
     @override
@@ -134,8 +141,8 @@ class EngineStrategy(CheckpointingStrategy):
             exception.moment = _moment_of(self.lightning_module)
             if self.engine is not None and self._notices.place:
                 exception.add_note(f"Rank {self.global_rank} was {self._notices.place}.")
-        elif self._comm is not None:
-            self._comm.report(f"{type(exception).__name__}: {exception}".splitlines()[0])
+        else:
+            self._report(exception)
         if isinstance(exception, DiskError):
             latest = None if self._keeper is None else self._keeper.latest_complete
             exception.add_note(f"The last complete checkpoint of this run: {latest or 'none was saved'}.")

@@ -220,7 +220,8 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
                 "optimizer), or fabric.setup_module(model) before the first step."
             )
         self._unscale(optimizer)
-        output = super().optimizer_step(optimizer, **kwargs)
+        with self._stepped_in[optimizer].calling_step():
+            output = super().optimizer_step(optimizer, **kwargs)
         self._steps += 1
         self._scaling.note_step(self._steps, optimizer, self._scaler)
         return output

@@ -38,7 +38,7 @@ from lightning_zero.shards.options import Options
 from lightning_zero.shards.slot import no_interception, slot_of
 from lightning_zero.stage import Partition
 from lightning_zero.tiers.ledger import Category, Ledger, Tier, category_in
-from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.comm import Comm, RankTimeoutError
 from lightning_zero.wire.mesh import Mesh
 
 __all__ = ["Engine", "Options"]
@@ -220,6 +220,19 @@ class Engine:
         return nullcontext() if reduces else self.no_sync()
 
     # -- step
+
+    @contextmanager
+    def calling_step(self) -> Iterator[None]:
+        """Around a user's call of `optimizer.step`. Where it raises, parameters are whole again on the way out, and
+        other ranks get what they wait for. A call without it also works: the next use of the engine ends it."""
+        try:
+            yield
+        except RankTimeoutError:
+            raise
+        except Exception:
+            if not self.closed:
+                self.runner.stepping.recover()
+            raise
 
     @contextmanager
     def _around_step(self, optimizer: Optimizer) -> Iterator[None]:
