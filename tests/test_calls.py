@@ -23,7 +23,7 @@ from lightning_zero.run.notices import TornStepError
 from lightning_zero.shards.offload import Machine
 from lightning_zero.wire.comm import Comm
 from thread_world import ThreadWorld
-from unit_jobs import WIDTH, assert_as_on_one_device, on_engine, state_of, tower, x
+from unit_jobs import WIDTH, Fails, assert_as_on_one_device, on_engine, state_of, take_step, tower, x
 
 BATCHES = [torch.linspace(-1, number, 32).view(2, 16) for number in range(4)]
 
@@ -228,40 +228,6 @@ def test_users_hooks_on_the_step_find_whole_tensors_whenever_they_came_in(stage:
 
     offload, machine = Offload("cpu") if is_offloaded else None, Machine(host_is_apart=True)
     assert_as_on_one_device(tower(), act, stage, make, offload=offload, machine=machine)
-
-
-class Fails(Optimizer):
-    """SGD with a count for each parameter. `fails` says whether to raise after so many changes of parameters in a step;
-    `None` is after all of them."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-        self.fails: Callable[[int | None], bool] = lambda changes: False
-        self.changed: list[Tensor] = []
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for parameter in [p for p in self.param_groups[0]["params"] if p.grad is not None]:
-            self._raise_if(self.fails(len(self.changed)))
-            self.changed.append(parameter)
-            state = self.state[parameter]
-            state["seen"] = state.get("seen", 0) + 1
-            parameter.sub_(parameter.grad, alpha=0.1 / state["seen"])
-        self._raise_if(self.fails(None))
-
-    def _raise_if(self, fails: bool) -> None:
-        if fails:
-            raise ArithmeticError
-
-
-def take_step(model: Any, engine: Engine | None, optimizer: Any, number: int) -> None:
-    optimizer.zero_grad()
-    optimizer.changed.clear()
-    with nullcontext() if engine is None else engine.forward():
-        loss = model(x(1.0 + number)).square().mean()
-    with nullcontext() if engine is None else engine.backward():
-        loss.backward()
-    optimizer.step()
 
 
 HOST_APART = {"offload": Offload("cpu"), "machine": Machine(host_is_apart=True)}

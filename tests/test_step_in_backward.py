@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import offload_jobs as jobs
 from compare import assert_same_bits
 from lightning_zero import ZeroStrategy
 from lightning_zero.run.engine import Engine, Options
+from lightning_zero.run.notices import TornStepError
 from lightning_zero.tiers.ledger import Category
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
@@ -23,6 +25,7 @@ from ranks import RankPool
 from reference import Run
 from test_offload import WAYS, assert_same_run, at, on_ranks
 from thread_world import ThreadWorld
+from unit_jobs import WIDTH, Fails, assert_as_on_one_device, on_engine, state_of, take_step, tower
 
 HOW: dict[str, dict[str, Any]] = {
     "plain": WAYS["plain"],
@@ -263,3 +266,35 @@ def test_a_second_backward_before_the_step_is_refused(stage: int) -> None:
     act = functools.partial(train_tower, start=Tower(), make=torch.optim.AdamW, then=pass_again, stage=stage)
     with pytest.raises(RuntimeError, match=r"nothing left for a second backward: .* has been stepped, and optimizer"):
         ThreadWorld(2).run(functools.partial(act, step_in_backward=True))
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 2 * WIDTH * WIDTH])
+@pytest.mark.parametrize("who", [{0, 1}, {0}, {1}], ids=["all", "rank 0", "rank 1"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_half_a_step_in_backward_is_told_of_on_every_rank_once_the_backward_has_ended(
+    stage: int, who: set[int], bucket_bytes: int | None
+) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> None:
+        take_step(model, engine, optimizer, 0)
+        optimizer.fails = lambda changes: changes == 1 and comm.rank in who
+        with pytest.raises(TornStepError) as told:
+            take_step(model, engine, optimizer, 1)
+        assert isinstance(told.value.__cause__, ArithmeticError) == (len(optimizer.changed) == 1 and comm.rank in who)
+        optimizer.fails = lambda changes: False
+        for number in range(2, 4):
+            take_step(model, engine, optimizer, number)
+
+    on_engine(tower(), act, stage, Fails, step_in_backward=True, bucket_bytes=bucket_bytes)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_training_goes_on_after_a_step_in_backward_that_has_changed_nothing(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        for number in range(5):
+            fails = number in (0, 2)
+            optimizer.fails = lambda changes, fails=fails: fails and changes == 0
+            with pytest.raises(ArithmeticError) if fails else nullcontext():
+                take_step(model, engine, optimizer, number)
+        return state_of(model, engine)
+
+    assert_as_on_one_device(tower(), act, stage, Fails, step_in_backward=True)

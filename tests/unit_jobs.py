@@ -6,6 +6,7 @@ ordinary model's.
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -77,3 +78,37 @@ def assert_as_on_one_device(
     expected = on_one_device(start, act, make)
     for found in on_engine(start, act, stage, make, world=world, **options):
         assert_same_bits(found, expected)
+
+
+class Fails(Optimizer):
+    """SGD with a count for each parameter. `fails` says whether to raise after so many changes of parameters in a step;
+    `None` is after all of them."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.fails: Callable[[int | None], bool] = lambda changes: False
+        self.changed: list[Tensor] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in [p for p in self.param_groups[0]["params"] if p.grad is not None]:
+            self._raise_if(self.fails(len(self.changed)))
+            self.changed.append(parameter)
+            state = self.state[parameter]
+            state["seen"] = state.get("seen", 0) + 1
+            parameter.sub_(parameter.grad, alpha=0.1 / state["seen"])
+        self._raise_if(self.fails(None))
+
+    def _raise_if(self, fails: bool) -> None:
+        if fails:
+            raise ArithmeticError
+
+
+def take_step(model: Any, engine: Engine | None, optimizer: Any, number: int) -> None:
+    optimizer.zero_grad()
+    optimizer.changed.clear()
+    with nullcontext() if engine is None else engine.forward():
+        loss = model(x(1.0 + number)).square().mean()
+    with nullcontext() if engine is None else engine.backward():
+        loss.backward()
+    optimizer.step()

@@ -150,6 +150,11 @@ class Runner:
             if self._settles_at_end and self.reductions.stage is Stage.UNSETTLED:
                 self.rendezvous.meet()
             self.stepping.publish_stepped_in_backward()
+            if self.stepping.has_failed_in_backward:  # no call of `step` follows here, in which others meet this rank
+                self.stepping.forget_backward()
+                self.rendezvous.meet()
+                self.reductions.notices.begin_step()
+                self.stepping.raise_late_error()
 
     def recover(self) -> None:
         """Forgets what a failed backward or step has left half done. It must have failed on every rank."""

@@ -22,6 +22,7 @@ from lightning_zero.shards.optimizer import PieceStepper, groups_of
 from lightning_zero.shards.options import Options
 from lightning_zero.shards.slot import Slot
 from lightning_zero.shards.units import modules_in_compiled_regions
+from lightning_zero.shards.window import Changes
 from lightning_zero.tiers.ledger import return_freed_memory
 from lightning_zero.views.state import RestingState
 
@@ -60,11 +61,11 @@ class Stepping:
         is_large = setting.mesh.shard.size > 1 and nbytes >= options.late_publish_bytes
         self.publishes_late = is_large and not made.units and not modules_in_compiled_regions(module)
         self.may_be_late = is_lazy or self.publishes_late  # forward may begin before all new values are there
+        self._notices = notices  # which tell other ranks of steps that have failed
         self._errors = notices.late_errors
+        self._changes: list[tuple[str, Changes]] = []  # of steps, with the optimizer's name, that nobody was told yet
         self.steppers = {
-            each: PieceStepper(
-                each, setting, RestingState, partial(notices.note_step, type(each).__name__), is_lazy=is_lazy
-            )
+            each: PieceStepper(each, setting, RestingState, partial(self._note_step, each), is_lazy=is_lazy)
             for each in optimizers
         }
         self._in_backward: dict[Slot, None] = {}  # stepped by backward, since the last call of the optimizer's `step`
@@ -81,11 +82,24 @@ class Stepping:
             yield
             self._journal.end_step(optimizer)
         self.publish(groups, groups_of(slots))
+        self._tell()
         self.raise_late_error()
         if self._leaves_much:
             if self._steps % KEPT_STEPS == 0:
                 return_freed_memory()
             self._steps += 1
+
+    def _note_step(self, optimizer: Optimizer, changes: Changes) -> None:
+        self._changes.append((type(optimizer).__name__, changes))
+        if self.in_backward is None:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Has other ranks hear what has been stepped. Of a step in backward they hear after its end: they meet there
+        before all of it is stepped."""
+        for name, changes in self._changes:
+            self._notices.note_step(name, changes)
+        self._changes.clear()
 
     def raise_late_error(self) -> None:
         """Raises what an optimizer has raised in a step that was taken late, once this rank has sent what it owes."""
@@ -113,13 +127,19 @@ class Stepping:
             raise nothing_left_for(
                 f"a second backward: {again.name} has been stepped, and optimizer.step() has not returned since"
             )
-        stepper.step_now(mine)
+        stepper.step_now(mine, self._errors)
         self._in_backward.update(dict.fromkeys(mine))
 
     def publish_stepped_in_backward(self) -> None:
         """Publishes what this backward has stepped, at its end. Collective."""
         groups = groups_of(self._in_backward)
         self.publish(groups, groups)
+        self._tell()
+
+    @property
+    def has_failed_in_backward(self) -> bool:
+        """Whether a step in the backward that ends has raised on this rank."""
+        return self.in_backward is not None and bool(self._errors)
 
     def publish(self, groups: Sequence[ShardGroup], stepped: Sequence[ShardGroup]) -> None:
         """Sends the values of those of `groups` that were `stepped` to where forward reads them, unless units gather

@@ -193,18 +193,20 @@ class PieceStepper:
                     "has moved. Let the two share them (self.param_groups = inner.param_groups)."
                 )
 
-    def step_now(self, slots: Sequence[Slot]) -> None:
-        """Steps some parameters in the middle of a backward. All of them must have averaged gradients."""
+    def step_now(self, slots: Sequence[Slot], errors: list[BaseException]) -> None:
+        """Steps some parameters in the middle of a backward. All of them must have averaged gradients. What the
+        optimizer raises is put into `errors`, as ranks wait for each other until the backward has ended. From then on
+        nothing is stepped in it."""
         self._refuse_groups_apart()
         self._note_absent(slots)
         then = Moment.of(self.optimizer, clones=True)
-        errors: list[BaseException] = []
         for window in self._windows(slots, late=True):
-            self._step_late(window, then, errors)
+            if errors:
+                self._tell(Changes(0, sum(map(is_part, window.slots)), in_state=False))
+            else:
+                self._step_late(window, then, errors)
         self.finish()
         self._fill_absent()
-        if errors:
-            raise errors[0]
 
     def _step_late(self, window: Window, then: Moment, errors: list[BaseException], *, skips: bool = False) -> None:
         """Steps a window with the optimizer as it was at moment `then`, or `skips` that. `errors`: see `step`."""
