@@ -400,6 +400,14 @@ def test_ranks_that_do_the_same_send_few_messages_beside_their_data(
         assert messages[3:] == [expected] * 3
 
 
+@pytest.mark.parametrize("micros", [1, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_micro_batches_of_stage_2_agree_one_by_one_where_all_buckets_travel_at_once(stage: int, micros: int) -> None:
+    """No reduction waits there for another one, so no mark travels that would tell that all have gradients."""
+    for messages in messages_of_steps(stage, micros, bucket_bytes=None):
+        assert messages[3:] == [{"all_reduce rendezvous": micros if stage == 2 else 1}] * 3
+
+
 HYBRID = {  # ranks, replicas, tensor-parallel ranks
     "replicas": (4, 2, 1),
     "tensor-parallel": (4, 1, 2),
