@@ -161,6 +161,15 @@ class Clears(torch.optim.Adam):
         return result
 
 
+def test_every_parameter_has_a_count_of_its_own_where_a_rank_has_no_piece_of_it() -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> int:
+        model(x(1.0)).square().mean().backward()
+        optimizer.step()
+        return len({id(state["step"]) for state in optimizer.state.values()})
+
+    assert on_engine(tower(), act, 2, Clears, world=2, bucket_bytes=2**20) == [2 * LAYERS] * 2
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_that_a_step_has_dropped_stay_so_where_a_rank_has_no_piece_of_them(stage: int) -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Any]:
