@@ -306,6 +306,11 @@ def in_one_launch(group: dist.ProcessGroup) -> AbstractContextManager[Any]:
     return dist._coalescing_manager(group, async_ops=True)
 
 
+default_store: Callable[[], dist.Store] = find(dist.distributed_c10d, "_get_default_store")
+"""Returns the store through which the processes have met. The public `get_group_store` of a group has none where its
+backend is of Python, and another store would need an address. Without it ranks could not tell who is lost, nor agree
+without a collective. Private: `_get_default_store`."""
+
 local_tensor: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
 """Returns this rank's part of a DTensor: the tensor that it holds. `to_local` makes a node of a graph or, of a
 parameter, another tensor. Without it optimizers would step a copy. Private: `_local_tensor`."""

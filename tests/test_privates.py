@@ -36,7 +36,7 @@ TORCH = set(
     _coalescing_manager _compiled_call_impl _compiler_ctx _current_graph_task_id
     _DisableFuncTorch _execution_engine _foreach_mul_ _forward_hooks _forward_pre_hooks
     _fsspec_filesystem
-    _functional_collectives _get_tracing_state
+    _functional_collectives _get_default_store _get_tracing_state
     _is_view _local_tensor _make_wrapper_subclass _metadata
     _non_persistent_buffers_set _optimizer_step_post_hooks _optimizer_step_pre_hooks _orig_mod _parameters
     _per_optimizer_states _post_accumulate_grad_hooks

@@ -21,6 +21,7 @@ from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.load import StoredCheckpoint
 from lightning_zero.checkpoint.resume import KEY, PARAMETERS
 from lightning_zero.checkpoint.save import Saver
+from lightning_zero.device import HOST
 from lightning_zero.torch_private import remote_reader, remote_writer
 from lightning_zero.wire.local import LocalComm
 
@@ -81,7 +82,7 @@ class _All(DefaultLoadPlanner):
         paths = metadata.planner_data or {}
         for name, saved in metadata.state_dict_metadata.items():
             is_tensor = isinstance(saved, TensorStorageMetadata)
-            value = torch.empty(saved.size, dtype=saved.properties.dtype) if is_tensor else saved
+            value = torch.empty(saved.size, dtype=saved.properties.dtype, device=HOST) if is_tensor else saved
             _put(state_dict, paths.get(name, (name,)), value)
         self.found = state_dict
         super().set_up_planner(state_dict, metadata, is_coordinator)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.device import HOST, can_pin, is_host
+from lightning_zero.torch_private import default_store
 from lightning_zero.wire.board import Board
 from lightning_zero.wire.comm import Combine, Comm, Gather, RankTimeoutError, Work, copy_unless_same, in_tree, place_of
 from lightning_zero.wire.exchange import INLINE
@@ -216,8 +217,7 @@ class GlooComm(Comm):
     def _torch_store(self) -> dist.Store:
         # With the number: keys of an earlier communicator (the verdict on its first save) must not be taken for ours.
         prefix = f"lightning_zero/{self._group.group_name}/{self._number}"
-        assert dist.group.WORLD is not None
-        return dist.PrefixStore(prefix, dist.group.WORLD.get_group_store())
+        return dist.PrefixStore(prefix, default_store())
 
     @contextmanager
     def explaining(self, key: str, awaited: int | None) -> Iterator[None]:
