@@ -147,6 +147,25 @@ def test_what_is_put_into_data_before_backward_counts_where_autograd_has_saved_t
     assert_as_on_one_device(seeded(make), act, stage, unit_classes=units)
 
 
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_parameters_may_change_places_through_their_data(stage: int, autocast: torch.dtype | None) -> None:
+    """What `p.data` has shown keeps the old values, as the tensor that it was, also of two-byte weights."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        for step in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast is not None):
+                loss = model(x(1.0 + step)).square().mean()
+            loss.backward()
+            first, second = model[0][0].weight, model[1][0].weight
+            first.data, second.data = second.data, first.data
+            optimizer.step()
+        return state_of(model, engine)
+
+    assert_as_on_one_device(tower(), act, stage, autocast_dtype=autocast)
+
+
 class Middle(nn.Module):
     """A layer between two others: one that recomputes, or not."""
 

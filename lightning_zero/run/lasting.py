@@ -1,7 +1,7 @@
 """`LastingLoans`: values that user code holds until the next boundary, and what it edits in them."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -24,6 +24,18 @@ class _Copy:
     full: Tensor  # (N * S,)
     version: int = 0
     as_lent: Tensor | None = None  # the resting values of units then, (N * S,): of all ranks
+    assigned: dict[Slot, Tensor] = field(default_factory=dict)  # by users to `p.data`: views of `full` keep the old
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether values have changed since, as versions tell, and bits of what is assigned: views of it raise none."""
+        pairs = ((slot.view(self.full), values) for slot, values in self.assigned.items())
+        return edits_of(self.full) != self.version or any(not torch.equal(_bits(a), _bits(b)) for a, b in pairs)
+
+    def adopt(self) -> None:
+        """Takes over what is assigned, by now: users may hold, and edit, views of it until the loan ends."""
+        for slot, values in self.assigned.items():
+            slot.view(self.full).copy_(values)
 
 
 @final
@@ -53,6 +65,15 @@ class LastingLoans:
         if in_block:
             self._in_blocks[group] = self._copies[group].full
         return self._copies[group].full
+
+    def shown(self, slot: Slot) -> Tensor:
+        """Returns what a two-byte parameter shows of the copy that is lent: its values there, or assigned ones."""
+        copy = self._copies[slot.group]
+        return copy.assigned.get(slot, slot.view(copy.full))
+
+    def assign(self, slot: Slot, values: Tensor) -> None:
+        """Shows other values of a two-byte parameter whose copy is lent; views of the old ones keep these."""
+        self._copies[slot.group].assigned[slot] = values
 
     def _note_lent(self, group: ShardGroup, copy: _Copy) -> None:
         """Notes the state of a copy, so that edits from here on can be told."""
@@ -123,6 +144,7 @@ class LastingLoans:
         if unit is not None:
             unit.wait()  # a gather under way would overwrite the edit
             self.hold(unit)
+        copy.adopt()
         if group.edits.show(copy.full, copy.as_lent) and unit is not None:
             copy.as_lent = copy.full.to(group.kind.resting)
 
@@ -158,7 +180,7 @@ class LastingLoans:
                 yield group, group.full_param
 
     def _is_edited(self, group: ShardGroup, full: Tensor) -> bool:
-        if edits_of(full) != self._copies[group].version if group.kind.upcasts else group.edits.are_made:
+        if self._copies[group].is_edited if group.kind.upcasts else group.edits.are_made:
             return True
         return self.watch.tells_edit(group, full)
 
@@ -175,6 +197,7 @@ class LastingLoans:
         self._wait_for_gather(group)
         if group.kind.upcasts:
             copy = self._copies[group]
+            copy.adopt()
             group.edits.keep_lent(copy.full, copy.as_lent)
             self._note_lent(group, copy)
         else:
@@ -220,6 +243,7 @@ class LastingLoans:
     def _take_back_declared(self, group: ShardGroup) -> None:
         self._wait_for_gather(group)
         copy = self._copies.pop(group)
+        copy.adopt()
         group.edits.keep_lent(copy.full, copy.as_lent)
 
     def _wait_for_gather(self, group: ShardGroup) -> None:
@@ -235,3 +259,7 @@ class LastingLoans:
                 group.edits.keep_lent(group.full_param)
         del self._held[unit]
         self._cache.let_go(unit)
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.reshape(-1).view(torch.uint8)

@@ -115,7 +115,12 @@ class Loans(Lender):
 
     def declared_of(self, slot: Slot) -> Tensor:
         """Returns the values of a two-byte weight in its declared dtype, lent until `settle`, as a plain tensor."""
-        return slot.view(self._declared(slot.group))
+        self._declared(slot.group)
+        return self.lasting.shown(slot)
+
+    def assign(self, slot: Slot, values: Tensor) -> None:
+        self._declared(slot.group)
+        self.lasting.assign(slot, values)
 
     def _declared(self, group: ShardGroup) -> Tensor:
         in_block = group.stays_full and torch.is_grad_enabled() and self.saved.is_inside_others

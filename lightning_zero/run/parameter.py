@@ -62,6 +62,10 @@ class Lender(GradientLender, ABC):
         """Sees to it that edits from here on are noticed, also if they raise no version. The values are there."""
 
     @abstractmethod
+    def assign(self, slot: Slot, values: Tensor) -> None:
+        """Shows other values in a two-byte parameter, in its declared dtype; views of the old ones keep these."""
+
+    @abstractmethod
     def load(self, slot: Slot, source: Stored) -> None:
         """Has the parameter take values that are in a file."""
 
@@ -139,10 +143,10 @@ class RestingParameter(_Intercepting):
             slot = _slot(args[0])
             slot.check_assigned(args[1], slot.group.kind.shown)
             with torch.no_grad():
-                values = args[1].clone() if cls.lender.is_lent(args[1]) else args[1]
                 if slot.group.kind.upcasts:
-                    args[0].copy_(values)
+                    cls.lender.assign(slot, args[1].clone())
                     return None
+                values = args[1].clone() if cls.lender.is_lent(args[1]) else args[1]
                 call(_GET_DATA, (args[0],), None)  # lends values until the boundary, which adopts the assigned ones
             with no_interception():
                 return func(args[0], values)
