@@ -283,6 +283,9 @@ def test_two_byte_weights_used_twice_in_one_autocast_change_no_bit(stage: int, w
 
 TRANSFORMED: dict[str, Callable[[Any], Tensor]] = {
     "layer in vmap": lambda model: torch.vmap(model[0])(x()),
+    "layer with other weights in vmap": lambda model: torch.vmap(
+        lambda weight: torch.func.functional_call(model[0], {"0.weight": weight}, (x(),))
+    )(torch.stack([0.1 * torch.ones(WIDTH, WIDTH), 0.3 * torch.eye(WIDTH)])),
     "weight in vmap": lambda model: torch.vmap(lambda row: model[0][0].weight @ row + model[0][0].bias)(x()),
     "weight in grad": lambda model: torch.func.grad(lambda rows: torch.tanh(rows @ model[0][0].weight).sum())(x()),
     "layer in jacrev": lambda model: torch.vmap(torch.func.jacrev(model[0]))(x()).sum(1),

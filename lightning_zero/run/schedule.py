@@ -106,9 +106,12 @@ class Schedule:
             self._loans.latest.catch_up(*groups)
             self._lasting.show_declared(groups)
             casts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == resting
-            # `torch.vmap` takes a layer apart before autocast sees it.
-            casts &= not any(isinstance(one, Tensor) and is_wrapped(one) for one in (*args, *kwargs.values()))
             there = [weight for weight in weights if weight.is_there]
+            given = [*args, *kwargs.values()]
+            if len(there) < len(weights):  # `functional_call` may have put others in their place
+                given += [weight.parameters.get(weight.name) for weight in weights]
+            # `torch.vmap` takes a layer apart before autocast sees it.
+            casts &= not any(isinstance(one, Tensor) and is_wrapped(one) for one in given)
             if reader.tries_kernel:
                 tensors = [self._plain(weight.slot, casts=casts) for weight in there]
             elif reader.casts and casts:
