@@ -279,8 +279,10 @@ class PinnedMemory:
 
     def give_back(self) -> None:
         """Gives the regions of tensors that are no more back to the system, once the device has done its work."""
+        if not (self._left or _orphans):
+            return  # of a device that the process trains without nothing is asked, not even whether it is there
         runtime, accelerator = _runtime(), torch.accelerator.current_accelerator()
-        if (self._left or _orphans) and runtime is not None and accelerator is not None:
+        if runtime is not None and accelerator is not None:
             module_of(accelerator).synchronize()
             for left in (self._left, _orphans):
                 while left:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from compare import assert_same_bits
-from lightning_zero import ActivationCheckpointing, ZeroStrategy
+from lightning_zero import ActivationCheckpointing, Offload, ZeroStrategy
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
@@ -211,6 +211,24 @@ def test_parameters_keep_their_identity_and_whole_values_after_close() -> None:
     assert [id(parameter) for group in optimizer.param_groups for parameter in group["params"]] == listed
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": Offload("cpu")}], ids=["on the device", "optimizer on the host"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_on_a_cpu_a_build_of_torch_for_gpus_is_not_asked_for_one(
+    stage: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `pip install torch` brings on Linux. CUDA's runtime raises where there is no driver, and in a fork."""
+
+    def refuse() -> None:
+        raise RuntimeError("Found no NVIDIA driver on your system")
+
+    def is_built_for(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", is_built_for)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", refuse)
+    train(assorted(), adamw, LocalComm(), stage, clip="norm", **options)
 
 
 @pytest.mark.parametrize("end", ["closed", "closed after a rank was lost", "forgotten"])

@@ -1,7 +1,7 @@
 """What a step costs this process does not grow with the number of ranks.
 
 First the engine alone, on models of several kinds. Then a step as it is rehearsed, on up to 4096 ranks: its
-collectives, bytes, copies and operations of Python as functions of ranks and layers, which `docs/speed.md` has in a
+collectives, bytes, copies and lines of Python as functions of ranks and layers, which `docs/speed.md` has in a
 table. At last the two ways on which collectives travel, in a world of torch's in which nobody else is.
 """
 
@@ -87,23 +87,20 @@ def calls_of_the_package() -> Iterator[Counter[str]]:
 
 
 @contextmanager
-def operations_of_the_package() -> Iterator[Counter[str]]:
-    """Counts operations of Python's interpreter by function: of this package alone, but for what rehearses. A loop over
-    ranks shows here even if it calls nothing. Nothing is collected meanwhile, see `calls_of_the_package`."""
+def lines_of_the_package() -> Iterator[Counter[str]]:
+    """Counts lines of Python that run, by function: of this package alone, but for what rehearses. A loop over ranks
+    shows here even if it calls nothing, and on one line. Nothing is collected meanwhile, see `calls_of_the_package`."""
     counts: Counter[str] = Counter()
     gc.collect()
     gc.disable()
 
     def inside(frame: FrameType, event: str, _: Any) -> Any:
-        counts[frame.f_code.co_qualname] += event == "opcode"
+        counts[frame.f_code.co_qualname] += event == "line"  # "opcode" is not told by all releases of CPython 3.12
         return inside
 
     def enter(frame: FrameType, event: str, _: Any) -> Any:
         file = frame.f_code.co_filename
-        if not file.startswith(PACKAGE) or file.startswith(REHEARSAL):
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return inside
+        return None if not file.startswith(PACKAGE) or file.startswith(REHEARSAL) else inside
 
     before = sys.gettrace()
     sys.settrace(enter)
@@ -225,21 +222,21 @@ REHEARSED: dict[str, dict[str, Any]] = {
     "stage 3": {"stage": 3, "units": "modules"},
     "stage 2, two replicas": {"stage": 2, "replicate_size": 2},
 }
-OPERATIONS = 5_000  # of Python, at most, for each layer; at stage 3 twice as many
+LINES = 700  # of Python that run, at most, for each layer; at stage 3 twice as many
 
 
 class Counting(L.Callback):
-    """Counts operations of Python in the first step that follows a plan, and copies in the one after it."""
+    """Counts lines of Python in the first step that follows a plan, and copies in the one after it."""
 
     def __init__(self) -> None:
-        self.operations: Counter[str] = Counter()
+        self.lines: Counter[str] = Counter()
         self.copies = Copies()
         self._under_way = ExitStack()
 
     def on_train_batch_start(self, *args: Any) -> None:
         step = args[-1]
         if step == STEPS_UNTIL_PLANNED:
-            self.operations = self._under_way.enter_context(operations_of_the_package())
+            self.lines = self._under_way.enter_context(lines_of_the_package())
         elif step > STEPS_UNTIL_PLANNED:
             self._under_way.enter_context(self.copies)
 
@@ -267,7 +264,7 @@ class Told(NamedTuple):
 
     step: Rehearsal
     copies: Copies
-    operations: Counter[str]
+    lines: Counter[str]
 
 
 @functools.cache
@@ -281,7 +278,7 @@ def told_of(setting: str, ranks: int, layers: int) -> Told:
         steps=STEPS_UNTIL_PLANNED + 2,
         callbacks=[counting],
     )
-    return Told(step, counting.copies, counting.operations)
+    return Told(step, counting.copies, counting.lines)
 
 
 def on_all_ranks(setting: str, layers: int) -> dict[int, Told]:
@@ -334,12 +331,12 @@ def test_an_agreement_takes_one_short_message_more_when_ranks_double(setting: st
 @pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("setting", REHEARSED)
 def test_what_a_rank_does_in_a_step_is_the_same_on_all_numbers_of_ranks(setting: str, layers: int) -> None:
-    """Each operation of Python and of torch, each byte that is copied, and the program."""
+    """Each line of Python and operation of torch, each byte that is copied, and the program."""
     few, *more = on_all_ranks(setting, layers).values()
-    assert few.operations
+    assert few.lines
     assert few.copies.nbytes > layers * LAYER_BYTES
     for many in more:
-        assert many.operations == few.operations
+        assert many.lines == few.lines
         assert many.copies.counts == few.copies.counts
         assert (many.copies.nbytes, many.copies.tensors) == (few.copies.nbytes, few.copies.tensors)
         here, there = ([replace(op, nbytes=0) for op in told.step.program.ops] for told in (few, many))
@@ -351,14 +348,14 @@ def test_every_layer_adds_the_same(setting: str) -> None:
     """From four layers on: of two the buckets hold all gradients, and an agreement less is needed."""
     four, eight, twelve = (told_of(setting, RANKS[0], layers) for layers in LAYERS[1:])
     for one, two, three in (
-        (four.operations, eight.operations, twelve.operations),
+        (four.lines, eight.lines, twelve.lines),
         (four.copies.counts, eight.copies.counts, twelve.copies.counts),
     ):
         assert {name: two[name] - one[name] for name in three} == {name: three[name] - two[name] for name in three}
     added = [(b.copies.nbytes - a.copies.nbytes) / 4 for a, b in ((four, eight), (eight, twelve))]
     assert added[0] == added[1] == pytest.approx(LAYER_BYTES, rel=1e-3)  # into the bucket; and a few of the messages
-    most = OPERATIONS * (2 if setting == "stage 3" else 1)
-    assert twelve.operations.total() - eight.operations.total() < 4 * most
+    most = LINES * (2 if setting == "stage 3" else 1)
+    assert twelve.lines.total() - eight.lines.total() < 4 * most
 
 
 # -- the ways on which collectives travel
@@ -375,7 +372,7 @@ def says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cost_in_an_imagined_world(way: str, stage: int, world: int) -> tuple[Counter[str], Counter[str], Counter[str]]:
-    """`cost_of_a_step`, in operations of Python, where messages go to a group of torch in which nobody else is."""
+    """`cost_of_a_step`, in lines of Python, where messages go to a group of torch in which nobody else is."""
 
     def make(_: int, __: int) -> Comm:
         group = dist.group.WORLD
@@ -385,7 +382,7 @@ def cost_in_an_imagined_world(way: str, stage: int, world: int) -> tuple[Counter
 
     dist.init_process_group("fake", rank=0, world_size=world)
     try:
-        return cost_of_a_step(TOWER, stage, world, make=make, counting=operations_of_the_package)
+        return cost_of_a_step(TOWER, stage, world, make=make, counting=lines_of_the_package)
     finally:
         leave_imagined_world()
 
@@ -400,9 +397,9 @@ AGREEMENT = {"in_tree", "GlooComm._all_reduce.<locals>.swap"}  # takes a round m
 @pytest.mark.usefixtures("says_the_same")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_over_collectives_of_torchs_own_nothing_grows_but_the_rounds_of_agreements(stage: int) -> None:
-    (*few, operations), (*many, more) = (cost_in_an_imagined_world("native", stage, world) for world in (8, 4096))
+    (*few, lines), (*many, more) = (cost_in_an_imagined_world("native", stage, world) for world in (8, 4096))
     assert many == few
-    found = changed(operations, more)
+    found = changed(lines, more)
     assert found.keys() == AGREEMENT
     assert all(there <= 12 / 3 * here for here, there in found.values())
 
@@ -411,9 +408,9 @@ def test_over_collectives_of_torchs_own_nothing_grows_but_the_rounds_of_agreemen
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_over_gloo_messages_to_and_from_each_peer_grow_and_nothing_else(stage: int) -> None:
     """A collective that is made of messages has one to each peer and one from each, which are started and awaited."""
-    (*few, operations), (*many, more) = (cost_in_an_imagined_world("gloo", stage, world) for world in (8, 64))
+    (*few, lines), (*many, more) = (cost_in_an_imagined_world("gloo", stage, world) for world in (8, 64))
     assert many == few
-    found = changed(operations, more)
+    found = changed(lines, more)
     assert {name.split(".")[0] for name in found} == {"GlooComm", "in_tree"}
     here, there = found["GlooComm._start_message"]
     assert there * (8 - 1) == here * (64 - 1)
