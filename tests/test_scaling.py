@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_zero
+from lightning_zero.config import Offload
 from lightning_zero.rehearsal.rehearsal import Rehearsal, rehearse
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.torch_private import leave_imagined_world
@@ -146,13 +147,16 @@ def cost_of_a_step(
     *,
     make: Callable[[int, int], Comm] = CountingComm,
     counting: Callable[[], AbstractContextManager[Counter[str]]] = calls_of_the_package,
+    offload: Offload | None = None,
 ) -> tuple[Counter[str], Counter[str], Counter[str]]:
     """Copies, collectives and calls of Python in one step of the first rank."""
     torch.manual_seed(0)
     model, comm = model_of(kind, layers), make(0, world)
     # Plain SGD keeps no state and, for one tensor after another, costs the same whatever a rank owns.
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
-    engine = Engine(model, [optimizer], stage=stage, comm=comm, options=Options(bucket_bytes=BUCKET_BYTES))
+    make_optimizer = torch.optim.SGD if offload is None else torch.optim.AdamW
+    optimizer = make_optimizer(model.parameters(), lr=1e-3, foreach=False)
+    options = Options(bucket_bytes=BUCKET_BYTES if offload is None else LAYER_BYTES, offload=offload)
+    engine = Engine(model, [optimizer], stage=stage, comm=comm, options=options)
     batch = torch.randn(4, next(model.parameters()).shape[1])
 
     def step() -> None:
@@ -207,6 +211,14 @@ def test_calls_in_a_step_grow_with_the_layers_and_not_with_their_square(stage: i
     assert not differ
     parameters = 2 * (64 - 16)
     assert (many.total() - few.total()) / parameters <= CALLS[stage]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_lines_of_an_offloaded_step_grow_with_the_layers_and_not_with_their_square(stage: int, tmp_path: Path) -> None:
+    """Each layer is a window, which is stepped by itself: for none may all of them be looked at."""
+    cost = functools.partial(cost_of_a_step, TOWER, stage, 2, offload=Offload("nvme", path=tmp_path))
+    few, many = (cost(layers, counting=lines_of_the_package)[2] for layers in (8, 32))
+    assert {name: (few[name], many[name]) for name in many if many[name] > 5 * max(few[name], 5)} == {}
 
 
 # -- a step as it is rehearsed

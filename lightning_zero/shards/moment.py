@@ -2,15 +2,18 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_zero.shards.slot import Slot
 from lightning_zero.torch_private import outside_transforms
 
 VERDICT = ("found_inf", "grad_scale")  # by which a `GradScaler` tells a fused kernel of an overflow, for one call
@@ -68,6 +71,24 @@ class Moment:
         finally:
             now._put(optimizer)
 
+    def listed(self, slots: Iterable[Slot]) -> list[list[Parameter]]:
+        """Returns, for each group, the parameters of `slots` that it had, in its order."""
+        lists: list[list[Parameter]] = [[] for _ in self.groups]
+        places = ((*place, s.parameter) for s in slots for place in self._places.get(id(s.parameter), ()))
+        for _, group, parameter in sorted(places):
+            lists[group].append(parameter)
+        return lists
+
+    @cached_property
+    def _places(self) -> dict[int, list[tuple[int, int]]]:
+        """How many parameters are listed before each, by its id, and the group that lists it. One that is listed twice
+        has two places."""
+        found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        groups = ((number, p) for number, content in enumerate(self.contents) for p in content["params"])
+        for before, (number, parameter) in enumerate(groups):
+            found[id(parameter)].append((before, number))
+        return found
+
     def _put(self, optimizer: Optimizer) -> None:
         optimizer.param_groups[:] = self.groups
         for group, content in zip(self.groups, self.contents, strict=True):
@@ -95,6 +116,9 @@ def state_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
 def _counts_of(optimizer: Optimizer) -> dict[Any, Any]:
     """Returns the entries of its state whose keys are no parameters, without taking postponed steps."""
     state: dict[Any, Any] = optimizer.state
+    # Few have any, and all entries are looked at for each of many windows: in calls of C.
+    if all(issubclass(kind, Tensor) for kind in set(map(type, dict.keys(state)))):
+        return {}
     return {key: value for key, value in dict.items(state) if not isinstance(key, Tensor)}
 
 

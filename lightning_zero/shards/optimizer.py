@@ -138,7 +138,8 @@ class PieceStepper:
             self._refuse_groups_apart()
         then = Moment.of(self.optimizer, clones=True) if others else None
         self._ahead = list(others)
-        with self._stepping(first, is_all=not others and len(slots) == len(self.slots)):
+        is_all = not others and len(slots) == len(self.slots)
+        with self._stepping(first, part_of=None if is_all else then or Moment.of(self.optimizer)):
             yield
         # On every rank, whatever it owns: a graph that saved the old values must raise torch's error on all of them.
         increment_version([slot.parameter for slot in stepped if not is_its_piece(slot)])
@@ -171,11 +172,11 @@ class PieceStepper:
         if others:
             self._refuse_groups_apart()
         then = Moment.of(self.optimizer, clones=True)
-        with self._stepping(first, is_all=not others, steps=False):
+        with self._stepping(first, part_of=then if others else None, steps=False):
             result = call()
         for window in others:
             window.staged.begin()
-            with then.back(self.optimizer), self._stepping(window, is_all=False, steps=False):
+            with then.back(self.optimizer), self._stepping(window, part_of=then, steps=False):
                 call()
             window.staged.finish()
         increment_version([slot.parameter for slot in slots if not is_its_piece(slot)])
@@ -215,7 +216,7 @@ class PieceStepper:
         with then.back(self.optimizer):
             window.staged.begin()
             self._begin_next()
-            with self._stepping(window, is_all=False, steps=not skips):
+            with self._stepping(window, part_of=then, steps=not skips):
                 try:
                     if not skips:
                         unhooked(type(self.optimizer).step)(self.optimizer)
@@ -230,7 +231,7 @@ class PieceStepper:
 
     def _begin_next(self) -> None:
         """Starts to read one window ahead: the next one, if values are needed in the order of the model."""
-        if self._ahead and not any(window.staged.is_begun for window in self._ahead):
+        if self._ahead:
             self._ahead[0].staged.begin()
 
     def _catch_up(self) -> None:
@@ -309,19 +310,20 @@ class PieceStepper:
         here = self._window([slot for slot in slots if not slot.group.places.steps_apart])
         for window in [here, *self._apart(slots)]:
             window.staged.begin()
-            with self._stepping(window, is_all=True, steps=False):
+            with self._stepping(window, part_of=None, steps=False):
                 yield window.slots
             window.staged.finish()
 
     @contextmanager
-    def _stepping(self, window: Window, *, is_all: bool, steps: bool = True) -> Iterator[None]:
+    def _stepping(self, window: Window, *, part_of: Moment | None, steps: bool = True) -> Iterator[None]:
         """Inside, the parameters of a window are their pieces, which the optimizer steps, unless `steps` says that it
-        does not. In the end they are written to where they rest."""
+        does not. In the end they are written to where they rest. Of all parameters that the optimizer had at the moment
+        `part_of` it has those of the window alone."""
         window.prepare()
         counts = StepCounts.of(self.optimizer, window.slots) if steps else None
         for slot in window.swapped:
             window.show_piece(slot, counts=counts)
-        window.take_optimizer(is_all=is_all, fuses=steps)
+        window.take_optimizer(part_of, fuses=steps)
         state_edits = window.state_edits if steps else 0
         self.is_stepping, is_over = True, False
         try:

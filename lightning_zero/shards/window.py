@@ -19,7 +19,7 @@ from lightning_zero.device import HOST, is_host, on_host, point_at
 from lightning_zero.shards.counting import StepCounts
 from lightning_zero.shards.gradient import averaged_of, set_grad_dtype
 from lightning_zero.shards.group import ShardGroup
-from lightning_zero.shards.moment import VERDICT
+from lightning_zero.shards.moment import VERDICT, Moment
 from lightning_zero.shards.probe import steps_nothing
 from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.shards.sparse import sparse_of
@@ -87,18 +87,18 @@ class Window(ABC):
         """The slots that are not their pieces already."""
         return [s for s in self.slots if not is_its_piece(s) or (s.is_sparse and _has_dense_gradient(s))]
 
-    def take_optimizer(self, *, is_all: bool, fuses: bool) -> None:
-        """Has the optimizer step what is shown, until `give_back_optimizer`: only the parameters of this window, unless
-        `is_all`. With `fuses` it may use torch's fused kernels, where the host steps for a device."""
+    def take_optimizer(self, part_of: Moment | None, *, fuses: bool) -> None:
+        """Has the optimizer step what is shown, until `give_back_optimizer`: where it is as at that moment, only the
+        parameters of this window. With `fuses` it may use torch's fused kernels, where the host steps for a device."""
         self._stand_ins = {s.parameter: s.local.stepped for s in self.slots if s.local.stepped is not s.parameter}
         for parameter, stand_in in self._stand_ins.items():
             _move_state(self._optimizer, parameter, stand_in)
-        wanted, groups = {slot.parameter for slot in self.slots}, by_group(self.slots)
+        groups, param_groups = by_group(self.slots), self._optimizer.param_groups
         fuses &= bool(groups) and all(g.places.steps_on_host and g.kind.declared in FUSABLE for g in groups)
-        for group in self._optimizer.param_groups:
+        lists = [own["params"] for own in param_groups] if part_of is None else part_of.listed(self.slots)
+        for group, params in zip(param_groups, lists, strict=True):
             own = {"params": group["params"]}
-            if self._stand_ins or not is_all:
-                group["params"] = [self._stand_ins.get(p, p) for p in own["params"] if is_all or p in wanted]
+            group["params"] = [self._stand_ins.get(p, p) for p in params] if self._stand_ins else params
             if fuses and may_fuse(self._optimizer, group):
                 own["fused"], group["fused"] = group["fused"], True
             self._options.append(own)
