@@ -45,13 +45,8 @@ class Moment:
         """Returns the optimizer as it is now. A moment that outlives the call needs `clones` of what is edited in
         place: lists of parameters, and options that are tensors, as a learning rate that a scheduler writes into."""
 
-        def kept(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return value.clone() if clones else value
-            return [*value] if clones and isinstance(value, list) else value
-
         groups = [*optimizer.param_groups]
-        contents = [{n: kept(value) for n, value in group.items()} for group in groups]
+        contents = [{n: _clone(value) for n, value in group.items()} if clones else {**group} for group in groups]
         optimizers = wrapped_in(optimizer)
         states = [vars(one).get("state") for one in optimizers]
         numbers = [{n: value for n, value in vars(one).items() if _is_number(n, value)} for one in optimizers]
@@ -120,6 +115,12 @@ def _counts_of(optimizer: Optimizer) -> dict[Any, Any]:
     if all(issubclass(kind, Tensor) for kind in set(map(type, dict.keys(state)))):
         return {}
     return {key: value for key, value in dict.items(state) if not isinstance(key, Tensor)}
+
+
+def _clone(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    return [*value] if isinstance(value, list) else value
 
 
 def _is_number(name: str, value: Any) -> bool:

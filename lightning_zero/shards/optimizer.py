@@ -28,7 +28,15 @@ from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.staging import MakeResting, StagingPool
 from lightning_zero.shards.trial import unhooked
 from lightning_zero.shards.whole import WholeWindow, may_wait, rounds
-from lightning_zero.shards.window import Changes, PieceWindow, Window, by_group, is_its_piece, is_part
+from lightning_zero.shards.window import (
+    Changes,
+    PieceWindow,
+    Window,
+    by_group,
+    is_its_piece,
+    is_part,
+    without_empty_groups,
+)
 
 T = TypeVar("T")
 
@@ -219,7 +227,8 @@ class PieceStepper:
             with self._stepping(window, part_of=then, steps=not skips):
                 try:
                     if not skips:
-                        unhooked(type(self.optimizer).step)(self.optimizer)
+                        with without_empty_groups(self.optimizer):
+                            unhooked(type(self.optimizer).step)(self.optimizer)
                 except BaseException as error:
                     errors.append(error)
                     self.is_interrupted = True

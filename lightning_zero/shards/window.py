@@ -4,7 +4,8 @@ What rests in memory, in the dtype in which it is stepped, is stepped where it i
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, methodcaller
@@ -279,6 +280,19 @@ def may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Whether there is a fused kernel, and the user has left the choice of the kernel to torch."""
     is_open = group.get("fused", True) is None and group.get("foreach") is None
     return type(optimizer) in FUSED and is_open and not group.get("differentiable")
+
+
+@contextmanager
+def without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, one of torch's that steps each group by itself has only those that list a parameter: of one group for
+    each layer, as users write who let the learning rate decay by layers, a window has few."""
+    own = optimizer.param_groups
+    if type(optimizer) in FUSED:
+        optimizer.param_groups = [group for group in own if group["params"]]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = own
 
 
 def by_group(slots: Iterable[Slot]) -> dict[ShardGroup, list[Slot]]:
