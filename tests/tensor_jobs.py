@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleOutput,
@@ -28,8 +28,10 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_zero import ActivationCheckpointing, Offload
 from lightning_zero.run.engine import Engine, Options
+from lightning_zero.shards.local import local_of
 from lightning_zero.shards.offload import Machine
 from lightning_zero.tiers.ledger import Category, Tier
+from lightning_zero.views.intercept import METHODS_OF_DTENSOR
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.native import make_comm
 from models import Maker, batch, clone, seeded, sgd
@@ -245,6 +247,20 @@ def edited(stage: int, tier: str) -> dict[str, list[float]]:
         found[f"edited in place {when}"] = _losses_around([lambda p, by: p.mul_(by)] * len(EDITS), when, stage, tier)
         found[f"assigned {when}"] = _losses_around([lambda p, by: setattr(p, "data", p.data * by)], when, stage, tier)
     found["untouched"] = _losses_around([lambda p, by: None], WHENS[0], stage, tier)
+    return found
+
+
+def read_of_plain() -> dict[str, tuple[bool, bool]]:
+    """Of what each method of a DTensor returns, where there is no graph: whether it is the very tensor that the DTensor
+    holds, and whether it shows later edits of that."""
+    start()
+    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), {}
+    for name, read in METHODS_OF_DTENSOR.items():
+        tensor, placements = distribute_tensor(torch.ones(4, 2), mesh, [Replicate()]), {"redistribute": [Replicate()]}
+        with torch.no_grad():
+            local = local_of(read(tensor, **({"placements": placements[name]} if name in placements else {})))
+            local_of(tensor).fill_(2)
+        found[name] = local is local_of(tensor), bool((local == 2).all())
     return found
 
 

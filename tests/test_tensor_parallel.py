@@ -178,6 +178,12 @@ def test_every_way_to_edit_a_dtensor_counts_and_what_torch_ignores_does_not(
             assert found[f"assigned {when}"] == found["untouched"]
 
 
+def test_what_a_dtensor_is_read_by_never_returns_the_tensor_that_it_holds(two_ranks: RankPool) -> None:
+    """Nothing would tell that users hold it, so its memory would be given to others. torch 2.11 returns it."""
+    for found in two_ranks.run(tensor_jobs.read_of_plain):
+        assert found == dict.fromkeys(found, (False, True))
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_layers_take_dtensors_of_the_class_that_notices_edits(backend: str, two_ranks: RankPool) -> None:
     """Graphs check the class of what they are given."""

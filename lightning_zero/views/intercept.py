@@ -48,19 +48,27 @@ METADATA = {
 }
 
 
-def _redistribute(tensor: DTensor, *args: Any, **kwargs: Any) -> DTensor:
-    """Does `DTensor.redistribute`. A result that is divided as before would hold the same tensor, and not a view of it:
-    nothing would tell that users hold the values, or edit them."""
-    result = DTensor.redistribute(tensor, *args, **kwargs)
-    local = local_tensor(result)
-    if local is local_tensor(tensor):
-        set_local_tensor(result, local.view_as(local))
-    return result
+def _as_view(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method of DTensor whose result holds a view of the values where it would hold the tensor of the DTensor
+    itself: nothing would tell that users hold the values, or edit them."""
+
+    def read(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
+        result = method(tensor, *args, **kwargs)
+        local = local_tensor(tensor)
+        if result is local:
+            return local.view_as(local)
+        if local_of(result) is local:
+            set_local_tensor(result, local.view_as(local))
+        return result
+
+    return read
 
 
 METHODS_OF_DTENSOR: dict[str, Callable[..., Any]] = {  # which are functions of Python's, that nothing intercepts
-    "to_local": DTensor.to_local, "full_tensor": DTensor.full_tensor, "redistribute": _redistribute,
-}  # fmt: skip
+    "to_local": _as_view(DTensor.to_local),  # torch 2.11 returns that very tensor outside of graphs
+    "full_tensor": DTensor.full_tensor,
+    "redistribute": _as_view(DTensor.redistribute),  # so does it, if the result is divided as before
+}
 # Through what these return, values are edited without raising their version.
 UNWATCHED = {
     *(Tensor.data.__get__, Tensor.detach, torch.detach, Tensor.numpy),  # type: ignore[attr-defined]
