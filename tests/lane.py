@@ -16,6 +16,7 @@ pytest.register_assert_rewrite("compare", "engine_checkpoints", "unit_jobs")
 import frugal  # noqa: E402, F401
 import watched  # noqa: E402, F401
 from lightning_zero.wire.comm import Comm  # noqa: E402
+from older import leave_guard_of_no_gpu  # noqa: E402
 from ranks import RankPool, seed  # noqa: E402
 from thread_world import ThreadComm, ThreadWorld  # noqa: E402
 
@@ -26,6 +27,7 @@ settings.load_profile("suite")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
+        leave_guard_of_no_gpu()
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -18,6 +18,7 @@ from lightning_zero.config import Offload
 from lightning_zero.shards.offload import Machine
 from lightning_zero.tiers.ledger import Category, Tier
 from models import seeded
+from older import NO_OTHER_DTYPE
 from ranks import RankPool
 from unit_jobs import WIDTH, assert_as_on_one_device, on_engine, on_one_device, state_of, tower, x
 
@@ -27,13 +28,14 @@ DDP = "ddp_find_unused_parameters_true"
 IN_TWO_BYTES = [
     *("TeacherByLerp", "TeacherAveraged", "TargetSoftly", "Clamped", "Reinitialised", "Rewound", "Perturbed"),
     *("EditedBeforeOptimizerStep", "EditedInTheWayOfBackward", "Pruned", "BoundedEmbedding", "EditedByAnother"),
-    "Averaged",
 ]
 OTHERWISE_ALIKE = {"Teacher", "TeacherByLerp", "TeacherAveraged", "TargetSoftly", "PrunedByCallback", "Averaged"}
+in_fp32 = pytest.mark.skipif(bool(NO_OTHER_DTYPE), reason=NO_OTHER_DTYPE)  # it averages weights in two bytes
 RUNS = [
     *((name, "32-true", stage) for name in edit_jobs.MODULES for stage in (2, 3)),
     *((name, "bf16-mixed", stage) for name in edit_jobs.MODULES if name not in OTHERWISE_ALIKE for stage in (1, 3)),
     *((name, "bf16-true", stage) for name in IN_TWO_BYTES for stage in (1, 3)),
+    *(pytest.param("Averaged", "bf16-true", stage, marks=in_fp32) for stage in (1, 3)),
 ]
 
 Outcome = Callable[..., list[dict[str, Any]]]  # of the ranks
