@@ -14,6 +14,9 @@ HELD_BY_BARRIERS = 1 if BEFORE_2_13 else 0
 WRONG_INDICES = "Expected dtype int32/int64 for index" if BEFORE_2_13 else "Expected tensor for argument #1 'indices'"
 """How torch refuses indices of another dtype in a rehearsal."""
 
+NO_NAMES_OF_THREADS = "torch does not name gloo's threads here" if BEFORE_2_13 else ""
+"""Why those that receive are not told from others, and take the cores from ranks: tests take longer, no more."""
+
 
 def _averages_other_dtypes() -> bool:
     averaged = AveragedModel(torch.nn.Linear(1, 1))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from hypothesis import settings
 
 from lightning_zero.wire.comm import Comm
+from older import NO_NAMES_OF_THREADS
 from ranks import free_port, run_alone
 from thread_world import ThreadWorld
 
@@ -62,6 +63,7 @@ def niceness_of_receivers() -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such priorities")
+@pytest.mark.skipif(bool(NO_NAMES_OF_THREADS), reason=NO_NAMES_OF_THREADS)
 def test_threads_that_receive_leave_the_cores_to_ranks() -> None:
     (first, second), errors = run_alone(2, niceness_of_receivers)
     assert errors == [None, None]
