@@ -2,20 +2,22 @@
 any.
 
 Each has a text: what it is for, why no public way does the same, and what breaks without it. All of them are in torch
-2.11.0, the lowest version that `pyproject.toml` allows, and in 2.13 and 2.14, except where the text says otherwise.
+2.11.0, the lowest version that `pyproject.toml` allows, and in 2.13 to 2.15, except where the text says otherwise.
 What is missing in another version fails loudly: at import, or in its first use, by its name.
 
 Where a call of the package itself would cost time (in each call of a module, for each parameter of a step), the name
 here is torch's own function in C++, or an `attrgetter`, and not a function around it.
 """
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from operator import attrgetter
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -119,7 +121,7 @@ tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
 tree_iter, tree_leaves = _pytree.tree_iter, _pytree.tree_leaves
 tree_map, tree_map_only = _pytree.tree_map, _pytree.tree_map_only
 """Walk through containers of tensors as torch itself does, through those that packages have registered with it, too. Up
-to torch 2.14 they have no public name. Without them tensors in outputs of transformers would be overlooked. Private:
+to torch 2.15 they have no public name. Without them tensors in outputs of transformers would be overlooked. Private:
 `_pytree`."""
 
 
@@ -148,6 +150,15 @@ innermost_saved_hooks: Callable[[bool], tuple[Callable[[Tensor], Any], Callable[
 """Returns the pair of hooks that would be called now; pass False. torch calls only one pair, and nothing public has it.
 Without it activation checkpointing and offloading by others would end inside of our hooks. Private:
 `_top_saved_tensors_default_hooks`."""
+
+
+def hide_behind(pack: Any, outer: Any) -> None:
+    """Has torch's selective checkpoint overlook a hook on saved tensors: for it, `outer` (the pair around it, or None)
+    are the innermost. It asks since torch 2.15, and nothing public answers. Without it torch would warn of hooks that
+    no user has set, and what it keeps itself would be counted as saved by a checkpoint around. Private:
+    `_checkpoint_internal`, `_user_hooks`."""
+    pack._checkpoint_internal, pack._user_hooks = True, outer
+
 
 call_after_backward: Callable[[Callable[[], None]], None] = find(
     torch.autograd.Variable._execution_engine,
@@ -279,10 +290,39 @@ def put_innermost(optimizer: torch.optim.Optimizer, before: int, after: int) -> 
     then.move_to_end(after, last=False)
 
 
-outside_transforms: Callable[[], AbstractContextManager[None]] = find(torch._C, "_DisableFuncTorch")
-"""Leaves the transforms of `torch.func` that are under way, for a while. Nothing public does. Without it a step that is
-taken when `torch.func.grad` reads a parameter would make optimizer state of its tensors, and crash. Private:
-`_DisableFuncTorch`."""
+_outside_functions: Callable[[], AbstractContextManager[None]] = find(torch._C, "_DisableFuncTorch")
+_count_modes: Callable[[], int] = find(torch._C, "_len_torch_dispatch_stack")
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Leaves what transforms users' operations and is under way, for a while: `torch.func`, and torch's selective
+    activation checkpoint, which expects the same operations when it computes again. Nothing public does. Without it a
+    step that is taken when `torch.func.grad` reads a parameter would make optimizer state of its tensors, and crash; a
+    gather would be an error in a selective checkpoint. Private: `_DisableFuncTorch`, `_len_torch_dispatch_stack`."""
+    return _OutsideSelection() if _count_modes() else _outside_functions()
+
+
+class _OutsideSelection(ExitStack):
+    """Private: `_get_current_dispatch_mode_stack`, `_pop_mode`, `_push_mode`; and `_CachingTorchDispatchMode`,
+    `_CachedTorchDispatchMode`, the modes of the selective checkpoint. Without them see `outside_transforms`."""
+
+    def __enter__(self) -> Self:
+        self.enter_context(_outside_functions())
+        modes = _python_dispatch._get_current_dispatch_mode_stack()
+        first = next((at for at, mode in enumerate(modes) if isinstance(mode, _SELECTIVE)), len(modes))
+        for mode in reversed(modes[first:]):
+            _python_dispatch._pop_mode()
+            self.callback(_python_dispatch._push_mode, mode)
+        for mode in modes[first:]:
+            if not isinstance(mode, _SELECTIVE):
+                _python_dispatch._push_mode(mode)
+                self.callback(_python_dispatch._pop_mode)
+        return self
+
+
+_SELECTIVE = tuple(
+    find(torch.utils.checkpoint, name) for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+)
 
 
 is_wrapped: Callable[[Tensor], bool] = find(torch._C._functorch, "is_functorch_wrapped_tensor")
@@ -339,20 +379,23 @@ def save_to(archive: Any, tree: Any, pickling: Any) -> None:
 
 
 def remote_reader(url: str) -> Any:
-    """Returns what reads a checkpoint of `torch.distributed.checkpoint` in any file system of fsspec. The public one
-    reads local folders. Without it those in an object store could not be imported. Private:
+    """Returns what reads a checkpoint of `torch.distributed.checkpoint` in any file system of fsspec. Torch 2.15 makes
+    it public, and warns of the private one. Without it checkpoints in an object store could not be imported. Private:
     `torch.distributed.checkpoint._fsspec_filesystem.FsspecReader`."""
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
-
-    return FsspecReader(url)
+    return _remote_files().FsspecReader(url)
 
 
 def remote_writer(url: str) -> Any:
     """Returns what writes one there; see `remote_reader`. Without it none could be exported there. Private:
     `torch.distributed.checkpoint._fsspec_filesystem.FsspecWriter`."""
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+    return _remote_files().FsspecWriter(url)
 
-    return FsspecWriter(url)
+
+def _remote_files() -> Any:
+    try:
+        return importlib.import_module("torch.distributed.checkpoint.fsspec_filesystem")
+    except ModuleNotFoundError:
+        return importlib.import_module("torch.distributed.checkpoint._fsspec_filesystem")
 
 
 # -- rehearsals

@@ -67,7 +67,10 @@ def _receiving_in_one_thread(init: Any) -> Any:
     all tests cost was spent so."""
 
     @functools.wraps(init)
-    def make(group: Any, store: Any, rank: int, size: int, timeout: Any = c10d.default_pg_timeout) -> None:
+    def make(
+        group: Any, store: Any, rank: int, size: int, timeout: Any = c10d.default_pg_timeout, **others: bool
+    ) -> None:
+        assert not any(others.values())  # torch 2.15 asks whether ranks may come and go, which these do not
         options = c10d.ProcessGroupGloo._Options()
         options._devices, options._threads, options._timeout = [_device_of(os.getpid())], 2, timeout
         init(group, store, rank, size, options)

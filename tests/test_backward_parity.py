@@ -1,12 +1,14 @@
 """Backwards that do not follow the modules' forwards, or do not end well: parity with one device, or a clear error."""
 
+import functools
+import inspect
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_zero.wire.comm import Comm
 from models import seeded
@@ -283,6 +285,41 @@ def test_checkpointed_blocks_train_as_on_one_device(stage: int, reentrant: bool,
         return state_of(model, engine)
 
     assert_as_on_one_device(tower(), act, stage)
+
+
+KEPT = {  # by selective checkpoints: results, and a view of a weight
+    "addmm": [torch.ops.aten.addmm.default],
+    "t tanh": [torch.ops.aten.t.default, torch.ops.aten.tanh.default],
+}
+# What torch 2.15 asks of it: whether hooks around it, which are ours here and no user's, see what it keeps.
+RESPECTS = [{}]
+if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
+    RESPECTS.append({"respect_saved_tensors_hooks": True})
+
+
+@pytest.mark.filterwarnings("error:A saved_tensors_hooks context:FutureWarning")
+@pytest.mark.parametrize("respects", RESPECTS, ids=str)
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("stage", STAGES)
+def test_blocks_that_keep_what_some_operations_return_train_as_on_one_device(
+    stage: int, kept: str, half: bool, respects: dict[str, bool]
+) -> None:
+    """When they are computed again, torch expects the operations of their forward, and no others."""
+    chosen = functools.partial(create_selective_checkpoint_contexts, KEPT[kept])
+    again = functools.partial(checkpoint, use_reentrant=False, context_fn=chosen, **respects)
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                hidden = again(lambda hidden: model[1](again(model[0], hidden)), x())
+                loss = again(model[2], hidden).float().square().mean()
+            loss.backward()
+            optimizer.step()
+        return state_of(model, engine)
+
+    assert_as_on_one_device(tower(), act, stage, prefetch=0, autocast_dtype=torch.bfloat16 if half else None)
 
 
 class Nested(nn.Module):

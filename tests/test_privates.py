@@ -8,6 +8,7 @@ import ast
 import functools
 import inspect
 import re
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ NAMED_TUPLES = {"_asdict", "_replace", "_fields"}  # public, in spite of their n
 
 TORCH = set(
     """
+    _CachedTorchDispatchMode _CachingTorchDispatchMode _checkpoint_internal _get_current_dispatch_mode_stack
+    _len_torch_dispatch_stack _pop_mode _push_mode _user_hooks
     _TorchDispatchModeKey _c10d_functional _clear_sharding_prop_cache _get_dispatch_mode _python_dispatch
     _C _apply _autograd _backward_hooks _base _buffers _call_impl _cdata
     _coalescing_manager _compiled_call_impl _compiler_ctx _current_graph_task_id
@@ -190,6 +193,14 @@ def test_what_is_missing_fails_at_import_with_its_name_and_the_versions_that_wer
         torch_private.find(torch, "gone", "went")
     with pytest.raises(ImportError, match=r"has no Trainer\._gone\. lightning_zero replaces it.*2\.6\.0 to"):
         lightning_private.Place(pl.Trainer, "_gone").wrap(lambda theirs: theirs)
+
+
+@pytest.mark.filterwarnings("error::DeprecationWarning")
+def test_what_torch_has_made_public_is_not_asked_for_by_its_old_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    warns = "torch.distributed.checkpoint._fsspec_filesystem"  # as it is imported
+    monkeypatch.delitem(sys.modules, warns, raising=False)
+    assert type(torch_private.remote_reader("memory://folder")).__name__ == "FsspecReader"
+    assert type(torch_private.remote_writer("memory://folder")).__name__ == "FsspecWriter"
 
 
 def test_names_that_are_asked_for_where_they_may_be_missing_are_there() -> None:

@@ -33,6 +33,7 @@ from lightning_zero.torch_private import (
     accumulates,
     backward_number,
     edits_of,
+    hide_behind,
     innermost_saved_hooks,
     layout_of,
 )
@@ -66,7 +67,8 @@ class _Itself(NamedTuple):
 
 
 class _Ours(partial[Any]):
-    """A hook of ours, which its type tells from others."""
+    """A hook of ours, which its type tells from others. Torch's selective checkpoint is told to look for users' hooks
+    behind it: what it keeps itself is no parameter, and torch's checkpoint inside of ours does not count it."""
 
 
 @final
@@ -93,6 +95,7 @@ class SavedParameters:
             return True
         pack, unpack = outer or (_keep, _give_back)
         ours = saved_tensors_hooks(_Ours(self._pack, pack), _Ours(self._unpack, unpack))
+        hide_behind(ours.pack_hook, outer)
         try:
             ours.__enter__()
         except RuntimeError:
