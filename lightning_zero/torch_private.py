@@ -86,18 +86,19 @@ Without it edits of gradients in shards by autograd's own functions would be los
 from a new tensor. Private: `_schema`."""
 
 
-def _in_place(*beginnings: str) -> set[Any]:
-    return {getattr(torch, name) for name in dir(torch) if name.startswith(beginnings) and name.endswith("_")}
+def _in_place(*beginnings: str, place: Any = torch) -> set[Any]:
+    names = [name for name in dir(place) if name.startswith(beginnings) and not name.endswith("__")]
+    return {getattr(place, name) for name in names if name.endswith("_")}
 
 
 UNVERSIONED = _in_place("_fused_", "_amp_")
 """Functions that edit tensors in place and do not raise their version. They have no public name. Without them steps of
 users' own optimizers on lent values would be lost. Private: `_fused_` and `_amp_`, as their names begin."""
 
-FOREACH_IN_PLACE = _in_place("_foreach_")
+FOREACH_IN_PLACE = _in_place("_foreach_") | _in_place("", place=getattr(torch, "foreach", None))
 """Functions that edit lists of tensors in place. They raise the versions of plain tensors, and not that of a DTensor.
-They have no public names. Without them such edits of tensor-parallel parameters would be lost. Private: `_foreach_`, as
-their names begin."""
+Up to torch 2.14 they have no public names; both are in use since. Without them such edits of tensor-parallel parameters
+would be lost. Private: `_foreach_`, as their names begin."""
 
 METADATA = {
     *(find(Tensor, name).__get__ for name in ("_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks")),

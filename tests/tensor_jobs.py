@@ -236,6 +236,8 @@ EDITS: dict[str, Callable[[Any, float], Any]] = {  # each multiplies a DTensor, 
     "list of data": lambda p, by: torch._foreach_mul_([p.data], by),
     "list of local parts": lambda p, by: torch._foreach_mul_([p.to_local()], by),
 }
+if hasattr(torch, "foreach"):  # since torch 2.15
+    EDITS["list, by its public name"] = lambda p, by: torch.foreach.mul_([p], by)
 WHENS = ["before forward", "before step", "after a look"]  # stepped values are still to come, or there
 
 

@@ -74,11 +74,17 @@ def lerped(weight: nn.Parameter) -> None:
 
 
 def foreach(weight: nn.Parameter) -> None:
-    torch._foreach_mul_([weight], 0.5)
+    mine = [weight]
+    assert torch._foreach_mul_(mine, 0.5) is mine
+
+
+def foreach_by_its_public_name(weight: nn.Parameter) -> None:  # since torch 2.15
+    assert torch.foreach.mul_((weight,), 0.5)[0] is weight
 
 
 EDITS = [
     multiplied, copied_into, a_row, a_view, initialised, through_data, replaced_data, set_to, with_out, lerped, foreach,
+    *([foreach_by_its_public_name] if hasattr(torch, "foreach") else []),
 ]  # fmt: skip
 
 

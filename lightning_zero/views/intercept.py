@@ -167,9 +167,11 @@ def call(func: Callable[..., Any], args: Any, kwargs: Any, lend: Callable[[Any],
 
     result = None
     try:
-        args, kwargs = tree_map(give, (args, kwargs))
+        given, kwargs = tree_map(give, (args, kwargs))
         with torch.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
+            result = func(*given, **kwargs)
+        if isinstance(result, list | tuple):  # that of an edit of many is the very list of them
+            result = next((own for own, lists in zip(args, given, strict=True) if lists is result), result)
         for loan in lent.values():
             if result is loan.values and loan.is_edited:
                 result = loan.tensor
