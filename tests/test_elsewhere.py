@@ -67,6 +67,7 @@ def test_answers_name_arguments_that_are_there() -> None:
         ("sharding_strategy", "FULL_SHARD is stage=3"),
         ("cpu_offload", r"offload=Offload\(optimizer='cpu'\)"),
         ("find_unused_parameters", "always found"),
+        ("lazy_bucket_allocation", "constant size"),  # DDP has it since torch 2.15
         ("reduce_bucket_size", "counts MiB"),
         ("bucket_size", "did you mean 'bucket_size_mb'"),
         ("devices", r"The Trainer has it: Trainer\(devices=...\)"),

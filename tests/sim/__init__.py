@@ -23,7 +23,7 @@ import re
 
 import torch
 
-TRIED = ("2.13",)
+TRIED = ("2.13", "2.15")
 WHY_NOT = (
     ""
     if re.match("|".join(TRIED), torch.__version__)
