@@ -548,8 +548,8 @@ def test_a_forked_child_that_ends_leaves_its_parents_links_alone() -> None:
 
 
 def what_a_child_has_of_desks() -> tuple[int, int, bool]:
-    """How many more desks are mapped here after linking, how many in a forked child, and whether ranks still reach each
-    other after it. Links of earlier jobs may end meanwhile, in their threads."""
+    """How many more desks are mapped here after linking, how many of these in a forked child, and whether ranks still
+    reach each other after it. Links of earlier jobs may end meanwhile, in their threads."""
 
     def desks() -> set[str]:
         return {line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:lightning_zero" in line}
@@ -558,7 +558,7 @@ def what_a_child_has_of_desks() -> tuple[int, int, bool]:
     linked, peer, theirs = Links(comm), 1 - comm.rank, torch.zeros(INLINE)
     child = os.fork()
     if not child:
-        os._exit(len(desks()))
+        os._exit(len(desks() - before))
     (_, status), here = os.waitpid(child, 0), desks()
     for message in linked.send(peer, torch.ones(INLINE), 1), linked.receive(peer, theirs, 1):
         message.wait(SOON)
