@@ -25,7 +25,7 @@ FLOORS := .venv-floors
 NEWEST := .venv-newest
 CLIENTS := .venv-clients
 FLOOR_TESTS := $(addprefix tests/test_,$(addsuffix .py,checkpoint_before checkpoint_tree config hydra layout privates promises \
-    strategy summary sweep))
+    strategy summary sweep tensor_parallel))
 
 # Tests start hundreds of processes. Each would compile what it imports of this repository, where nothing keeps the result.
 unexport PYTHONDONTWRITEBYTECODE
