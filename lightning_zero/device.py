@@ -280,7 +280,7 @@ class PinnedMemory:
     def give_back(self) -> None:
         """Gives the regions of tensors that are no more back to the system, once the device has done its work."""
         if not (self._left or _orphans):
-            return  # of a device that the process trains without nothing is asked, not even whether it is there
+            return  # without asking for CUDA's runtime, which raises where there is no driver, and in a fork
         runtime, accelerator = _runtime(), torch.accelerator.current_accelerator()
         if runtime is not None and accelerator is not None:
             module_of(accelerator).synchronize()

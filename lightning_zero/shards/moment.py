@@ -76,8 +76,8 @@ class Moment:
 
     @cached_property
     def _places(self) -> dict[int, list[tuple[int, int]]]:
-        """How many parameters are listed before each, by its id, and the group that lists it. One that is listed twice
-        has two places."""
+        """Of each parameter, by its id: how many are listed before it, and the number of its group. One that is listed
+        twice has two places."""
         found: dict[int, list[tuple[int, int]]] = defaultdict(list)
         groups = ((number, p) for number, content in enumerate(self.contents) for p in content["params"])
         for before, (number, parameter) in enumerate(groups):
@@ -111,7 +111,7 @@ def state_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
 def _counts_of(optimizer: Optimizer) -> dict[Any, Any]:
     """Returns the entries of its state whose keys are no parameters, without taking postponed steps."""
     state: dict[Any, Any] = optimizer.state
-    # Few have any, and all entries are looked at for each of many windows: in calls of C.
+    # Few optimizers have any. Each window asks, so a loop of Python over all parameters would be a part of the step.
     if all(issubclass(kind, Tensor) for kind in set(map(type, dict.keys(state)))):
         return {}
     return {key: value for key, value in dict.items(state) if not isinstance(key, Tensor)}

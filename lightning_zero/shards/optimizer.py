@@ -326,8 +326,7 @@ class PieceStepper:
     @contextmanager
     def _stepping(self, window: Window, *, part_of: Moment | None, steps: bool = True) -> Iterator[None]:
         """Inside, the parameters of a window are their pieces, which the optimizer steps, unless `steps` says that it
-        does not. In the end they are written to where they rest. Of all parameters that the optimizer had at the moment
-        `part_of` it has those of the window alone."""
+        does not. In the end they are written to where they rest. `part_of`: see `Window.take_optimizer`."""
         window.prepare()
         counts = StepCounts.of(self.optimizer, window.slots) if steps else None
         for slot in window.swapped:

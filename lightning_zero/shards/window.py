@@ -89,8 +89,9 @@ class Window(ABC):
         return [s for s in self.slots if not is_its_piece(s) or (s.is_sparse and _has_dense_gradient(s))]
 
     def take_optimizer(self, part_of: Moment | None, *, fuses: bool) -> None:
-        """Has the optimizer step what is shown, until `give_back_optimizer`: where it is as at that moment, only the
-        parameters of this window. With `fuses` it may use torch's fused kernels, where the host steps for a device."""
+        """Has the optimizer step what is shown, until `give_back_optimizer`. It lists all of its parameters, or, of
+        those that it had at the moment `part_of`, this window's alone. With `fuses` it may use torch's fused kernels,
+        where the host steps for a device."""
         self._stand_ins = {s.parameter: s.local.stepped for s in self.slots if s.local.stepped is not s.parameter}
         for parameter, stand_in in self._stand_ins.items():
             _move_state(self._optimizer, parameter, stand_in)
@@ -284,8 +285,8 @@ def may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 @contextmanager
 def without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, one of torch's that steps each group by itself has only those that list a parameter: of one group for
-    each layer, as users write who let the learning rate decay by layers, a window has few."""
+    """Inside, an optimizer of torch's has only the groups that list a parameter, as it steps each group by itself. With
+    a group for each layer (learning rates that decay by layer) a window has few, and the others take as long."""
     own = optimizer.param_groups
     if type(optimizer) in FUSED:
         optimizer.param_groups = [group for group in own if group["params"]]
