@@ -46,8 +46,8 @@ sweep: setup  ## compare the stages with ddp on two ranks: a table and a picture
 test: setup  ## run the tests (those that need a GPU are skipped where there is none)
 	$(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-device: setup  ## run the tests where no device is the default one that the package could mean, and check programs
-	FOREIGN_DEVICE=meta CHECK_PROGRAMS=1 $(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder $(ARGS)
+test-device: setup  ## run the tests where no device is the default one that the package could mean
+	FOREIGN_DEVICE=meta $(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-gpu: setup  ## run the tests that need a GPU
 	$(PY) -m pytest -m gpu $(ARGS)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 
 import program_checks
 import program_jobs
+import watched
 from lightning_zero.config import Offload
 from lightning_zero.run.placing import make_program
 from lightning_zero.run.program import Cause, Kind
@@ -21,6 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     "clipped": {"clips": True},
     "clipped, and stepped at once": {"clips": True, "at_once": True},
     "three micro-batches": {"micros": 3},
+    "three micro-batches, all buckets at once": {"micros": 3, "bucket_bytes": 2**20},
     "three micro-batches on the rank": {"micros": 3, "accumulation": "local"},
     "no overlap": {"overlap": False},
     "no prefetch": {"prefetch": 0},
@@ -178,6 +180,22 @@ def test_a_program_has_what_follows_an_evaluation_in_the_middle_of_a_step(when: 
     plain, evaluated = programs
     assert evaluated.uses == plain.uses
     program_checks.check(evaluated)
+
+
+def test_the_program_of_each_engine_that_trains_in_a_test_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(watched, "check", found.append)
+    monkeypatch.setattr(watched, "_checked", set())
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> Any:
+        with engine.forward():
+            loss = model(x()).square().mean()
+        with engine.backward():
+            loss.backward()
+        optimizer.step()
+        return engine.program()
+
+    assert found == on_engine(tower(), act, 2, world=1)
 
 
 @pytest.mark.parametrize("strategy", [{"stage": 1}, {"stage": 3, "units": "modules"}])

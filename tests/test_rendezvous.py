@@ -351,16 +351,16 @@ def test_what_came_next_is_remembered_of_the_newest_ways_alone() -> None:
 
 
 def messages_of_steps(
-    stage: int, micros: int, clips: bool = False, start: nn.Module | None = None, **options: Any
+    stage: int, micros: int | list[int], clips: bool = False, start: nn.Module | None = None, **options: Any
 ) -> list[list[dict[str, int]]]:
-    """What each rank sends beside gathers and reductions, in each of some steps."""
+    """What each rank sends beside gathers and reductions, in each of some steps of so many micro-batches."""
 
     def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> list[dict[str, int]]:
         messages = []
-        for step in range(6):
+        for step, many in enumerate([micros] * 6 if isinstance(micros, int) else micros):
             before = issued_in(engine)
-            for micro in range(micros):
-                with engine.accumulating() if micro < micros - 1 else nullcontext():
+            for micro in range(many):
+                with engine.accumulating() if micro < many - 1 else nullcontext():
                     with engine.forward():
                         loss = model(x(1.0 + step + comm.rank)).sum()
                     with engine.backward():
@@ -402,10 +402,20 @@ def test_ranks_that_do_the_same_send_few_messages_beside_their_data(
 
 @pytest.mark.parametrize("micros", [1, 4])
 @pytest.mark.parametrize("stage", STAGES)
-def test_micro_batches_of_stage_2_agree_one_by_one_where_all_buckets_travel_at_once(stage: int, micros: int) -> None:
-    """No reduction waits there for another one, so no mark travels that would tell that all have gradients."""
+def test_ranks_agree_as_often_where_all_buckets_travel_at_once(stage: int, micros: int) -> None:
+    """No reduction waits there for another one. Marks travel only where several backwards of a step are reduced, each
+    of which would need a meeting of its own without."""
+    expected = {"all_reduce rendezvous": 1} | ({"mark": micros} if stage == 2 and micros > 1 else {})
     for messages in messages_of_steps(stage, micros, bucket_bytes=None):
-        assert messages[3:] == [{"all_reduce rendezvous": micros if stage == 2 else 1}] * 3
+        assert messages[3:] == [expected] * 3
+
+
+def test_ranks_whose_steps_come_to_have_fewer_micro_batches_agree_once_in_each_from_the_third_on() -> None:
+    """The mark that tells of several backwards still travels beside the only one."""
+    before, after = {"all_reduce rendezvous": 1, "mark": 3}, {"all_reduce rendezvous": 1, "mark": 1}
+    for messages in messages_of_steps(2, [3, 3, 3, 3, 1, 1, 1, 1], bucket_bytes=None):
+        assert messages[3] == before
+        assert messages[6:] == [after] * 2
 
 
 HYBRID = {  # ranks, replicas, tensor-parallel ranks
@@ -703,11 +713,14 @@ MESHES = [{"world": 3}, {"world": 4, "tensor_parallel_size": 2}, {"world": 4, "r
 
 
 @pytest.mark.parametrize("does", [leaves_a_layer_out, has_no_gradient, looks_at_gradients, looks_in_forward])
-@pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("odd", [(0,), (0, 1)])
-@pytest.mark.parametrize("mesh", MESHES, ids=name_of)
+@pytest.mark.parametrize(
+    ("stage", "bucket_bytes", "mesh"),
+    [(2, None, MESHES[0]), *((stage, FEW_BUCKETS, mesh) for stage in (2, 3) for mesh in MESHES)],
+    ids=name_of,
+)
 def test_micro_batches_agree_again_from_where_a_rank_has_no_gradient_or_looks_at_one(
-    does: Any, stage: int, odd: tuple[int, ...], mesh: dict[str, int]
+    does: Any, odd: tuple[int, ...], stage: int, bucket_bytes: int | None, mesh: dict[str, int]
 ) -> None:
     """In one step, on some ranks, in the second of three micro-batches. Tensor-parallel ranks may look alone."""
     odd = (0, 1) if "tensor_parallel_size" in mesh and does in SAME else odd
@@ -730,7 +743,7 @@ def test_micro_batches_agree_again_from_where_a_rank_has_no_gradient_or_looks_at
         return act
 
     found, expected = (
-        on_engine(start, act_with(one), stage, unit_classes=("Linear",), bucket_bytes=FEW_BUCKETS, **mesh)
+        on_engine(start, act_with(one), stage, unit_classes=("Linear",), bucket_bytes=bucket_bytes, **mesh)
         for one in (does, SAME.get(does, nn.Module.__call__))
     )
     for mine, theirs in zip(found, expected, strict=True):

@@ -19,6 +19,7 @@ from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
 from models import seeded
 from thread_world import ThreadWorld
+from watched import check_program
 
 Act = Callable[[Any, Engine | None, Optimizer, Comm | None], Any]  # model, engine, optimizer, comm
 WIDTH = 8
@@ -58,7 +59,10 @@ def on_engine(
         model = prepare(copy.deepcopy(start))
         optimizer = make([p for p in model.parameters() if p.requires_grad])
         engine = Engine(model, [optimizer], stage=stage, comm=comm, options=Options(**options))
-        return act(model, engine, optimizer, comm)
+        found = act(model, engine, optimizer, comm)
+        if not engine.closed:
+            check_program(engine)
+        return found
 
     return [rank_main(LocalComm())] if world == 1 else ThreadWorld(world, wait_timeout).run(rank_main)
 

@@ -1,7 +1,6 @@
-"""With the environment variable CHECK_PROGRAMS=1, importing it has every engine of this process checked when it is
-closed: the program of its last step must hold what holds of any (`program_checks`). `make test-device` sets it."""
+"""Importing it has every engine of this process checked when it is closed: the program of its last step must hold what
+holds of any (`program_checks`)."""
 
-import os
 from typing import Any
 
 from lightning_zero.run.engine import Engine
@@ -12,17 +11,22 @@ _checked: set[tuple[Any, ...]] = set()
 _close = Engine.close
 
 
-def _check_and_close(self: Engine, **kwargs: Any) -> None:
-    has_ended = not self.closed and self.journal.has_step
-    _close(self, **kwargs)
-    if not has_ended or self._facts_at_close is None:  # it has failed
+def check_program(engine: Engine) -> None:
+    """Checks what an engine says of its last step, if it has ended one, and no other has said the same."""
+    if not engine.runner.journal.has_step or (engine.closed and engine._facts_at_close is None):  # it has failed
         return
-    program = self.program()
-    seen = program.facts.groups, program.uses
-    if len(program.uses) <= LONGEST and seen not in _checked:
-        _checked.add(seen)
+    program = engine.program()
+    seen = program.facts, program.uses
+    if len(program.uses) <= LONGEST and str(seen) not in _checked:
+        _checked.add(str(seen))
         check(program)
 
 
-if os.environ.get("CHECK_PROGRAMS") == "1":
-    Engine.close = _check_and_close  # type: ignore[method-assign]
+def _close_and_check(self: Engine, **kwargs: Any) -> None:
+    was_closed = self.closed
+    _close(self, **kwargs)
+    if not was_closed:
+        check_program(self)
+
+
+Engine.close = _close_and_check  # type: ignore[method-assign]

@@ -1,6 +1,7 @@
 """`Journal`: what user code does in a step, in order, as the engine's hooks see it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import final
 
 from lightning_zero.run.program import Cause, Use
@@ -48,6 +49,15 @@ class Journal:
     def forget(self) -> None:
         """Drops the step under way, which has failed."""
         self._now.clear()
+
+    @contextmanager
+    def dropping_what_fails(self) -> Iterator[None]:
+        """Drops the step under way if it fails inside: what follows belongs to another one."""
+        try:
+            yield
+        except BaseException:
+            self.forget()
+            raise
 
     def last_step(self, numbers: Mapping[object, int]) -> list[Use]:
         """Returns the uses of the last whole step, in order; none if there is none. `numbers` are those of groups and

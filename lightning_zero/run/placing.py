@@ -1,13 +1,14 @@
 """`make_program`: places what the engine does at the uses of a step. Integers only."""
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import final
 
 from lightning_zero.run.placed import Placed, PlacedReductions
 from lightning_zero.run.placed_steps import PlacedSteps
 from lightning_zero.run.plan import Step
 from lightning_zero.run.program import Among, Cause, Facts, Kind, Program, Use
-from lightning_zero.run.rounds import Complete, residents, rounds_of, settled_alone
+from lightning_zero.run.rounds import Complete, residents, rounds_of, settled_alone, tells_ready
 
 
 def make_program(facts: Facts, uses: Sequence[Use]) -> Program:
@@ -161,8 +162,12 @@ class _Placing:
         if not self._facts.units:
             self._start_now(self._complete.count)
 
+    @cached_property
+    def _tells_ready(self) -> bool:
+        return self._facts.agree > 1 and tells_ready(self._facts, self.placed.uses)
+
     def _start_now(self, count: int) -> None:
-        if count > self._started and self._facts.may_wait and not self._is_ready and self._facts.agree > 1:
+        if count > self._started and self._tells_ready and not self._is_ready:
             self._is_ready = True
             kind = Kind.MARK if self._facts.marks_reductions else Kind.AGREE
             self.placed.add(kind, among=self._facts.agree_among)

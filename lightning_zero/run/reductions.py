@@ -279,7 +279,12 @@ class Reductions:
     @property
     def is_complete(self) -> bool:
         """Whether all parameters have gradients on this rank, and ranks need not agree on which have."""
-        return all(self._flags) and not any(shard.group.kind.is_idle for shard in self.shards)
+        return all(self._flags) and not self.has_idle
+
+    @property
+    def has_idle(self) -> bool:
+        """Whether there are groups of which no rank has had a gradient so far."""
+        return any(shard.group.kind.is_idle for shard in self.shards)
 
     def settle_alone(self, said: bytes | None) -> None:
         """Does what `settle` does, where all reductions are under way on all ranks. Other ranks may settle later. Of

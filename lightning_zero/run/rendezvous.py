@@ -62,6 +62,7 @@ class Rendezvous:
         self.serving = Serving(self.comm, cache, reductions, self._replicas, self.readiness)
         self.course = Course(self.comm, cache, reductions, self._replicas, self.serving, self.readiness, journal)
         self.is_awaited = False  # the others wait for this rank to meet them once more, as it was early
+        self._repeats = False  # all ranks know that they reduce several backwards in a step, each a mark and no meeting
 
     @property
     def spans(self) -> bool:
@@ -106,6 +107,8 @@ class Rendezvous:
         heard = self.serving.until_end(past, at)
         self.readiness.knew_all = False
         self._replicas.reduce_if_awaited()
+        self._repeats |= heard.agree and at is RoundEnd.MICRO_BATCH and self.readiness.marks_reductions
+        self._repeats &= self._reductions.may_settle_alone and not self._reductions.has_idle
         is_over = self.course.count_complete(heard.statement) == groups and END in past.uses
         is_over &= at is RoundEnd.MICRO_BATCH and not heard.early
         self.course.end_round(agree=heard.agree, continues=is_over and heard.alike and self.spans)
@@ -133,7 +136,8 @@ class Rendezvous:
         """
         if self._units or number <= self._reductions.started:
             return False
-        if self._reductions.may_wait and not self.readiness.all_reduce and self.readiness.marks is None:
+        tells = self._reductions.may_wait or self._repeats
+        if tells and not self.readiness.all_reduce and self.readiness.marks is None:
             past = self.course.past
             if self.course.follow(REDUCE):  # a mark is on its way
                 self._reductions.wait_after(self.course.hear_marks)

@@ -55,6 +55,13 @@ def _meetings(facts: Facts, uses: Sequence[Use]) -> list[int]:
     return found
 
 
+def tells_ready(facts: Facts, uses: Sequence[Use]) -> bool:
+    """Returns whether ranks tell each other in a backward that they reduce: where a reduction may wait for another
+    rank, or where a step has several such backwards, of which each is settled by that, and not by a meeting."""
+    repeats = [use.cause for use in uses].count(Cause.END) > 1
+    return facts.may_wait or (repeats and facts.marks_reductions and facts.settles_alone)
+
+
 def settled_alone(facts: Facts, uses: Sequence[Use]) -> set[int]:
     """Returns the beginnings of backwards at which each rank settles the last one without the others: it has heard, in
     that one, that they reduce, and has all gradients."""
@@ -65,7 +72,7 @@ def settled_alone(facts: Facts, uses: Sequence[Use]) -> set[int]:
         elif cause is Cause.END:
             is_over = True
         elif cause is Cause.BACKWARD and is_over:
-            if facts.settles_alone and facts.may_wait and there.issuperset(facts.order):
+            if facts.settles_alone and tells_ready(facts, uses) and there.issuperset(facts.order):
                 found.add(at)
             there.clear()
             is_over = False

@@ -195,16 +195,17 @@ class Runner:
         agree on which parameters have gradients, and edits are taken over. Collective."""
         if trains:
             self.journal.note(Cause.STEP_AFTER_CLIP if self._steps_next else Cause.STEP, optimizer)
-        self.recover()
-        self.catch_up()
-        if not self._steps_next and (self.rendezvous.serving.may_be_wanted or not self._settles_at_end):
-            # Before edits are taken over: a rank that diverges may still gather the old values.
-            self.rendezvous.meet()
-        self._steps_next = False
-        self.reductions.notices.begin_step()
-        self._lasting.end_all()
-        with self.phases.within(Phase.STEP):
-            yield
+        with self.journal.dropping_what_fails():
+            self.recover()
+            self.catch_up()
+            if not self._steps_next and (self.rendezvous.serving.may_be_wanted or not self._settles_at_end):
+                # Before edits are taken over: a rank that diverges may still gather the old values.
+                self.rendezvous.meet()
+            self._steps_next = False
+            self.reductions.notices.begin_step()
+            self._lasting.end_all()
+            with self.phases.within(Phase.STEP):
+                yield
 
     def change(self, optimizer: Optimizer, call: Callable[[], Any]) -> Any:
         """Returns `call()`, which changes parameters and state of `optimizer` between two steps. Collective."""
