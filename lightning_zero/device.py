@@ -206,8 +206,7 @@ def on_host(values: Tensor, limit: Limit | None = None) -> Tensor:
     """Returns the values on the host, which waits for them; a tensor of the host itself."""
     if is_host(values.device):
         return values
-    late = Late(values)
-    return late.read(limit)
+    return Late(values).read(limit)
 
 
 @final

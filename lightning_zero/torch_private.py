@@ -379,6 +379,14 @@ def save_to(archive: Any, tree: Any, pickling: Any) -> None:
     torch.serialization._save(tree, archive, pickling, 2, False)
 
 
+def plan_of_all() -> Any:
+    """Returns what has `torch.distributed.checkpoint.load` read all of a checkpoint into its `original_state_dict`. The
+    public `dcp_to_torch_save` reads so, too, but local folders alone, and into a file. Without it only what is known of
+    a checkpoint beforehand could be imported. Private: `_EmptyStateDictLoadPlanner`."""
+    module = importlib.import_module("torch.distributed.checkpoint.default_planner")
+    return find(module, "_EmptyStateDictLoadPlanner")()
+
+
 def remote_reader(url: str) -> Any:
     """Returns what reads a checkpoint of `torch.distributed.checkpoint` in any file system of fsspec. Torch 2.15 makes
     it public, and warns of the private one. Without it checkpoints in an object store could not be imported. Private:

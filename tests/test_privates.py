@@ -37,7 +37,7 @@ TORCH = set(
     _TorchDispatchModeKey _c10d_functional _clear_sharding_prop_cache _get_dispatch_mode _python_dispatch
     _C _apply _autograd _backward_hooks _base _buffers _call_impl _cdata
     _coalescing_manager _compiled_call_impl _compiler_ctx _current_graph_task_id
-    _DisableFuncTorch _execution_engine _foreach_mul_ _forward_hooks _forward_pre_hooks
+    _DisableFuncTorch _EmptyStateDictLoadPlanner _execution_engine _foreach_mul_ _forward_hooks _forward_pre_hooks
     _fsspec_filesystem
     _functional_collectives _get_default_store _get_tracing_state
     _is_view _local_tensor _make_wrapper_subclass _metadata

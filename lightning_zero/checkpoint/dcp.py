@@ -7,22 +7,19 @@ only what you trust.
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from importlib import metadata
-from typing import Any, final
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner, TensorStorageMetadata
-from typing_extensions import override
 
 from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.load import StoredCheckpoint
 from lightning_zero.checkpoint.resume import KEY, PARAMETERS
 from lightning_zero.checkpoint.save import Saver
-from lightning_zero.device import HOST
-from lightning_zero.torch_private import remote_reader, remote_writer
+from lightning_zero.torch_private import plan_of_all, remote_reader, remote_writer
 from lightning_zero.wire.local import LocalComm
 
 META = "meta.pt"  # here Lightning's FSDP and ModelParallel strategies put what is neither model nor optimizer
@@ -48,9 +45,10 @@ def import_dcp(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> N
     tree: dict[str, Any] = {"epoch": 0, "global_step": 0, "pytorch-lightning_version": metadata.version("lightning")}
     with warnings.catch_warnings(), _failing_as(f"{source} cannot be read"):
         warnings.simplefilter("ignore")  # DCP warns that there is one process
-        reader, planner = dcp.FileSystemReader(folder.path) if folder.is_local else remote_reader(str(folder)), _All()
+        reader = dcp.FileSystemReader(folder.path) if folder.is_local else remote_reader(str(folder))
+        planner = plan_of_all()
         dcp.load({}, storage_reader=reader, planner=planner, no_dist=True)
-        found = planner.found
+        found = planner.original_state_dict
         if folder.fs.isfile(folder.file(META)):
             with folder.open(META) as stream:
                 tree |= torch.load(stream, map_location="cpu", weights_only=False)
@@ -67,37 +65,6 @@ def import_dcp(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> N
         tree[PARAMETERS] = names
         tree.setdefault("lr_schedulers", [])
     Saver(LocalComm().board).save(tree, os.fspath(out), {"step": tree["global_step"], "imported_from": str(source)})
-
-
-@final
-class _All(DefaultLoadPlanner):
-    """Loads all that a checkpoint has, without its model, into `found`. DCP itself fills what is there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[str, Any] = {}
-
-    @override
-    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
-        paths = metadata.planner_data or {}
-        for name, saved in metadata.state_dict_metadata.items():
-            is_tensor = isinstance(saved, TensorStorageMetadata)
-            value = torch.empty(saved.size, dtype=saved.properties.dtype, device=HOST) if is_tensor else saved
-            _put(state_dict, paths.get(name, (name,)), value)
-        self.found = state_dict
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-
-
-def _put(tree: Any, path: Sequence[Any], value: Any) -> None:
-    """Puts a value into nested dictionaries and lists, which are made on the way."""
-    for key, then in zip(path, [*path[1:], None], strict=True):
-        if isinstance(tree, list):
-            tree.extend([None] * (key + 1 - len(tree)))
-        if then is None:
-            tree[key] = value
-        elif (tree[key] if isinstance(tree, list) else tree.get(key)) is None:
-            tree[key] = [] if isinstance(then, int) else {}
-        tree = tree[key]
 
 
 def export_dcp(url: str | os.PathLike[str], out: str | os.PathLike[str]) -> list[str]:

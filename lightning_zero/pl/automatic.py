@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -16,23 +16,9 @@ OF_THE_TRAINER = ("accelerator", "parallel_devices", "cluster_environment", "che
 UNKNOWN = 2**62  # bytes, where the system does not say
 
 
-class Means(NamedTuple):
-    """What every rank has."""
-
-    ranks: int
-    device_bytes: int | None  # None: the system does not say
-    host_bytes: int | None  # beside the device; None: as many as it takes
-    host_is_apart: bool
-
-
-class Choice(NamedTuple):
-    """Arguments of `ZeroStrategy`, and a line that tells why these."""
-
-    arguments: Mapping[str, Any]
-    reason: str
-
-
-Chooser = Callable[["pl.Trainer", Mapping[str, Any], Means], Choice]
+# Plans for a Trainer, with the arguments that the user has written and those of `_least_of_all`. Returns arguments of
+# `ZeroStrategy`, and a line that tells why these.
+Chooser = Callable[..., tuple[Mapping[str, Any], str]]
 _choosers: list[Chooser] = []
 
 
@@ -52,17 +38,18 @@ def chosen(strategy: DDPStrategy, trainer: "pl.Trainer", written: Mapping[str, A
     fixed = beside_defaults(type(strategy), written)
     fixed = {name: value for name, value in fixed.items() if name not in ("stage", *OF_THE_TRAINER)}
     means = _least_of_all(strategy)
-    told: Choice | str = ""
+    told: tuple[Mapping[str, Any], str] | str = ""
     if strategy.global_rank == 0:
         try:
-            told = _choosers[0](trainer, fixed, means)
+            told = _choosers[0](trainer, fixed, **means)
         except Exception as error:  # the others wait for what this rank says
             told = f"{error} Or write stage=1, 2 or 3."
     told = DDPStrategy.broadcast(strategy, told)
     if isinstance(told, str):
         raise ValueError(f"stage='auto' cannot be chosen: {told}")
-    rank_zero_info(told.reason)
-    return {**written, **told.arguments}
+    arguments, reason = told
+    rank_zero_info(reason)
+    return {**written, **arguments}
 
 
 def beside_defaults(kind: type[DDPStrategy], written: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,17 +58,17 @@ def beside_defaults(kind: type[DDPStrategy], written: Mapping[str, Any]) -> dict
     return {name: value for name, value in written.items() if value != defaults[name]}
 
 
-def _least_of_all(strategy: DDPStrategy) -> Means:
-    """Returns what each rank has at least."""
+def _least_of_all(strategy: DDPStrategy) -> dict[str, Any]:
+    """Returns what each rank has at least; None for bytes of which the system does not say how many there are."""
     device = strategy.root_device
     host = available_host_bytes()
     host = UNKNOWN if host is None else host // max(1, strategy.num_processes)
     own = torch.tensor((host, UNKNOWN) if is_host(device) else (free_bytes(device), host), device=device)
     least = DDPStrategy.all_gather(strategy, own).view(-1, 2).amin(0).tolist()
     device_bytes, host_bytes = (None if nbytes == UNKNOWN else nbytes for nbytes in least)
-    return Means(
-        ranks=strategy.world_size,
-        device_bytes=device_bytes,
-        host_bytes=host_bytes,
-        host_is_apart=not is_host(device),
-    )
+    return {
+        "ranks": strategy.world_size,
+        "device_bytes": device_bytes,
+        "host_bytes": host_bytes,
+        "host_is_apart": not is_host(device),
+    }

@@ -8,7 +8,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_zero.pl.automatic import Choice, Means
 from lightning_zero.pl.ema import ZeroEMA
 from lightning_zero.pl.lightning_private import train_source
 from lightning_zero.pl.table import sized
@@ -22,13 +21,17 @@ PLENTY = 2**62  # bytes of a device of which nothing is known
 COMPUTED = 8  # times the bytes of parameters: what a step takes of the host, about, and as much again
 
 
-def choose(trainer: "pl.Trainer", fixed: Mapping[str, Any], means: Means) -> Choice:
-    """Plans for the module and the first batch of a Trainer whose fit begins.
+def choose(
+    trainer: "pl.Trainer", fixed: Mapping[str, Any], *, device_bytes: int | None, **means: Any
+) -> tuple[dict[str, Any], str]:
+    """Plans for the module and the first batch of a Trainer whose fit begins. Returns arguments of its strategy, and a
+    line that tells why these.
 
     Args:
         trainer: whose data and module are set up.
         fixed: arguments of the strategy that the user has written.
-        means: what each rank has.
+        device_bytes: that each device has; None: the system does not say.
+        means: what else each rank has, as `plan` takes it.
 
     Raises:
         ValueError: if nothing fits, or there is no batch to rehearse with.
@@ -48,13 +51,11 @@ def choose(trainer: "pl.Trainer", fixed: Mapping[str, Any], means: Means) -> Cho
         plan,
         trainer.lightning_module,
         batch_from(loaders),
-        ranks=means.ranks,
-        device_bytes=PLENTY if means.device_bytes is None else means.device_bytes,
-        host_bytes=means.host_bytes,
-        host_is_apart=means.host_is_apart,
+        device_bytes=PLENTY if device_bytes is None else device_bytes,
         fixed=fixed,
         thorough=False,
         divides=False,
+        **means,
         **setting,
     )
     try:
@@ -63,7 +64,7 @@ def choose(trainer: "pl.Trainer", fixed: Mapping[str, Any], means: Means) -> Cho
         if not _can_compute(trainer.lightning_module):
             raise ValueError(f"{error} This machine has too little memory for a step of the model.") from error
         found = find(on_cpu=True)
-    return Choice({**fixed, **found.best.strategy}, _told(found, means))
+    return {**fixed, **found.best.strategy}, _told(found, device_bytes)
 
 
 def _can_compute(module: "pl.LightningModule") -> bool:
@@ -72,11 +73,11 @@ def _can_compute(module: "pl.LightningModule") -> bool:
     return nbytes > 0 and (free is None or COMPUTED * nbytes < free)
 
 
-def _told(found: Plan, means: Means) -> str:
+def _told(found: Plan, device_bytes: int | None) -> str:
     best = found.best
     faster = len(found.faster(best))
     peak = sized(best.rehearsal.peak.nbytes)
-    room = "" if means.device_bytes is None else f" of the {sized(means.device_bytes)} that are free"
+    room = "" if device_bytes is None else f" of the {sized(device_bytes)} that are free"
     others = f"; {faster} faster {'one does' if faster == 1 else 'ones do'} not fit" if faster else ""
     return f'stage="auto" is {best}: {peak}{room} on each rank at most, and {MARGIN:.0%} left over{others}.'
 

@@ -30,14 +30,7 @@ STEPS = 3  # the first one makes the optimizer's state, and the second one learn
 LOUD = ("lightning.pytorch", "lightning.fabric", "lightning_zero")
 
 
-@final
-@dataclass(frozen=True)
-class Answers:
-    """What a model has asked for in a step that was computed; one serves any number of rehearsals."""
-
-    found: list[Any]
-
-
+Answers = list[Any]  # what a model has asked for in a step that was computed; they serve any number of rehearsals
 Module = pl.LightningModule | Callable[[], pl.LightningModule] | str
 
 
@@ -167,7 +160,7 @@ def rehearse(
         steps=steps,
         micro_batches=trainer.get("accumulate_grad_batches", 1),
         host_is_apart=host_is_apart,
-        answers=known.found if known else None,
+        answers=None if known is False else known,
     )
     imagined = _imagined(strategy, played)
     with quiet(), isolated(), played.tracking():
@@ -222,7 +215,7 @@ def answers_of(module: Module, batch: Any, **trainer: Any) -> Answers:
     one_batch = {name: value for name, value in trainer.items() if name != "accumulate_grad_batches"}
     with quiet(), isolated(), played.tracking():
         train(module, batch, computing, 1, **one_batch)
-    return Answers(played.hollow.answers)
+    return played.hollow.answers
 
 
 def _imagined(strategy: ZeroStrategy | Mapping[str, Any] | int, played: Rank) -> ImaginedStrategy:
