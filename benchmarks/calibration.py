@@ -13,6 +13,7 @@ import socket
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +29,7 @@ from torch.nn import functional as F
 from benchmark_models import SIZES, Size, model_of
 from lightning_zero import ZeroStrategy, rehearse
 from lightning_zero.rehearsal.calibration import calibrate
+from lightning_zero.rehearsal.cost import Rates
 from lightning_zero.rehearsal.rehearsal import quiet, train
 
 CALIBRATED = 2  # ranks
@@ -88,6 +90,12 @@ def one_rank(rank: int, size: Size, ranks: int, strategy: dict[str, Any], steps:
         path.write_text(json.dumps([after - before for before, after in pairwise(times[WARM_UP - 1 :])]))
 
 
+def among(rates: Rates, more: float) -> Rates:
+    """Returns the rates of one of so many times as many ranks on the same machine."""
+    slower = {name: getattr(rates, name) / more for name in ("flops", "memory", "link", "host")}
+    return replace(rates, **slower, latency=rates.latency * more)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="large")
@@ -99,7 +107,7 @@ def main() -> None:
     print(rates)
     print(f"{'ranks':>5}  {'modelled':>9}  {'measured':>9}  {'off by':>7}  strategy")
     for ranks, strategy in LINES[: options.lines]:
-        shared = rates.among(max(1.0, ranks / max(CALIBRATED, os.cpu_count() or 1)))
+        shared = among(rates, max(1.0, ranks / max(CALIBRATED, os.cpu_count() or 1)))
         told = rehearse(
             partial(Module, size), partial(batch_of, size), strategy, ranks=ranks, host_is_apart=False, rates=shared
         )

@@ -1,4 +1,4 @@
-"""Accelerators: streams, copies, pinned memory, statistics, random numbers. No other module names a kind of device.
+"""Accelerators: streams, copies, pinned memory, statistics. No other module names a kind of device.
 
 All of it comes from `torch.get_device_module`, so that CUDA, ROCm, XPU and devices of other vendors are used alike; a
 device without streams, or without pinned memory, works without them. The package is tested on CPUs, on NVIDIA's GPUs
@@ -302,10 +302,10 @@ def _forget_error() -> None:
 
 
 def _runtime() -> Any:
-    """Returns CUDA's runtime, or ROCm's; None where there is none, or no memory that a fork leaves out."""
+    """Returns CUDA's runtime, or ROCm's; None where there is none."""
     accelerator = torch.accelerator.current_accelerator()
     found = None if accelerator is None else getattr(module_of(accelerator), "cudart", None)
-    return None if found is None or not hasattr(mmap, "MADV_DONTFORK") else found()
+    return None if found is None else found()
 
 
 # -- values of a parameter on another device
@@ -353,14 +353,3 @@ def total_bytes(device: torch.device) -> int:
 def free_bytes(device: torch.device) -> int:
     """Returns the bytes of a device that are free."""
     return int(module_of(device).mem_get_info(device)[0])
-
-
-# -- random numbers
-
-
-def random_state(device: torch.device) -> Tensor:
-    return module_of(device).get_rng_state(device)
-
-
-def set_random_state(state: Tensor, device: torch.device) -> None:
-    module_of(device).set_rng_state(state, device)

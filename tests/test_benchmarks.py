@@ -21,6 +21,7 @@ from torch.multiprocessing.spawn import start_processes
 import ranks  # noqa: F401  whose server has imported everything
 import warm
 from lightning_zero.rehearsal import calibration
+from lightning_zero.rehearsal.cost import Rates
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -238,6 +239,13 @@ def run_offload_model(options: str, folder: Path) -> Any:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((folder / "found.json").read_text())["found"]
+
+
+def test_so_many_ranks_more_are_so_much_slower_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    rates = Rates(flops=8.0, memory=4.0, link=2.0, latency=0.5, host=6.0)
+    slower = Rates(flops=4.0, memory=2.0, link=1.0, latency=1.0, host=3.0)
+    assert importlib.import_module("calibration").among(rates, 2) == slower
 
 
 def test_calibration_sets_what_is_modelled_beside_what_is_measured(

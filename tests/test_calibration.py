@@ -35,11 +35,6 @@ def test_one_rank_alone_cannot_calibrate() -> None:
         calibrate(rehearsal_jobs.Model, rehearsal_jobs.batch_of, ranks=1)
 
 
-def test_so_many_ranks_more_are_so_much_slower_each() -> None:
-    rates = Rates(flops=8.0, memory=4.0, link=2.0, latency=0.5, host=6.0)
-    assert rates.among(2) == Rates(flops=4.0, memory=2.0, link=1.0, latency=1.0, host=3.0)
-
-
 def test_the_command_line_takes_rates_and_refuses_unknown_ones(capsys: pytest.CaptureFixture[str]) -> None:
     def seconds_with(*arguments: str) -> float:
         assert cli.main(["rehearse", *MODEL, *arguments]) == 0

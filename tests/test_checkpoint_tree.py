@@ -8,7 +8,6 @@ import json
 import math
 import pathlib
 import pickle
-import sys
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from datetime import timedelta
@@ -332,17 +331,6 @@ def test_a_class_that_is_not_in_the_short_list_is_refused_and_not_imported(
     monkeypatch.setattr(importlib, "import_module", None)
     with pytest.raises(ValueError, match=f"may not name the class '{name}'"):
         decode({"$": kind, "name": name, "class": name, "of": {"a": 1}})
-
-
-def test_configurations_are_plain_containers_where_their_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoded = Encoder().encode(
-        {"config": OmegaConf.create({"a": [1]}), "list": OmegaConf.create([1]), "type": DictConfig}
-    )
-    for module in ("omegaconf", "omegaconf.dictconfig", "omegaconf.listconfig"):
-        monkeypatch.setitem(sys.modules, module, None)
-    found = decode(encoded)
-    assert found == {"config": {"a": [1]}, "list": [1], "type": dict}
-    assert [type(value) for value in found.values()] == [dict, list, type]
 
 
 def test_nothing_is_unpickled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,7 @@ from torch.amp import GradScaler
 
 import jobs
 from lightning_zero import ZeroStrategy
-from lightning_zero.pl.loss_scaling import SkippedSteps
-from lightning_zero.pl.precision import adapt
+from lightning_zero.pl.precision import SkippedSteps, adapt
 from lightning_zero.shards.norm import Overflow
 from ranks import RankPool
 

@@ -6,11 +6,11 @@ Object stores have no rename: files are written to their final place, and the st
 """
 
 import contextlib
+import fcntl
 import io
 import os
 import posixpath
 import shutil
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,9 +32,6 @@ from lightning_zero.checkpoint.folder import (
 )
 
 _ABSENT = ". Rank 0 made its folder: save to a file system that all machines share"
-
-if sys.platform != "win32":  # there, two jobs that save to one path are not told apart
-    import fcntl
 
 
 @final
@@ -212,8 +209,6 @@ class LocalDraft(Draft):
                     return unless_held.pop_all()
 
     def _holds(self, lock: IO[Any]) -> bool:
-        if sys.platform == "win32":
-            return True
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -148,7 +148,6 @@ class CheckpointKeeper:
             self._resumed.verify_rest(self._comm.rank, self._comm.size)
 
     def close_resumed(self) -> None:
-        """Closes the resumed checkpoint."""
         if self._resumed is not None:
             self._resumed.close()
             self._resumed = None

@@ -7,7 +7,7 @@ from typing import Any
 import numpy
 import torch
 
-from lightning_zero.device import HOST, is_host, random_state, set_random_state
+from lightning_zero.device import HOST, is_host, module_of
 from lightning_zero.wire.comm import Comm
 
 
@@ -23,7 +23,7 @@ def capture(device: torch.device) -> dict[str, Any]:
         "torch": torch.get_rng_state(),
     }
     if not is_host(device):
-        state[device.type] = random_state(device)
+        state[device.type] = module_of(device).get_rng_state(device)
     return state
 
 
@@ -34,7 +34,7 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
     numpy.random.set_state(("MT19937", state["numpy"].numpy().astype("uint32"), *state["numpy_rest"]))
     torch.set_rng_state(state["torch"])
     if not is_host(device) and device.type in state:
-        set_random_state(state[device.type], device)
+        module_of(device).set_rng_state(state[device.type], device)
 
 
 def share(comm: Comm, device: torch.device) -> None:

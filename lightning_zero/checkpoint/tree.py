@@ -18,6 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from pkgutil import resolve_name
 from typing import Any, NamedTuple, final
 
 import numpy
@@ -67,14 +68,10 @@ def _device(name: Any) -> torch.device:
 
 
 def _class(name: str) -> Any:
-    """Returns one of `_CLASSES`, or a plain container where its package is not installed."""
+    """Returns one of `_CLASSES`."""
     if name not in _CLASSES:
         raise ValueError(f"a checkpoint may not name the class {name!r}")
-    module, _, attribute = name.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except ImportError:
-        return list if attribute == "ListConfig" else dict
+    return resolve_name(name)
 
 
 def _class_of_tensors(name: str) -> Any:

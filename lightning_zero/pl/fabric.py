@@ -18,7 +18,9 @@ from lightning.fabric.plugins import BitsandbytesPrecision, Precision
 from lightning.fabric.plugins import TransformerEnginePrecision as TransformerEngine
 from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.fabric.wrappers import is_wrapped
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -26,9 +28,8 @@ from typing_extensions import override
 from lightning_zero.checkpoint import resume
 from lightning_zero.pl.advice import advise, advise_on_uncaught, tell_once
 from lightning_zero.pl.lightning_private import states_in
-from lightning_zero.pl.loss_scaling import LossScaling
-from lightning_zero.pl.precision import ShardedGradients
-from lightning_zero.pl.sharded_module import ModulesSetUp, ShardedModule, SyncControl
+from lightning_zero.pl.precision import ShardedGradients, SkippedSteps
+from lightning_zero.pl.sharded_module import ShardedModule, SyncControl
 from lightning_zero.pl.sharded_strategy import ShardedStrategy, after_meeting
 from lightning_zero.pl.single_file import is_plugin
 from lightning_zero.pl.strategy import ZeroStrategy
@@ -37,7 +38,9 @@ from lightning_zero.run.forecast import bytes_to_save
 from lightning_zero.run.modes import NAMES as MODES
 from lightning_zero.run.replicated import broadcast_states
 from lightning_zero.shards.managed import foreign_parameters
+from lightning_zero.shards.norm import Overflow
 from lightning_zero.stage import STAGES
+from lightning_zero.torch_private import scaling_of
 from lightning_zero.wire.comm import failing_together
 from lightning_zero.wire.mesh import Mesh
 
@@ -86,9 +89,11 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         if is_plugin(of.checkpoint_io):
             self.checkpoint_io = of.checkpoint_io
         self._backward_sync_control = cast(Any, SyncControl())  # where Fabric looks for it
-        self._set_up = ModulesSetUp()
+        self._modules: list[ShardedModule] = []  # set up, as the optimizers are; users may name either first
+        self._optimizers: list[Optimizer] = []
         self._steps = 0  # of all optimizers
-        self._scaling = LossScaling(of._settings.max_skipped_steps)
+        self._skipped = SkippedSteps(of._settings.max_skipped_steps)
+        self._overflows: dict[Optimizer, Overflow] = {}  # of gradients that are unscaled, and not stepped yet
         advise_on_uncaught(self)
 
     # -- ranks
@@ -146,8 +151,8 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         return self._wrap(module)
 
     def _wrap(self, module: Module) -> ShardedModule:
-        self._set_up.modules.append(ShardedModule(module, self._make_engine))
-        return self._set_up.modules[-1]
+        self._modules.append(ShardedModule(module, self._make_engine))
+        return self._modules[-1]
 
     @override
     def setup_module_and_optimizers(
@@ -172,10 +177,10 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
                 f"{type(optimizer).__name__} moves weights in train() and eval(), which Fabric calls on a copy of it "
                 "that knows nothing of shards. Use a Trainer, or stage=0."
             )
-        for sharded in self._set_up.modules:
+        for sharded in self._modules:
             if sharded.made is not None and sharded.is_stepped_by(optimizer):
                 self._discard_engine(sharded)
-        self._set_up.optimizers.append(optimizer)
+        self._optimizers.append(optimizer)
         return optimizer
 
     def _discard_engine(self, sharded: ShardedModule) -> None:
@@ -195,7 +200,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         sharded.made = None
 
     def _make_engine(self, sharded: ShardedModule) -> Engine:
-        optimizers = self._set_up.optimizers_of(sharded)
+        optimizers = self._optimizers_of(sharded)
         engine = self._new_engine(sharded.module, optimizers, self.precision, "fabric.init_module()")
         if optimizers:
             sharded.bytes_to_save = bytes_to_save(sharded.module, optimizers)
@@ -210,7 +215,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
     @property
     def skipped_steps(self) -> int:
         """Number of optimizer steps that were skipped because a gradient overflowed in fp16."""
-        return self._scaling.skipped.total
+        return self._skipped.total
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
@@ -223,12 +228,15 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         with self._stepped_in[optimizer].calling_step():
             output = super().optimizer_step(optimizer, **kwargs)
         self._steps += 1
-        self._scaling.note_step(self._steps, optimizer, self._scaler)
+        self._skipped.note(self._steps, self._overflows.pop(optimizer, None), self._scaler)
         return output
 
     def _unscale(self, optimizer: Optimizer) -> None:
-        if self._scaler is not None:
-            self._scaling.unscale(self._scaler, optimizer, self._stepped_in[optimizer].averages)
+        """Unscales gradients in fp16, once between two steps: when they are clipped, or else in the step. The scaler
+        itself finds nothing left to unscale. Collective."""
+        if self._scaler is not None and scaling_of(self._scaler, optimizer)["stage"] is OptState.READY:
+            averages = self._stepped_in[optimizer].averages
+            self._overflows[optimizer] = averages.unscale_(self._scaler, optimizer)
 
     @override
     def clip_gradients_norm(
@@ -261,17 +269,29 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
 
     @override
     def _engine_of(self, what: Module | Parameter | None) -> Engine:
-        return self._set_up.engine_of(what)
+        wanted: Any = what.module if isinstance(what, Module) and is_wrapped(what) else what
+        found = [sharded for sharded in self._modules if what is None or sharded.has(wanted)]
+        if len(found) != 1:
+            told = f"{len(found)} of the modules that were set up have it" if what is not None else "say which"
+            raise ValueError(f"{len(self._modules)} modules were set up with Fabric; {told}. Pass one of them.")
+        return found[0].engine
 
     @property
     @override
     def _engines(self) -> list[Engine]:
-        return self._set_up.engines
+        return [sharded.made for sharded in self._modules if sharded.made is not None]
 
     @property
     @override
     def _stepped_in(self) -> dict[Optimizer, Engine]:
-        return self._set_up.stepped_in
+        """A module without optimizers may get some later: no engine is made for it here."""
+        return {one: sharded.engine for sharded in self._modules for one in self._optimizers_of(sharded)}
+
+    def _optimizers_of(self, sharded: ShardedModule) -> list[Optimizer]:
+        """Returns the optimizers that step a module."""
+        if sharded.made is not None:
+            return sharded.made.optimizers
+        return [optimizer for optimizer in self._optimizers if sharded.is_stepped_by(optimizer)]
 
     # -- checkpoints
 
@@ -303,7 +323,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
 
     @override
     def _bytes_to_save(self) -> int:
-        return sum(sharded.bytes_to_save or bytes_to_save(sharded.module, []) for sharded in self._set_up.modules)
+        return sum(sharded.bytes_to_save or bytes_to_save(sharded.module, []) for sharded in self._modules)
 
     def _state_to_save(self, key: str, value: Any) -> Any:
         """Returns the state of a module or optimizer that was set up, and any other value as it is."""
@@ -373,9 +393,8 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
 
     def advise_on(self, error: BaseException) -> None:
         """Says, if memory has run out, what has grown, and which options free most; of each error once."""
-        modules = self._set_up.modules
         where = f"on rank {self.global_rank}, in step {self._steps}"
-        tell_once(error, lambda: advise(self, error, where, modules[0].module if modules else None))
+        tell_once(error, lambda: advise(self, error, where, self._modules[0].module if self._modules else None))
 
     @override
     def teardown(self) -> None:
@@ -383,9 +402,9 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         for engine in self._engines:
             if self._copies_that_fit(engine):
                 engine.close()
-        for optimizer in self._set_up.optimizers:
+        for optimizer in self._optimizers:
             vars(optimizer).pop("load_state_dict", None)
-        self._set_up = ModulesSetUp()
+        self._modules, self._optimizers = [], []
         super().teardown()
 
     def __repr__(self) -> str:

@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import lightning.pytorch as pl
 import torch
@@ -20,11 +20,44 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_zero.device import HOST, Late
-from lightning_zero.pl.loss_scaling import SkippedSteps
 from lightning_zero.run.engine import Engine
 from lightning_zero.shards.norm import Overflow
+from lightning_zero.wording import few_of
 
 KNOWN = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
+
+
+@final
+class SkippedSteps:
+    """Counts optimizer steps that were skipped because a gradient overflowed in fp16, and ends a run that skips more
+    than `most` in a row."""
+
+    def __init__(self, most: int = 20) -> None:
+        self.total = 0  # since training began, in whatever run
+        self._most = most
+        self._in_a_row: list[str] = []  # up to now, each in words
+
+    def note(self, step: int, overflow: Overflow | None, scaler: Any, loss: float | None = None) -> None:
+        """Takes note of a step, which was skipped if a gradient overflowed on any rank. Warns if it was.
+
+        Raises:
+            RuntimeError: for more than `most` skipped steps in a row.
+        """
+        if overflow is None or not overflow.ranks:
+            self._in_a_row.clear()
+            return
+        names, scale = overflow.parameters, scaler.get_scale()
+        seen = "" if loss is None else f"loss {loss}, "
+        self._in_a_row.append(f"step {step}: {seen}non-finite gradients on ranks {overflow.ranks} in {few_of(names)}")
+        self.total += 1
+        rank_zero_warn(f"Skipped an optimizer step, {self._in_a_row[-1]}. The loss scale is {scale:g}.")
+        if len(self._in_a_row) > self._most:
+            told = "\n  ".join(self._in_a_row)
+            raise RuntimeError(
+                f"{len(self._in_a_row)} optimizer steps in a row overflowed in fp16 (max_skipped_steps={self._most}):\n"
+                f"  {told}\nThe loss scale is {scale:g}. Look at the parameters named above, lower the learning rate, "
+                "or use precision='bf16-mixed'."
+            )
 
 
 def adapt(plugin: Precision) -> Precision:
@@ -86,7 +119,6 @@ class ShardedGradients(Precision):
         return next(base for base in kinds if not issubclass(base, ShardedGradients))
 
     def begin_run(self, engine: Engine, max_skipped_steps: int) -> None:
-        """Begins a run."""
         self.engine, self.skipped = engine, SkippedSteps(max_skipped_steps)
         self.skipped_last, self.grad_norm, self._late_norms = False, None, []
 
@@ -171,13 +203,10 @@ class ShardedGradients(Precision):
         self._after_closure(model, optimizer)
         step_output = self.scaler.step(optimizer, **kwargs)
         self.scaler.update()
-        self._note_overflow(model.trainer, overflow, loss)
-        return step_output
-
-    def _note_overflow(self, trainer: "pl.Trainer", overflow: Overflow, loss: Any) -> None:
         self.skipped_last = bool(overflow.ranks)
         value = float(loss) if self.skipped_last and isinstance(loss, Tensor) else None
-        self.skipped.note(trainer.global_step, overflow, self.scaler, value)
+        self.skipped.note(model.trainer.global_step, overflow, self.scaler, value)
+        return step_output
 
     def scaling(self) -> dict[str, Tensor]:
         """Returns the number of skipped steps and the loss scale under a scaler, otherwise nothing."""

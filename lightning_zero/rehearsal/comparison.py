@@ -102,15 +102,8 @@ def in_order(categories: Iterable[str]) -> list[str]:
 def compare(
     module: Module, batch: Any, strategy: ZeroStrategy | Mapping[str, Any] | int, chosen: Rehearsal, **setting: Any
 ) -> Comparison:
-    """Rehearses the stages, and the chosen strategy on other numbers of ranks.
-
-    Args:
-        module: as `rehearse` takes it.
-        batch: as `rehearse` takes it.
-        strategy: the one that `chosen` was rehearsed with.
-        chosen: what was rehearsed before; if it is a plain stage, that is not rehearsed again.
-        setting: what `rehearse` was given besides.
-    """
+    """Rehearses the stages, and the chosen strategy on other numbers of ranks. `chosen` is what `rehearse` has returned
+    for the other arguments; if it is a plain stage, that is not rehearsed again."""
     stages = {}
     for stage in range(4):
         plain = {"stage": stage, **_of_the_model(strategy)}

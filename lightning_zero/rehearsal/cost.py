@@ -11,7 +11,7 @@ What it leaves out: the time that Python takes, kernels that are slow for their 
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple, final
 
@@ -63,12 +63,6 @@ class Rates:
         for name, value in vars(self).items():
             if not value > 0 and name not in ("latency", "shares"):
                 raise ValueError(f"Rates({name}={value!r}) is to be more than 0.")
-
-    def among(self, more: float) -> "Rates":
-        """Returns the rates of one of so many times as many ranks on the same machine."""
-        flops, memory, link, host = (rate / more for rate in (self.flops, self.memory, self.link, self.host))
-        latency = self.latency * more
-        return replace(self, flops=flops, memory=memory, link=link, latency=latency, host=host)
 
 
 class Lane(StrEnum):

@@ -1,16 +1,9 @@
 """Tensors that are made of other tensors: quantized state is codes, scales and a table in one tensor."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-
-
-class Composed(NamedTuple):
-    """The parts of a composed tensor, and the context from which its class makes a tensor of them."""
-
-    parts: dict[str, Tensor]
-    context: Any
 
 
 def is_made_of_others(value: Any) -> bool:
@@ -24,14 +17,15 @@ def is_composed(value: Any) -> bool:
     return is_made_of_others(value) and not isinstance(value, DTensor)
 
 
-def taken_apart(tensor: Any) -> Composed:
-    """Returns the tensors that a composed one is made of."""
+def taken_apart(tensor: Any) -> tuple[dict[str, Tensor], Any]:
+    """Returns the parts of a composed tensor, and the context from which its class makes a tensor of them."""
     names, context = tensor.__tensor_flatten__()
-    return Composed({name: getattr(tensor, name) for name in names}, context)
+    return {name: getattr(tensor, name) for name in names}, context
 
 
 def plain_parts(tensor: Tensor) -> list[Tensor]:
     """Returns the plain tensors that a tensor is made of, through all levels; a plain tensor itself."""
     if not is_composed(tensor):
         return [tensor]
-    return [part for inner in taken_apart(tensor).parts.values() for part in plain_parts(inner)]
+    parts, _ = taken_apart(tensor)
+    return [part for inner in parts.values() for part in plain_parts(inner)]
