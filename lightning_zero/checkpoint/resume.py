@@ -102,11 +102,8 @@ def load_state_dict(module: Module, state: Mapping[str, Any], *, strict: bool) -
     reshaped = [] if strict else [name for name in state if _shape(own.get(name)) not in (None, _shape(state[name]))]
     for name in reshaped:
         del state[name]
-    filling = module.register_load_state_dict_post_hook(lambda loaded, _: _fill_assigned(loaded))
-    try:
+    with module.register_load_state_dict_post_hook(lambda loaded, _: _fill_assigned(loaded)):
         left = module.load_state_dict(state, strict=strict)
-    finally:
-        filling.remove()
     if not isinstance(left, _Left):  # overridden, or mocked: Lightning asks for no return value
         return Incompatible([], [], reshaped)
     missing = [name for name in left.missing_keys if name not in reshaped]

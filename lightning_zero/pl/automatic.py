@@ -59,16 +59,11 @@ def beside_defaults(kind: type[DDPStrategy], written: Mapping[str, Any]) -> dict
 
 
 def _least_of_all(strategy: DDPStrategy) -> dict[str, Any]:
-    """Returns what each rank has at least; None for bytes of which the system does not say how many there are."""
+    """Returns what each rank has at least."""
     device = strategy.root_device
     host = available_host_bytes()
     host = UNKNOWN if host is None else host // max(1, strategy.num_processes)
     own = torch.tensor((host, UNKNOWN) if is_host(device) else (free_bytes(device), host), device=device)
     least = DDPStrategy.all_gather(strategy, own).view(-1, 2).amin(0).tolist()
-    device_bytes, host_bytes = (None if nbytes == UNKNOWN else nbytes for nbytes in least)
-    return {
-        "ranks": strategy.world_size,
-        "device_bytes": device_bytes,
-        "host_bytes": host_bytes,
-        "host_is_apart": not is_host(device),
-    }
+    bytes_of = dict(zip(("device_bytes", "host_bytes"), least, strict=True))
+    return {"ranks": strategy.world_size, **bytes_of, "host_is_apart": not is_host(device)}

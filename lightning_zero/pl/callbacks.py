@@ -28,21 +28,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_zero.checkpoint import Folder
+from lightning_zero.pl import lightning_private as private
 from lightning_zero.pl.checkpointing import CheckpointingStrategy
-from lightning_zero.pl.lightning_private import (
-    accumulates,
-    depth_of,
-    handlers_before,
-    note_sigterm,
-    results_of,
-    save_and_requeue,
-)
 from lightning_zero.pl.monitor import MemoryAdvice, ZeroMonitor
 from lightning_zero.run.notices import Notice
 from lightning_zero.wire.comm import RankTimeoutError
 
 PREEMPTED = "preempted.ckpt"
-SIGNALS = tuple(vars(signal)[name] for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))  # Windows has one
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 LOOK_AGAIN = 1.0  # s between looks at the flag in the store, in an evaluation
 
 
@@ -57,7 +50,7 @@ class OwnCallbacks(pl.Callback):
         # Whether the console gets a table at the start of fit and a summary at its end. Trainer(enable_model_summary=)
         # leaves a callback, or none, and a depth of 0 turns that one off.
         summaries = [callback for callback in self._of_user if isinstance(callback, ModelSummary)]
-        self.summarises = is_monitored or any(depth_of(callback) for callback in summaries)
+        self.summarises = is_monitored or any(private.depth_of(callback) for callback in summaries)
         self._told: list[pl.Callback] = [self]  # those called before the user's
         if not is_monitored:  # logging is opt-in
             self._told.append(ZeroMonitor(log=False) if self.summarises else MemoryAdvice())
@@ -110,7 +103,7 @@ class OwnCallbacks(pl.Callback):
             RuntimeError: on every rank, when one has logged nothing, and would not take part.
         """
         self.preemption.meet(trainer)
-        results = results_of(trainer)
+        results = private.results_of(trainer)
         logged = [] if results is None else results.result_metrics
         # Lightning does not say whether a metric of torchmetrics is synchronised: mostly it is.
         waits = any(metric.meta.on_epoch and (metric.meta.sync.should or not metric.is_tensor) for metric in logged)
@@ -136,7 +129,7 @@ class Preemption(pl.Callback):
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Replaces Lightning's signal handlers. When the run ends, Lightning restores those from before its own."""
-        theirs_of = handlers_before(trainer)
+        theirs_of = private.handlers_before(trainer)
         # The tuner tries batches before Lightning has put its handlers in: nobody would take these out again.
         if threading.current_thread() is not threading.main_thread() or not theirs_of:
             return
@@ -157,7 +150,7 @@ class Preemption(pl.Callback):
             theirs(number, frame)
 
     def on_train_batch_end(self, trainer: "pl.Trainer", *_: Any) -> None:
-        notices, is_open = self._strategy._notices, accumulates(trainer)
+        notices, is_open = self._strategy._notices, private.accumulates(trainer)
         if not (is_open or notices.are_current):  # a batch without a step, in manual optimization
             self._strategy._meet()
         notices.note_outside_batches()
@@ -184,7 +177,7 @@ class Preemption(pl.Callback):
     def tell(self, trainer: "pl.Trainer") -> None:
         """Ends a run: sets `received_sigterm`, which users may read, also if the signal came too late to stop."""
         if self._strategy.engine is not None and Notice.STOP in self._strategy._notices.here:
-            note_sigterm(trainer)
+            private.note_sigterm(trainer)
 
     def meet(self, trainer: "pl.Trainer") -> None:
         """Meets all other ranks. Then they all stop, if one of them was told to. Collective.
@@ -220,7 +213,7 @@ class Preemption(pl.Callback):
         self._stops = True  # saving meets again, and must not stop again
         if trainer.is_global_zero:
             self._strategy.board.lower_flag(self._flag)  # all ranks are here: none looks at it any more
-        note_sigterm(trainer)
+        private.note_sigterm(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._save(trainer, requeues=Notice.REQUEUE in noticed)
         raise SIGTERMException
@@ -228,7 +221,7 @@ class Preemption(pl.Callback):
     @staticmethod
     def _save(trainer: "pl.Trainer", *, requeues: bool) -> None:
         if requeues:
-            save_and_requeue(trainer)
+            private.save_and_requeue(trainer)
             return
         is_trial: bool = trainer.fast_dev_run  # type: ignore[attr-defined]
         if is_trial or not trainer.checkpoint_callbacks:

@@ -138,7 +138,8 @@ class ZeroMonitor(pl.Callback):
             f"zero/bytes/{re.sub(r'[()]', '', category).replace(' ', '_')}": nbytes
             for category, nbytes in bytes_at_rest(trainer, module).items()
         }
-        metrics["zero/peak_bytes"] = _peak_bytes(trainer)
+        device = trainer.strategy.root_device
+        metrics["zero/peak_bytes"] = peak_resident_bytes() if is_host(device) else allocated_bytes(device)
         if latest := self._clock.latest:
             metrics["zero/step_seconds"] = latest[-1]
         norm = getattr(trainer.precision_plugin, "grad_norm", None)
@@ -172,7 +173,7 @@ class ZeroMonitor(pl.Callback):
 
     def costs(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> dict[str, Any]:
         """Returns what a run has cost on this rank, in bytes and seconds; None for what was not measured."""
-        per_step, latest = trainer.accumulate_grad_batches, self._clock.latest
+        per_step, latest, device = trainer.accumulate_grad_batches, self._clock.latest, trainer.strategy.root_device
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
         counts = isinstance(trainer.strategy, CheckpointingStrategy) and self._batches > 0
         return {
@@ -186,7 +187,7 @@ class ZeroMonitor(pl.Callback):
             "wait_seconds_per_step": self._waited * per_step / self._batches if counts else None,
             "memory_bytes": {str(category): nbytes for category, nbytes in bytes_at_rest(trainer, module).items()},
             "peak_resident_bytes": peak_resident_bytes(),
-            "peak_device_bytes": _peak_bytes(trainer) if _is_on_device(trainer) else None,
+            "peak_device_bytes": None if is_host(device) else allocated_bytes(device),
             "wire_bytes_per_step": self._sent * per_step // self._batches if counts else _formula(trainer, module),
         }
 
@@ -230,14 +231,6 @@ def bytes_at_rest(trainer: "pl.Trainer", module: "pl.LightningModule") -> dict[s
 def _averages(trainer: "pl.Trainer") -> int:
     """Returns the number of running averages of the model that callbacks keep."""
     return sum(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-
-
-def _is_on_device(trainer: "pl.Trainer") -> bool:
-    return not is_host(trainer.strategy.root_device)
-
-
-def _peak_bytes(trainer: "pl.Trainer") -> int:
-    return allocated_bytes(trainer.strategy.root_device) if _is_on_device(trainer) else peak_resident_bytes()
 
 
 def _communicated(trainer: "pl.Trainer") -> tuple[int, float]:

@@ -1,4 +1,4 @@
-"""What the strategies need to know of ranks and machines: start method, mesh, host memory, common failures."""
+"""What the strategies need to know of ranks and machines: store, start method, common failures."""
 
 import itertools
 import os
@@ -9,13 +9,10 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.distributed import is_initialized
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
 
-from lightning_zero.run.engine import Engine, Options
+from lightning_zero.run.engine import Engine
 from lightning_zero.wire.board import AgreementError, Board
-from lightning_zero.wire.mesh import shape_of, torch_mesh
 
 _GRACE = timedelta(seconds=3)  # how long a rank that failed waits for the others
 
@@ -44,13 +41,6 @@ def unshare(module: Module, start_method: str) -> None:
     for tensor in itertools.chain(module.parameters(), module.buffers()) if start_method == "forkserver" else ():
         if type(tensor) in (Tensor, Parameter) and tensor.device.type == "cpu" and tensor.is_shared():
             tensor.data = tensor.data.clone()
-
-
-def mesh_of(options: Options, world: int, device: torch.device) -> DeviceMesh:
-    """Returns `ZeroStrategy.device_mesh`."""
-    if not is_initialized():
-        raise RuntimeError("There is no mesh yet: use it in configure_model, or later; with Fabric after launch().")
-    return torch_mesh(device.type, shape_of(world, options.replicate_size, options.tensor_parallel_size))
 
 
 def failed_alike(engine: Engine, board: Board, run: int) -> bool:

@@ -25,13 +25,7 @@ from lightning_zero.pl.advice import bytes_beside
 from lightning_zero.pl.lightning_private import move_states
 from lightning_zero.pl.ranks import warn_of_shared_store
 from lightning_zero.pl.settings import Settings
-from lightning_zero.pl.single_file import (
-    CheckpointFormat,
-    is_plugin,
-    is_read_by_plugin,
-    read_single_file,
-    refuse_place,
-)
+from lightning_zero.pl.single_file import CheckpointFormat, is_plugin, is_read_by_plugin, read_single_file, refuse_place
 from lightning_zero.pl.table import MemoryReport, table_of, told_of_whole
 from lightning_zero.run.construction import Construction, constructing
 from lightning_zero.run.engine import Engine
@@ -97,7 +91,8 @@ class ShardedStrategy:
         return self._format.policy
 
     def _engine_of(self, what: Module | Parameter | None) -> Engine:
-        """Returns the engine of the model that `what` is part of; for None the only engine."""
+        """Returns the engine of the model that `what` is part of; for None the only engine. Raises ValueError when it
+        is part of none, or of several."""
         raise NotImplementedError
 
     @property

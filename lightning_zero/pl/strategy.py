@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch.distributed import is_initialized
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
@@ -27,13 +28,13 @@ from lightning_zero.pl.checkpointing import trainer_of
 from lightning_zero.pl.elsewhere import answers
 from lightning_zero.pl.engine_strategy import EngineStrategy
 from lightning_zero.pl.lightning_private import show_mesh
-from lightning_zero.pl.ranks import mesh_of, start_method_here, unshare
+from lightning_zero.pl.ranks import start_method_here, unshare
 from lightning_zero.pl.settings import UNTIL_CHOSEN, Settings
 from lightning_zero.pl.sharded_strategy import after_meeting
 from lightning_zero.pl.single_file import CheckpointFormat
 from lightning_zero.run.engine import Options
 from lightning_zero.stage import STAGES
-from lightning_zero.wire.mesh import shape_of
+from lightning_zero.wire.mesh import shape_of, torch_mesh
 
 
 def _in_forward(theirs: Callable[..., Any]) -> Any:
@@ -333,7 +334,11 @@ class ZeroStrategy(EngineStrategy):
         Raises:
             RuntimeError: before Lightning has connected the processes, which it does at the start of fit.
         """
-        return mesh_of(self._settings.options, self.world_size, self.root_device)
+        if not is_initialized():
+            raise RuntimeError("There is no mesh yet: use it in configure_model, or later; with Fabric after launch().")
+        options = self._settings.options
+        shape = shape_of(self.world_size, options.replicate_size, options.tensor_parallel_size)
+        return torch_mesh(self.root_device.type, shape)
 
     def __repr__(self) -> str:
         written = ", ".join(f"{name}={value!r}" for name, value in self._arguments.items())

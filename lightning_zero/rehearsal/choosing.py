@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_zero.pl.automatic import UNKNOWN
 from lightning_zero.pl.ema import ZeroEMA
 from lightning_zero.pl.lightning_private import train_source
 from lightning_zero.pl.table import sized
@@ -17,21 +18,17 @@ from lightning_zero.rehearsal.rehearsal import isolated
 from lightning_zero.tiers.host_memory import available_host_bytes
 from lightning_zero.torch_private import tree_map
 
-PLENTY = 2**62  # bytes of a device of which nothing is known
 COMPUTED = 8  # times the bytes of parameters: what a step takes of the host, about, and as much again
 
 
-def choose(
-    trainer: "pl.Trainer", fixed: Mapping[str, Any], *, device_bytes: int | None, **means: Any
-) -> tuple[dict[str, Any], str]:
+def choose(trainer: "pl.Trainer", fixed: Mapping[str, Any], **means: Any) -> tuple[dict[str, Any], str]:
     """Plans for the module and the first batch of a Trainer whose fit begins. Returns arguments of its strategy, and a
     line that tells why these.
 
     Args:
         trainer: whose data and module are set up.
         fixed: arguments of the strategy that the user has written.
-        device_bytes: that each device has; None: the system does not say.
-        means: what else each rank has, as `plan` takes it.
+        means: what each rank has, as `plan` takes it; bytes may be `UNKNOWN`.
 
     Raises:
         ValueError: if nothing fits, or there is no batch to rehearse with.
@@ -51,7 +48,6 @@ def choose(
         plan,
         trainer.lightning_module,
         batch_from(loaders),
-        device_bytes=PLENTY if device_bytes is None else device_bytes,
         fixed=fixed,
         thorough=False,
         divides=False,
@@ -64,7 +60,7 @@ def choose(
         if not _can_compute(trainer.lightning_module):
             raise ValueError(f"{error} This machine has too little memory for a step of the model.") from error
         found = find(on_cpu=True)
-    return {**fixed, **found.best.strategy}, _told(found, device_bytes)
+    return {**fixed, **found.best.strategy}, _told(found)
 
 
 def _can_compute(module: "pl.LightningModule") -> bool:
@@ -73,11 +69,11 @@ def _can_compute(module: "pl.LightningModule") -> bool:
     return nbytes > 0 and (free is None or COMPUTED * nbytes < free)
 
 
-def _told(found: Plan, device_bytes: int | None) -> str:
+def _told(found: Plan) -> str:
     best = found.best
     faster = len(found.faster(best))
     peak = sized(best.rehearsal.peak.nbytes)
-    room = "" if device_bytes is None else f" of the {sized(device_bytes)} that are free"
+    room = "" if found.device_bytes == UNKNOWN else f" of the {sized(found.device_bytes)} that are free"
     others = f"; {faster} faster {'one does' if faster == 1 else 'ones do'} not fit" if faster else ""
     return f'stage="auto" is {best}: {peak}{room} on each rank at most, and {MARGIN:.0%} left over{others}.'
 

@@ -17,13 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.device import HOST
-from lightning_zero.torch_private import (
-    TorchDispatchMode,
-    is_faking,
-    schema_of,
-    storage_key,
-    tree_map_only,
-)
+from lightning_zero.torch_private import TorchDispatchMode, is_faking, schema_of, storage_key, tree_map_only
 
 SMALL = 2**14  # elements; an operation on known values with a result of at most so many is computed
 MOST_SHAPED = 10_000  # entries of `_SHAPED`

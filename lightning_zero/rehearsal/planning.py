@@ -163,12 +163,10 @@ def plan(
     layers in `configure_model`, with tensor parallelism; and models the time of each.
 
     Args:
-        module: as `rehearse` takes it.
-        batch: as `rehearse` takes it.
+        module: this, `batch` and `host_is_apart` are as `rehearse` takes them.
         ranks: of the run.
         device_bytes: that the device of each rank has; a tenth of it is left free.
         host_bytes: that each rank may use of its host; None: as many as it takes.
-        host_is_apart: as `rehearse` takes it.
         on_cpu: as `rehearse` takes it; one step is computed for all rehearsals.
         rates: of the machine.
         fixed: arguments of `ZeroStrategy` that are not to be chosen.

@@ -5,7 +5,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pkgutil import resolve_name
@@ -75,7 +75,8 @@ class Rehearsal:
             [name, *(_size(moment.device.get(name, 0)) for moment in peaks.values()), _size(self.at_rest.get(name, 0))]
             for name in names
         ]
-        rows.append(["all", *(sized(moment.nbytes) for moment in peaks.values()), sized(self._bytes_at_rest)])
+        resting = sum(nbytes for name, nbytes in self.at_rest.items() if not name.endswith(("(host)", "(disk)")))
+        rows.append(["all", *(sized(moment.nbytes) for moment in peaks.values()), sized(resting)])
         for tier in ("host", "disk"):
             there = [sum(getattr(moment, tier).values()) for moment in peaks.values()]
             resting = sum(nbytes for name, nbytes in self.at_rest.items() if name.endswith(f"({tier})"))
@@ -101,10 +102,6 @@ class Rehearsal:
             *wrapped(f"modelled: {self.timing()}"),
         ]
         return "\n  ".join(lines).replace("\n  \n", "\n\n")
-
-    @property
-    def _bytes_at_rest(self) -> int:
-        return sum(nbytes for name, nbytes in self.at_rest.items() if not name.endswith(("(host)", "(disk)")))
 
 
 def rehearse(
@@ -285,16 +282,12 @@ def isolated() -> Iterator[None]:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Leaves out what Lightning and the strategy tell of a run that does not take place."""
-    levels = {name: logging.getLogger(name).level for name in LOUD}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), ExitStack() as undo:
         warnings.simplefilter("ignore")
-        for name in LOUD:
-            logging.getLogger(name).setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for name, level in levels.items():
-                logging.getLogger(name).setLevel(level)
+        for logger in map(logging.getLogger, LOUD):
+            undo.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
+        yield
 
 
 def _size(nbytes: int) -> str:

@@ -118,7 +118,9 @@ class ActivationStore:
         if not isinstance(leaf, Tensor):
             return leaf
         if is_made_of_others(leaf) and not isinstance(leaf, Parameter):
-            return self._keep_wrapper(name, leaf)
+            awaited(leaf)
+            parts, context = taken_apart(leaf)
+            return _Wrapper(leaf, {key: self._keep(f"{name}.{key}", part) for key, part in parts.items()}, context)
         if not _is_plain(leaf):
             return _Reference(name, leaf, leaf)
         now = (version_of(leaf), leaf.data_ptr(), leaf.requires_grad)
@@ -130,11 +132,6 @@ class ActivationStore:
         made = self._make_kept(name, leaf)
         self._known[leaf] = now, weakref.ref(made)
         return made
-
-    def _keep_wrapper(self, name: str, tensor: Any) -> Kept:
-        awaited(tensor)
-        parts, context = taken_apart(tensor)
-        return _Wrapper(tensor, {key: self._keep(f"{name}.{key}", part) for key, part in parts.items()}, context)
 
     def _make_kept(self, name: str, tensor: Tensor) -> Kept:
         if self._copies and tensor.nbytes > TINY and tensor.device.type == self.here.device.type:
