@@ -27,7 +27,7 @@ from torch import Tensor
 from lightning_zero.checkpoint import Folder, Saver, StoredCheckpoint
 from lightning_zero.checkpoint.draft import Draft
 from lightning_zero.shards.extents import Extent
-from lightning_zero.views.lazy import LazyTensor, Partial, Spread
+from lightning_zero.views.lazy import LazyTensor, Partial, Range, Spread
 from lightning_zero.wire.board import Board
 from lightning_zero.wire.comm import Comm
 from ranks import CONTEXT, HANGS, die_with_parent
@@ -50,9 +50,9 @@ class Strip(Spread):
     def whole(self) -> Tensor:
         return self._values.clone()
 
-    def pieces(self) -> list[tuple[Extent, Tensor]]:
+    def pieces(self) -> list[Range]:
         start, stop = self._bounds
-        return [(Extent.of_whole(self.name, self.shape, start, stop), self._values[start:stop])]
+        return [Range(Extent.of_whole(self.name, self.shape, start, stop), self._values[start:stop])]
 
 
 def values_of(version: int) -> dict[str, Tensor]:

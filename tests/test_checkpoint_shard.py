@@ -25,16 +25,10 @@ from lightning_zero.checkpoint import CheckpointError, Saver, StoredCheckpoint, 
 from lightning_zero.checkpoint.draft import Stream
 from lightning_zero.checkpoint.folder import MANIFEST, README, Folder
 from lightning_zero.checkpoint.manifest import BLOCK_BYTES, Entry, Manifest, ShardFile
-from lightning_zero.checkpoint.shard import (
-    Range,
-    ShardReader,
-    chunks_of,
-    header_of,
-    read_header,
-    write_shard,
-)
+from lightning_zero.checkpoint.shard import ShardReader, chunks_of, header_of, read_header, write_shard
 from lightning_zero.run.engine import Engine
 from lightning_zero.shards.extents import Extent
+from lightning_zero.views.lazy import Range
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
 from models import seeded

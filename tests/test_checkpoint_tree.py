@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.tree import Decoder, Encoder, dtype_named, merge
 from lightning_zero.shards.extents import Extent
-from lightning_zero.views.lazy import LazyTensor, Partial, Spread, Stored
+from lightning_zero.views.lazy import LazyTensor, Partial, Range, Spread, Stored
 
 
 class Colour(enum.Enum):
@@ -56,7 +56,7 @@ class OverRanks(Spread):
     def whole(self) -> Tensor:
         return torch.zeros(self.shape, dtype=self.dtype)
 
-    def pieces(self) -> list[tuple[Extent, Tensor]]:
+    def pieces(self) -> list[Range]:
         return []
 
 

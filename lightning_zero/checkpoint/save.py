@@ -24,10 +24,10 @@ import torch
 from lightning_zero.checkpoint.draft import Draft, InDoubtError
 from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.manifest import Entry, Manifest, ObjectsFile, ShardFile, StoredRange, refuse_gaps
-from lightning_zero.checkpoint.shard import Header, Range, read_header, write_shard
+from lightning_zero.checkpoint.shard import Header, read_header, write_shard
 from lightning_zero.checkpoint.tree import Encoder, full_name, merge
 from lightning_zero.shards.extents import Extent
-from lightning_zero.views.lazy import LazyTensor, Spread
+from lightning_zero.views.lazy import LazyTensor, Range, Spread
 from lightning_zero.wire.board import AgreementError, Board, Record
 from lightning_zero.wording import few_of
 
@@ -285,7 +285,7 @@ def _in_words(decide: _Decide | None) -> _Decide:
 def _ranges_of(name: str, tensor: Any, is_first: bool) -> list[Range]:
     """Returns what this rank writes of a tensor."""
     if isinstance(tensor, LazyTensor) and isinstance(tensor.source, Spread):
-        return [Range(extent, values) for extent, values in tensor.source.pieces()]
+        return tensor.source.pieces()
     if not is_first:
         return []
     whole = tensor.source.whole() if isinstance(tensor, LazyTensor) else tensor.detach()

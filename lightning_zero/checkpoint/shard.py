@@ -14,7 +14,7 @@ from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.manifest import BLOCK_BYTES, Entry, Manifest, ShardFile, StoredRange, read_manifest
 from lightning_zero.checkpoint.tree import dtype_named
 from lightning_zero.shards.extents import Extent
-from lightning_zero.tiers.array import Part
+from lightning_zero.views.lazy import Range
 
 METADATA_KEY = "lightning_zero"
 CHUNK_BYTES = 1 << 24  # copied at a time between device, host and disk
@@ -28,16 +28,6 @@ SAFE_NAMES = (
     | {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
     | {torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8"}
 )
-
-
-class Range(NamedTuple):
-    """Values to write: a flat tensor, and its extent in a tensor of the checkpoint."""
-
-    extent: Extent
-    values: Tensor | Part
-
-    def read(self) -> Tensor:
-        return self.values.read() if isinstance(self.values, Part) else self.values
 
 
 class Header(NamedTuple):

@@ -16,7 +16,7 @@ from lightning_zero.shards.units import as_written
 from lightning_zero.shards.written import Written
 from lightning_zero.tiers.array import Array, Part, read_late
 from lightning_zero.torch_private import local_tensor
-from lightning_zero.views.lazy import LazyTensor, Spread, Stored
+from lightning_zero.views.lazy import LazyTensor, Range, Spread, Stored
 from lightning_zero.wire.mesh import Mesh
 
 WHOLE = " (whole)"  # ends the names of optimizer state that is not cut like its parameter
@@ -47,7 +47,7 @@ class SpreadParameter(Spread):
         view = self._slot.view(self._values.full(self._slot.group))
         return self._slot.local.gathered(view).to("cpu", copy=True)
 
-    def pieces(self) -> list[tuple[Extent, Tensor | Part]]:
+    def pieces(self) -> list[Range]:
         self._refuse_freed()
         slot, written = self._slot, Written(self._slot)
         share = written.values
@@ -55,7 +55,7 @@ class SpreadParameter(Spread):
         owned = self._values.owned(slot.group)
         if not (share.numel or written.is_first):
             return []
-        return [(slot.local.box.extent(self.name, share.start, share.stop), read_late(owned, share.in_shard))]
+        return [Range(slot.local.box.extent(self.name, share.start, share.stop), read_late(owned, share.in_shard))]
 
     def _refuse_freed(self) -> None:
         if self._slot.group.is_freed:
@@ -78,10 +78,10 @@ class SpreadPart(Spread):
     def whole(self) -> Tensor:
         return self._tensor.full_tensor().to("cpu", copy=True)
 
-    def pieces(self) -> list[tuple[Extent, Tensor | Part]]:
+    def pieces(self) -> list[Range]:
         box, mesh = Box.of(self._tensor), self._mesh
         is_first = mesh.shard.rank == mesh.replicate.rank == 0 and (box.shape != box.whole or mesh.tensor.rank == 0)
-        return [(box.extent(self.name), local_tensor(self._tensor).reshape(-1))] if is_first else []
+        return [Range(box.extent(self.name), local_tensor(self._tensor).reshape(-1))] if is_first else []
 
 
 @final
@@ -99,7 +99,7 @@ class SpreadState(Spread):
             "checkpoint=Checkpoint(format='full'), or in the checkpoint once it is written."
         )
 
-    def pieces(self) -> list[tuple[Extent, Tensor | Part]]:
+    def pieces(self) -> list[Range]:
         slot, written = self._slot, Written(self._slot)
         share = written.state
         if not (share.numel or written.is_first_of_state):
@@ -111,7 +111,7 @@ class SpreadState(Spread):
             values: Tensor | Part = Part(piece.array, part, piece.dtype)
         else:
             values = piece.detach().reshape(-1)[part]
-        return [(slot.local.box.extent(self.name, share.start, share.stop), values)]
+        return [Range(slot.local.box.extent(self.name, share.start, share.stop), values)]
 
 
 @final
@@ -127,10 +127,11 @@ class SpreadBlocks(Spread):
     def whole(self) -> Tensor:
         raise RuntimeError(f"{self.name!r} is spread over the ranks: look at it in the checkpoint once it is written.")
 
-    def pieces(self) -> list[tuple[Extent, Tensor | Part]]:
+    def pieces(self) -> list[Range]:
         own = self._slot.own_blocks
         is_written = Written(self._slot).is_first_copy and self._slot.piece.numel
-        return [(Extent.of_whole(self.name, self.shape, own.start, own.stop), self._entries)] if is_written else []
+        extent = Extent.of_whole(self.name, self.shape, own.start, own.stop)
+        return [Range(extent, self._entries)] if is_written else []
 
 
 def read_part(saved: Tensor, box: Box, start: int, stop: int, device: torch.device) -> Tensor:

@@ -15,7 +15,6 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from typing_extensions import override
 
-from lightning_zero.checkpoint.shard import Range
 from lightning_zero.pl.strategy import ZeroStrategy
 from lightning_zero.rehearsal.cost import Work, work_of
 from lightning_zero.rehearsal.hollow import Hollow
@@ -101,12 +100,8 @@ class Rank:
         """Inside, knows which module runs, and computes nothing."""
         enter = register_module_forward_pre_hook(lambda module, _: self._running.append(module))
         leave = register_module_forward_hook(self._leave_module, always_call=True)
-        try:
-            with self.hollow:
-                yield
-        finally:
-            enter.remove()
-            leave.remove()
+        with enter, leave, self.hollow:
+            yield
 
     def _leave_module(self, *_: Any) -> None:
         self._running.pop()
@@ -185,8 +180,7 @@ def _save(engine: Engine) -> int:
     model = engine.states.spread_model()
     states = [engine.states.spread_optimizer(optimizer).get("state", {}) for optimizer in engine.optimizers]
     lazy = [leaf.source for leaf in tree_leaves([model, *map(dict, states)]) if isinstance(leaf, LazyTensor)]
-    spread = [source for source in lazy if isinstance(source, Spread)]
-    ranges = [Range(*piece) for one in spread for piece in one.pieces()]
+    ranges = [piece for source in lazy if isinstance(source, Spread) for piece in source.pieces()]
     return sum(one.read().nbytes for one in ranges)
 
 

@@ -6,9 +6,9 @@ take only the ranges that they need, and never ask for the whole.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -35,12 +35,22 @@ class Source(ABC):
         """Returns all values, on the host, in storage of their own. May be a collective."""
 
 
+class Range(NamedTuple):
+    """Values to write: a flat tensor, and its extent in a tensor of the checkpoint."""
+
+    extent: Extent
+    values: Tensor | Part
+
+    def read(self) -> Tensor:
+        return self.values.read() if isinstance(self.values, Part) else self.values
+
+
 class Spread(Source):
     """Values that are spread over the ranks of an engine."""
 
     @abstractmethod
-    def pieces(self) -> Sequence[tuple[Extent, Tensor | Part]]:
-        """Returns the flat values that this rank writes, with the range of each. Those of all ranks tile the tensor."""
+    def pieces(self) -> list[Range]:
+        """Returns what this rank writes. The pieces of all ranks tile the tensor."""
 
 
 @final
@@ -55,8 +65,8 @@ class OfOneRank(Spread):
     def whole(self) -> Tensor:
         return self._values.to("cpu", copy=True)
 
-    def pieces(self) -> list[tuple[Extent, Tensor]]:
-        return [(Extent.of_whole(self.name, self.shape), self._values.reshape(-1))]
+    def pieces(self) -> list[Range]:
+        return [Range(Extent.of_whole(self.name, self.shape), self._values.reshape(-1))]
 
 
 class Stored(Source):
