@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -455,3 +456,29 @@ def remove(path: Any) -> None:
 
 def link(path: Any, target: Any) -> None:
     Folder(path).link_to(Folder(target))
+
+
+# -- the disk, whose power may fail at any moment
+
+
+def noted(patch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
+    """What is synced to the disk from here on, and what is moved, in order. What is killed alone leaves to the system
+    what it has written; where power fails, only what is synced is there."""
+    done = list[tuple[str, Path]]()
+    fsync = os.fsync
+
+    def synced(handle: int) -> None:
+        fsync(handle)
+        done.append(("synced", Path(f"/proc/self/fd/{handle}").readlink()))
+
+    def moving(move: Callable[..., None]) -> Callable[..., None]:
+        def moved(source: Path, target: Path) -> None:
+            move(source, target)
+            done.append(("moved", Path(target)))
+
+        return moved
+
+    patch.setattr(os, "fsync", synced)
+    for move in ("rename", "replace"):
+        patch.setattr(os, move, moving(getattr(os, move)))
+    return done

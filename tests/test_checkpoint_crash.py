@@ -254,24 +254,8 @@ def test_a_write_that_takes_nothing_ends_the_save(tmp_path: Path) -> None:
 def test_r02_files_and_their_names_are_on_the_disk_before_the_step_that_counts(
     name: str, fresh: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Power may fail at any moment: what is killed alone leaves to the system what it has written."""
-    path, done = fresh() / name, list[tuple[str, Path]]()
-    fsync = os.fsync
-
-    def synced(handle: int) -> None:
-        fsync(handle)
-        done.append(("synced", Path(f"/proc/self/fd/{handle}").readlink()))
-
-    def moving(move: Callable[..., None]) -> Callable[..., None]:
-        def moved(source: Path, target: Path) -> None:
-            move(source, target)
-            done.append(("moved", Path(target)))
-
-        return moved
-
-    monkeypatch.setattr(os, "fsync", synced)
-    for move in ("rename", "replace"):
-        monkeypatch.setattr(os, move, moving(getattr(os, move)))
+    path = fresh() / name
+    done = jobs.noted(monkeypatch)
     assert save_on_threads(path, 3) == [None, None]
     step = max(at for at, each in enumerate(done) if each in (("moved", path), ("moved", path / "manifest.json")))
     before, after = done[:step], done[step + 1 :]

@@ -18,6 +18,7 @@ import crash_jobs
 from compare import assert_same_bits
 from lightning_zero import cli, consolidate
 from lightning_zero.checkpoint import CheckpointError, CheckpointKeeper, Folder, verify
+from lightning_zero.checkpoint.folder import hidden_beside
 from lightning_zero.checkpoint.resume import KEY
 from lightning_zero.checkpoint.single import names_entry, problems_in, read_plain, write_at_once
 from lightning_zero.wire.local import LocalComm
@@ -63,6 +64,19 @@ def test_a_write_that_fails_leaves_what_was_there_and_is_told_by_its_name(tmp_pa
             write_at_once(Folder(path), fail)
     assert os.listdir(tmp_path) == ["old"]
     assert value_at(tmp_path / "old") == 31
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = crash_jobs.noted(monkeypatch)
+    path = save(tmp_path / "a.ckpt")
+    written, *then = [(did, place) for did, place in done if place.parent in (tmp_path, tmp_path.parent)]
+    assert written == ("synced", hidden_beside(path, "writing"))
+    assert then == [("moved", path), ("synced", tmp_path)]
+    done.clear()
+    consolidate(path, tmp_path / "copy.ckpt")
+    assert [did for did, place in done if place.parent == tmp_path] == ["synced", "moved"]
 
 
 def test_a_process_that_is_killed_while_it_writes_leaves_what_was_there(tmp_path: Path) -> None:

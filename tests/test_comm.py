@@ -32,8 +32,12 @@ def exercise(comm: Comm) -> dict[str, Any]:
     full = torch.arange(size * 3, dtype=torch.float32).view(size, 3) * (rank + 1)
     total = torch.empty(3)
     comm.reduce_scatter(total, full, torch.empty(comm.scratch_rows, 3), "sum").wait()
+    quarter = torch.empty(3)
+    comm.reduce_scatter(quarter, full, torch.empty(comm.scratch_rows, 3), "a quarter", divisor=4).wait()
     sent = torch.full((2, 2), float(rank))
     comm.broadcast(sent, "from 0")
+    of_last = torch.full((2, 2), float(rank))
+    comm.broadcast(of_last, "from the last", source=size - 1)
     landed = [torch.empty(source) for source in range(size)]  # rank j sends j elements to everybody
     comm.all_to_all(landed, [torch.full((rank,), 10.0 * rank + peer) for peer in range(size)], "to each")
     told = comm.host.tell(-10 * rank, "numbers")
@@ -44,7 +48,10 @@ def exercise(comm: Comm) -> dict[str, Any]:
         "gathered": gathered,
         "in place": in_place,
         "sum": total,
+        "a quarter of the sum": quarter,
         "broadcast": sent,
+        "broadcast of the last": of_last,
+        "bytes of broadcasts": comm.bytes_sent["broadcast"],
         "max": comm.all_reduce(torch.tensor([rank, 7 - rank]), "max", "max"),
         "add": comm.all_reduce(torch.tensor(rank + 1.0, dtype=torch.float64), "add"),
         "min": comm.all_reduce(torch.tensor([3 - rank]), "min", "min"),
@@ -62,7 +69,10 @@ def expected(rank: int, size: int) -> dict[str, Any]:
         "gathered": torch.tensor([[float(r), -float(r)] for r in range(size)]),
         "in place": torch.arange(1.0, size + 1).view(-1, 1).expand(-1, 4),
         "sum": torch.arange(rank * 3, rank * 3 + 3) * factor,
+        "a quarter of the sum": torch.arange(rank * 3, rank * 3 + 3) * factor / 4,
         "broadcast": torch.zeros(2, 2),
+        "broadcast of the last": torch.full((2, 2), size - 1.0),
+        "bytes of broadcasts": (size - 1) * 16 * [0, size - 1].count(rank),
         "max": torch.tensor([size - 1, 7]),
         "add": torch.tensor(factor, dtype=torch.float64),
         "min": torch.tensor([4 - size]),

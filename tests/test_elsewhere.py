@@ -121,6 +121,8 @@ def test_arguments_that_ddp_has_too_mean_what_they_mean_there() -> None:
         ({"checkpoint": True}, "checkpoint=True must be Checkpoint"),
         ({"offload": {"optimizer": "cpu", "fraction": "half"}}, r"fraction='half'\) must lie in \(0, 1\]"),
         ({"offload": {"optimizer": "cpu", "fraction": True}}, r"fraction=True\) must lie in \(0, 1\]"),
+        ({"offload": {"optimizer": "cpu", "fraction": 1.5}}, r"fraction=1.5\) must lie in \(0, 1\]"),
+        ({"offload": {"optimizer": "cpu", "fraction": 0}}, r"fraction=0\) must lie in \(0, 1\]"),
         ({"offload": {"optimizer": "cpu", "pin_memory": "yes"}}, "pin_memory='yes' is neither True nor False"),
         ({"offload": {"optimizer": "nvme", "path": 3}}, r"path=3\) is not the path of a folder"),
         ({"bucket_size_mb": 25_000_000}, "it counts MiB, not bytes or elements"),
