@@ -298,6 +298,8 @@ def two_models(strategy: Any, world: int) -> dict[str, Any]:
     found = {"losses": losses, "generator": whole(made, generator), "critic": whole(made, critic)}
     found["gathered"] = made.all_gather(torch.tensor(made.global_rank)).tolist()
     found["told"] = made.broadcast(made.global_rank, src=1)
+    if isinstance(strategy, dict):
+        found["sent"] = made.strategy.communication_report(), dict(made.strategy._ensure_comm().bytes_sent)
     made.strategy.teardown()
     return found
 

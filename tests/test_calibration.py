@@ -2,14 +2,20 @@
 
 import math
 from dataclasses import fields
+from unittest.mock import patch
 
 import pytest
+from torch import Tensor
 
 import rehearsal_jobs
 from lightning_zero import cli
+from lightning_zero.device import HOST
+from lightning_zero.rehearsal import calibration
 from lightning_zero.rehearsal.calibration import calibrate
 from lightning_zero.rehearsal.cost import Rates
 from lightning_zero.rehearsal.rehearsal import rehearse
+from lightning_zero.wire.comm import Work
+from lightning_zero.wire.local import CountingComm
 
 MODEL = ["rehearsal_jobs:Model", "--batch", "4x16:int64", "--ranks", "2"]
 
@@ -28,6 +34,20 @@ def test_two_ranks_measure_every_rate_while_they_train() -> None:
     told = rehearse(rehearsal_jobs.Model, rehearsal_jobs.batch_of, 2, ranks=2, rates=found)
     assert told.timing().hidden == pytest.approx(0, abs=1e-9)  # ranks copy with the cores that compute
     assert f"modelled: {told.timing()}" in " ".join(str(told).split())
+
+
+def test_the_rates_of_a_link_that_is_known_are_found() -> None:
+    comm, now = CountingComm(0, 3), [0.0]
+
+    def takes(full: Tensor) -> Work:
+        now[0] += 0.5 + (full.nbytes - full[0].nbytes) / 1e6
+        return Work()
+
+    gather, reduce = lambda full, *_: takes(full), lambda _, full, *__: takes(full)
+    with patch.object(comm, "all_gather", gather), patch.object(comm, "reduce_scatter", reduce):
+        link, latency = calibration._rates_of(comm, HOST, lambda: now[0])
+    assert link == pytest.approx(1e6, rel=1e-3)
+    assert latency == pytest.approx(0.5, rel=1e-3)
 
 
 def test_one_rank_alone_cannot_calibrate() -> None:

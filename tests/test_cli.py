@@ -327,7 +327,7 @@ def test_consolidate_writes_safetensors(small: Path, tmp_path: Path, capsys: pyt
     assert run("consolidate", small, out, "--safetensors", "--prefix", "model.") == 0
     assert capsys.readouterr() == (f"wrote model.safetensors to {out}\n", "")
     assert list(load_file(out / "model.safetensors")) == ["a"]
-    assert run("consolidate", "--safetensors", "--shard-gb", "2e-8", small, out) == 0
+    assert run("consolidate", "--safetensors", "--shard-gb", "3.5e-8", small, out) == 0  # GB are not GiB
     names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     assert capsys.readouterr().out == f"wrote {', '.join(names)} to {out}\n"
     assert json.loads((out / "model.safetensors.index.json").read_text())["metadata"] == {"total_size": 36}

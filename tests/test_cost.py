@@ -1,5 +1,6 @@
 """The time of a step, as its lanes are laid out."""
 
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -24,6 +25,12 @@ def test_what_is_sent_beside_work_takes_no_time() -> None:
     sent = Op(Kind.REDUCE, 0, at=1, by=2, nbytes=4)
     timing = timing_of(step_of(sent), {1: Work(flops=5)}, RATES)
     assert (timing.seconds, timing.waited, timing.hidden) == (5, 0, 1)
+
+
+def test_cores_that_send_by_themselves_do_nothing_else_meanwhile() -> None:
+    sent = Op(Kind.REDUCE, 0, at=1, by=2, nbytes=4)
+    timing = timing_of(step_of(sent), {1: Work(flops=5)}, replace(RATES, shares=True))
+    assert (timing.seconds, timing.waited, timing.hidden) == (9, 4, 0)
 
 
 def test_the_rest_is_waited_for_where_it_is_needed() -> None:

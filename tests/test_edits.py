@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import edit_jobs
 from compare import differing
 from lightning_zero.config import Offload
+from lightning_zero.run.watch import fingerprint_of
 from lightning_zero.shards.offload import Machine
 from lightning_zero.tiers.ledger import Category, Tier
 from models import seeded
@@ -457,6 +458,13 @@ def test_weights_may_be_edited_between_forward_and_backward_while_ranks_use_diff
             expected = on_engine(start, act_with(edit, uses), 0, autocast_dtype=dtype)
             found = on_engine(start, act_with(edit, uses), 3, autocast_dtype=dtype, unit_classes=("Linear",))
             assert [differing(mine, theirs) for mine, theirs in zip(found, expected, strict=True)] == [[], []]
+
+
+def test_values_that_only_change_places_are_edited_too() -> None:
+    """As where neurons are put into another order through `p.data`: rows, columns, and both."""
+    values = torch.randn(2, 2 * 4096)
+    for moved in (values.flip(0), values.roll(2, 1), values.flip(0).roll(2, 1)):
+        assert fingerprint_of(moved.flatten()) != fingerprint_of(values.flatten())
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

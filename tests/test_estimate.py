@@ -59,6 +59,10 @@ def test_replicas_divide_nothing_between_them() -> None:
         states_of(numel, stage=3, ranks=8, replicate_size=3)
 
 
+def test_ranks_have_room_for_what_does_not_divide_evenly() -> None:
+    assert states_of(10, stage=3, ranks=3)[Category.PARAMETER] == 4 * 4
+
+
 @pytest.mark.parametrize(("stage", "per_parameter"), [(1, 4 + 12 / 64), (2, 2 + 14 / 64), (3, 16 / 64)])
 def test_the_papers_figure_1_comes_out_but_for_gradients_in_fp32(stage: int, per_parameter: float) -> None:
     """7.5B parameters on 64 ranks (section 5): 31.4, 16.6, 1.9 GB with gradients of two bytes; here they have four."""

@@ -183,6 +183,9 @@ def test_two_models_with_an_optimizer_each_equal_fabrics_ddp(stage: int, two_ran
         assert_same_bits(mine["generator"], theirs["generator"])
         assert_same_bits(mine["critic"], theirs["critic"])
         assert (mine["gathered"], mine["told"]) == ([0, 1], 1)
+        reported, sent = mine["sent"]
+        # Both models send by the communicator of all ranks, whose bytes count once.
+        assert reported == {kind: nbytes for kind, nbytes in sent.items() if nbytes}
 
 
 def test_init_module_builds_in_shards(two_ranks: RankPool) -> None:

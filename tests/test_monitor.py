@@ -272,6 +272,21 @@ def test_loggers_get_bytes_seconds_and_norms_of_each_step(zero: Any) -> None:
     assert run["metrics"].keys() == {"loss", "loss_step", "loss_epoch"}
 
 
+def test_what_a_step_costs_is_that_of_all_its_micro_batches(two_ranks: RankPool) -> None:
+    how = {"accumulate_grad_batches": 2, "max_steps": 1}
+    run, _ = two_ranks.run(jobs.watch, {"stage": 2}, **how)  # at this stage each of them is reduced
+    (logged,), (told,) = run["logged"], run["costs"]
+    assert logged["zero/wire_bytes"] == told["wire_bytes_per_step"]
+    assert logged["zero/wait_seconds"] == pytest.approx(told["wait_seconds_per_step"])
+    assert logged["zero/step_seconds"] == pytest.approx(told["seconds_per_step"])  # twice the median of two
+    assert logged["zero/wait_seconds"] < logged["zero/step_seconds"]
+
+
+def test_the_peak_that_is_told_is_that_of_the_rank_with_most(zero: Any) -> None:
+    (told,) = zero[0]["costs"]
+    assert told["peak_resident_bytes"] >= max(run["logged"][-1]["zero/peak_bytes"] for run in zero)
+
+
 def test_a_rank_sends_what_the_formula_says_under_ddp_and_no_more_here(
     zero: Any, two_ranks: RankPool, ddp: Any
 ) -> None:

@@ -878,10 +878,14 @@ def test_a_disk_without_room_is_told_at_set_up(tmp_path: Path, monkeypatch: pyte
         Steps(2, Offload(optimizer="nvme", path=tmp_path))
 
 
-def test_state_that_will_not_fit_is_told_at_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_zero.tiers.disk.Disk.free_bytes", 1000)
-    with pytest.raises(RuntimeError, match=r"will take 1,920 bytes more there, and 1,000 are free"):
-        Steps(2, Offload(optimizer="nvme", path=tmp_path))
+@pytest.mark.parametrize(("ranks", "free", "taken"), [(1, 1000, "1,920"), (2, 2000, "3,840")])
+def test_state_that_will_not_fit_is_told_at_set_up(
+    ranks: int, free: int, taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks of a machine share its disk."""
+    monkeypatch.setattr("lightning_zero.tiers.disk.Disk.free_bytes", free)
+    with pytest.raises(RuntimeError, match=rf"will take {taken} bytes more there, and {free:,} are free"):
+        Steps(2, Offload(optimizer="nvme", path=tmp_path), machine=dataclasses.replace(APART, ranks=ranks))
 
 
 def test_too_little_host_memory_is_told_with_what_is_there_and_needed() -> None:

@@ -5,10 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import regroup_jobs
 from compare import differing
+from lightning_zero.run.engine import Engine, Options
+from lightning_zero.wire.comm import Comm
 from ranks import RankPool
+from thread_world import ThreadWorld
 
 STAGES = [1, 2, 3]
 BESIDE = {"Grown": "GrownFromTheStart", "Assigned": "AssignedFromTheStart"}
@@ -92,6 +96,31 @@ def test_micro_batches_may_be_the_first_in_which_frozen_parameters_train(
         found = two_ranks.run(regroup_jobs.fit, strategy, name, accumulate_grad_batches=2)
         for mine, theirs in zip(found, expected, strict=True):
             assert all(torch.allclose(mine["weights"][at], value) for at, value in theirs["weights"].items()), stage
+
+
+def may_wait_before_and_after_a_thaw(comm: Comm) -> list[bool]:
+    """With two buckets, and three layers of the size of one."""
+    model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(3)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[0].weight.requires_grad_(False)
+    engine = Engine(model, [optimizer], stage=2, comm=comm, options=Options(bucket_bytes=2**10))
+    found = []
+    for trains in (False, True):
+        model[0].weight.requires_grad_(trains)
+        with engine.forward():
+            loss = model(torch.ones(2, 16)).sum()
+        with engine.backward():
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(engine.runner.reductions.may_wait)
+    engine.close()
+    return found
+
+
+def test_what_was_frozen_at_set_up_waits_for_buckets_as_soon_as_it_trains() -> None:
+    """Ranks then agree before they reduce: one that waits for a bucket could not serve the others."""
+    assert ThreadWorld(2, 20).run(may_wait_before_and_after_a_thaw) == [[False, True]] * 2
 
 
 def test_a_run_goes_on_in_mid_freeze_with_groups_that_were_added(two_ranks: RankPool, tmp_path: Path) -> None:

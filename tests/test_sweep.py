@@ -239,6 +239,9 @@ def test_r23_a_rank_whose_config_differs_from_rank_zeros_is_stopped(monkeypatch)
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(SystemExit, match="Rank 1 resolved another config than rank 0, under: differs"):
         callback.on_job_start(config)
+    monkeypatch.setenv("RANK", "9")  # of torchrun: the second one on its machine
+    with pytest.raises(SystemExit, match="Rank 9 resolved"):
+        callback.on_job_start(config)
 
 
 # --- a job's process

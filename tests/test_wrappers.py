@@ -168,6 +168,25 @@ def test_modes_after_the_end_are_kept_or_refused(stage: int) -> None:
     on_engine(tower(), act, stage, WRAPPERS["ScheduleFree"])
 
 
+@pytest.mark.parametrize("granularity", ["element", "tensor"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_that_a_mode_changes_in_the_way_of_backward_end_in_torchs_error_on_every_rank(
+    stage: int, granularity: str
+) -> None:
+    """Also on ranks that step nothing: of two tensors, two of four ranks step none."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> None:
+        train(model, optimizer, range(2))
+        loss = model(x()).square().mean()
+        optimizer.train()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    start = seeded(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)]))
+    on_one_device(start, act, WRAPPERS["ScheduleFree"])
+    on_engine(start, act, stage, WRAPPERS["ScheduleFree"], world=4, granularity=granularity)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_tensors_that_are_no_state_of_a_parameter_are_refused_on_every_rank(stage: int) -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> None:

@@ -99,6 +99,7 @@ class ZeroMonitor(pl.Callback):
         self._mark: Mark = None
         self._batches, self._sent, self._waited = 0, 0, 0.0  # in all batches: number, bytes, s
         self._at_start = (0, 0.0)  # bytes and s when this batch began
+        self._of_step = (0, 0, 0.0)  # the same as of all batches, in those of the step under way
 
     # -- the start
 
@@ -123,17 +124,21 @@ class ZeroMonitor(pl.Callback):
         (sent, waited), (sent_before, waited_before) = _communicated(trainer), self._at_start
         sent, waited = sent - sent_before, waited - waited_before
         self._batches, self._sent, self._waited = self._batches + 1, self._sent + sent, self._waited + waited
-        if not self._logs or accumulates(trainer):
+        batches, sent_in_step, waited_in_step = self._of_step
+        batches, sent, waited = batches + 1, sent_in_step + sent, waited_in_step + waited
+        self._of_step = (batches, sent, waited) if accumulates(trainer) else (0, 0, 0.0)
+        if not self._logs or self._of_step[0]:
             return
         if isinstance(trainer.precision_plugin, ShardedGradients):
             trainer.callback_metrics.update(trainer.precision_plugin.scaling())
         if should_log(trainer):
-            metrics = self._metrics(trainer, pl_module)
+            metrics = self._metrics(trainer, pl_module, batches)
             if isinstance(trainer.strategy, CheckpointingStrategy):
                 metrics |= {"zero/wire_bytes": sent, "zero/wait_seconds": waited}
             self._log(trainer, metrics)
 
-    def _metrics(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> dict[str, float]:
+    def _metrics(self, trainer: "pl.Trainer", module: "pl.LightningModule", batches: int) -> dict[str, float]:
+        """Returns what is logged of a step of so many batches, without what it has sent."""
         metrics: dict[str, float] = {
             f"zero/bytes/{re.sub(r'[()]', '', category).replace(' ', '_')}": nbytes
             for category, nbytes in bytes_at_rest(trainer, module).items()
@@ -141,7 +146,7 @@ class ZeroMonitor(pl.Callback):
         device = trainer.strategy.root_device
         metrics["zero/peak_bytes"] = peak_resident_bytes() if is_host(device) else allocated_bytes(device)
         if latest := self._clock.latest:
-            metrics["zero/step_seconds"] = latest[-1]
+            metrics["zero/step_seconds"] = sum(latest[-batches:])
         norm = getattr(trainer.precision_plugin, "grad_norm", None)
         told = trainer.callback_metrics if norm is None else {**trainer.callback_metrics, "zero/grad_norm": norm}
         names = ("zero/skipped_steps", "zero/loss_scale", "zero/grad_norm")
