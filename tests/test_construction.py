@@ -43,7 +43,10 @@ def test_random_models_are_initialised_as_on_one_device(spec: Any, two_ranks: Ra
     assert_as_on_one_device(two_ranks.run(jobs.built_at_random, spec))
 
 
-@pytest.mark.parametrize("name", ["assorted", "applied", "through data", "arithmetic", "buffers", "t5", "Parametrised"])
+@pytest.mark.parametrize(
+    "name",
+    ["assorted", "applied", "through data", "arithmetic", "assigned storage", "buffers", "t5", "Parametrised"],
+)
 def test_of_ranks_with_other_seeds_rank_0s_values_count(name: str, two_ranks: RankPool) -> None:
     assert_as_on_one_device(two_ranks.run(jobs.built_with_other_seeds, name))
 

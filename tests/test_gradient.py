@@ -254,6 +254,18 @@ def test_what_is_cleared_between_two_micro_batches_counts_no_more(stage: int, ac
     on_two_ranks(stage, act, accumulation=accumulation)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_are_left_after_a_fit_where_no_rank_has_dropped_them(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> list[str]:
+        model(x()).square().mean().backward()
+        if comm.rank == 1:
+            model[0][0].weight.grad = None
+        left = engine.averages.whole_on_host()
+        return [name for name, parameter in model.named_parameters() if parameter not in left]
+
+    assert on_engine(tower(), act, stage) == [["0.0.weight"]] * 2
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_torchs_own_clipping_scales_sharded_gradients(stage: int) -> None:
     def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:

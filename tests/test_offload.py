@@ -23,6 +23,7 @@ from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.gradient import gradient_of
 from lightning_zero.shards.offload import Machine, choose_offloaded
 from lightning_zero.shards.setting import Places
+from lightning_zero.shards.window import may_fuse
 from lightning_zero.tiers.array import OnDisk
 from lightning_zero.tiers.disk import DiskError
 from lightning_zero.tiers.ledger import Category, Ledger, Tier
@@ -266,6 +267,43 @@ def test_torchs_choice_of_the_kernel_is_still_open_after_a_step() -> None:
 
     offload = Offload(optimizer="cpu")
     assert on_engine(tower(), act, 2, torch.optim.AdamW, offload=offload, machine=APART) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("options", "fuses"),
+    [({}, True), ({"foreach": True}, False), ({"fused": False}, False), ({"differentiable": True}, False)],
+)
+def test_a_kernel_is_chosen_where_the_user_has_left_that_open(options: dict[str, bool], fuses: bool) -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], **options)  # type: ignore[arg-type]
+    assert may_fuse(optimizer, optimizer.param_groups[0]) == fuses
+
+
+class Widens(torch.optim.Optimizer):
+    """Sums gradients in fp32 in its first step, and in fp64 from then on."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[parameter]
+            before = state["sum"].double() if state else torch.zeros_like(parameter)
+            state["sum"] = before + parameter.grad / 3
+            parameter.sub_(state["sum"], alpha=0.1)
+
+
+def test_state_that_an_optimizer_widens_rests_in_the_wider_dtype(tmp_path: Path) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, torch.Tensor]:
+        for step in range(3):
+            model(x(1 + step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = optimizer.state_dict() if engine is None else engine.states.full_optimizer(optimizer)
+        return {**state_of(model, engine), **{str(at): of["sum"] for at, of in state["state"].items()}}
+
+    offload = Offload(optimizer="nvme", path=tmp_path)
+    assert_as_on_one_device(tower(), act, 2, Widens, offload=offload, machine=APART)
 
 
 @pytest.mark.parametrize("make", [momentum, rmsprop, counting])
