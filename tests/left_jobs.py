@@ -382,7 +382,10 @@ def go_on_after_an_error(strategy: Any, place: str) -> dict[str, Any]:
     output = model(next(iter(loader()))[0]).detach()
     tested = run.test(model, loader(seed=2, samples=16), verbose=False)[0]["test_loss"]
     run.fit(model, batches, others)
-    return {"said": said, "weights": weights, "output": output, "tested": tested, "losses": model.losses}
+    comm: Any = getattr(run.strategy, "_comm", None)
+    is_blamed = comm is not None and comm._torch_store.check([f"lost/{comm.rank}"])  # for what comes after it, too
+    found = {"said": said, "weights": weights, "output": output, "tested": tested, "losses": model.losses}
+    return {**found, "is_blamed": is_blamed}
 
 
 def error_of(function: Callable[[], Any]) -> str | None:

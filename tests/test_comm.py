@@ -175,6 +175,21 @@ def test_gloo_sums_in_the_order_of_ranks_on_every_rank(pool_of: Any) -> None:
     assert pool_of(3).run(sum_what_rounds) == [0.0, 0.0, 0.0]
 
 
+def go_on_after_a_run_that_failed() -> tuple[float, str]:
+    """Of the first communicator, rank 0 has sent what nobody receives, and told what it has decided."""
+    first, second = on_gloo(), on_gloo()
+    if first.rank == 0:
+        first.broadcast(torch.tensor([1.0]), "x")
+    first.board.agree("1: save", {}, lambda _: {"by": "the first"})
+    received = torch.tensor([2.0 if second.rank == 0 else 0.0])
+    second.broadcast(received, "x")
+    return received.item(), second.board.agree("1: save", {}, lambda _: {"by": "the second"})["by"]
+
+
+def test_what_an_earlier_communicator_of_the_same_ranks_has_left_is_not_taken_for_ones_own(two_ranks: RankPool) -> None:
+    assert two_ranks.run(go_on_after_a_run_that_failed) == [(2.0, "the second")] * 2
+
+
 def diverge(comm: Comm) -> list[bool]:
     """Whether this rank learns that rank 1 diverges with the second gather, and what the first one gave."""
     learnt = []

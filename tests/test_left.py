@@ -139,6 +139,7 @@ def test_after_fit_backward_clipping_and_steps_by_hand_are_plain_ones(precision:
 def test_after_an_error_of_all_ranks_the_model_is_whole_and_a_notebook_goes_on(place: str, two_ranks: RankPool) -> None:
     expected = assert_as_ddp(two_ranks, left_jobs.go_on_after_an_error, place)
     assert expected[0]["said"] == "ValueError: all ranks have had enough"
+    assert not expected[0]["is_blamed"]
 
 
 UNEVEN = [((4, 2), True), ((2, 4), False), ((0, 4), False)]
