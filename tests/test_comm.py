@@ -183,7 +183,12 @@ def go_on_after_a_run_that_failed() -> tuple[float, str]:
     first.board.agree("1: save", {}, lambda _: {"by": "the first"})
     received = torch.tensor([2.0 if second.rank == 0 else 0.0])
     second.broadcast(received, "x")
-    return received.item(), second.board.agree("1: save", {}, lambda _: {"by": "the second"})["by"]
+
+    def decide(_: Any) -> dict[str, str]:
+        time.sleep(0.2)  # in which rank 1 would find the first one's
+        return {"by": "the second"}
+
+    return received.item(), second.board.agree("1: save", {}, decide)["by"]
 
 
 def test_what_an_earlier_communicator_of_the_same_ranks_has_left_is_not_taken_for_ones_own(two_ranks: RankPool) -> None:

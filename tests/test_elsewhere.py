@@ -9,12 +9,14 @@ from inspect import signature
 from typing import Any
 
 import pytest
+import torch
 from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_zero import ActivationCheckpointing, Checkpoint, Offload, ZeroStrategy
+from lightning_zero.pl import sharded_strategy
 from lightning_zero.pl.elsewhere import elsewhere
 
 OURS = signature(ZeroStrategy).parameters
@@ -132,6 +134,52 @@ def test_arguments_that_ddp_has_too_mean_what_they_mean_there() -> None:
 def test_nonsense_is_refused_at_construction(arguments: dict[str, Any], told: str) -> None:
     with pytest.raises((TypeError, ValueError), match=told):
         ZeroStrategy(**arguments)
+
+
+OTHERWISE = {
+    "stage": 1,
+    "units": "modules",
+    "bucket_size_mb": 1,
+    "prefetch": 2,
+    "overlap": False,
+    "offload": "cpu",
+    "activation_checkpointing": True,
+    "tensor_parallel_size": 2,
+    "replicate_size": 2,
+    "param_dtype": "bf16",
+    "reduce_dtype": "bf16",
+    "accumulation": "local",
+    "granularity": "tensor",
+    "broadcast_buffers": False,
+    "checkpoint": "full",
+    "step_in_backward": True,
+    "max_skipped_steps": 1,
+    "timeout": 1,
+    "wait_timeout": 1,
+    "sanitize": True,
+    "process_group_backend": "gloo",
+    "start_method": "spawn",
+}
+
+
+def test_no_argument_is_taken_and_left_out() -> None:
+    def heeded(strategy: ZeroStrategy) -> Any:
+        return strategy._settings, strategy.checkpoint, strategy.process_group_backend
+
+    theirs = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
+    assert OURS.keys() - theirs == OTHERWISE.keys()
+    for name, value in OTHERWISE.items():
+        assert heeded(ZeroStrategy(**{name: value})) != heeded(ZeroStrategy()), name
+
+
+def test_ranks_are_connected_as_the_strategy_was_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(sharded_strategy, "make_comm", lambda *args, **kwargs: made.update(kwargs, args=args))
+    asked: dict[str, Any] = {"wait_timeout": 5, "timeout": 7, "sanitize": True, "process_group_backend": "gloo"}
+    cpu = torch.device("cpu")
+    ZeroStrategy(parallel_devices=[cpu], **asked)._ensure_comm()
+    limits = {"args": (cpu, timedelta(seconds=5)), "timeout": timedelta(seconds=7)}
+    assert made == {**limits, "backend": "gloo", "sanitize": True}
 
 
 def test_the_signature_is_still_that_of_the_strategy() -> None:
