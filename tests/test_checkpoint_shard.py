@@ -207,6 +207,7 @@ def test_views_and_conjugates_are_written_as_the_values_they_show(tmp_path: Path
         "every second": signal[::2, 1:3],
         "conjugate": signal.conj(),
         "negative": signal.conj().imag,
+        "one negative number": signal.conj().imag[0, 0],
         "expanded": torch.ones(1).expand(5),
     }
     Saver(LocalComm().board).save(shown, str(tmp_path / "ckpt"), {})

@@ -66,7 +66,8 @@ def test_room_is_had_or_refused_also_where_the_system_sets_none_aside(
     disk.close()
 
 
-def test_room_is_zeros_also_where_something_else_was(tmp_path: Path) -> None:
+def test_room_is_zeros_also_where_something_else_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_zero.tiers.array.ZEROS", 30)  # are written at a time
     disk, ledger = Disk(tmp_path), Ledger()
     array = zeros(Category.MASTER, 100, torch.float32, place_on(disk), ledger)
     assert array.read().eq(0).all()

@@ -162,7 +162,15 @@ def test_who_only_looks_holds_nothing_in_memory(look: Callable[[Tensor], Any], s
     assert lazy.source is source
 
 
-@pytest.mark.parametrize("edit", [lambda t: t.resize_(2), lambda t: t.unsqueeze_(0), lambda t: t.t_()])
-def test_an_edit_to_another_shape_says_what_to_write(edit: Callable[[Tensor], Any], source: Counted) -> None:
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda t: t.resize_(2),
+        lambda t: t.unsqueeze_(0),
+        lambda t: t.t_(),
+        lambda t: setattr(t, "data", torch.zeros(t.shape, dtype=torch.float64)),
+    ],
+)
+def test_an_edit_to_another_shape_or_dtype_says_what_to_write(edit: Callable[[Tensor], Any], source: Counted) -> None:
     with pytest.raises(RuntimeError, match=r"state_dict\[name\] = "):
         edit(LazyTensor(source))

@@ -61,6 +61,18 @@ def test_more_or_fewer_ranks_take_new_numbers_and_say_so(world: int) -> None:
     assert f"of 2 ranks, and there are {world}" in said[0]
 
 
+def test_new_numbers_are_others_after_another_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is cut off each hour, on whatever machines are free, must not begin with the same ones each time."""
+    monkeypatch.setenv("PL_GLOBAL_SEED", "1")
+    drawn = []
+    for step in (5, 6, 5):
+        ResumeEntry(0, 3, 1, HOST, lambda _: None).restore_random(
+            ResumeEntry(0, 2, 1, HOST, lambda _: None).capture(step, [])
+        )
+        drawn.append(draw())
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
 def test_ranks_that_share_modules_take_the_same_new_numbers_and_the_others_others() -> None:
     saved = ResumeEntry(0, 2, 1, HOST, lambda _: None).capture(5, [])
     drawn = []

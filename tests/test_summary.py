@@ -15,6 +15,7 @@ def test_labels_hold_what_tells_jobs_apart():
     overrides = [["strategy=ddp", "seed=1"], ["strategy=zero2", "seed=1"]]
     assert distinct_labels(overrides) == ["strategy=ddp", "strategy=zero2"]
     assert distinct_labels([["seed=1"]]) == ["#0"]
+    assert distinct_labels([["a=1", "b=1"], ["a=1", "b=2"], ["a=2", "b=2"]]) == ["a=1 b=1", "a=1 b=2", "a=2 b=2"]
 
 
 def test_a_summary_is_replaced_in_one_move(tmp_path):
