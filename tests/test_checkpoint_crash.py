@@ -614,6 +614,7 @@ def test_the_newest_complete_checkpoint_is_found_and_what_was_passed_over_is_tol
     checks[3].unlink()
     checks[2].write_bytes(checks[2].read_bytes()[:-1])
     (tmp_path / "last.ckpt").symlink_to("step=8.ckpt")  # which never came to be
+    (tmp_path / "to the newest.ckpt").symlink_to("step=1.ckpt")  # which is found by its own name
     (tmp_path / ".step=8.ckpt.saving").mkdir()
     (tmp_path / "step=9.ckpt").mkdir()
     (tmp_path / "notes.txt").touch()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.tiers.array import ALL, OnDisk, Part, read_late, zeros
+from lightning_zero.tiers.array import ALL, OnDisk, Part, _take_of, read_late, zeros
 from lightning_zero.tiers.disk import Disk, DiskError
 from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
 
@@ -79,6 +79,16 @@ def test_room_is_zeros_also_where_something_else_was(tmp_path: Path, monkeypatch
     assert zeros(Category.MASTER, 100, torch.float32, place_on(disk), ledger).read().eq(0).all()
     assert disk.size == size  # the room is used again
     disk.close()
+
+
+def test_copies_that_a_part_overlaps_anywhere_are_those_to_wait_for() -> None:
+    copies = [(slice(0, 4), "a"), (slice(4, 8), "b"), (slice(8, 12), "c")]
+    ranges = {(None, None): "abc", (3, 5): "ab", (5, 6): "b", (4, 8): "b", (8, 20): "c", (12, 16): ""}
+    for (start, stop), expected in ranges.items():
+        left = [*copies]
+        taken = _take_of(left, slice(start, stop), 16)
+        assert "".join(name for _, name in taken) == expected
+        assert left == [copy for copy in copies if copy not in taken]
 
 
 def test_edits_inside_stay_and_versions_tell_of_them(tmp_path: Path) -> None:

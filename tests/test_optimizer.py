@@ -152,6 +152,34 @@ def test_state_has_the_same_keys_and_counts_on_all_ranks_and_is_empty_where_a_ra
         assert sum((of_rank for _, _, of_rank in results), Counter()) == elements
 
 
+class Rated(Optimizer):
+    """Keeps four rates for each parameter, whatever its shape."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            rates = self.state[parameter].setdefault("rates", torch.arange(1.0, 5.0))
+            parameter.sub_(parameter.grad, alpha=float(rates[0]))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_state_that_has_the_shape_of_a_piece_by_chance_is_not_taken_for_cut(stage: int) -> None:
+    """Of 20 elements rank 0 steps 16, and rank 1 four, as many as there are rates."""
+
+    def rates(comm: Comm) -> list[float]:
+        model = torch.nn.Linear(20, 1, bias=False)
+        optimizer = Rated(model.parameters())
+        engine = Engine(model, [optimizer], stage=stage, comm=comm)
+        model(torch.ones(1, 20)).sum().backward()
+        optimizer.step()
+        return engine.states.full_optimizer(optimizer)["state"][0]["rates"].tolist()
+
+    assert ThreadWorld(2, 10).run(rates) == [[1.0, 2.0, 3.0, 4.0]] * 2
+
+
 @settings(max_examples=12)
 @given(st.integers(0, 3), st.integers(1, 4), st.integers(0, 3), st.integers(1, 4))
 def test_full_state_loads_at_any_stage_and_world(stage: int, world: int, other_stage: int, other_world: int) -> None:
