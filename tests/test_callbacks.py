@@ -2,12 +2,15 @@
 
 import os
 import signal
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
@@ -18,6 +21,9 @@ from checkpoint_jobs import Everything, Signal, resumable, trainer
 from jobs import Classifier
 from lightning_zero.checkpoint import Folder, verify
 from lightning_zero.checkpoint.folder import hidden_beside
+from lightning_zero.pl.callbacks import Preemption
+from lightning_zero.run.notices import Notice, Notices
+from lightning_zero.wire.board import Board
 from ranks import RankPool
 from test_one_device import differences
 
@@ -103,6 +109,17 @@ def test_slurm_starts_a_job_again_after_its_signal_once_the_checkpoint_is_comple
     assert (requeued.read_text().split() if requeued.exists() else None) == (
         ["requeue", "77"] if number == requeue_signal else None
     )
+
+
+def test_a_flag_that_a_failed_run_has_left_stops_no_later_one() -> None:
+    """A rank that was told to stop raises it in an evaluation, where the others look."""
+    board = Board(dist.HashStore(), 0, 2, timedelta(seconds=5))
+
+    def is_told(run: int, *here: Notice) -> bool:
+        strategy: Any = SimpleNamespace(board=board, _runs=run, _notices=Notices(here=set(here)))
+        return Preemption(strategy)._is_told()
+
+    assert [is_told(1), is_told(1, Notice.STOP), is_told(1), is_told(2)] == [False, True, True, False]
 
 
 def test_what_a_killed_save_leaves_is_no_checkpoint_that_a_slurm_job_goes_on_from(tmp_path: Path) -> None:
