@@ -1,4 +1,5 @@
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,3 +63,13 @@ def test_skipped_steps_end_a_run_only_where_they_follow_one_another() -> None:
     assert skipped.total == 6
     with pytest.raises(RuntimeError, match=r"3 optimizer steps in a row .*\n  step 6.*\n  step 7.*\n  step 8"):
         skipped.note(8, bad, scaler)
+
+
+def test_a_step_without_a_loss_is_none_that_was_skipped() -> None:
+    """Its schedulers move, as they do under Lightning's plugin."""
+    plugin: Any = adapt(MixedPrecision("16-mixed", "cpu", GradScaler("cpu")))
+    plugin.engine, plugin.skipped_last = SimpleNamespace(closed=False), True
+    plugin._after_closure = lambda *_: None
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    assert plugin.optimizer_step(optimizer, SimpleNamespace(automatic_optimization=True), lambda: None) is None
+    assert not plugin.skipped_last
