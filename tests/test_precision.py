@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch.amp import GradScaler
 
@@ -73,3 +74,14 @@ def test_a_step_without_a_loss_is_none_that_was_skipped() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
     assert plugin.optimizer_step(optimizer, SimpleNamespace(automatic_optimization=True), lambda: None) is None
     assert not plugin.skipped_last
+
+
+def test_a_step_that_clips_nothing_is_not_taken_for_the_one_before_that_did() -> None:
+    """Ranks that have met to clip do not meet again to step; these have not."""
+    expected: list[int] = []
+    plugin: Any = adapt(Precision())
+    plugin.engine = SimpleNamespace(closed=False, runner=SimpleNamespace(expect_step=lambda: expected.append(1)))
+    plugin._after_closure = lambda *_: None
+    plugin._has_clipped = True
+    plugin._wrap_closure(LightningModule(), None, lambda: None)
+    assert expected == []
