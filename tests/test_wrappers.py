@@ -198,6 +198,25 @@ def test_tensors_that_are_no_state_of_a_parameter_are_refused_on_every_rank(stag
     on_engine(tower(), act, stage, lambda parameters: Hoarder(parameters, lr=0.1), granularity="element")
 
 
+class Counts(torch.optim.SGD):
+    """Keeps a number that is of no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        state: Any = self.state
+        state["steps"] = state.get("steps", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_state_of_no_parameter_is_written_once(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> Any:
+        train(model, optimizer, range(2))
+        return engine.states.spread_optimizer(optimizer)["state"].get("steps")
+
+    found = on_engine(tower(), act, stage, lambda parameters: Counts(parameters, lr=0.1), granularity="element")
+    assert found == [2, None]
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_pieces_in_containers_are_refused_on_every_rank(stage: int) -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> None:
