@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset
 
 from jobs import CLASSES, FEATURES, loader, state_of, trainer
+from lightning_zero import ZeroStrategy
 from lightning_zero.pl.callbacks import SIGNALS
 
 WIDTH = 7  # divides evenly by nothing
@@ -466,6 +467,37 @@ class CatchesIt(FailingNet):
         except ArithmeticError:
             self.shapes += [[p.shape for p in self.parameters()], [p.grad.shape for p in self.parameters()]]
             optimizer.optimizer.fails_after = None
+
+
+class CatchesThatOfBackward(Net):
+    """Trains on after a backward that fails in the middle; under DDP, which cannot, after one that fails at its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        try:
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            if batch_idx == 1:
+                raise KeyboardInterrupt
+            optimizer.step()
+        except KeyboardInterrupt:
+            pass
+        self.losses.append(loss.item())
+        optimizer.zero_grad()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner(torch.tanh(self.norm(self.first(x))))
+        if len(self.losses) == 1 and isinstance(self.trainer.strategy, ZeroStrategy):
+            hidden.register_hook(interrupt)
+        return self.last(hidden)
+
+
+def interrupt(_: Tensor) -> None:
+    raise KeyboardInterrupt
 
 
 def shapes_where_an_error_is_caught(strategy: Any) -> list[list[torch.Size]]:

@@ -163,6 +163,30 @@ def test_training_goes_on_after_a_backward_that_failed_on_all_ranks(stage: int, 
     assert_as_on_one_device(tower(), act, stage)
 
 
+@pytest.mark.parametrize("meets", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_error_of_a_backward_may_be_caught_inside_of_the_forward_that_it_is_in(stage: int, meets: bool) -> None:
+    """As in manual optimization, where ranks meet after each batch."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        for step in range(4):
+            with nullcontext() if engine is None else engine.forward():
+                hidden = model[1](model[0](x(1.0 + step)))
+                if step == 1:
+                    hidden = Fails.apply(hidden)
+                loss = model[2](hidden).square().mean()
+                with pytest.raises(RuntimeError, match="out of memory") if step == 1 else nullcontext():
+                    with nullcontext() if engine is None else engine.backward():
+                        loss.backward()
+                    optimizer.step()
+                optimizer.zero_grad()
+            if engine is not None and meets:
+                engine.runner.meet()
+        return state_of(model, engine)
+
+    assert_as_on_one_device(tower(), act, stage)
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1), (2, 0, 1, 2, 3)], ids=str)
 @pytest.mark.parametrize("fails_in", [0, 1])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])

@@ -149,6 +149,10 @@ def test_parameters_are_whole_where_users_catch_the_error_of_a_step(stage: int, 
         assert values == gradients == expected
 
 
+def test_training_goes_on_where_users_catch_the_error_of_a_backward(two_ranks: RankPool) -> None:
+    assert_as_ddp(two_ranks, loop_jobs.fit, loop_jobs.CatchesThatOfBackward)
+
+
 def test_a_rank_that_waits_in_a_save_is_told_why_the_other_one_failed(tmp_path: Path) -> None:
     """That one's own save has failed before it could report the first error."""
     given = {"stage": 2, "wait_timeout": 5}

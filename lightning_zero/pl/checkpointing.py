@@ -83,9 +83,7 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
 
     def _meet(self) -> None:
         """Serves other ranks until all have come here, and exchanges their notices. Collective."""
-        runner = self._running_engine.runner
-        runner.stepping.recover()  # where user code has caught the error of a step, others may wait for its end
-        runner.rendezvous.meet()
+        self._running_engine.runner.meet()
 
     def _report(self, failure: BaseException) -> None:
         """Tells other ranks why this one fails, if they come to wait for it."""

@@ -201,7 +201,7 @@ class Engine:
         with self.runner.backward.bracket():
             self.runner.begin_backward()
             yield
-        self.runner.end_backward()
+            self.runner.end_backward()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -159,7 +159,8 @@ class Runner:
     def recover(self) -> None:
         """Forgets what a failed backward or step has left half done. It must have failed on every rank."""
         self.stepping.recover()
-        if self.phases.now is Phase.BACKWARD and not self.backward.is_known:
+        # Asked of the reductions: the phase ends with the forward that it is in, as in manual optimization.
+        if self.reductions.stage is Stage.COLLECTING and not self.backward.is_known:
             self.phases.exit(Phase.BACKWARD)
             self.rendezvous.forget_backward()
             with no_interception():
@@ -168,9 +169,14 @@ class Runner:
             self.journal.forget()
 
     def meet_before_collective(self) -> None:
-        """Ends a call of `step` that an error has left, and meets if a rank may want something alone. Collective."""
-        self.stepping.recover()
+        """Forgets what has failed, and meets if a rank may want something alone. Collective."""
+        self.recover()
         self.rendezvous.meet_before_collective()
+
+    def meet(self) -> None:
+        """Forgets what has failed, where user code has caught its error, and meets. Collective."""
+        self.recover()
+        self.rendezvous.meet()
 
     # -- averaged gradients, and steps
 
