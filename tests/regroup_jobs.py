@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from jobs import CLASSES, FEATURES, loader, state_of, trainer
+from jobs import CLASSES, FEATURES, loader, read_checkpoint, state_of, trainer
 
 WIDTH = 7  # divides evenly by nothing
 
@@ -100,6 +100,17 @@ class GivenWhole(Net):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adafactor(self.backbone.parameters(), lr=1e-2)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.optimizer.add_param_group({"params": self.head.parameters()})
+
+
+class GivenLate(Net):
+    """Saved after fit; what the optimizer is given late has asked for gradients all along."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.backbone.parameters(), lr=1e-2)
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
@@ -272,6 +283,17 @@ def fit(strategy: Any, name: str, world: int = 2, **kwargs: Any) -> dict[str, An
     run = trainer(given, world, **{"max_epochs": 3, "callbacks": callbacks, **kwargs})
     run.fit(model, loader(samples=8 * world))
     return {"losses": model.losses, "weights": state_of(model), "rates": rates.seen}
+
+
+def state_saved_after_fit(strategy: Any, path: Path) -> dict[str, Tensor]:
+    """Of an optimizer that was given a group in the second epoch."""
+    L.seed_everything(1, verbose=False)
+    run = trainer(strategy, 2, max_epochs=2)
+    run.fit(GivenLate(), loader(samples=16))
+    run.save_checkpoint(path)
+    run.strategy.barrier()
+    state = read_checkpoint(path)["optimizer_states"][0]["state"]
+    return {f"{number}.{name}": value for number, entries in state.items() for name, value in entries.items()}
 
 
 class LearningRates(L.Callback):

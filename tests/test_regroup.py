@@ -133,6 +133,14 @@ def test_a_run_goes_on_in_mid_freeze_with_groups_that_were_added(two_ranks: Rank
         assert differing(found["weights"], expected["weights"]) == [], stage
 
 
+def test_the_state_of_a_group_that_was_given_later_is_saved_after_fit(two_ranks: RankPool, tmp_path: Path) -> None:
+    ddp = "ddp_find_unused_parameters_true"
+    expected = two_ranks.run(regroup_jobs.state_saved_after_fit, ddp, tmp_path / "ddp.ckpt")[0]
+    for stage in STAGES:
+        found = two_ranks.run(regroup_jobs.state_saved_after_fit, {"stage": stage}, tmp_path / f"{stage}.ckpt")[0]
+        assert differing(found, expected) == [], stage
+
+
 @pytest.mark.parametrize("name", ["FineTunedBackbone", "FineTuned", "Assigned"])
 def test_on_one_rank_what_begins_to_train_equals_a_single_device(name: str, pool_of: Callable[[int], RankPool]) -> None:
     (expected,) = pool_of(1).run(regroup_jobs.fit, "auto", name, world=1)

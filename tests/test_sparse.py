@@ -1,6 +1,7 @@
 """SparseAdam over embeddings with sparse gradients: the rows that no rank has used stay as they are, as under DDP."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.sparse import NOTHING, dense_of, sparse_of
 from lightning_zero.wire.comm import Comm
 from thread_world import ThreadWorld
+from unit_jobs import assert_as_on_one_device, state_of
 
 ROWS, STEPS = 23, 4
 
@@ -109,6 +111,26 @@ def test_a_dense_gradient_is_refused_in_torchs_words(stage: int) -> None:
             loss.backward()
 
     ThreadWorld(2, 30).run(on_rank)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_embeddings_that_the_optimizer_is_given_later_train_as_on_one_device(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        for step in range(STEPS):
+            if step == 1:
+                optimizer.add_param_group({"params": list(model.words.parameters())})
+            with nullcontext() if engine is None else engine.forward():
+                loss = model(torch.tensor([2 * step + 1, 3, 5]))
+            with nullcontext() if engine is None else engine.backward():
+                loss.backward()
+            optimizer.step()
+            model.zero_grad()
+        return state_of(model, engine)
+
+    def over_places(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SparseAdam([p for p in parameters if p.shape == (5, 6)], lr=0.1)
+
+    assert_as_on_one_device(words(), act, stage, over_places)
 
 
 def test_what_travels_tells_the_rows_that_have_a_gradient_of_zero() -> None:

@@ -74,12 +74,19 @@ class PieceStepper:
 
     def note_parameters(self) -> None:
         """Takes note of the parameters that the optimizer has now."""
-        self._slots.update({parameter: slot for parameter in self.parameters if (slot := training_slot(parameter))})
+        for parameter in self.parameters:
+            self._note(parameter)
         # Integer tables and quantised tensors, which a module's `parameters()` has too. They have no gradient.
         self._left_alone = {parameter for parameter in self.parameters if parameter not in self._slots}
         self._listed = [], []
-        for slot in self.slots:
+
+    def _note(self, parameter: Parameter) -> Slot | None:
+        """Keeps the slot of a parameter, which is known then also after the engine is closed."""
+        slot = training_slot(parameter)
+        if slot is not None:
+            self._slots[parameter] = slot
             slot.is_sparse = isinstance(self.optimizer, SparseAdam)
+        return slot
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -109,7 +116,7 @@ class PieceStepper:
         return parameter not in self._left_alone
 
     def slot(self, parameter: Parameter) -> Slot:
-        slot = self._slots.get(parameter) or training_slot(parameter)
+        slot = self._slots.get(parameter) or self._note(parameter)  # one that it was given later
         if slot is None:
             raise RuntimeError(
                 f"{type(self.optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that is not the "
