@@ -18,6 +18,7 @@ from lightning_zero.tiers.activations import ActivationStore
 from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
 from lightning_zero.wire.native import make_comm
 from models import seeded
+from ranks import PATIENCE
 from unit_jobs import state_of
 
 WIDTH = 8
@@ -197,7 +198,7 @@ def partitioned_with_dropout(offload: bool) -> tuple[dict[str, Tensor], dict[str
     rests = Place(torch.device("cpu"), Tier.HOST) if offload else here
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    store = ActivationStore(Ledger(), here, rests, make_comm(here.device, datetime.timedelta(seconds=20)))
+    store = ActivationStore(Ledger(), here, rests, make_comm(here.device, datetime.timedelta(seconds=PATIENCE)))
     x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(4))
     plain = seeded(Awkward)
     model = copy.deepcopy(plain)
@@ -217,7 +218,7 @@ def tensors_made_of_others(offload: bool) -> None:
         dist.init_process_group("gloo")
     here = Place(torch.device("cpu"))
     rests = Place(torch.device("cpu"), Tier.HOST) if offload else here
-    store = ActivationStore(Ledger(), here, rests, make_comm(here.device, datetime.timedelta(seconds=20)))
+    store = ActivationStore(Ledger(), here, rests, make_comm(here.device, datetime.timedelta(seconds=PATIENCE)))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     values = torch.arange(256.0).view(16, 16)
     replicated = DTensor.from_local(values.clone(), mesh, [Replicate()]).requires_grad_()

@@ -34,15 +34,15 @@ from lightning_zero.wire.desk import ROOM
 from lightning_zero.wire.native import make_comm
 from models import Assorted, assorted
 from random_models import Model, Spec
+from ranks import PATIENCE
 
-WAIT = 30.0  # s, that a rank waits for another
 SHORT_WAIT = 2.0  # s, where the other does not come
 
 Make = Callable[[], nn.Module]
 
 
 @functools.cache
-def comm(*, wait_timeout: float = WAIT) -> Comm:
+def comm(*, wait_timeout: float = PATIENCE) -> Comm:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     return make_comm(torch.device("cpu"), timedelta(seconds=wait_timeout))
@@ -698,7 +698,7 @@ def fails_in_configure_model() -> tuple[str, float]:
     start = time.monotonic()
     try:
         with few_bytes():
-            trainer({"stage": 3, "wait_timeout": 60}, 2).fit(Fails(), loader())
+            trainer({"stage": 3, "wait_timeout": PATIENCE}, 2).fit(Fails(), loader())
     except Exception as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - start
     return "", 0.0

@@ -31,7 +31,7 @@ from lightning_zero.shards.extents import Extent
 from lightning_zero.views.lazy import LazyTensor, Partial, Range, Spread
 from lightning_zero.wire.board import Board
 from lightning_zero.wire.comm import Comm
-from ranks import CONTEXT, HANGS, die_with_parent
+from ranks import CONTEXT, HANGS, PATIENCE, die_with_parent
 from thread_world import ThreadWorld
 
 NUMEL = 30_001
@@ -103,7 +103,7 @@ def save(board: Board, path: Any, version: int, *, in_background: bool = False) 
     saver.wait()
 
 
-def save_on_threads(path: Any, version: int, *, world: int = 2, wait_timeout: float = 20.0) -> list[str | None]:
+def save_on_threads(path: Any, version: int, *, world: int = 2, wait_timeout: float = PATIENCE) -> list[str | None]:
     """The error of every rank, or None; ranks are threads of this process."""
 
     def rank_main(comm: Comm) -> str | None:
@@ -136,7 +136,7 @@ class Job:
         world: int,
         function: Callable[..., Any],
         *args: Any,
-        wait_timeout: float = 60.0,
+        wait_timeout: float = PATIENCE,
         store_on_rank_0: bool = False,
     ) -> None:
         self.store = None if store_on_rank_0 else dist.TCPStore("127.0.0.1", 0, is_master=True)
@@ -199,7 +199,9 @@ def _rank_main(
     store = dist.TCPStore("127.0.0.1", port or 0, is_master=port is None, wait_for_workers=False)
     if tell_port is not None:
         tell_port.send(store.port)
-    Board(dist.PrefixStore("start", store), rank, world, timedelta(seconds=60)).agree("all are there", {}, lambda _: {})
+    Board(dist.PrefixStore("start", store), rank, world, timedelta(seconds=PATIENCE)).agree(
+        "all are there", {}, lambda _: {}
+    )
     board = Board(dist.PrefixStore("job", store), rank, world, timedelta(seconds=wait_timeout))
     pipe.send("saving")
     outcome = error_of(lambda: function(board, *args))

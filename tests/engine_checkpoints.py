@@ -40,7 +40,7 @@ class Place:
 
     def run(self, function: Callable[[Comm], T]) -> list[T]:
         """The results of all ranks."""
-        return [function(LocalComm())] if self.world == 1 else ThreadWorld(self.world, 20).run(function)
+        return [function(LocalComm())] if self.world == 1 else ThreadWorld(self.world).run(function)
 
 
 class Everything(nn.Module):

@@ -30,6 +30,7 @@ from lightning_zero.wire.gloo import GlooComm
 from lightning_zero.wire.links import ONLY_TCP, Links
 from lightning_zero.wire.native import NativeComm, make_comm
 from lightning_zero.wire.worlds import own_group
+from ranks import PATIENCE
 
 SAMPLES, FEATURES, CLASSES = 48, 12, 5
 
@@ -104,7 +105,7 @@ def loader(seed: int = 0, batch_size: int = 4, shuffle: bool = False, samples: i
 def strategy_from(given: Any) -> Any:
     """A name, or the arguments of ZeroStrategy; made on the rank, since strategies do not travel."""
     # Small models stay whole at stage 3, unless every module is a unit; and their checkpoints would be single files.
-    defaults = {"wait_timeout": 20, "units": "modules", "checkpoint": "sharded"}
+    defaults = {"wait_timeout": PATIENCE, "units": "modules", "checkpoint": "sharded"}
     return ZeroStrategy(**{**defaults, **given}) if isinstance(given, dict) else given
 
 

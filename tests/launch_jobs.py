@@ -15,8 +15,9 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from jobs import Classifier, fit, loader, state_of, trainer
 from lightning_zero import ZeroStrategy
+from ranks import PATIENCE
 
-BOTH = {"wait_timeout": 20, "units": "modules"}
+BOTH = {"wait_timeout": PATIENCE, "units": "modules"}
 
 
 class Seeded(Classifier):

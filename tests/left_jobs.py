@@ -24,6 +24,7 @@ import jobs
 from jobs import Classifier, listening, loader, state_of, trainer
 from lightning_zero import ZeroStrategy
 from lightning_zero.wire.comm import RankTimeoutError
+from ranks import PATIENCE
 
 # -- a signal
 
@@ -179,7 +180,7 @@ class OfAUser(ZeroStrategy):
 
     def __init__(self, word: str) -> None:
         self.word = word
-        super().__init__(3, units="modules", wait_timeout=20, checkpoint="sharded")
+        super().__init__(3, units="modules", wait_timeout=PATIENCE, checkpoint="sharded")
 
 
 class LoadsWithoutAWord(Classifier):

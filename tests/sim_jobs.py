@@ -35,9 +35,10 @@ from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import CountingComm, LocalComm
 from lightning_zero.wire.native import make_comm
+from ranks import PATIENCE
 from thread_world import ThreadWorld
 
-SOON = timedelta(seconds=20)
+SOON = timedelta(seconds=PATIENCE)
 OWN_REGION = (
     2**8
 )  # bytes; so that the small arrays of these jobs have regions of their own, as large ones have elsewhere

@@ -35,6 +35,7 @@ from lightning_zero.views.intercept import METHODS_OF_DTENSOR
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.native import make_comm
 from models import Maker, batch, clone, seeded, sgd
+from ranks import PATIENCE
 from reference import Run, ddp
 
 WORDS, WIDTH = 16, 12
@@ -100,8 +101,8 @@ def towers(seed: int = 0) -> Towers:
 @cache
 def start() -> Comm:
     if not dist.is_initialized():
-        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    return make_comm(torch.device("cpu"), timedelta(seconds=30))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE))
+    return make_comm(torch.device("cpu"), timedelta(seconds=PATIENCE))
 
 
 @cache

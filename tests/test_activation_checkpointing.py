@@ -493,7 +493,7 @@ def test_any_tensor_comes_back_as_it_was(name: str, policy: dict[str, Any], worl
     if world == 1:
         rank_main(LocalComm())
     else:
-        ThreadWorld(world, 10).run(rank_main)
+        ThreadWorld(world).run(rank_main)
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -597,7 +597,7 @@ def parted(world: int, offload: bool, contiguous: bool) -> list[Parted]:
         loss.backward()
         return Parted(device, host, comm.bytes_sent["all_gather"], comm.calls["all_gather"], gradients(model))
 
-    return ThreadWorld(world, 20).run(rank_main)
+    return ThreadWorld(world).run(rank_main)
 
 
 @pytest.mark.parametrize("contiguous", [False, True])
@@ -629,7 +629,7 @@ def test_pa_divides_nothing_that_ranks_have_differently() -> None:
         loss.backward()
         return kept, comm.calls["all_gather"], gradients(model)
 
-    for rank, (kept, gathers, found) in enumerate(ThreadWorld(2, 20).run(rank_main)):
+    for rank, (kept, gathers, found) in enumerate(ThreadWorld(2).run(rank_main)):
         plain = seeded(Nested)
         plain(batch(rank)).sum().backward()
         assert (kept, gathers) == (3 * batch().nbytes, 0)

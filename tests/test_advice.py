@@ -82,7 +82,7 @@ def options_on(ranks: int, stage: int, *, steps: int = 1, width: int = 192, **op
         found = options_of(engine, stage, bytes_to_rest(engine, engine.optimizers, HOST), 10**6)
         return found, sum(nbytes for name, nbytes in engine.bytes_by_category().items() if "(" not in name)
 
-    found, held = ThreadWorld(ranks, 20).run(job)[0]
+    found, held = ThreadWorld(ranks).run(job)[0]
     return {option.write: option for option in found}, held
 
 
@@ -140,7 +140,7 @@ def test_an_average_is_divided_and_offloaded_with_the_optimizers_state() -> None
         assert not average.updates
         return {option.write: option.nbytes for option in options}, sum(p.numel() for p in engine.module.parameters())
 
-    options, psi = ThreadWorld(2, 20).run(job)[0]
+    options, psi = ThreadWorld(2).run(job)[0]
     assert options["offload=Offload(optimizer='cpu')"] == pytest.approx(12 * psi / 2, rel=ROUNDING)
 
 
@@ -164,7 +164,7 @@ def test_a_model_without_blocks_is_not_told_to_recompute_them() -> None:
         engine = Engine(module, [torch.optim.AdamW(module.parameters())], stage=2, comm=comm)
         return options_of(engine, 2, {}, 8)
 
-    assert not any("activation" in option.write for option in ThreadWorld(2, 20).run(job)[0])
+    assert not any("activation" in option.write for option in ThreadWorld(2).run(job)[0])
 
 
 def test_where_the_host_runs_out_beside_a_device_what_is_offloaded_goes_to_disk() -> None:
@@ -173,7 +173,7 @@ def test_where_the_host_runs_out_beside_a_device_what_is_offloaded_goes_to_disk(
         train(engine)
         return host_options_of(engine, engine.bytes_by_category()), engine.ledger.tiers[Tier.HOST]
 
-    (disk, kept), there = ThreadWorld(2, 20).run(job)[0]
+    (disk, kept), there = ThreadWorld(2).run(job)[0]
     assert disk == Option("Offload(optimizer='nvme', path=...)", there)
     assert kept.nbytes == 0
 
@@ -196,7 +196,7 @@ def test_what_has_grown_is_told_beside_what_rested_after_the_last_step() -> None
             grown.append(engine.bytes_grown())
         return [{name: nbytes for name, nbytes in each.items() if nbytes > 0} for each in grown]
 
-    set_up, forward, backward, rests, *second = ThreadWorld(2, 20).run(job)[0]
+    set_up, forward, backward, rests, *second = ThreadWorld(2).run(job)[0]
     kept = {"activation checkpoint": 6 * 2 * 192 * 4}  # the input of each block
     assert set_up == rests == {}
     assert forward == second[0] == kept
@@ -215,7 +215,7 @@ def test_gradients_of_a_single_rank_have_grown_in_the_first_backward_alone() -> 
             engine.optimizers[0].step()
         return [*grown, sum(p.nbytes for p in engine.module.parameters())]
 
-    first, later, whole = ThreadWorld(1, 20).run(job)[0]
+    first, later, whole = ThreadWorld(1).run(job)[0]
     assert (first, later) == (whole, 0)
 
 
@@ -242,7 +242,7 @@ def test_an_engine_that_has_failed_anywhere_still_knows_what_it_holds(stage: int
         held = held_by([engine], HOST, HOST, 0)
         return held, options_of(engine, stage, held.planned, 10)
 
-    for held, options in ThreadWorld(2, 20).run(job):
+    for held, options in ThreadWorld(2).run(job):
         states = held.by_category[Category.OPTIMIZER_STATE]
         assert held.planned[Category.OPTIMIZER_STATE] == states > 0
         moved = states + (held.planned[Category.GRADIENT] if stage > 1 else 0)

@@ -11,9 +11,9 @@ from compare import assert_same_bits
 from lightning_zero import ZeroStrategy
 from lightning_zero.rehearsal.planning import Plan, plan
 from lightning_zero.rehearsal.rehearsal import rehearse
-from ranks import RankPool
+from ranks import PATIENCE, RankPool
 
-FIXED = {"wait_timeout": 20}
+FIXED = {"wait_timeout": PATIENCE}
 AUTO = {"stage": "auto", **FIXED}
 PLENTY = 10**9
 

@@ -177,4 +177,4 @@ def test_eight_bit_state_is_two_bytes_and_a_little_of_an_nth_of_the_elements() -
         engine.close()
         return nbytes
 
-    assert ThreadWorld(world, 20).run(run) == [(2 + 2 * 4 / BLOCK) * numel / world] * world
+    assert ThreadWorld(world).run(run) == [(2 + 2 * 4 / BLOCK) * numel / world] * world

@@ -66,20 +66,20 @@ def step_on(
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_rank_sends_its_share_of_two_or_three_psi(stage: int, world: int) -> None:
-    runs = ThreadWorld(world, 20).run(lambda comm: step_on(comm, stage))
+    runs = ThreadWorld(world).run(lambda comm: step_on(comm, stage))
     total = sum(run["sent"] for run in runs) / 4
     assert total == pytest.approx(psi_sent(stage) * (world - 1) * PSI, rel=0.05)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_frozen_layers_that_an_optimizer_has_send_nothing(stage: int) -> None:
-    runs = ThreadWorld(2, 20).run(lambda comm: step_on(comm, stage, frozen=2))
+    runs = ThreadWorld(2).run(lambda comm: step_on(comm, stage, frozen=2))
     assert sum(run["sent"] for run in runs) / 4 == pytest.approx(2 * PSI * 4 / 6, rel=0.05)
 
 
 def test_at_stage_3_only_the_values_of_frozen_layers_travel() -> None:
     all_train, some_do = (
-        sum(run["sent"] for run in ThreadWorld(2, 20).run(lambda comm, frozen=frozen: step_on(comm, 3, frozen=frozen)))
+        sum(run["sent"] for run in ThreadWorld(2).run(lambda comm, frozen=frozen: step_on(comm, 3, frozen=frozen)))
         for frozen in (0, 2)
     )
     # No gradient, and no gather in backward, which ends before it comes to them.
@@ -89,7 +89,7 @@ def test_at_stage_3_only_the_values_of_frozen_layers_travel() -> None:
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_rank_has_as_much_state_beside_frozen_layers_that_an_optimizer_has(stage: int, world: int) -> None:
-    for run in ThreadWorld(world, 20).run(lambda comm: step_on(comm, stage, frozen=3)):
+    for run in ThreadWorld(world).run(lambda comm: step_on(comm, stage, frozen=3)):
         assert run["rests"]["optimizer state"] == pytest.approx(8 * PSI / 2 / world, rel=0.02)
         gradient = 4 * PSI / 2 / (world if stage >= 2 else 1)
         assert run["rests"]["gradient"] == pytest.approx(gradient, rel=0.02)
@@ -98,8 +98,8 @@ def test_every_rank_has_as_much_state_beside_frozen_layers_that_an_optimizer_has
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_hybrid_sharding_sends_a_shards_part_of_the_gradient_between_groups(stage: int) -> None:
     """Two groups of two: inside, as on two ranks; across, each rank exchanges its half of the gradient."""
-    runs = ThreadWorld(4, 20).run(lambda comm: step_on(comm, stage, replicate_size=2))
-    alone = ThreadWorld(2, 20).run(lambda comm: step_on(comm, stage))
+    runs = ThreadWorld(4).run(lambda comm: step_on(comm, stage, replicate_size=2))
+    alone = ThreadWorld(2).run(lambda comm: step_on(comm, stage))
     for run, rests in zip(runs, [two["rests"] for two in alone * 2], strict=True):
         across = sum(sent for kind, sent in run["by operation"].items() if kind.startswith("replicate"))
         assert across / 2 == pytest.approx(4 * PSI / 2, rel=0.01)  # of two steps
@@ -111,12 +111,12 @@ def test_two_byte_weights_travel_in_two_bytes() -> None:
         (2, 4 + 2),
         (3, 4 + 2 * (psi_sent(3) - 1)),
     ):  # the gradient in fp32; the weight once, or twice
-        runs = ThreadWorld(2, 20).run(lambda comm, stage=stage: step_on(comm, stage, autocast=True))
+        runs = ThreadWorld(2).run(lambda comm, stage=stage: step_on(comm, stage, autocast=True))
         assert sum(run["sent"] for run in runs) == pytest.approx(expected * PSI, rel=0.05)
 
 
 def test_reduce_dtype_halves_the_gradients_wire_and_rest() -> None:
-    runs = ThreadWorld(2, 20).run(lambda comm: step_on(comm, 2, reduce_dtype=torch.bfloat16))
+    runs = ThreadWorld(2).run(lambda comm: step_on(comm, 2, reduce_dtype=torch.bfloat16))
     assert sum(run["sent"] for run in runs) == pytest.approx((2 + 4) * PSI, rel=0.05)
     assert runs[0]["rests"]["gradient"] == pytest.approx(2 * PSI / 2, rel=0.01)
 
@@ -138,7 +138,7 @@ def formula(stage: int, world: int, *, autocast: bool) -> dict[str, float]:
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_rests_on_each_rank_is_the_formula_within_one_percent(stage: int, world: int, autocast: bool) -> None:
-    for run in ThreadWorld(world, 20).run(lambda comm: step_on(comm, stage, autocast=autocast)):
+    for run in ThreadWorld(world).run(lambda comm: step_on(comm, stage, autocast=autocast)):
         for category, expected in formula(stage, world, autocast=autocast).items():
             assert run["rests"][category] == pytest.approx(expected, rel=0.01), category
 
@@ -146,7 +146,7 @@ def test_what_rests_on_each_rank_is_the_formula_within_one_percent(stage: int, w
 def test_buckets_are_two_of_constant_size_whatever_the_model() -> None:
     """Two buckets of N rows, room for N - 1 incoming, and one row for the sum: 2 * 2 N rows."""
     for bucket_bytes in (2**14, 2**15):
-        runs = ThreadWorld(2, 20).run(lambda comm, size=bucket_bytes: step_on(comm, 2, bucket_bytes=size))
+        runs = ThreadWorld(2).run(lambda comm, size=bucket_bytes: step_on(comm, 2, bucket_bytes=size))
         assert runs[0]["buckets"] <= 2 * 2 * bucket_bytes
         assert runs[0]["rests"]["bucket"] == runs[0]["buckets"]
 

@@ -26,9 +26,9 @@ from jobs import Classifier, loader, state_of
 from lightning_zero import Checkpoint, ZeroStrategy, consolidate
 from lightning_zero.checkpoint import StoredCheckpoint, verify
 from lightning_zero.checkpoint.save import _advice_for
-from ranks import RankPool, run_alone
+from ranks import AT_ONCE, PATIENCE, RankPool, run_alone
 
-SHARDED: dict[str, Any] = {"stage": 3, "wait_timeout": 30}
+SHARDED: dict[str, Any] = {"stage": 3, "wait_timeout": PATIENCE}
 FULL: dict[str, Any] = {**SHARDED, "checkpoint": {"format": "full"}}
 FORMATS = pytest.mark.parametrize("strategy", [SHARDED, FULL], ids=["sharded", "full"])
 QUICK: dict[str, Any] = {"limit_train_batches": 2}
@@ -193,7 +193,7 @@ def the_same(told: list[list[tuple[str | None, float]]]) -> list[str]:
     """What all ranks say alike, each time within seconds."""
     for of_rank in told:
         for _, seconds in of_rank:
-            assert seconds < 29  # nobody has waited for another rank
+            assert seconds < AT_ONCE  # nobody has waited for another rank
         assert [error for error, _ in of_rank] == [error for error, _ in told[0]]
     return [error or "" for error, _ in told[0]]
 

@@ -24,12 +24,15 @@ from lightning_zero.checkpoint.shard import ShardReader
 from lightning_zero.views.lazy import LazyTensor
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
+from ranks import PATIENCE
 from thread_world import ThreadWorld
 
 IN_BACKGROUND = pytest.mark.parametrize("in_background", [False, True])
 
 
-def on_ranks(do: Callable[[CheckpointKeeper, Comm], Any], *, in_background: bool = False, timeout: float = 5.0) -> list:
+def on_ranks(
+    do: Callable[[CheckpointKeeper, Comm], Any], *, in_background: bool = False, timeout: float = PATIENCE
+) -> list:
     """What `do` returns on two ranks, each with a keeper."""
 
     def rank_main(comm: Comm) -> Any:

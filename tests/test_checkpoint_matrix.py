@@ -526,7 +526,7 @@ def test_a_count_of_steps_is_none_of_the_parameter_that_is_a_single_number(
             optimizer.zero_grad()
         save(comm, engine, [optimizer], tmp_path / "ckpt")
 
-    ThreadWorld(world, 20).run(on_rank)
+    ThreadWorld(world).run(on_rank)
     state = StoredCheckpoint(tmp_path / "ckpt").load()["optimizer_states"][0]["state"]
     assert {index: (float(of["step"]), tuple(of["exp_avg"].shape)) for index, of in state.items()} == {
         0: (2.0, ()),

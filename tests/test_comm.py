@@ -15,7 +15,7 @@ from lightning_zero.wire.gloo import GlooComm
 from lightning_zero.wire.local import CountingComm, LocalComm
 from lightning_zero.wire.native import NativeComm, make_comm
 from lightning_zero.wire.worlds import own_group
-from ranks import RankPool
+from ranks import AT_ONCE, PATIENCE, RankPool
 from thread_world import ThreadWorld
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def assert_as_expected(found: dict[str, Any], rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_threads_compute_every_collective(size: int) -> None:
-    for rank, found in enumerate(ThreadWorld(size, 10).run(exercise)):
+    for rank, found in enumerate(ThreadWorld(size).run(exercise)):
         assert_as_expected(found, rank, size)
 
 
@@ -99,7 +99,7 @@ def test_a_world_of_one_computes_every_collective() -> None:
     assert_as_expected(exercise(LocalComm()), 0, 1)
 
 
-def on_gloo(sanitize: bool = False, wait_timeout: float = 20.0) -> Comm:
+def on_gloo(sanitize: bool = False, wait_timeout: float = PATIENCE) -> Comm:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     return make_comm(CPU, datetime.timedelta(seconds=wait_timeout), sanitize=sanitize)
@@ -118,7 +118,7 @@ def exercise_gloo() -> dict[str, Any]:
 
 def exercise_tcp() -> dict[str, Any]:
     on_gloo()
-    return exercise(GlooComm(own_group("gloo"), datetime.timedelta(seconds=20)))
+    return exercise(GlooComm(own_group("gloo"), datetime.timedelta(seconds=PATIENCE)))
 
 
 def exercise_native() -> dict[str, Any]:
@@ -220,7 +220,7 @@ def diverge_on_native() -> list[bool]:
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_gather_tells_all_ranks_that_one_diverges(size: int, pool_of: Any) -> None:
     expected = [[False, True, False]] * size
-    assert ThreadWorld(size, 10).run(diverge) == expected
+    assert ThreadWorld(size).run(diverge) == expected
     assert pool_of(size).run(diverge_on_gloo) == expected
     assert pool_of(size).run(diverge_on_native) == expected
 
@@ -269,7 +269,7 @@ def test_sums_go_in_rank_order_whoever_comes_first() -> None:
         return total.item()
 
     in_order = ((torch.tensor(1.0) + 1e8) + -1e8 + 1.0).item()
-    assert ThreadWorld(4, 10).run(reduce) == [in_order] * 4
+    assert ThreadWorld(4).run(reduce) == [in_order] * 4
     assert in_order == 1.0 != sum(sorted(values))
 
 
@@ -337,8 +337,8 @@ def test_a_rank_that_fails_ends_the_others_with_its_own_error() -> None:
 
     started = time.monotonic()
     with pytest.raises(ValueError, match="rank 1 broke"):
-        ThreadWorld(2, 30).run(fail)
-    assert time.monotonic() - started < 10
+        ThreadWorld(2).run(fail)
+    assert time.monotonic() - started < AT_ONCE
 
 
 def test_counting_moves_nothing_and_counts_what_would_be_sent() -> None:
@@ -360,7 +360,7 @@ def test_work_finishes_once() -> None:
 
 
 def test_ranks_as_threads_run_again_after_a_failure() -> None:
-    world = ThreadWorld(2, 5.0)
+    world = ThreadWorld(2)
 
     def fail(comm: Comm) -> None:
         raise ValueError(f"rank {comm.rank}")

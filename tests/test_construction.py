@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 import construction_jobs as jobs
 import random_models
 from compare import assert_same_bits
-from ranks import RankPool, run_alone
+from ranks import AT_ONCE, RankPool, run_alone
 
 
 def assert_as_on_one_device(found: list[dict[str, Any]]) -> None:
@@ -95,7 +95,7 @@ def test_r36_a_rank_never_holds_more_than_its_share_and_the_largest_unit(name: s
 def test_ranks_that_part_end_at_once_in_one_error(name: str, two_ranks: RankPool) -> None:
     found = two_ranks.run(jobs.go_wrong, name)
     for rank in found:
-        assert rank["seconds"] < jobs.WAIT
+        assert rank["seconds"] < AT_ONCE
         assert rank["again"] == ""
     if name.startswith("fails"):
         assert found[1]["told"] == "ValueError: no such vocabulary"
@@ -112,7 +112,7 @@ def test_a_rank_that_does_not_come_ends_the_others_in_time() -> None:
     results, _ = run_alone(2, jobs.is_late_on_one)
     told, seconds = results[0]
     assert "RankTimeoutError" in told
-    assert seconds < jobs.WAIT
+    assert seconds < AT_ONCE
 
 
 def test_what_is_left_on_the_meta_device_is_named(two_ranks: RankPool) -> None:
@@ -231,4 +231,4 @@ def test_an_exception_in_configure_model_on_one_rank_ends_fit_on_all() -> None:
     assert errors == [None, None]
     assert "no such vocabulary" in results[0][0]
     assert "no such vocabulary" in results[1][0]
-    assert all(seconds < 59 for _, seconds in results)  # nobody has waited for the other, which would take 60 s
+    assert all(seconds < AT_ONCE for _, seconds in results)  # nobody has waited for the other

@@ -66,7 +66,7 @@ def on_ranks(world: int, stage: int, make: Maker, model: nn.Module | None = None
     model = assorted() if model is None else model
     if world == 1:
         return train(model, make, LocalComm(), stage, **kwargs)
-    runs = ThreadWorld(world, wait_timeout=20).run(lambda comm: train(model, make, comm, stage, **kwargs))
+    runs = ThreadWorld(world).run(lambda comm: train(model, make, comm, stage, **kwargs))
     for run in runs[1:]:
         assert_same_bits(run.weights, runs[0].weights)
     return runs[0]
@@ -192,8 +192,8 @@ def test_r05_accumulated_micro_batches_equal_one_batch(stage: int) -> None:
             engine.close()
             return weights(model)
 
-        apart = ThreadWorld(2, 20).run(train_once)[0]
-        together = ThreadWorld(2, 20).run(functools.partial(train_once, together=True))[0]
+        apart = ThreadWorld(2).run(train_once)[0]
+        together = ThreadWorld(2).run(functools.partial(train_once, together=True))[0]
         for name, value in together.items():
             torch.testing.assert_close(apart[name], value, rtol=0, atol=1e-6, msg=name)
 
@@ -247,7 +247,7 @@ def test_nothing_is_left_of_a_model_and_an_engine_that_nobody_has_any_more(stage
             engine.close(whole=end == "closed")
         return [weakref.ref(it) for it in (model, engine, *model.parameters(), *engine.groups)]
 
-    left = ThreadWorld(2, 20).run(train_and_leave)
+    left = ThreadWorld(2).run(train_and_leave)
     gc.collect()
     for refs in left:
         assert [type(it()).__name__ for it in refs if it() is not None] == []
@@ -277,7 +277,7 @@ def test_integer_parameters_rest_beside_the_optimizer_that_lists_them() -> None:
         optimizer.step()
         return engine.states.full_model(copy=True)["table"]
 
-    assert torch.equal(ThreadWorld(2, 10).run(step)[0], torch.arange(5))
+    assert torch.equal(ThreadWorld(2).run(step)[0], torch.arange(5))
 
 
 @pytest.mark.parametrize(("world", "replicas"), [(4, 2), (6, 3), (2, 2)])
@@ -292,7 +292,7 @@ def test_hybrid_sharding_equals_ddp(stage: int, world: int, replicas: int) -> No
 
 def test_replicas_that_do_not_divide_the_ranks_are_refused_on_every_rank() -> None:
     with pytest.raises(ValueError, match=r"replicate_size=3 does not divide the 4 ranks. Write one of \[1, 2, 4\]"):
-        ThreadWorld(4, 5).run(lambda comm: train(assorted(), sgd, comm, 2, replicate_size=3))
+        ThreadWorld(4).run(lambda comm: train(assorted(), sgd, comm, 2, replicate_size=3))
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_a_training_forward_begins_with_rank_0s_buffers_unless_told_otherwise(br
                 model(torch.randn(8, 4) + comm.rank)
         return seen
 
-    (zero_first, zero), (first, one) = ThreadWorld(2, 10).run(rank_main)
+    (zero_first, zero), (first, one) = ThreadWorld(2).run(rank_main)
     assert zero_first == first == [0.0] * 4
     assert (zero == one) is shared
     assert zero != zero_first
@@ -342,7 +342,7 @@ def test_ranks_that_freeze_different_parameters_are_told_which_on_every_rank(sta
             Engine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], stage=stage, comm=comm)
         return str(told.value)
 
-    (told,) = set(ThreadWorld(2, 20).run(set_up))
+    (told,) = set(ThreadWorld(2).run(set_up))
     assert told == (
         "0.weight, 0.bias, 1.weight and others train on some ranks and are frozen on others. Freeze the same "
         "parameters on all ranks; one may still be without use, and without a gradient, on some."

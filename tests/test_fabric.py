@@ -17,7 +17,7 @@ import warm
 from compare import assert_same_bits
 from jobs import Classifier
 from lightning_zero import ZeroStrategy, consolidate
-from ranks import RankPool
+from ranks import PATIENCE, RankPool
 
 STAGES = [1, 2, 3]
 DDP = "ddp_find_unused_parameters_true"
@@ -169,7 +169,7 @@ def test_a_model_may_edit_what_it_loads_also_if_the_load_then_fails(
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_all_ranks_hear_at_once_that_one_cannot_read(stage: int, two_ranks: RankPool, tmp_path: Path) -> None:
-    strategy = {"stage": stage, "units": "modules", "wait_timeout": 10}
+    strategy = {"stage": stage, "units": "modules", "wait_timeout": PATIENCE}
     first, second = two_ranks.run(fabric_jobs.load_where_rank_1_cannot_read, strategy, tmp_path / "saved")
     assert first.startswith("rank 1, reading the model: ")
     assert "the disk is gone" in second

@@ -37,7 +37,7 @@ from lightning_zero.wire.gloo import GlooComm
 from lightning_zero.wire.local import LocalComm
 from lightning_zero.wire.native import NativeComm
 from models import Assorted, adamw, assorted, clone
-from ranks import free_port
+from ranks import PATIENCE, free_port
 from thread_world import ThreadWorld
 
 pytestmark = pytest.mark.gpu
@@ -175,7 +175,7 @@ def test_parameters_move_to_the_device_with_their_values() -> None:
 def nccl() -> Iterator[NativeComm]:
     """NCCL on one rank: every collective runs for real, with nobody else."""
     dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
-    control = GlooComm(dist.new_group(backend="gloo"), datetime.timedelta(seconds=20))
+    control = GlooComm(dist.new_group(backend="gloo"), datetime.timedelta(seconds=PATIENCE))
     yield NativeComm(dist.new_group(backend="nccl"), control, torch.device("cuda", 0))
     dist.destroy_process_group()
 
@@ -378,7 +378,7 @@ def test_a_model_built_in_shards_rests_where_its_parameters_do(offload: Offload 
         engine = Engine(model, [], stage=3, comm=comm, device=device, options=options)
         return {name: value.cpu() for name, value in engine.states.full_model(copy=True).items()}
 
-    for found in ThreadWorld(2, 20).run(rank_main):
+    for found in ThreadWorld(2).run(rank_main):
         assert all(found[name].equal(value) for name, value in layers().state_dict().items())
 
 
@@ -390,7 +390,7 @@ def test_building_in_shards_takes_a_share_of_the_device_and_the_largest_module()
         with torch.device("cuda"), constructing(stage=3, comm=comm):
             kept.append(layers())
 
-    ThreadWorld(2, 20).run(rank_main)
+    ThreadWorld(2).run(rank_main)
     nbytes = 8 * 4 * (512 * 512 + 512)
     assert torch.cuda.memory_allocated() - before <= 1.1 * nbytes  # of both ranks
     assert torch.cuda.max_memory_allocated() - before <= 1.1 * (nbytes + 2 * 2 * nbytes / 8)
@@ -413,7 +413,7 @@ def test_weights_of_a_file_go_to_the_device(stage: int, world: int, tmp_path: Pa
         load_pretrained(model, tmp_path, comm=comm, engine=engine)
         return {name: value.cpu() for name, value in engine.states.full_model(copy=True).items()}
 
-    for found in [rank_main(LocalComm())] if world == 1 else ThreadWorld(world, 20).run(rank_main):
+    for found in [rank_main(LocalComm())] if world == 1 else ThreadWorld(world).run(rank_main):
         assert all(found[name].equal(value) for name, value in state.items())
 
 

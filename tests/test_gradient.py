@@ -32,7 +32,7 @@ def on_two_ranks(
             model, Engine(model, [optimizer], stage=stage, comm=comm, options=Options(**options)), optimizer, comm
         )
 
-    return ThreadWorld(world, 10).run(rank_main)
+    return ThreadWorld(world).run(rank_main)
 
 
 def average(*steps: int, ranks: int = 2) -> dict[str, Tensor | None]:
@@ -475,7 +475,7 @@ def test_a_gradient_that_users_give_to_a_frozen_parameter_is_stepped(stage: int)
         return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
     expected = train(*made())
-    for found in ThreadWorld(2, 10).run(on_rank):
+    for found in ThreadWorld(2).run(on_rank):
         assert all(torch.allclose(found[name], value, atol=1e-6) for name, value in expected.items())
         assert not found["1.weight"].equal(start.state_dict()["1.weight"])
 
@@ -518,6 +518,6 @@ def test_a_layer_that_is_thawed_on_some_ranks_is_averaged_over_all(stage: int, o
         optimizer.zero_grad()
         torch.stack([loss(alone, rank, step) for rank in range(world)]).mean().backward()
         optimizer.step()
-    for found in ThreadWorld(world, 20).run(on_rank):
+    for found in ThreadWorld(world).run(on_rank):
         for name, value in alone.state_dict().items():
             assert torch.allclose(found[name], value, atol=1e-6), name

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 import hook_jobs
-from ranks import RankPool
+from ranks import PATIENCE, RankPool
 
-MANY_BUCKETS = {"wait_timeout": 10, "bucket_size_mb": 0.0006}
+MANY_BUCKETS = {"wait_timeout": PATIENCE, "bucket_size_mb": 0.0006}
 
 
 # At stage 3 every weight travels when it is read; at stages 1 and 2 those that are kept in two bytes, and gradients.

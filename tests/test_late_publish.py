@@ -79,7 +79,7 @@ def test_a_step_does_not_wait_for_the_parts_of_other_ranks(stage: int) -> None:
         engine.close()
         return weights(engine.module)
 
-    first, second = ThreadWorld(2, wait_timeout=30).run(run)
+    first, second = ThreadWorld(2).run(run)
     assert_same_bits(first, second)
 
 

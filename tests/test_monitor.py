@@ -50,7 +50,7 @@ def table_on(ranks: int, stage: int, width: int = 64, **options: Any) -> list[st
         engine, _ = begin(comm, stage, width, **options)
         return table_of(engine, stage)
 
-    return ThreadWorld(ranks, 20).run(job)[0].splitlines()
+    return ThreadWorld(ranks).run(job)[0].splitlines()
 
 
 # --- bytes
@@ -73,7 +73,7 @@ def test_what_is_told_at_the_start_is_what_rests_after_a_step(stage: int, autoca
         assert all(here == {**expected.here, **found} for here in under_way), "what is there counts once"
         return expected, found
 
-    for expected, found in ThreadWorld(2, 20).run(job):
+    for expected, found in ThreadWorld(2).run(job):
         counts = 4 * 5  # AdamW counts the steps of each of the five parameters
         assert 0 <= found.pop("optimizer state") - expected.here["optimizer state"] <= counts
         assert all(expected.here[category] == nbytes for category, nbytes in found.items())
@@ -102,7 +102,7 @@ def test_an_optimizer_that_has_frozen_parameters_is_told_to_make_no_state_of_the
         optimizer.step()
         return expected, engine.bytes_by_category()
 
-    for expected, found in ThreadWorld(ranks, 20).run(job) if ranks > 1 else [job(LocalComm())]:
+    for expected, found in ThreadWorld(ranks).run(job) if ranks > 1 else [job(LocalComm())]:
         counts = 4 * 5  # AdamW counts the steps of each parameter
         assert 0 <= found["optimizer state"] - expected.here["optimizer state"] <= counts
         assert expected.ddp["optimizer state"] == 8 * (expected.numel - FROZEN)
@@ -118,7 +118,7 @@ def test_what_a_checkpoint_takes_is_counted_alike_on_every_rank_and_at_every_sta
         return [*found, bytes_to_save(engine.module, [optimizer])]
 
     psi = 10 * 64 + 64 * 640 + 640 + 2 * 640
-    assert ThreadWorld(2, 20).run(job) == [[12 * psi + 20, 4 * psi + 20, 12 * psi + 20]] * 2
+    assert ThreadWorld(2).run(job) == [[12 * psi + 20, 4 * psi + 20, 12 * psi + 20]] * 2
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -132,7 +132,7 @@ def test_an_average_is_told_at_the_start_as_it_will_rest(stage: int) -> None:
         assert not average.updates
         return expected, found
 
-    for expected, found in ThreadWorld(2, 20).run(job):
+    for expected, found in ThreadWorld(2).run(job):
         assert expected.here["average"] == found["average"] > 0
         assert expected.ddp["average"] == 4 * expected.numel + 4 * 5
 
@@ -170,7 +170,7 @@ def test_each_reason_for_fp32_is_told() -> None:
         engine = Engine(module, [optimizer], stage=2, comm=comm, options=Options(autocast_dtype=BF16))
         return [tuple(uncast) for uncast in engine.parts.assembly.resting.uncast]
 
-    assert ThreadWorld(1, 20).run(job)[0] == [
+    assert ThreadWorld(1).run(job)[0] == [
         ("Linear", "hooks compute its weights", 49 + 7 + 7),
         ("Linear", "it does not train", 25 + 5),
         ("Linear", "modules share its weights", 16 + 4 + 4),

@@ -146,7 +146,7 @@ def train(
 def on_ranks(world: int, stage: int, make: Maker = fused_adamw, **kwargs: Any) -> tuple[Run, list[dict[str, Any]]]:
     if world == 1:
         return train(LocalComm(), stage, make, **kwargs)
-    return ThreadWorld(world, wait_timeout=20).run(lambda comm: train(comm, stage, make, **kwargs))[0]
+    return ThreadWorld(world).run(lambda comm: train(comm, stage, make, **kwargs))[0]
 
 
 @functools.cache
@@ -659,7 +659,7 @@ def test_a_model_that_goes_another_way_than_the_step_before_loses_no_gradient(wo
     def found(offload: Offload | None) -> dict[str, Tensor]:
         if world == 1:
             return train(LocalComm(), offload)
-        return ThreadWorld(world, wait_timeout=20).run(lambda comm: train(comm, offload))[0]
+        return ThreadWorld(world).run(lambda comm: train(comm, offload))[0]
 
     assert_same_bits(found(Offload(optimizer="cpu", parameters="cpu")), found(None))
 
@@ -901,7 +901,7 @@ def test_a_folder_that_is_not_there_is_told_on_every_rank(tmp_path: Path) -> Non
             Steps(2, Offload(optimizer="nvme", path=path), comm)
         return str(caught.value)
 
-    told = ThreadWorld(2, wait_timeout=20).run(set_up)
+    told = ThreadWorld(2).run(set_up)
     assert told[0] == told[1]
     assert "rank 1, setting up: Offload(path=" in told[0]
     assert "No such file or directory" in told[0]

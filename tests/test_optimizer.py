@@ -45,7 +45,7 @@ def test_state_is_kept_for_the_users_parameters_in_pieces(stage: int) -> None:
 
     start = assorted()
     used = sum(p.numel() for name, p in start.named_parameters() if "frozen" not in name and "unused" not in name)
-    assert sum(ThreadWorld(3, 10).run(check)) == used
+    assert sum(ThreadWorld(3).run(check)) == used
 
 
 def adagrad(model: Any) -> tuple[Optimizer, None]:
@@ -71,7 +71,7 @@ def foreach(model: Any) -> tuple[Optimizer, None]:
 def test_elementwise_optimizers_step_pieces_as_they_step_the_whole(stage: int, make: Any) -> None:
     start = assorted()
     expected = ddp(start, make, world=2, steps=3).weights
-    found = ThreadWorld(2, 10).run(lambda comm: trained(comm, stage, start, make)[1].states.full_model(copy=True))[0]
+    found = ThreadWorld(2).run(lambda comm: trained(comm, stage, start, make)[1].states.full_model(copy=True))[0]
     assert not [name for name, value in expected.items() if not torch.equal(found[name], value)]
 
 
@@ -145,8 +145,8 @@ def test_state_has_the_same_keys_and_counts_on_all_ranks_and_is_empty_where_a_ra
         loss_of(alone, 0, step).backward()
         optimizer.step()
     expected, elements = seen(alone, optimizer)
-    stepped = ThreadWorld(4, 20).run(run)
-    loaded = ThreadWorld(3, 20).run(lambda comm: run(comm, stepped[0][0]))
+    stepped = ThreadWorld(4).run(run)
+    loaded = ThreadWorld(3).run(lambda comm: run(comm, stepped[0][0]))
     for results in (stepped, loaded):
         assert all(found == expected for _, found, _ in results)
         assert sum((of_rank for _, _, of_rank in results), Counter()) == elements
@@ -231,7 +231,7 @@ def test_scalar_state_of_a_parameter_without_dimensions_stays_scalar(stage: int,
 
 
 def on(world: int, function: Any) -> Any:
-    return function(LocalComm()) if world == 1 else ThreadWorld(world, 10).run(function)[0]
+    return function(LocalComm()) if world == 1 else ThreadWorld(world).run(function)[0]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -253,8 +253,6 @@ def test_a_closure_runs_on_whole_parameters(stage: int) -> None:
         optimizer.step(closure)
         return engine.states.full_model(copy=True)
 
-    plain = ThreadWorld(2, 10).run(
-        lambda comm: trained(comm, stage, start, adamw, steps=1)[1].states.full_model(copy=True)
-    )
-    closed = ThreadWorld(2, 10).run(step_with_closure)
+    plain = ThreadWorld(2).run(lambda comm: trained(comm, stage, start, adamw, steps=1)[1].states.full_model(copy=True))
+    closed = ThreadWorld(2).run(step_with_closure)
     assert all(torch.equal(closed[0][name], value) for name, value in plain[0].items())

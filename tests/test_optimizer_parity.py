@@ -123,7 +123,7 @@ def test_two_optimizers_over_halves_step_on_their_own(stage: int) -> None:
 
     start, plain = tower(2), tower(2)
     expected = train_in_turns(plain, None, two_adams(plain))
-    for found in ThreadWorld(2, 10).run(on_rank):
+    for found in ThreadWorld(2).run(on_rank):
         assert_same_bits(found, expected)
 
 

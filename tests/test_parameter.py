@@ -35,7 +35,7 @@ def on_two_ranks(stage: int, dtype: torch.dtype | None, act: Callable[..., Any],
         plain.load_state_dict(engine.states.full_model(copy=True))
         return act(model, plain, comm, engine, optimizer)
 
-    return ThreadWorld(2, 10).run(rank_main)
+    return ThreadWorld(2).run(rank_main)
 
 
 @pytest.mark.parametrize(("stage", "dtype"), SETTINGS)

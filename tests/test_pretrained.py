@@ -83,7 +83,7 @@ def file(source: Kinds, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def on_ranks(world: int, rank_main: Callable[[Comm], Any]) -> list[Any]:
-    return [rank_main(LocalComm())] if world == 1 else ThreadWorld(world, 10).run(rank_main)
+    return [rank_main(LocalComm())] if world == 1 else ThreadWorld(world).run(rank_main)
 
 
 def errors_on_ranks(world: int, act: Callable[[Comm], Any]) -> list[str]:

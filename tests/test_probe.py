@@ -117,10 +117,10 @@ def test_an_optimizer_that_draws_random_numbers_is_refused_and_told_that_it_does
         Engine(model, [optimizer], stage=stage, comm=comm, options=Options(**options)).close()
 
     with pytest.raises(ValueError, match=r"Noisy draws random numbers, for the parameters in turn.*stage=0.*'element'"):
-        ThreadWorld(2, 10).run(set_up)
+        ThreadWorld(2).run(set_up)
     for granularity, what in (("tensor", "tensors"), ("element", "pieces")):
         with pytest.warns(UserWarning, match=rf"Noisy draws random numbers.*for the {what} that it.*not DDP's"):
-            ThreadWorld(2, 10).run(lambda comm, asked=granularity: set_up(comm, granularity=asked))
+            ThreadWorld(2).run(lambda comm, asked=granularity: set_up(comm, granularity=asked))
 
 
 def test_matrices_alone_are_tried_where_an_optimizer_has_matrices_alone() -> None:
@@ -145,9 +145,9 @@ def test_what_keeps_tensors_in_containers_is_found_to_do_so_and_told_what_that_c
 
     told = "keeps tensors in lists or dictionaries of its state"
     assert why_not_in_pieces(made("Plain", agg_mo)(parameters())) == told
-    assert ThreadWorld(2, 10).run(lambda comm: set_up(comm, "auto")) == [True, True]
+    assert ThreadWorld(2).run(lambda comm: set_up(comm, "auto")) == [True, True]
     with pytest.warns(UserWarning, match=rf"AggMo {told}: in pieces.*cannot be saved"):
-        assert ThreadWorld(2, 10).run(lambda comm: set_up(comm, "element")) == [False, False]
+        assert ThreadWorld(2).run(lambda comm: set_up(comm, "element")) == [False, False]
 
 
 def test_a_subclass_of_an_element_wise_optimizer_is_not_taken_for_one() -> None:
@@ -220,7 +220,7 @@ def test_pieces_that_are_asked_for_and_right_are_nothing_to_warn_of(recwarn: pyt
         optimizer = Slower(model.parameters())
         Engine(model, [optimizer], stage=2, comm=comm, options=Options(granularity="element")).close()
 
-    ThreadWorld(2, 10).run(set_up)
+    ThreadWorld(2).run(set_up)
     assert not [warning for warning in recwarn if issubclass(warning.category, UserWarning)]
 
 
@@ -245,7 +245,7 @@ def test_what_cannot_be_copied_trains_as_its_user_says() -> None:
         optimizer.step()
         return not torch.equal(engine.states.full_model(copy=True)["weight"], before)
 
-    assert all(ThreadWorld(2, 10).run(set_up))
+    assert all(ThreadWorld(2).run(set_up))
 
 
 @pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0)])
@@ -262,7 +262,7 @@ def test_an_optimizer_that_changes_nothing_when_it_is_tried_steps_pieces_and_is_
         return steps_pieces
 
     with pytest.warns(UserWarning, match=r"Idle changed nothing when it was tried.*granularity='tensor'"):
-        assert ThreadWorld(2, 10).run(set_up) == [True, True]
+        assert ThreadWorld(2).run(set_up) == [True, True]
 
 
 def test_state_is_counted_without_a_step_of_the_optimizer() -> None:
@@ -313,6 +313,6 @@ def test_an_optimizer_that_looks_at_all_parameters_is_refused_unless_the_user_in
 
     for options in ({}, {"granularity": "tensor"}):
         with pytest.raises(ValueError, match=r"OfAll looks at all parameters together, and each rank.*stage=0"):
-            ThreadWorld(2, 10).run(lambda comm, options=options: set_up(comm, **options))
+            ThreadWorld(2).run(lambda comm, options=options: set_up(comm, **options))
     with pytest.warns(UserWarning, match="not DDP's"):
-        ThreadWorld(2, 10).run(lambda comm: set_up(comm, granularity="element"))
+        ThreadWorld(2).run(lambda comm: set_up(comm, granularity="element"))

@@ -292,7 +292,7 @@ def on_all_ranks(job: Callable[[Model, Plan, Comm], Any], spec: Spec, plan: Plan
     models = [build(spec, seed) for seed in range(plan.world)]
     if plan.world == 1:
         return [job(models[0], plan, LocalComm())]
-    return ThreadWorld(plan.world, 10).run(lambda comm: job(models[comm.rank], plan, comm))
+    return ThreadWorld(plan.world).run(lambda comm: job(models[comm.rank], plan, comm))
 
 
 def differing(found: dict[str, Tensor], expected: dict[str, Tensor], *, is_exact: bool) -> list[str]:

@@ -106,5 +106,5 @@ def test_of_ranks_in_turn_one_runs_until_it_waits_for_another() -> None:
             running.remove(comm.rank)
             comm.all_reduce(torch.ones(1), f"sum {number}")
 
-    ThreadWorld(3, 10).run(rank_main)
+    ThreadWorld(3).run(rank_main)
     assert sorted(together) == sorted([[rank] for rank in range(3)] * 3)

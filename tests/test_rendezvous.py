@@ -266,7 +266,7 @@ def test_every_rank_gets_what_it_wants_whichever_way_the_others_go(
         learnt = copy.deepcopy((found._plans, found._patterns, found._beginnings, found._next))
         return learnt, things.reductions.settled
 
-    ranks, shards = ThreadWorld(world, 5, learns_late=late).run(rank_main), world // replicas
+    ranks, shards = ThreadWorld(world, learns_late=late).run(rank_main), world // replicas
     assert all(settled == ranks[0][1] for _, settled in ranks), "ranks have settled different gradients"
     for first in range(0, world, shards):
         assert all(learnt == ranks[first][0] for learnt, _ in ranks[first : first + shards])
@@ -294,7 +294,7 @@ def test_ranks_that_go_one_way_gather_ahead_what_is_not_there_and_send_nothing_e
         return served, messages, ahead
 
     gathers = 10 - (1 + prefetch)  # the last of forward are still there
-    for served, messages, ahead in ThreadWorld(2, 5).run(rank_main):
+    for served, messages, ahead in ThreadWorld(2).run(rank_main):
         assert served == [gathers] * 4
         assert messages[0] == gathers + 1  # one with each gather, and one to meet
         assert messages[2:] == [1, 1]
@@ -315,7 +315,7 @@ def messages_in(things: Things, rounds: Sequence[list[int]]) -> list[int]:
 
 def messages_of(rounds: Sequence[list[int]]) -> list[list[int]]:
     """The same of two ranks, which go one way."""
-    return ThreadWorld(2, 5).run(lambda comm: messages_in(Things(comm, 1), rounds))
+    return ThreadWorld(2).run(lambda comm: messages_in(Things(comm, 1), rounds))
 
 
 WAY, OTHER = forward_and_backward(5), [5, *forward_and_backward(4)]
@@ -345,7 +345,7 @@ def test_what_came_next_is_remembered_of_the_newest_ways_alone() -> None:
         return len(things.rendezvous.course._plans._next), messages
 
     with patch.object(plan_cache, "_MOST_NEXT", 20):
-        for remembered, messages in ThreadWorld(2, 5).run(rank_main):
+        for remembered, messages in ThreadWorld(2).run(rank_main):
             assert remembered == 20
             assert messages[-1] == 1
 
@@ -524,7 +524,7 @@ def test_reductions_start_on_all_ranks_at_the_same_place_once_all_are_ready() ->
             counts.setdefault(number, place - before)
         return sorted(counts.items())
 
-    first, second = ThreadWorld(2, 5).run(rank_main)
+    first, second = ThreadWorld(2).run(rank_main)
     assert first == second
     assert len(first) > 3
 
@@ -539,7 +539,7 @@ def test_a_rank_that_is_not_ready_in_time_diverges_and_nothing_starts_too_early(
             things.end_round()
         return things.served
 
-    assert len(set(ThreadWorld(2, 5).run(rank_main))) == 1
+    assert len(set(ThreadWorld(2).run(rank_main))) == 1
 
 
 @pytest.mark.parametrize("apart", ["without gradients", "not ready"])
@@ -560,7 +560,7 @@ def test_what_ranks_have_not_done_alike_is_learnt_by_none(apart: str) -> None:
         found = things.rendezvous.course._plans
         return found._plans, found._beginnings, found._next
 
-    first, second = ThreadWorld(2, 5).run(rank_main)
+    first, second = ThreadWorld(2).run(rank_main)
     assert first == second
 
 
@@ -1059,7 +1059,7 @@ def test_optimizers_that_step_by_turns_get_what_the_micro_batches_of_a_round_hav
     def on_ranks(**options: Any) -> list[dict[str, Tensor]]:
         if world == 1:
             return [train(LocalComm(), **options)]
-        return ThreadWorld(world, 10).run(lambda comm: train(comm, **options))
+        return ThreadWorld(world).run(lambda comm: train(comm, **options))
 
     if world == 1:
         expected = train(None)

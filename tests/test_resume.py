@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import resume_jobs as jobs
-from ranks import RankPool
+from ranks import PATIENCE, RankPool
 
 DDP = "ddp_find_unused_parameters_true"
 
@@ -60,7 +60,7 @@ def test_a_save_that_is_refused_can_be_caught_and_the_run_goes_on(
 ) -> None:
     path = tmp_path / "a.ckpt"
     expected = two_ranks.run(jobs.save_where_that_fails, DDP, path)
-    strategy = {"stage": 3, "checkpoint": {"format": form}, "wait_timeout": 10}
+    strategy = {"stage": 3, "checkpoint": {"format": form}, "wait_timeout": PATIENCE}
     found = two_ranks.run(jobs.save_where_that_fails, strategy, path)
     assert [losses for losses, _ in found] == [losses for losses, _ in expected]
     assert [failed for _, failed in found] == [[0, 1]] * 2

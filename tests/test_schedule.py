@@ -51,7 +51,7 @@ def run(comm: Comm, start: nn.Module, forward: Any = None, steps: int = 3, **opt
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_every_unit_is_gathered_for_forward_and_for_backward_but_those_that_are_still_there(prefetch: int) -> None:
     start = tower()
-    for result in ThreadWorld(2, 10).run(lambda comm: run(comm, start, prefetch=prefetch)):
+    for result in ThreadWorld(2).run(lambda comm: run(comm, start, prefetch=prefetch)):
         gathers = [name for name in result["issued"] if "gather" in name]
         # what forward used last has room until backward, which uses it first, and looks at no weights of the first
         assert len(gathers) == 2 * LAYERS - (1 + prefetch) - 1
@@ -64,7 +64,7 @@ def test_a_frozen_tower_takes_no_more_room_than_one_that_trains(frozen: str) -> 
     halves = [tower(), tower()]
     halves[0 if frozen == "first" else 1].requires_grad_(False)
     start = nn.Sequential(*halves)
-    for result in ThreadWorld(2, 10).run(lambda comm: run(comm, start, prefetch=1)):
+    for result in ThreadWorld(2).run(lambda comm: run(comm, start, prefetch=1)):
         assert result["peak"] == 2 * 4 * (WIDTH * WIDTH + WIDTH)
 
 
@@ -89,14 +89,14 @@ def test_reductions_overlap_with_backward_where_an_optimizer_has_frozen_layers(s
         engine.close()
         return begun
 
-    for first, *_, last in ThreadWorld(2, 10).run(train):
+    for first, *_, last in ThreadWorld(2).run(train):
         assert last >= 1  # in the second layer, of six
         assert stage == 3 or first >= 1  # where ranks have no plan yet
 
 
 def test_a_step_has_one_message_beside_its_gathers_and_reductions() -> None:
     start = tower()
-    for result in ThreadWorld(2, 10).run(lambda comm: run(comm, start)):
+    for result in ThreadWorld(2).run(lambda comm: run(comm, start)):
         others = [name for name in result["issued"] if not name.startswith(("all_gather gather ", "reduce_scatter"))]
         assert others == ["all_reduce rendezvous"]
 
@@ -113,14 +113,14 @@ def test_backward_gathers_only_what_it_looks_at() -> None:
             return self.head(self.words(x.long().clamp(max=5)))
 
     start = Words()
-    for result in ThreadWorld(2, 10).run(lambda comm: run(comm, start, prefetch=0)):
+    for result in ThreadWorld(2).run(lambda comm: run(comm, start, prefetch=0)):
         assert sum("gather words" in name for name in result["issued"]) == 1
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_no_more_than_the_prefetched_units_are_gathered_at_once(prefetch: int) -> None:
     start, unit = tower(), 4 * (WIDTH * WIDTH + WIDTH)
-    for result in ThreadWorld(2, 10).run(lambda comm: run(comm, start, prefetch=prefetch)):
+    for result in ThreadWorld(2).run(lambda comm: run(comm, start, prefetch=prefetch)):
         assert result["peak"] <= (1 + prefetch) * unit * 1.01
         assert result["now"] == result["peak"]  # an arena, allocated once
         assert all(result["released"])
@@ -132,7 +132,7 @@ def test_an_autocast_keeps_no_units_gathered(cached: bool) -> None:
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
             return model(x).float()
 
-    for result in ThreadWorld(2, 10).run(lambda comm: run(comm, tower(), in_two_bytes, autocast_dtype=torch.bfloat16)):
+    for result in ThreadWorld(2).run(lambda comm: run(comm, tower(), in_two_bytes, autocast_dtype=torch.bfloat16)):
         assert result["peak"] <= 2 * (2 * WIDTH * WIDTH + 4 * WIDTH) * 1.01
         assert result["now"] == result["peak"]
 
@@ -145,7 +145,7 @@ def test_collectives_are_issued_in_one_order_whatever_is_ready_first() -> None:
         return sum(outputs if rank == 0 else outputs[::-1])  # type: ignore[return-value]
 
     start = tower()
-    first, second = ThreadWorld(2, 10).run(lambda comm: run(comm, start, branches, prefetch=0))
+    first, second = ThreadWorld(2).run(lambda comm: run(comm, start, branches, prefetch=0))
     reductions = [[name for name in each["issued"] if name.startswith("reduce_scatter")] for each in (first, second)]
     assert reductions[0] == reductions[1]
     assert len(reductions[0]) == LAYERS
@@ -166,7 +166,7 @@ def test_a_failing_forward_leaves_hooks_that_work() -> None:
         optimizer.step()
         return loss.item()
 
-    first, second = ThreadWorld(2, 10).run(fail_once)
+    first, second = ThreadWorld(2).run(fail_once)
     assert first == second
 
 

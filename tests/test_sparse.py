@@ -90,7 +90,7 @@ def test_sparse_adam_trains_as_under_ddp(stage: int, ranks: int, options: dict[s
         return weights, states
 
     start, (weights, states) = words(), under_ddp(ranks)
-    for found, found_states in ThreadWorld(ranks, 30).run(on_rank):
+    for found, found_states in ThreadWorld(ranks).run(on_rank):
         assert_same_bits(found, weights)
         for state, expected in zip(found_states, states, strict=True):
             assert state.keys() == expected.keys()
@@ -110,7 +110,7 @@ def test_a_dense_gradient_is_refused_in_torchs_words(stage: int) -> None:
         with pytest.raises(RuntimeError, match=told), engine.backward():
             loss.backward()
 
-    ThreadWorld(2, 30).run(on_rank)
+    ThreadWorld(2).run(on_rank)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -135,5 +135,5 @@ def test_a_fit_begins_without_a_step_of_torchs_own_optimizers(kind: type[SGD]) -
         table_of(Engine(module, [optimizer], stage=2, comm=comm), 2)
 
     with patch.object(kind, "step", autospec=True) as step:
-        ThreadWorld(2, 10).run(job)
+        ThreadWorld(2).run(job)
     assert not step.called

@@ -44,7 +44,7 @@ class Ranks(threading.local):
     def train(self, stage: int, then: Callable[[Comm, Engine, Any], None] = lambda *_: None, **options: Any) -> None:
         start = seeded(lambda: nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)]))
         settings = Options(unit_classes=("Linear",), **options)
-        ThreadWorld(2, 20).run(lambda comm: self._train(comm, copy.deepcopy(start), stage, settings, then))
+        ThreadWorld(2).run(lambda comm: self._train(comm, copy.deepcopy(start), stage, settings, then))
 
     def _train(self, comm: Comm, model: nn.Module, stage: int, options: Options, then: Callable[..., None]) -> None:
         optimizer = torch.optim.AdamW(model.parameters())

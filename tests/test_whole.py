@@ -197,7 +197,7 @@ def test_each_tensor_is_stepped_once_in_the_world_and_evenly(world: int, stage: 
         engine.close()
         return counts.shapes, engine.regrouping.imbalance
 
-    ranks = ThreadWorld(world, 20).run(run)
+    ranks = ThreadWorld(world).run(run)
     stepped = [shape for shapes, _ in ranks for shape in shapes]
     assert sorted(stepped) == [(16,)] * 8 + [(16, 16)] * 8
     assert {imbalance for _, imbalance in ranks} == {Imbalance(0.0, 0.0)}
@@ -220,7 +220,7 @@ def test_whole_tensors_on_the_host_are_stepped_when_somebody_wants_their_values(
         engine.close()
         return moments, is_free
 
-    first, second = ThreadWorld(2, 20).run(run)
+    first, second = ThreadWorld(2).run(run)
     assert first == ([0, 8, 8], True)
     assert second == ([0, 8], True)
 
@@ -246,8 +246,8 @@ def test_a_late_step_of_whole_tensors_finds_ranks_that_go_different_ways(stage: 
         engine.close()
         return found
 
-    expected = ThreadWorld(2, 20).run(lambda comm: run(comm, None))[0]
-    late = ThreadWorld(2, 20).run(lambda comm: run(comm, Offload(optimizer="cpu")))[0]
+    expected = ThreadWorld(2).run(lambda comm: run(comm, None))[0]
+    late = ThreadWorld(2).run(lambda comm: run(comm, Offload(optimizer="cpu")))[0]
     assert_same_bits(late, expected)
 
 
@@ -269,8 +269,8 @@ def test_an_average_takes_in_a_late_step_of_whole_tensors() -> None:
         engine.close()
         return found
 
-    expected = ThreadWorld(2, 20).run(lambda comm: run(comm, None))[0]
-    late = ThreadWorld(2, 20).run(lambda comm: run(comm, Offload(optimizer="cpu")))[0]
+    expected = ThreadWorld(2).run(lambda comm: run(comm, None))[0]
+    late = ThreadWorld(2).run(lambda comm: run(comm, Offload(optimizer="cpu")))[0]
     assert_same_bits(late, expected)
 
 
@@ -291,7 +291,7 @@ def test_bytes_and_work_of_the_examples_gpt_are_dealt_to_within_a_tenth(bucket_b
         engine.close()
         return engine.regrouping.imbalance
 
-    (found,) = set(ThreadWorld(4, 20).run(run))
+    (found,) = set(ThreadWorld(4).run(run))
     assert found is not None
     assert found.nbytes <= 0.1
     assert found.work <= 0.1
@@ -314,8 +314,8 @@ def test_memory_by_category_is_that_of_pieces_to_within_the_largest_tensor(stage
         return found
 
     largest = 2 * 4 * 256 * 32  # the token embedding's two averages
-    pieces = ThreadWorld(4, 20).run(lambda comm: run(comm, "element"))
-    for rank, whole in enumerate(ThreadWorld(4, 20).run(lambda comm: run(comm, "tensor"))):
+    pieces = ThreadWorld(4).run(lambda comm: run(comm, "element"))
+    for rank, whole in enumerate(ThreadWorld(4).run(lambda comm: run(comm, "tensor"))):
         state = whole.pop(Category.OPTIMIZER_STATE)
         assert state <= pieces[rank].pop(Category.OPTIMIZER_STATE) + largest
         assert whole == pieces[rank]
@@ -329,7 +329,7 @@ def test_what_travels_is_three_nths_of_the_parameters_more(stage: int) -> None:
         return comm.bytes_sent["all_to_all"]
 
     world, numel = 4, 8 * (16 * 16 + 16)
-    sent = sum(ThreadWorld(world, 20).run(run))
+    sent = sum(ThreadWorld(world).run(run))
     assert sent <= 3 * 4 * numel
     assert sent > 3 * 4 * numel * (world - 2) / world  # a piece of a tensor may be with its stepper already
 
@@ -355,7 +355,7 @@ def test_state_rests_whole_where_it_is_stepped_and_nowhere_else(tier: Tier, tmp_
         engine.close()
         return shapes, {where: each for where, each in nbytes.items() if each}
 
-    assert ThreadWorld(4, 20).run(run) == [({(16, 16): 2, (0,): 6}, {tier: 2 * 4 * 256})] * 4
+    assert ThreadWorld(4).run(run) == [({(16, 16): 2, (0,): 6}, {tier: 2 * 4 * 256})] * 4
 
 
 def test_a_parameter_without_a_gradient_is_left_alone() -> None:
@@ -371,7 +371,7 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
         engine.close()
         return flat(state)
 
-    first, second = ThreadWorld(2, 20).run(run)
+    first, second = ThreadWorld(2).run(run)
     assert_same_bits(first, second)
 
 
@@ -421,7 +421,7 @@ def test_a_step_in_the_middle_of_a_backward_is_refused_on_every_rank() -> None:
             train_tower(comm, 2, Counts(), step_in_backward=True)
         return str(told.value)
 
-    assert len(set(ThreadWorld(2, 20).run(run))) == 1
+    assert len(set(ThreadWorld(2).run(run))) == 1
 
 
 OF_WHOLE = ("LAMB", "Adafactor")

@@ -235,7 +235,7 @@ def test_an_optimizer_that_torch_has_not_made_is_refused_with_the_remedy() -> No
         Engine(model, [Bare(momentum(model.parameters()))], stage=2, comm=comm)
 
     with pytest.raises(ValueError, match=r"Bare.*super\(\).__init__"):
-        ThreadWorld(2, 10).run(set_up)
+        ThreadWorld(2).run(set_up)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -245,7 +245,7 @@ def test_a_norm_of_all_gradients_is_refused_at_set_up(stage: int) -> None:
         Engine(model, [SAMByNorm(model.parameters(), momentum)], stage=stage, comm=comm, options=Options())
 
     with pytest.raises(ValueError, match=r"SAMByNorm looks at all parameters together.*stage=0"):
-        ThreadWorld(2, 10).run(set_up)
+        ThreadWorld(2).run(set_up)
 
 
 @pytest.mark.parametrize("stage", [0, *STAGES])
@@ -267,7 +267,7 @@ def test_two_optimizers_may_step_the_same_parameters(stage: int) -> None:
 
     start, plain = tower(), tower()
     expected = turns(plain, None, make(plain))
-    for found in ThreadWorld(2, 10).run(on_rank):
+    for found in ThreadWorld(2).run(on_rank):
         assert_same_bits(found, expected)
 
 
@@ -281,5 +281,5 @@ def test_parameters_of_another_model_are_refused_on_every_rank(stage: int) -> No
             Engine(model, [momentum([*model.parameters(), *other.parameters()])], stage=stage, comm=comm)
         refused.append(comm.rank)
 
-    ThreadWorld(2, 10).run(set_up)
+    ThreadWorld(2).run(set_up)
     assert sorted(refused) == [0, 1]

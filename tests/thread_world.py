@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_zero.wire.board import Board
 from lightning_zero.wire.comm import Combine, Comm, Gather, RankTimeoutError, Work, group_of
+from ranks import PATIENCE
 
 T = TypeVar("T")
 
@@ -32,7 +33,7 @@ class ThreadWorld:
     """A world of ranks that are threads of this process: `ThreadWorld(4).run(function)`."""
 
     size: int  # number of ranks
-    wait_timeout: float = 60.0  # s, that a rank waits for the others
+    wait_timeout: float = PATIENCE  # s, that a rank waits for the others
     learns_late: bool = False  # see `Comm`; True behaves as torch's own collectives
     meetings: dict[str, _Meeting] = field(default_factory=dict)  # by operation
     lock: threading.Lock = field(default_factory=threading.Lock)  # of `meetings` and `errors`

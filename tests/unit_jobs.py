@@ -18,6 +18,7 @@ from lightning_zero.run.engine import Engine, Options
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
 from models import seeded
+from ranks import PATIENCE
 from thread_world import ThreadWorld
 from watched import check_program
 
@@ -50,7 +51,7 @@ def on_engine(
     *,
     world: int = 2,
     prepare: Callable[[nn.Module], nn.Module] = lambda model: model,
-    wait_timeout: float = 10,
+    wait_timeout: float = PATIENCE,
     **options: Any,
 ) -> list[Any]:
     """The results of all ranks, in order. Each rank's copy of the model goes through `prepare` first."""
