@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import sys
 import time
 import weakref
 from contextlib import ExitStack
@@ -160,10 +161,20 @@ class Settled(TorchDispatchMode):
 
     def _settle(self, waited: Tensor) -> None:
         result = self._results.pop(storage_key(waited.untyped_storage()), lambda: None)()
-        own = 3 if result is waited else 1  # references from Python, and from the call that waits
         until = time.monotonic() + 10.0
-        while result is not None and result._use_count() > own and time.monotonic() < until:
+        while result is not None and _is_held(result, is_waited=result is waited) and time.monotonic() < until:
             time.sleep(1e-4)
+
+
+def _is_held(result: Tensor, *, is_waited: bool) -> bool:
+    """Whether gloo's thread has the result of a collective, besides Python and, if it `is_waited`, the call that waits.
+
+    As long as torch refers to it twice, torch also keeps its object of Python. The thread first gives up its reference,
+    and then, when it gets the interpreter, the object: without its second look, that would keep the memory, too.
+    """
+    if is_waited:
+        return result._use_count() > 3
+    return result._use_count() > 1 or sys.getrefcount(result) > 4  # the tensor around it, `_settle`, this and the call
 
 
 def train(
