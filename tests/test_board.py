@@ -13,7 +13,7 @@ from lightning_zero.wire.local import LocalComm
 from ranks import AT_ONCE
 from thread_world import ThreadWorld
 
-SILENCE = 1.0  # s, after which a rank counts as dead: ten times as long as those that live are silent here
+SILENCE = 2.0  # s, after which a rank counts as dead: twenty times as long as those that live are silent here
 
 
 def total(records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -73,8 +73,8 @@ def test_ranks_that_do_not_come_are_named_in_time_by_all_that_did(absent: set[in
 def test_a_rank_that_is_slow_but_shows_life_is_waited_for() -> None:
     def agree(comm: Any) -> Any:
         if comm.rank == 1:
-            for _ in range(15):
-                time.sleep(0.1)
+            for _ in range(30):
+                time.sleep(SILENCE / 20)
                 comm.board.beat()
         return comm.board.agree("sum", {"value": 1}, total)
 
@@ -85,7 +85,7 @@ def test_a_rank_whose_work_cannot_tell_how_it_gets_on_is_waited_for() -> None:
     def agree(comm: Any) -> Any:
         if comm.rank == 1:
             with comm.board.alive():
-                time.sleep(1.5)
+                time.sleep(1.5 * SILENCE)
         return comm.board.agree("sum", {"value": 1}, total)
 
     assert ThreadWorld(2, SILENCE).run(agree) == [{"total": 2}] * 2
@@ -97,7 +97,7 @@ def test_such_work_is_not_believed_in_for_ever(monkeypatch: pytest.MonkeyPatch) 
     def agree(comm: Any) -> str | None:
         if comm.rank == 1:
             with comm.board.alive():
-                time.sleep(3.0)
+                time.sleep(1.0 + 2 * SILENCE)
             return None
         return error_of(comm.board.agree, "sum", {"value": 1}, total)
 

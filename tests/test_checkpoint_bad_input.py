@@ -26,7 +26,7 @@ from jobs import Classifier, loader, state_of
 from lightning_zero import Checkpoint, ZeroStrategy, consolidate
 from lightning_zero.checkpoint import StoredCheckpoint, verify
 from lightning_zero.checkpoint.save import _advice_for
-from ranks import AT_ONCE, PATIENCE, RankPool, run_alone
+from ranks import AT_ONCE, HANGS, PATIENCE, RankPool, run_alone
 
 SHARDED: dict[str, Any] = {"stage": 3, "wait_timeout": PATIENCE}
 FULL: dict[str, Any] = {**SHARDED, "checkpoint": {"format": "full"}}
@@ -569,7 +569,7 @@ def test_r09_a_save_on_one_rank_only_ends_on_every_rank_with_the_names_of_the_mi
     assert errors == [None, None]
     for error, seconds in found:
         assert f"save_checkpoint must be called on all ranks; missing: [{1 - rank}]" in error
-        assert seconds < 60  # most of it is the run before
+        assert seconds < HANGS / 2  # most of it is the run before
     assert found[rank][0].startswith("CheckpointError: ")
     assert os.listdir(tmp_path) == []
 

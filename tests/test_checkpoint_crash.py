@@ -720,17 +720,17 @@ def test_of_a_dead_and_a_slow_rank_the_dead_one_is_named() -> None:
     def meet(board: Board) -> Any:
         if board.rank == 1:
             return None
-        for _ in range(15 if board.rank == 2 else 0):
+        for _ in range(30 if board.rank == 2 else 0):
             time.sleep(0.1)
             board.beat()
         return board.agree("here", {}, lambda _: {}, "not here: {missing}")
 
-    assert on_boards(3, 1.0, meet) == ["not here: [1]", None, "not here: [1]"]
+    assert on_boards(3, 2.0, meet) == ["not here: [1]", None, "not here: [1]"]
 
 
 def test_a_rank_that_comes_late_hears_what_was_decided_without_it() -> None:
     def meet(board: Board) -> Any:
-        time.sleep(1.0 * board.rank)
+        time.sleep(3.0 * board.rank)
         return board.agree("here", {}, lambda _: {}, "not here: {missing}")
 
     assert on_boards(2, 0.4, meet) == ["not here: [1]"] * 2

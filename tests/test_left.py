@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import left_jobs
-from ranks import RankPool, run_alone
+from ranks import HANGS, RankPool, run_alone
 
 DDP = "ddp_find_unused_parameters_true"
 STAGES = [1, 2, 3]
@@ -221,4 +221,4 @@ def test_wherever_a_rank_fails_or_dies_the_other_one_ends_and_names_it(
         r"RankTimeoutError: Rank 1 (failed|died \(connection \w+\)) during (validate after )?step \d, in", told
     )
     assert ("rank 1 has had enough" in told) == (how == "raises")
-    assert seconds < 60  # most of it is the run before
+    assert seconds < HANGS / 2  # most of it is the run before

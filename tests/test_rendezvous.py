@@ -1326,7 +1326,7 @@ def test_a_replica_may_have_no_gradients_where_backward_steps_them(stage: int, d
 def test_a_two_byte_weight_that_one_rank_reads_in_the_middle_of_backward_is_named(stage: int) -> None:
     """At stage 3 this works, too: there ranks come together in backward."""
     with pytest.raises(RankTimeoutError) as raised:
-        train_while([0], looks_in_the_middle_of_backward, stage, torch.bfloat16, 1, wait_timeout=2)
+        train_while([0], looks_in_the_middle_of_backward, stage, torch.bfloat16, 1, wait_timeout=4)
     places = ["the all-gather of 0.weight", "the reduction of the gradients of model"]
     assert any(place in str(raised.value) for place in places)
 
@@ -1373,6 +1373,6 @@ def test_a_hook_in_backward_reads_a_two_byte_weight_on_all_ranks_or_is_told_wher
         assert_same_bits(found, expected[0])
     for found in on_engine(tower(4), act_with((0,)), stage, **options, overlap=False):
         assert_same_bits(found, expected[0])
-    told = on_engine(tower(4), act_with((0,)), stage, **options, wait_timeout=2)
+    told = on_engine(tower(4), act_with((0,)), stage, **options, wait_timeout=4)
     assert "cannot read this on one rank alone once gradients are being reduced: read it there on every rank" in told[0]
     assert "in the reduction of the gradients of model" in told[1]
