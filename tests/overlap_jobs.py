@@ -20,7 +20,8 @@ from lightning_zero.wire.comm import Work as Pending
 
 WIDTH, LAYERS = 64, 24
 LAYER_BYTES = 4 * WIDTH**2
-FORWARD_S = 0.02  # of a layer's forward; its backward takes twice as long
+FORWARD_S = 0.02  # of a layer's forward, at least; its backward takes twice as long
+APART = 3  # times that the forwards of all layers take what the engine's own step does, at least
 ROUNDS = 10  # at most
 
 
@@ -104,7 +105,8 @@ class Layer(nn.Module):
 
 
 def seconds_of_steps(stage: int, enough: float) -> dict[str, float]:
-    """Seconds of a step that neither computes nor sends, that does one, and both; and what the model says of that.
+    """Seconds of a layer's forward, of a step that neither computes nor sends, that does one, and both; and what the
+    model says of that.
 
     What else a machine does makes steps longer, and never shorter than they could be. So of the steps that do both the
     fastest counts, and there are more of them until `enough` is hidden on every rank.
@@ -117,8 +119,6 @@ def seconds_of_steps(stage: int, enough: float) -> dict[str, float]:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
     engine = Engine(module, [optimizer], stage=stage, comm=comm, options=options)
     computer.journal = engine.runner.journal
-    rate = LAYER_BYTES / comm.size / FORWARD_S  # what is sent of a layer takes as long as its forward
-
     def step() -> float:
         began = time.monotonic()
         computer.done.clear()
@@ -130,11 +130,15 @@ def seconds_of_steps(stage: int, enough: float) -> dict[str, float]:
         return time.monotonic() - began
 
     def timed(*, computes: bool, sends: bool) -> float:
-        computer.seconds, link.rate = computes * FORWARD_S, rate if sends else float("inf")
+        computer.seconds, link.rate = computes * forward, rate if sends else float("inf")
         return step()
 
     with link.under(comm):
-        found = {"neither": min(timed(computes=False, sends=False) for _ in range(3))}
+        found = {"neither": min(step() for _ in range(3))}
+        # A slow machine gets a slow computer and a slow link: else it would be the engine that is measured.
+        own = comm.all_reduce(torch.tensor(found["neither"]), "own", "max").item()
+        forward = found["forward"] = max(FORWARD_S, APART * own / LAYERS)
+        rate = LAYER_BYTES / comm.size / forward  # what is sent of a layer takes as long as its forward
         found["computation"] = timed(computes=True, sends=False)
         timed(computes=False, sends=True)  # a step waits for what the one before has left
         found["communication"] = timed(computes=False, sends=True)
