@@ -119,6 +119,7 @@ def seconds_of_steps(stage: int, enough: float) -> dict[str, float]:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
     engine = Engine(module, [optimizer], stage=stage, comm=comm, options=options)
     computer.journal = engine.runner.journal
+
     def step() -> float:
         began = time.monotonic()
         computer.done.clear()
