@@ -25,6 +25,7 @@ import torch
 
 HANGS = 300.0  # s, after which ranks are given up; a busy machine takes its time
 PATIENCE = 120.0  # s, that a rank waits for one that comes; a test has a shorter limit only where one does not come
+SHORT = 8  # s, that a rank waits for one that does not come; others may be late by seconds, which they take to import
 AT_ONCE = 60.0  # s, that something takes at most on a busy machine, in which nobody has waited in vain
 
 CONTEXT = mp.get_context("forkserver")

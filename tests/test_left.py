@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import left_jobs
-from ranks import HANGS, RankPool, run_alone
+from ranks import HANGS, PATIENCE, SHORT, RankPool, run_alone
 
 DDP = "ddp_find_unused_parameters_true"
 STAGES = [1, 2, 3]
@@ -162,7 +162,7 @@ def test_uneven_training_batches_end_in_one_error_on_every_rank(
 
 @pytest.mark.parametrize(("stage", "name"), [(1, "barrier"), (3, "reduce")])
 def test_a_collective_that_one_rank_alone_reaches_ends_on_both_with_both_places(stage: int, name: str) -> None:
-    results, errors = run_alone(2, left_jobs.call_on_one_rank, {"stage": stage, "wait_timeout": 3}, name)
+    results, errors = run_alone(2, left_jobs.call_on_one_rank, {"stage": stage, "wait_timeout": SHORT}, name)
     assert errors == [None, None]
     for (error, note), places in zip(results, ("2", "34"), strict=True):  # rank 1 went on until it needed rank 0
         assert f"a call of Strategy.{name}, " in error
@@ -210,7 +210,7 @@ def test_wherever_a_rank_fails_or_dies_the_other_one_ends_and_names_it(
 ) -> None:
     pool = RankPool(2)
     # A rank that raises lives on here, so that the other one waits for it; also in steps before, on a busy machine.
-    limit = 4 if how == "raises" else 30
+    limit = SHORT if how == "raises" else PATIENCE
     try:
         pool.begin(left_jobs.leave, {"stage": stage, "wait_timeout": limit}, place, how, tmp_path)
         results = dict(pool.next_outcome()[:2] for _ in range(1 if how == "killed" else 2))

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import TransformerEnginePrecision
 import loop_jobs
 from compare import differing
 from lightning_zero.pl.precision import adapt
-from ranks import RankPool, run_alone
+from ranks import SHORT, RankPool, run_alone
 
 DDP = "ddp_find_unused_parameters_true"
 STAGES = [1, 2, 3]
@@ -118,7 +118,7 @@ def test_bad_input_ends_in_one_error_on_every_rank(name: str, told: str, two_ran
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_loss_without_a_gradient_on_one_rank_ends_in_an_error_on_all(stage: int) -> None:
     """Under DDP the others wait for it."""
-    given = {"stage": stage, "wait_timeout": 5}
+    given = {"stage": stage, "wait_timeout": SHORT}
     (first, second), _ = run_alone(2, loop_jobs.fit_input, given, "WithoutGradientOnRank1")
     assert "does not require grad" in second
     assert "Rank 1 failed" in first
@@ -155,7 +155,7 @@ def test_training_goes_on_where_users_catch_the_error_of_a_backward(two_ranks: R
 
 def test_a_rank_that_waits_in_a_save_is_told_why_the_other_one_failed(tmp_path: Path) -> None:
     """That one's own save has failed before it could report the first error."""
-    given = {"stage": 2, "wait_timeout": 5}
+    given = {"stage": 2, "wait_timeout": SHORT}
     (first, second), _ = run_alone(2, loop_jobs.errors_of_a_fit_that_fails_on_one_rank, given, 1, str(tmp_path))
     assert [error.partition(":")[0] for error in second] == ["TornStepError", "ArithmeticError"]
     assert "Rank 1 failed: ArithmeticError: the optimizer's own" in first[0]

@@ -12,7 +12,7 @@ import torch
 
 import jobs
 from lightning_zero import ZeroStrategy
-from ranks import AT_ONCE, HANGS, PATIENCE, RankPool, run_alone
+from ranks import AT_ONCE, HANGS, PATIENCE, SHORT, RankPool, run_alone
 
 DDP = "ddp_find_unused_parameters_true"
 STAGES = [1, 2, 3]
@@ -227,7 +227,7 @@ def test_misuse_ends_in_one_clear_error_on_every_rank(two_ranks: RankPool, tmp_p
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_rank_that_raises_leaves_no_other_rank_hanging(stage: int) -> None:
     started = time.monotonic()
-    _, errors = run_alone(2, jobs.raise_on_rank_1, {"stage": stage, "wait_timeout": 4})
+    _, errors = run_alone(2, jobs.raise_on_rank_1, {"stage": stage, "wait_timeout": SHORT})
     assert "rank 1 has had enough" in errors[1]
     # Who, what, when and where, by the model's names; then what is known besides. No error is behind another one.
     assert re.search("Rank 1 failed during step 2, in .*Rank 1 failed: ValueError: rank 1 has had enough", errors[0])
@@ -238,14 +238,14 @@ def test_a_rank_that_raises_leaves_no_other_rank_hanging(stage: int) -> None:
 @pytest.mark.parametrize(
     ("job", "stage", "told"),
     [
-        (jobs.sleep_on_rank_1, 2, r"did not come within wait_timeout=4 s during step 2, in the agreement that ends"),
+        (jobs.sleep_on_rank_1, 2, r"did not come within wait_timeout=8 s during step 2, in the agreement that ends"),
         (jobs.die_on_rank_1, 3, r"died \(connection \w+\) during step 2, in the all-gather of the parameters of \w+"),
     ],
 )
 def test_a_rank_that_does_not_come_is_named(job: Any, stage: int, told: str) -> None:
     pool = RankPool(2)
     try:
-        pool.begin(job, {"stage": stage, "wait_timeout": 4 if job is jobs.sleep_on_rank_1 else PATIENCE})
+        pool.begin(job, {"stage": stage, "wait_timeout": SHORT if job is jobs.sleep_on_rank_1 else PATIENCE})
         if job is jobs.die_on_rank_1:
             pool.processes[1].join(HANGS)
         died = time.monotonic()

@@ -7,7 +7,7 @@ import torch
 
 import user_jobs
 from compare import differing
-from ranks import RankPool
+from ranks import SHORT, RankPool
 
 DDP = "ddp_find_unused_parameters_true"
 STAGES = [1, 2, 3]
@@ -117,9 +117,9 @@ def test_reading_a_sharded_weight_where_other_ranks_do_not_answer_ends_in_an_err
     """They are in a collective of the user's own, which rank 0 comes to after its read."""
     pool = RankPool(2)
     try:
-        pool.begin(user_jobs.read_on_rank_0_after_each_batch, {"stage": 3, "wait_timeout": 4}, True)
+        pool.begin(user_jobs.read_on_rank_0_after_each_batch, {"stage": 3, "wait_timeout": SHORT}, True)
         rank, _, error = pool.next_outcome()  # rank 1 ends when rank 0's process does; here it lives on
     finally:
         pool.kill()
     assert rank == 0
-    assert "Rank 1 did not come within wait_timeout=4 s during step 1, in the all-gather of net.0, on rank 0. " in error
+    assert "Rank 1 did not come within wait_timeout=8 s during step 1, in the all-gather of net.0, on rank 0. " in error
