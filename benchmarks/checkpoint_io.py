@@ -46,7 +46,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_zero.checkpoint import Saver, StoredCheckpoint
 from lightning_zero.shards.extents import Extent
-from lightning_zero.views.lazy import LazyTensor, Spread
+from lightning_zero.views.lazy import LazyTensor, Range, Spread
 from lightning_zero.wire.native import make_comm
 
 NAMES = ["torch", "dcp", "zero", "zero-nocrc", "zero-async"]
@@ -325,8 +325,8 @@ class Rows(Spread):
     def whole(self) -> Tensor:
         raise NotImplementedError
 
-    def pieces(self) -> list[tuple[Extent, Tensor]]:
-        return [(self.extent, self._shard.view(-1))]
+    def pieces(self) -> list[Range]:
+        return [Range(self.extent, self._shard.view(-1))]
 
 
 def no_checksum(data: Any, value: int = 0) -> int:
