@@ -107,8 +107,10 @@ class Rendezvous:
         heard = self.serving.until_end(past, at)
         self.readiness.knew_all = False
         self._replicas.reduce_if_awaited()
-        self._repeats |= heard.agree and at is RoundEnd.MICRO_BATCH and self.readiness.marks_reductions
-        self._repeats &= self._reductions.may_settle_alone and not self._reductions.has_idle
+        self._repeats |= not self._units and heard.agree and at is RoundEnd.MICRO_BATCH
+        if self._repeats:
+            settles_alone = self._reductions.may_settle_alone and not self._reductions.has_idle
+            self._repeats = settles_alone and self.readiness.marks_reductions
         is_over = self.course.count_complete(heard.statement) == groups and END in past.uses
         is_over &= at is RoundEnd.MICRO_BATCH and not heard.early
         self.course.end_round(agree=heard.agree, continues=is_over and heard.alike and self.spans)
