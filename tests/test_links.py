@@ -31,10 +31,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import jobs
 from compare import differing
 from lightning_zero.wire import desk, links
-from lightning_zero.wire.desk import Desk, Room, open_desk
+from lightning_zero.wire.desk import Desk, Room, Rooms, open_desk
 from lightning_zero.wire.exchange import _FREE, _HEADER, _OFFER, _PART, _ROOM, _WANTED, INLINE, Exchange
 from lightning_zero.wire.gloo import GlooComm
-from lightning_zero.wire.landing import Landing
+from lightning_zero.wire.landing import Arrival, Landing
 from lightning_zero.wire.links import ONLY_TCP, Links
 from lightning_zero.wire.worlds import own_group
 from ranks import AT_ONCE, HANGS, PATIENCE, RankPool, run_alone
@@ -754,6 +754,29 @@ def test_a_room_can_be_read_and_not_be_written_or_cut_by_who_gets_its_file() -> 
         with pytest.raises(OSError, match="not permitted"):
             forbidden()
     room.close()
+
+
+def test_a_tensor_is_found_in_the_room_that_it_lies_in_and_nowhere_beyond_its_end() -> None:
+    """Where one room ends, the next one begins."""
+    peer = 1
+    woken = threading.Event()
+    rooms = Rooms([peer], weakref.WeakMethod(woken.set))
+    own = []
+    for value in b"ab":
+        memory = rooms.empty(mmap.PAGESIZE)
+        assert memory is not None
+        memory.raw = bytes([value]) * mmap.PAGESIZE
+        room = rooms.holding(ctypes.addressof(memory))
+        assert room is not None
+        rooms.see(peer, room.start, [os.dup(room.file)])
+        own.append((memory, room))
+    (_, first), (_, second) = own
+    assert second.start == first.start + first.nbytes
+    for room, value in ((first, b"a"), (second, b"b")):
+        address = rooms.address_of(peer, Arrival(8, None, room.start))
+        assert address is not None
+        assert ctypes.string_at(address, 8) == 8 * value
+        assert rooms.address_of(peer, Arrival(8, None, room.start + room.nbytes - 4)) is None
 
 
 # Classic BPF for seccomp: an instruction is (code, jump if true, jump if false, value). The numbers of calls are those
