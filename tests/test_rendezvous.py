@@ -750,6 +750,42 @@ def test_micro_batches_agree_again_from_where_a_rank_has_no_gradient_or_looks_at
         assert_same_bits(mine, theirs)
 
 
+class MayHoldBias(nn.Linear):
+    """A layer whose bias has no gradient where a micro-batch `holds` it, or one of zeros where it `has_zeros`."""
+
+    holds = has_zeros = False
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        bias = self.bias.detach() if self.holds else self.bias
+        return nn.functional.linear(hidden, self.weight, bias + self.bias * 0 if self.has_zeros else bias)
+
+
+def test_micro_batches_agree_in_each_step_where_ranks_use_the_same_and_one_always_has_other_gradients() -> None:
+    """What a rank has is no pattern of all ranks, however often it comes. No gather differs."""
+    start = seeded(lambda: nn.Sequential(*[MayHoldBias(WIDTH, WIDTH) for _ in range(5)]))
+
+    def act_with(has_zeros: bool) -> Any:
+        def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> Any:
+            model[2].holds = comm.rank == 1
+            model[2].has_zeros = comm.rank == 1 and has_zeros
+            for step in range(5):
+                for micro in range(3):
+                    with engine.accumulating() if micro < 2 else nullcontext():
+                        with engine.forward():
+                            loss = model(x(1.0 + step + comm.rank)).mean()
+                        with engine.backward():
+                            loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return state_of(model, engine)
+
+        return act
+
+    found, expected = (on_engine(start, act_with(one), 3, unit_classes=("MayHoldBias",)) for one in (False, True))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_same_bits(mine, theirs)
+
+
 def train_with_an_odd_replica(does: Any, odd: Collection[int]) -> list[tuple[dict[str, Tensor], list[int]]]:
     """Three micro-batches a step, in which the second of two replicas `does` something else in `odd` ones. Returns what
     each rank has trained, and how often it has met the other replica in each step."""
