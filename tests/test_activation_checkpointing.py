@@ -338,6 +338,32 @@ def test_buffers_change_once_and_a_recomputation_sees_them_as_they_were(policy: 
     assert_same_bits({name: dict(model.named_parameters())[name].grad for name in grads}, grads)
 
 
+class Counts(nn.Module):
+    """A layer that goes by a buffer, which it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        calls = self.calls.clone()
+        self.calls += 1
+        return torch.tanh(self.layer(x) * calls)
+
+
+def test_each_of_two_backwards_of_a_graph_recomputes_with_the_buffers_of_its_forward() -> None:
+    model = nn.ModuleList([jobs.Block(seeded(Counts))])
+    attached(model)
+    output = model[0](batch()).sum()
+    grads = []
+    for _ in range(2):
+        model.zero_grad()
+        output.backward(retain_graph=True)
+        grads.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert_same_bits(grads[1], grads[0])
+
+
 def test_torchs_own_checkpoint_updates_batch_norm_twice() -> None:
     """What we do better; should this fail, torch does it too."""
     layer = nn.BatchNorm1d(8)
