@@ -302,8 +302,8 @@ def collectives(device: torch.device, size: int) -> list[Any]:
         comm.reduce_scatter(waves, torch.stack([wave[:1]] * size), wave.new_empty(0), "waves").wait()
         comm.broadcast(wave, "wave", source=0)
         large = torch.full((2**17,), float(rank + 1))  # on the host
-        comm.broadcast(large, "large", source=0)
-        assert bool((large == 1).all())
+        comm.broadcast(large, "large", source=size - 1)
+        assert bool((large == size).all())
         found = [full, shard, *received, row, total, waves, wave]
         return gather.has_divergence(), [tensor.tolist() for tensor in found]
 

@@ -11,7 +11,7 @@ import fsspec
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import jobs
@@ -385,6 +385,20 @@ def test_an_index_that_promises_more_is_refused(tmp_path: Path) -> None:
     assert f"{first}, which the index names, is missing" in refusal(tmp_path)
     index.write_text("[]")
     assert "is no index" in refusal(tmp_path)
+
+
+def test_of_a_tensor_in_two_files_the_one_that_the_index_names_is_read(
+    file: Path, source: Kinds, tmp_path: Path
+) -> None:
+    values = load_file(file)
+    one, *others = values
+    save_file({one: values[one]}, tmp_path / "first.safetensors")
+    save_file(values | {one: torch.zeros(2)}, tmp_path / "second.safetensors")
+    listed = {one: "first.safetensors"} | dict.fromkeys(others, "second.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+    model = kinds(0)
+    load_pretrained(model, tmp_path, comm=LocalComm())
+    assert_same_bits(model.state_dict(), source.state_dict())
 
 
 def test_model_safetensors_is_all_of_a_model(file: Path, source: Kinds, tmp_path: Path) -> None:
