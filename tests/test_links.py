@@ -36,6 +36,7 @@ from lightning_zero.wire.exchange import _FREE, _HEADER, _OFFER, _PART, _ROOM, _
 from lightning_zero.wire.gloo import GlooComm
 from lightning_zero.wire.landing import Arrival, Landing
 from lightning_zero.wire.links import ONLY_TCP, Links
+from lightning_zero.wire.outbox import Outbox
 from lightning_zero.wire.worlds import own_group
 from ranks import AT_ONCE, HANGS, PATIENCE, RankPool, run_alone
 
@@ -204,6 +205,35 @@ def send_much_at_once() -> bool:
 
 def test_ranks_that_send_more_than_their_sockets_hold_do_not_wait_for_each_other(two_ranks: RankPool) -> None:
     assert two_ranks.run(send_much_at_once) == [True, True]
+
+
+def test_what_is_sent_while_something_waits_for_room_comes_after_it() -> None:
+    own, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    peer.settimeout(PATIENCE)
+    outbox = Outbox({1: own})
+    sent, received = 0, []
+
+    def send() -> None:
+        nonlocal sent
+        outbox.post(1, sent.to_bytes(4, "little"), bytes(INLINE))
+        sent += 1
+
+    def receive() -> None:
+        received.append(int.from_bytes(peer.recv(2 * INLINE)[:4], "little"))
+
+    while not outbox.peers:
+        send()
+    send()
+    for _ in range(sent // 2):
+        receive()
+    send()  # the socket has room
+    while len(received) < sent:
+        outbox.flush(1)
+        receive()
+    assert received == [*range(sent)]
+    assert not outbox.peers
+    outbox.close()
+    peer.close()
 
 
 def receive_in_another_order() -> bool:
