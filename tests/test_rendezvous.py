@@ -791,6 +791,30 @@ def test_micro_batches_agree_where_ranks_use_the_same_and_one_has_no_gradient_of
         assert_same_bits(mine, theirs)
 
 
+@pytest.mark.parametrize("micros", [1, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_that_no_rank_has_a_gradient_of_in_a_step_is_left_alone(stage: int, micros: int) -> None:
+    """A gradient of zeros would have it decay. Ranks have had some of it before."""
+    start = seeded(lambda: nn.Sequential(*[MayHoldBias(WIDTH, WIDTH) for _ in range(5)]))
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> Any:
+        for step in range(5):
+            model[2].holds = step == 3
+            for micro in range(micros):
+                accumulates = micro < micros - 1 and engine is not None
+                with engine.accumulating() if accumulates else nullcontext():
+                    model(x(1.0 + step)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return state_of(model, engine)
+
+    def decaying(parameters: Any) -> Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1)
+
+    options: dict[str, Any] = {"unit_classes": ("MayHoldBias",)} if stage == 3 else {"bucket_bytes": FEW_BUCKETS}
+    assert_as_on_one_device(start, act, stage, decaying, **options)
+
+
 def train_with_an_odd_replica(does: Any, odd: Collection[int]) -> list[tuple[dict[str, Tensor], list[int]]]:
     """Three micro-batches a step, in which the second of two replicas `does` something else in `odd` ones. Returns what
     each rank has trained, and how often it has met the other replica in each step."""
