@@ -4,13 +4,17 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 
 import jobs
 from compare import assert_same_bits
+from lightning_zero import ZeroStrategy
+from lightning_zero.tiers import host_memory
 from ranks import RankPool, run_alone
+from unit_jobs import on_engine, tower
 
 STAGES = [0, 1, 2, 3]
 
@@ -170,6 +174,32 @@ def test_full_checkpoints_resume_under_any_strategy(
     assert found[0]["losses"] == reference[0]["losses"]
     assert_same_bits(found[0]["weights"], reference[0]["weights"])
     assert straight[0]["weights"].keys() == found[0]["weights"].keys()
+
+
+@pytest.mark.parametrize(("stage", "copies"), [(0, (1, 1, 1, 2)), (2, (1, 1, 1, 2)), (3, (0, 0, 1, 2))])
+def test_so_many_whole_copies_fit_as_all_ranks_of_a_machine_can_hold_at_once(
+    stage: int, copies: tuple[int, ...]
+) -> None:
+    """Weights that are whole already count as one."""
+    ranks = Mock(num_processes=4, root_device=torch.device("cpu"))
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> tuple[int, ...]:
+        needed = 4 * sum(parameter.nbytes for parameter in model.parameters())
+        found = []
+        for available in (needed // 4 + 1, needed - 1, needed + 1, 2 * needed + 1):
+            with patch.object(host_memory, "available_host_bytes", return_value=available):
+                found.append(ZeroStrategy._copies_that_fit(ranks, engine))
+        return tuple(found)
+
+    assert on_engine(tower(), act, stage, world=1) == [copies]
+
+
+@pytest.mark.parametrize(("available", "expected"), [(1003, 250), (None, None)])
+def test_a_rank_may_use_its_share_of_the_host_memory_of_its_machine(
+    available: int | None, expected: int | None
+) -> None:
+    with patch.object(host_memory, "available_host_bytes", return_value=available):
+        assert ZeroStrategy._machine(Mock(num_processes=4)).host_bytes == expected
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
