@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from lightning.pytorch.callbacks import EMAWeightAveraging
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 import ema_jobs as jobs
 from compare import differing
 from jobs import read_checkpoint
-from lightning_zero import ZeroEMA, consolidate, export_safetensors
+from lightning_zero import ZeroEMA, ZeroStrategy, consolidate, export_safetensors
 from ranks import RankPool
 
 DDP = "ddp_find_unused_parameters_true"
@@ -166,6 +167,12 @@ def test_without_the_strategy_it_is_lightnings_own() -> None:
     assert issubclass(ZeroEMA, EMAWeightAveraging)
     found, expected = jobs.on_one_device(ZeroEMA), jobs.on_one_device(EMAWeightAveraging)
     assert differing(found["weights"], expected["weights"]) == differing(found["seen"], expected["seen"]) == []
+
+
+def test_a_checkpoint_from_before_the_first_fit_has_no_average() -> None:
+    checkpoint: dict[str, Any] = {"state_dict": {}}
+    ZeroEMA().on_save_checkpoint(Mock(strategy=ZeroStrategy(stage=2)), Mock(), checkpoint)
+    assert checkpoint == {"state_dict": {}}
 
 
 def test_it_is_read_in_training_alone() -> None:
