@@ -21,6 +21,7 @@ from lightning_zero.checkpoint import CheckpointError, CheckpointKeeper, Folder,
 from lightning_zero.checkpoint.folder import hidden_beside
 from lightning_zero.checkpoint.resume import KEY
 from lightning_zero.checkpoint.single import names_entry, problems_in, read_plain, write_at_once
+from lightning_zero.pl.single_file import refuse_place
 from lightning_zero.wire.local import LocalComm
 from ranks import RankPool
 
@@ -276,3 +277,8 @@ def test_each_fit_says_once_what_it_saves_and_files_take_the_place_of_shards(
     assert os.listdir(tmp_path) == ["a.ckpt"]
     assert verify(tmp_path / "a.ckpt") == []
     assert torch.load(tmp_path / "a.ckpt")["epoch"] == 3  # of the last fit
+
+
+def test_a_single_file_is_not_written_in_the_place_of_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"is a folder .*Remove it"):
+        refuse_place(tmp_path, replaces_shards=False)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -19,7 +20,7 @@ from lightning_zero import ZeroStrategy, cli
 from lightning_zero.rehearsal.cost import Rates
 from lightning_zero.rehearsal.hollow import NeedsValuesError
 from lightning_zero.rehearsal.memory import Moment, Other, Phase
-from lightning_zero.rehearsal.planning import TIE, plan
+from lightning_zero.rehearsal.planning import TIE, Candidate, plan
 from lightning_zero.rehearsal.rehearsal import Rehearsal, rehearse
 from older import HELD_BY_BARRIERS, WRONG_INDICES
 from ranks import RankPool
@@ -390,3 +391,8 @@ def test_a_plan_rehearses_nothing_twice_when_an_argument_is_fixed() -> None:
     one, *others = told.candidates
     assert [other.strategy.get("bucket_size_mb") for other in others] == [5, 100]
     assert one.overrides == "strategy=zero2 strategy/offload=cpu strategy.activation_checkpointing=False"
+
+
+def test_a_tenth_of_the_smallest_device_that_is_told_stays_free() -> None:
+    candidate = Candidate(strategy={}, rehearsal=Mock(peak=Mock(nbytes=9000)), seconds=1.0, hidden=0.0)
+    assert candidate.device_bytes == 10_000
