@@ -219,7 +219,9 @@ def test_a_plan_tries_other_buckets_near_the_limit_and_offload_only_where_it_mus
 def test_a_plan_tries_tensor_parallelism_where_the_module_divides_its_layers() -> None:
     def degrees_of(make: type[rehearsal_jobs.Model], **kwargs: Any) -> set[int]:
         found = plan(make, rehearsal_jobs.batch_of, ranks=8, device_bytes=10**9, thorough=False, **kwargs)
-        return {one.strategy.get("tensor_parallel_size", 1) for one in found.candidates}
+        tried = [(one.strategy.get("tensor_parallel_size", 1), one) for one in found.candidates]
+        assert all(one.seconds == degree * one.rehearsal.timing().seconds for degree, one in tried), "as many samples"
+        return {degree for degree, _ in tried}
 
     assert degrees_of(rehearsal_jobs.Divided, fixed=FIXED) == {1, 2, 4, 8}
     assert degrees_of(rehearsal_jobs.Divided, fixed=FIXED, divides=False) == {1}
