@@ -3,7 +3,7 @@
 import copy
 import os
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -709,6 +709,19 @@ def train_while(
     return on_engine(start, act, stage, **options)
 
 
+def accumulate_threes(engine: Any, optimizer: Any, loss_of: Callable[[int, int], Tensor]) -> None:
+    """Five steps of three micro-batches; `loss_of` a step and a micro-batch."""
+    for step in range(5):
+        for micro in range(3):
+            with engine.accumulating() if micro < 2 else nullcontext():
+                with engine.forward():
+                    loss = loss_of(step, micro)
+                with engine.backward():
+                    loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 MESHES = [{"world": 3}, {"world": 4, "tensor_parallel_size": 2}, {"world": 4, "replicate_size": 2}]
 
 
@@ -728,16 +741,11 @@ def test_micro_batches_agree_again_from_where_a_rank_has_no_gradient_or_looks_at
 
     def act_with(does: Any) -> Any:
         def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> Any:
-            for step in range(5):
-                for micro in range(3):
-                    is_odd = comm.rank in odd and (step, micro) == (3, 1)
-                    with engine.accumulating() if micro < 2 else nullcontext():
-                        with engine.forward():
-                            loss = (does if is_odd else nn.Module.__call__)(model, x(1.0 + step + comm.rank)).mean()
-                        with engine.backward():
-                            loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            def loss_of(step: int, micro: int) -> Tensor:
+                is_odd = comm.rank in odd and (step, micro) == (3, 1)
+                return (does if is_odd else nn.Module.__call__)(model, x(1.0 + step + comm.rank)).mean()
+
+            accumulate_threes(engine, optimizer, loss_of)
             return state_of(model, engine)
 
         return act
@@ -770,17 +778,12 @@ def test_micro_batches_agree_where_ranks_use_the_same_and_one_has_no_gradient_of
 
     def act_with(has_zeros: bool) -> Any:
         def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> Any:
-            for step in range(5):
-                for micro in range(3):
-                    model[0].holds = comm.rank == 1 and step in steps and micro < 2  # the last gradient
-                    model[0].has_zeros = model[0].holds and has_zeros
-                    with engine.accumulating() if micro < 2 else nullcontext():
-                        with engine.forward():
-                            loss = model(x(1.0 + step + comm.rank)).mean()
-                        with engine.backward():
-                            loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            def loss_of(step: int, micro: int) -> Tensor:
+                model[0].holds = comm.rank == 1 and step in steps and micro < 2  # the last gradient
+                model[0].has_zeros = model[0].holds and has_zeros
+                return model(x(1.0 + step + comm.rank)).mean()
+
+            accumulate_threes(engine, optimizer, loss_of)
             return state_of(model, engine)
 
         return act

@@ -62,7 +62,8 @@ class Rendezvous:
         self.serving = Serving(self.comm, cache, reductions, self._replicas, self.readiness)
         self.course = Course(self.comm, cache, reductions, self._replicas, self.serving, self.readiness, journal)
         self.is_awaited = False  # the others wait for this rank to meet them once more, as it was early
-        self._repeats = False  # all ranks know that they reduce several backwards in a step, each a mark and no meeting
+        # A step reduces several backwards, as all ranks know: a mark tells of each, where ranks would meet for it.
+        self._repeats = False
 
     @property
     def spans(self) -> bool:

@@ -66,13 +66,14 @@ def settled_alone(facts: Facts, uses: Sequence[Use]) -> set[int]:
     """Returns the beginnings of backwards at which each rank settles the last one without the others: it has heard, in
     that one, that they reduce, and has all gradients."""
     found, there, is_over = set[int](), set[int](), False
+    hears = facts.settles_alone and tells_ready(facts, uses)
     for at, (cause, number) in enumerate(uses):
         if cause is Cause.GRADIENT:
             there.add(number)
         elif cause is Cause.END:
             is_over = True
         elif cause is Cause.BACKWARD and is_over:
-            if facts.settles_alone and tells_ready(facts, uses) and there.issuperset(facts.order):
+            if hears and there.issuperset(facts.order):
                 found.add(at)
             there.clear()
             is_over = False
