@@ -13,12 +13,14 @@ import multiprocessing as mp
 import os
 import random
 import socket
+import sys
 import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import torch
@@ -29,7 +31,8 @@ SHORT = 8  # s, that a rank waits for one that does not come; others may be late
 AT_ONCE = 60.0  # s, that something takes at most on a busy machine, in which nobody has waited in vain
 
 CONTEXT = mp.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["lightning_zero", "peft"])  # peft, with transformers: two seconds for each rank
+# With transformers peft takes two seconds for each rank, and what watches engines an eighth of one.
+CONTEXT.set_forkserver_preload(["lightning_zero", "peft", "frugal", "watched"])
 
 
 # Below those that systems hand out by themselves (from 32768 on Linux, 49152 elsewhere): between the moment when a port
@@ -53,6 +56,12 @@ def seed() -> None:
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
+
+
+def _start_server() -> None:
+    """Starts what ranks are forked from, if nobody has. It looks for modules where this process does."""
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # 3.11 gives it a path that it does not use
+        forkserver.ensure_running()
 
 
 class RankFailed(AssertionError):
@@ -85,7 +94,7 @@ def _unpacked(packed: bytes) -> Any:
 
 
 def _rank_main(rank: int, world: int, port: int, inbox: Any, outbox: Any) -> None:
-    import frugal  # noqa: F401  # here: the server, which this is forked from, does not find modules of the tests
+    import frugal  # noqa: F401  # both are there already, where the server that this is forked from has them
     import watched  # noqa: F401
 
     die_with_parent()
@@ -119,6 +128,7 @@ class RankPool:
 
     def __init__(self, world: int) -> None:
         self.world = world
+        _start_server()
         port = free_port()
         self._inboxes = [CONTEXT.SimpleQueue() for _ in range(world)]
         self._outbox = CONTEXT.Queue()
