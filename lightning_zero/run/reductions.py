@@ -239,7 +239,9 @@ class Reductions:
                 if self.steps is None:
                     self.start_all(having)
                     for pool in self.pools:
-                        pool.drain()
+                        with pool.draining() as finishes:
+                            for finish in finishes:
+                                finish()
                     self._show_averages(having)
                 else:
                     self._step_averages(self.steps, having)

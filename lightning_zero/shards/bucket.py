@@ -1,8 +1,8 @@
 """`BucketPool`: buckets, the constant-size memory that gradients travel in (CB, ZeRO section 6.2)."""
 
 from collections import deque
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import final
 
 import torch
@@ -102,16 +102,22 @@ class BucketPool:
             if event is not None and self._aside is not None:
                 wait_for(event, self._aside.device)  # over long ago
 
-    def drain(self, some: Collection[Bucket] | None = None) -> None:
-        """Waits for reductions under way and stores their results, oldest first: all, or those in `some` buckets and
-        those before them, as replicas wait for each other in each."""
+    @contextmanager
+    def draining(self, some: Collection[Bucket] | None = None) -> Iterator[Iterator[Callable[[], None]]]:
+        """Gives what waits for each reduction under way and stores its result, to be called at once, oldest first: all,
+        or those in `some` buckets and those before them, as replicas wait for each other in each. After it, compute
+        finds what was stored."""
         wanted = self._buckets if some is None else some
         last = max((at for at, bucket in enumerate(self._buckets) if bucket in wanted), default=-1)
         with self.beside():
-            for bucket in [*self._buckets][: last + 1]:
-                finish = bucket.take_finish()
-                finish()
+            yield (bucket.take_finish() for bucket in [*self._buckets][: last + 1])
         self.join()
+
+    def drain(self, some: Collection[Bucket] | None = None) -> None:
+        """Waits for reductions under way and stores their results; see `draining`."""
+        with self.draining(some) as finishes:
+            for finish in finishes:
+                finish()
 
     def join(self) -> None:
         """Lets the current stream wait for all that was stored inside `beside`."""
