@@ -422,7 +422,10 @@ def is_faking() -> bool:
     """Whether torch itself runs operations for their shapes now, as DTensor does to choose a placement. Nothing public
     says so. Without it a rehearsal would answer in torch's place. Private: `_get_dispatch_mode`,
     `_TorchDispatchModeKey`."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return _mode_of(_FAKE) is not None
+
+
+_mode_of, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
 
 
 def leave_imagined_world() -> None:

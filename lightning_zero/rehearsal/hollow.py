@@ -6,6 +6,7 @@ memory, counts edits or frees storages works on it as it does in training. What 
 there is computed: messages between ranks, step counts, masks.
 """
 
+import functools
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -37,6 +38,7 @@ _READS = _NUMBERS | {"equal", "is_nonzero", "allclose"}
 _REDUCES = {torch.ops.aten.any.default, torch.ops.aten.all.default, torch.ops.aten.clone.default}
 # Of arguments that are no tensors; the classes too, as 1, 1.0 and True are equal.
 _COMPARED = int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format
+_LISTS, _NESTED = (list, tuple), (list, tuple, dict)  # what arguments and results of operations are made of
 _CHECKS = {"_assert_async", "_assert_scalar", "_functional_assert_async"}
 
 
@@ -57,7 +59,7 @@ class _Kind(Enum):
 
 @final
 class _Operation:
-    """How an operation of torch is declared. It is looked up once, since a large model runs millions of them."""
+    """How an operation of torch is declared: see `_operation_of`."""
 
     def __init__(self, func: Any) -> None:
         schema = schema_of(func)
@@ -117,8 +119,8 @@ class Hollow(TorchDispatchMode):
         self.answers: list[Any] = [] if answers is None else answers
         self._can_answer = answers is not None
         self._left: Iterator[Any] = iter(())  # the answers that have not been given in this `asking`
-        self._unknown: set[int] = set()  # storages whose values are not known, by `storage_key`
-        self._operations: dict[Any, _Operation] = {}
+        # Storages whose values are not known, by `storage_key`.
+        self._unknown: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._is_asking = False
         self.clock: Callable[[], float] = time.perf_counter
         self.took = 0.0  # seconds of the last operation that was computed
@@ -143,14 +145,15 @@ class Hollow(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(one.__torch_dispatch__ is not Tensor.__torch_dispatch__ for one in types):
             return NotImplemented  # the class says first what it is made of
-        operation = self._operations.get(func) or self._operations.setdefault(func, _Operation(func))
+        operation = _operation_of(func)
         kind = operation.kind
         if kind is _Kind.PASS:
             return func(*args, **kwargs)
-        given = tensors_in((args, kwargs))
-        if any(one.is_meta or one.layout != torch.strided for one in given):
-            return func(*args, **kwargs)
-        known = all(map(self.knows, given))
+        given, known = tensors_in((args, kwargs)), True
+        for one in given:  # a third of what a rehearsal takes is this method
+            if one.is_meta or one.layout is not torch.strided:
+                return func(*args, **kwargs)
+            known = known and self.knows(one)
         if kind is _Kind.READ or kind is _Kind.CHECK:
             return self._on_read(func, kind, args, kwargs, known)
         if self._computes:
@@ -239,9 +242,12 @@ class Hollow(TorchDispatchMode):
             raise NeedsValuesError(f"{func} cannot tell the shape of its result without values: {error}") from error
         if known and _are_small(given) and _are_small(tensors_in(shaped)):
             return self._note_born(func(*args, **kwargs))
-        return tree_map_only(Tensor, self._hollow, shaped)
+        return self._hollow(shaped)
 
-    def _hollow(self, shaped: Tensor) -> Tensor:
+    def _hollow(self, shaped: Any) -> Any:
+        """Returns the results of an operation with memory, of those that it has on the meta device."""
+        if not isinstance(shaped, Tensor):
+            return type(shaped)(map(self._hollow, shaped)) if isinstance(shaped, _LISTS) else shaped
         made = torch.empty_strided(shaped.size(), shaped.stride(), dtype=shaped.dtype, device=HOST)
         self._forget(made)
         self._born(made)
@@ -254,10 +260,16 @@ class Hollow(TorchDispatchMode):
 
     def _forget(self, tensor: Tensor) -> None:
         """Notes that the values of a tensor are not known any more."""
-        key = _key(tensor)
+        storage = tensor.untyped_storage()
+        key = storage_key(storage)
         if key not in self._unknown:
-            self._unknown.add(key)
-            weakref.finalize(tensor.untyped_storage(), self._unknown.discard, key)
+            self._unknown[key] = weakref.ref(storage, lambda _: self._unknown.pop(key))
+
+
+@functools.cache
+def _operation_of(func: Any) -> _Operation:
+    """Returns how an operation is declared, which is looked up once: a large model runs millions of them."""
+    return _Operation(func)
 
 
 def _key(tensor: Tensor) -> int:
@@ -286,7 +298,7 @@ def _told(value: Any, seen: dict[int, int]) -> Any:
     more than can be compared. `seen`: tensors so far, of which one may be given twice."""
     if isinstance(value, Tensor):
         return seen.setdefault(id(value), len(seen)), value.size(), value.stride(), value.dtype
-    if isinstance(value, list | tuple):
+    if isinstance(value, _LISTS):
         told = [_told(one, seen) for one in value]
         return None if None in told else tuple(told)
     if isinstance(value, dict):
@@ -329,9 +341,9 @@ def tensors_in(tree: Any) -> list[Tensor]:
     if isinstance(tree, Tensor):
         return [tree]
     found: list[Tensor] = []
-    for item in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ():
+    for item in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, _LISTS) else ():
         if isinstance(item, Tensor):
             found.append(item)
-        elif isinstance(item, list | tuple | dict):
+        elif isinstance(item, _NESTED):
             found += tensors_in(item)
     return found

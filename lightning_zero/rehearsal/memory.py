@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import final
 
 from torch import Tensor, UntypedStorage
@@ -66,7 +67,7 @@ class Moment:
     host: Mapping[str, int]
     disk: Mapping[str, int]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes on the device."""
         return sum(self.device.values())
@@ -92,7 +93,8 @@ class Memory(Ledger):
         self.is_last = False  # the step under way is the last one
         self._phase = Phase.BUILD
         self._made: Counter[Phase] = Counter()  # live bytes beside the ledger, by the phase in which they were made
-        self._sizes: dict[int, tuple[Phase, int]] = {}  # of these, by `storage_key`
+        # Of these, by `storage_key`.
+        self._sizes: dict[int, tuple[Phase, int, weakref.ref[UntypedStorage] | None]] = {}
 
     @property
     def phase(self) -> Phase:
@@ -119,9 +121,9 @@ class Memory(Ledger):
         storage = tensor.untyped_storage()
         key = storage_key(storage)
         if key not in self._sizes and self._phase is not Phase.OVER and not self.has_booked(storage):
-            self._sizes[key] = self._phase, storage.nbytes()
-            self._made[self._phase] += storage.nbytes()
-            weakref.finalize(storage, self._died, key)
+            nbytes = storage.nbytes()
+            self._sizes[key] = self._phase, nbytes, weakref.ref(storage, lambda _: self._died(key))
+            self._made[self._phase] += nbytes
 
     def _died(self, key: int) -> None:
         # A gradient that dies may still be that of its parameter, which nobody must ask for it.
@@ -129,7 +131,7 @@ class Memory(Ledger):
         self._leave_out(key)
 
     def _leave_out(self, key: int) -> None:
-        phase, nbytes = self._sizes.pop(key, (Phase.OVER, 0))
+        phase, nbytes, _ = self._sizes.pop(key, (Phase.OVER, 0, None))
         self._made[phase] -= nbytes
 
     @override
