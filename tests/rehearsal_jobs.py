@@ -217,9 +217,9 @@ class Constant(nn.Linear):
 
 
 class Deep(L.LightningModule):
-    """84M parameters, 336 MB: far more than what a process takes for other things while it trains."""
+    """42M parameters, 168 MB: far more than what a process takes for other things while it trains."""
 
-    def __init__(self, width: int = 1024, depth: int = 80) -> None:
+    def __init__(self, width: int = 1024, depth: int = 40) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Constant(width, width, bias=False) for _ in range(depth))
 

@@ -20,7 +20,7 @@ from lightning_zero import ZeroStrategy, cli
 from lightning_zero.rehearsal.cost import Rates
 from lightning_zero.rehearsal.hollow import NeedsValuesError
 from lightning_zero.rehearsal.memory import Moment, Other, Phase
-from lightning_zero.rehearsal.planning import TIE, Candidate, plan
+from lightning_zero.rehearsal.planning import TIE, Candidate, Plan, plan
 from lightning_zero.rehearsal.rehearsal import Rehearsal, rehearse
 from older import HELD_BY_BARRIERS, WRONG_INDICES
 from ranks import RankPool
@@ -186,8 +186,16 @@ def test_the_table_says_what_made_the_peak_and_whether_it_fits() -> None:
     assert str(told).startswith("ZeroStrategy(stage=2) on 2 ranks, rank 0: 136,896 parameters\n")
 
 
-def test_a_plan_has_the_fastest_that_fits_first_and_tells_why_faster_ones_do_not() -> None:
-    everything = plan(rehearsal_jobs.Model, rehearsal_jobs.batch_of, ranks=4, device_bytes=10**9)
+SMALL = (rehearsal_jobs.Small, rehearsal_jobs.batch_of)
+
+
+@pytest.fixture(scope="module")
+def everything() -> Plan:
+    """Where all fits."""
+    return plan(*SMALL, ranks=4, device_bytes=10**9)
+
+
+def test_a_plan_has_the_fastest_that_fits_first_and_tells_why_faster_ones_do_not(everything: Plan) -> None:
     tie = (1 + TIE) * min(one.seconds for one in everything.candidates)
     equal = [one for one in everything.candidates if one.seconds <= tie]  # simpler ones come first
     assert everything.fitting[: len(equal)] == equal
@@ -202,38 +210,39 @@ def test_a_plan_has_the_fastest_that_fits_first_and_tells_why_faster_ones_do_not
         replace(everything, device_bytes=needed[0] - 1).best  # noqa: B018
 
 
-def test_a_plan_tries_other_buckets_near_the_limit_and_offload_only_where_it_must_if_it_is_in_a_hurry() -> None:
-    made = (rehearsal_jobs.Model, rehearsal_jobs.batch_of)
-    thorough = plan(*made, ranks=2, device_bytes=10**9)
-    assert {5, 100} == {one.strategy.get("bucket_size_mb") for one in thorough.candidates} - {None}
-    assert {5, 100}.isdisjoint(
-        one.strategy.get("bucket_size_mb") for one in plan(*made, ranks=2, device_bytes=10**9, fixed=FIXED).candidates
-    )
-    quick = plan(*made, ranks=2, device_bytes=10**9, thorough=False)
-    assert quick.best.strategy == thorough.best.strategy
+def test_a_plan_tries_other_buckets_near_the_limit_and_offload_only_where_it_must_if_it_is_in_a_hurry(
+    everything: Plan,
+) -> None:
+    assert {5, 100} == {one.strategy.get("bucket_size_mb") for one in everything.candidates} - {None}
+    fixed = plan(*SMALL, ranks=4, device_bytes=10**9, fixed=FIXED, thorough=False)
+    assert {5, 100}.isdisjoint(one.strategy.get("bucket_size_mb") for one in fixed.candidates)
+    quick = plan(*SMALL, ranks=4, device_bytes=10**9, thorough=False)
+    assert quick.best.strategy == everything.best.strategy
+    assert [one for one in everything.candidates if "offload" in one.strategy]
     assert not [one for one in quick.candidates if "offload" in one.strategy]
     least = min(one.device_bytes for one in quick.candidates)
-    assert "offload" in plan(*made, ranks=2, device_bytes=least - 1, thorough=False).best.strategy
+    assert "offload" in plan(*SMALL, ranks=4, device_bytes=least - 1, thorough=False).best.strategy
 
 
 def test_a_plan_tries_tensor_parallelism_where_the_module_divides_its_layers() -> None:
     def degrees_of(make: type[rehearsal_jobs.Model], **kwargs: Any) -> set[int]:
-        found = plan(make, rehearsal_jobs.batch_of, ranks=8, device_bytes=10**9, thorough=False, **kwargs)
+        fixed = {"stage": 2, **FIXED}
+        found = plan(make, rehearsal_jobs.batch_of, ranks=8, device_bytes=10**9, fixed=fixed, thorough=False, **kwargs)
         tried = [(one.strategy.get("tensor_parallel_size", 1), one) for one in found.candidates]
         assert all(one.seconds == degree * one.rehearsal.timing().seconds for degree, one in tried), "as many samples"
         return {degree for degree, _ in tried}
 
-    assert degrees_of(rehearsal_jobs.Divided, fixed=FIXED) == {1, 2, 4, 8}
-    assert degrees_of(rehearsal_jobs.Divided, fixed=FIXED, divides=False) == {1}
-    assert degrees_of(rehearsal_jobs.Model, fixed=FIXED) == {1}
+    assert degrees_of(rehearsal_jobs.SmallDivided) == {1, 2, 4, 8}
+    assert degrees_of(rehearsal_jobs.SmallDivided, divides=False) == {1}
+    assert degrees_of(rehearsal_jobs.Small) == {1}
 
-    class Four(rehearsal_jobs.Divided):
+    class Four(rehearsal_jobs.SmallDivided):
         def configure_model(self) -> None:
             super().configure_model()
             if self.device_mesh is not None and self.device_mesh["tensor_parallel"].size() > 4:
                 raise RuntimeError("shape '[4, 16, -1, 16]' is invalid")
 
-    assert degrees_of(Four, fixed=FIXED) == {1, 2, 4}
+    assert degrees_of(Four) == {1, 2, 4}
 
 
 def test_what_a_model_sends_by_itself_takes_its_time() -> None:
@@ -246,14 +255,14 @@ def test_what_a_model_sends_by_itself_takes_its_time() -> None:
     assert slow - fast > 2 * 3 * 2 * activations / 1e6
 
 
-MODEL = ["rehearsal_jobs:Model", "--batch", "4x16:int64", "--ranks", "2"]
+MODEL = ["rehearsal_jobs:Small", "--batch", "4x16:int64", "--ranks", "2"]
 
 
 def test_the_command_line_rehearses_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["rehearse", *MODEL, "--set", "bucket_size_mb=1", "--plot", str(tmp_path / "a.png")]) == 0
     assert "Most in" in capsys.readouterr().out
     assert (tmp_path / "a.png").stat().st_size > 10_000
-    assert cli.main(["rehearse", *MODEL, "--device-memory", "1MB", "--program"]) == 1
+    assert cli.main(["rehearse", *MODEL, "--device-memory", "100KB", "--program"]) == 1
     assert "publish #0" in capsys.readouterr().out
 
 
@@ -343,7 +352,7 @@ def test_a_save_needs_what_rests_and_one_tensor_at_a_time(tmp_path: Path) -> Non
     save, largest, batch = told.peaks[Phase.SAVE], 4 * 1024 * 1024, rehearsal_jobs.deep_batch_of().nbytes
     resting = sum(nbytes for name, nbytes in told.at_rest.items() if not name.endswith((" (host)", " (disk)")))
     assert save.nbytes == resting + batch + largest  # which was read from the disk
-    assert told.saved > 100 * largest
+    assert told.saved > 50 * largest
     assert " save " in str(told).splitlines()[1]
 
 
@@ -384,8 +393,7 @@ def test_a_plan_is_for_at_least_one_rank_and_a_device_with_memory(ranks_and_byte
 
 def test_a_plan_rehearses_nothing_twice_when_an_argument_is_fixed() -> None:
     told = plan(
-        rehearsal_jobs.Model,
-        rehearsal_jobs.batch_of,
+        *SMALL,
         ranks=2,
         device_bytes=10**9,
         fixed={"stage": 2, "offload": "cpu", "activation_checkpointing": False},

@@ -5,8 +5,8 @@ from functools import cache
 import pytest
 
 import rehearsal_jobs
-from lightning_zero.rehearsal.planning import plan
-from lightning_zero.rehearsal.rehearsal import rehearse
+from lightning_zero.rehearsal.planning import Candidate, plan
+from lightning_zero.rehearsal.rehearsal import Rehearsal, rehearse
 from ranks import run_alone
 
 MB = 10**6
@@ -20,17 +20,20 @@ def resident(stage: int) -> int:
     return max(found)
 
 
+@cache
+def rehearsed(stage: int) -> Rehearsal:
+    return rehearse(rehearsal_jobs.Deep, rehearsal_jobs.deep_batch_of, stage, ranks=2, host_is_apart=False)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_resident_memory_grows_by_what_is_rehearsed(stage: int) -> None:
-    told = rehearse(rehearsal_jobs.Deep, rehearsal_jobs.deep_batch_of, stage, ranks=2, host_is_apart=False)
-    assert resident(stage) / MB == pytest.approx(told.peak.nbytes / MB, rel=0.1)
+    assert resident(stage) / MB == pytest.approx(rehearsed(stage).peak.nbytes / MB, rel=0.1)
 
 
 def test_what_a_plan_chooses_keeps_to_the_memory_and_the_next_faster_one_does_not() -> None:
     made = (rehearsal_jobs.Deep, rehearsal_jobs.deep_batch_of)
-    (second,) = plan(*made, ranks=2, device_bytes=10**12, host_is_apart=False, fixed={"stage": 2}).candidates[:1]
-    limit = second.device_bytes
-    planned = plan(*made, ranks=2, device_bytes=limit, host_is_apart=False)
+    limit = Candidate(strategy={}, rehearsal=rehearsed(2), seconds=0.0, hidden=0.0).device_bytes
+    planned = plan(*made, ranks=2, device_bytes=limit, host_is_apart=False, thorough=False)
     assert planned.best.strategy == {"stage": 2}
     rejected = [one.strategy for one in planned.candidates if not planned.fits(one)]
     assert {"stage": 1} in rejected
