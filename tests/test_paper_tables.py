@@ -5,6 +5,7 @@ in two bytes, with a master. A real GPT has some that autocast reads in fp32, wh
 master, and small tensors, which are padded; the last test says how much that is.
 """
 
+import functools
 import sys
 from collections import Counter
 from pathlib import Path
@@ -113,6 +114,11 @@ def scale_of(tensor_ranks: int) -> paper_largest.Scale:
     return paper_largest.Scale(width=256, context=128, batch=4, tensor_ranks=tensor_ranks, data_ranks=2)
 
 
+@functools.cache
+def checkpointed(tensor_ranks: int, *, parted: bool) -> Rehearsal:
+    return paper_largest.rehearsed(DEPTH, 1, PARTED if parted else WHOLE, scale_of(tensor_ranks))
+
+
 def input_of(scale: paper_largest.Scale) -> int:
     """Elements of what a block is given: batch x sequence x hidden size."""
     return scale.batch * scale.context * scale.width
@@ -121,14 +127,12 @@ def input_of(scale: paper_largest.Scale) -> int:
 @pytest.mark.parametrize("tensor_ranks", [2, 4])
 def test_a_rank_keeps_its_part_of_an_activation_checkpoint_under_p_a(tensor_ranks: int) -> None:
     """Exactly 1/MP. The paper's "33 GB" (100B, section 6.1) are 33.55 billion elements, which take 67 GB."""
-    scale = scale_of(tensor_ranks)
-
-    def kept(checkpointing: ActivationCheckpointing) -> int:
-        found = paper_largest.rehearsed(DEPTH, 1, checkpointing, scale)
-        return found.peaks[Phase.FORWARD].device[Category.ACTIVATION_CHECKPOINT]
-
-    assert kept(WHOLE) == DEPTH * input_of(scale) * 2
-    assert kept(PARTED) * tensor_ranks == kept(WHOLE)
+    whole, parts = (
+        checkpointed(tensor_ranks, parted=parted).peaks[Phase.FORWARD].device[Category.ACTIVATION_CHECKPOINT]
+        for parted in (False, True)
+    )
+    assert whole == DEPTH * input_of(scale_of(tensor_ranks)) * 2
+    assert parts * tensor_ranks == whole
 
 
 class Messages(TorchDispatchMode):
@@ -165,12 +169,8 @@ def test_p_a_sends_one_all_gather_for_each_block_a_twelfth_of_what_the_paper_cou
     as forward: twelve messages. Torch ends recomputation when backward has what it needs, before the last all-reduce:
     that makes ten here, of which P_a's is the tenth part, and not less."""
     scale = scale_of(tensor_ranks)
-
-    def gathered(found: Rehearsal) -> tuple[int, int]:
-        return found.sent["all_gather"]
-
     (calls, nbytes), (more_calls, more) = (
-        gathered(paper_largest.rehearsed(DEPTH, 1, checkpointing, scale)) for checkpointing in (WHOLE, PARTED)
+        checkpointed(tensor_ranks, parted=parted).sent["all_gather"] for parted in (False, True)
     )
     assert more_calls - calls == DEPTH
     # Of N parts a rank sends N-1; the paper counts N.
