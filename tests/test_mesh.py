@@ -42,6 +42,21 @@ def test_tensor_parallel_ranks_are_neighbours_then_those_that_share_shards_then_
         assert found == {name: ranks.tolist() for name, ranks in expected.items()}
 
 
+def test_what_goes_over_communicators_is_told_in_the_same_order_in_every_process() -> None:
+    def rank_main(comm: Comm) -> tuple[list[str], list[str]]:
+        mesh = Mesh.of(comm, 2, 2)
+        names = ("world", "shard", "replicate", "tensor", "data")
+        for name in reversed(names):
+            getattr(mesh, name).all_gather(torch.zeros(getattr(mesh, name).size, 1), torch.zeros(1), name).wait()
+        mesh.world.all_reduce(torch.zeros(1), "sum")
+        order = [name for one in mesh.comms for name in names if getattr(mesh, name) is one]
+        return order, [*mesh.bytes_sent]
+
+    found = ThreadWorld(8).run(rank_main)
+    kinds = ["all_gather", "all_reduce", "replicate all_gather", "tensor_parallel all_gather"]
+    assert found == [(["world", "shard", "replicate", "tensor", "data"], kinds)] * 8
+
+
 def test_a_part_of_a_tensor_has_the_values_of_the_first_rank_that_holds_it_and_a_whole_one_those_of_rank_0() -> None:
     class Part(Tensor):
         """In the place of a DTensor, which would need process groups."""

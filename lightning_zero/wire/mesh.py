@@ -55,15 +55,15 @@ class Mesh:
         return list(range(start, start + self.tensor.size))
 
     @property
-    def comms(self) -> set[Comm]:
-        """All communicators, each once."""
-        return {self.world, self.shard, self.replicate, self.tensor, self.data}
+    def comms(self) -> list[Comm]:
+        """All communicators, each once, in the same order in every process."""
+        return [*dict.fromkeys([self.world, self.shard, self.replicate, self.tensor, self.data])]
 
     @property
     def bytes_sent(self) -> dict[str, int]:
         """Bytes that left this rank, by operation. Bytes between shard groups ("replicate ...") and between
         tensor-parallel ranks ("tensor_parallel ...", without torch's own) have entries of their own."""
-        within = sum((comm.bytes_sent for comm in {self.world, self.shard, self.data}), Counter[str]())
+        within = sum((comm.bytes_sent for comm in dict.fromkeys([self.world, self.shard, self.data])), Counter[str]())
         apart = {"replicate": self.replicate, "tensor_parallel": self.tensor}
         return dict(within) | {
             f"{axis} {kind}": sent
