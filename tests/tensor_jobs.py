@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_zero import ActivationCheckpointing, Offload
 from lightning_zero.run.engine import Engine, Options
+from lightning_zero.run.notices import TornStepError
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.offload import Machine
 from lightning_zero.tiers.ledger import Category, Tier
@@ -37,6 +38,7 @@ from lightning_zero.wire.native import make_comm
 from models import Maker, batch, clone, seeded, sgd
 from ranks import PATIENCE
 from reference import Run, ddp
+from unit_jobs import Fails
 
 WORDS, WIDTH = 16, 12
 STEPS = 2  # the second has momentum, and at stage 3 a plan
@@ -326,6 +328,26 @@ def overflow_on_one(stage: int) -> dict[str, Any]:
             found[f"weight {number}"] = whole(model[0].weight).detach().clone()
     engine.close()
     return found
+
+
+def told_of_half_a_step(tensor: int, stage: int, who: set[int]) -> list[str]:
+    """The errors that a rank hears of a step that raises in its middle, on some ranks, and of those after it."""
+    model, optimizer, engine = make_engine(lambda model: (Fails(trainable(model)), None), tensor, stage)
+    told = []
+    for step in range(3):
+        fails = step == 0 and engine.mesh.world.rank in who
+        optimizer.fails = lambda changes, fails=fails: fails and changes == 3
+        try:
+            with engine.forward():
+                loss = loss_of(model, 0, step)
+            with engine.backward():
+                loss.backward()
+            with engine.calling_step():
+                optimizer.step()
+        except (ArithmeticError, TornStepError) as error:
+            told.append(str(error))
+    engine.close()
+    return told
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

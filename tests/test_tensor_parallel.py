@@ -202,6 +202,18 @@ def test_a_step_that_overflows_in_one_ranks_part_of_a_tensor_is_skipped_on_all(s
         torch.testing.assert_close(found["weight 1"], weight - 0.1)
 
 
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_all_hear_of_a_step_that_one_rank_has_left_before_it_had_stepped_its_parts_of_all_tensors(
+    stage: int, world: int, pool_of: Pools
+) -> None:
+    for rank, told in enumerate(pool_of(world).run(tensor_jobs.told_of_half_a_step, TENSOR, stage, {1})):
+        assert len(told) == 1 + (rank == 1)  # and the optimizer's own
+        assert re.search(
+            r"on rank 1 Fails\.step\(\) had changed (\d) of (?!\1)\d+ parameters and some of their state\. ", told[-1]
+        )
+
+
 @pytest.mark.parametrize(
     ("kind", "tensor", "told"),
     [

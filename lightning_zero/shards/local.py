@@ -115,7 +115,8 @@ class Local:
         if not isinstance(self.parameter, DTensor):
             return self.parameter
         if self._stand_in is None:
-            self._stand_in = Parameter(self.values.detach(), requires_grad=self.parameter.requires_grad)
+            # `data` has a count of edits of its own; that of a view is one with those of all others in its group.
+            self._stand_in = Parameter(self.values.data, requires_grad=self.parameter.requires_grad)
         return self._stand_in
 
     def copied(self, values: Tensor, device: torch.device) -> Tensor:
