@@ -122,8 +122,9 @@ def steps(
     accumulate: int = 1,
     overflow_at: int = -1,
     step: str = "",
+    clips_each: bool = False,
 ) -> dict[str, list[float]]:
-    """An epoch, and a validation in the midst of it."""
+    """An epoch, and a validation in the midst of it. Clips before each step, or after each backward (`clips_each`)."""
     batches = made.setup_dataloaders(loader(shuffle=True))
     told: dict[str, list[float]] = {"losses": [], "norms": [], "val": []}
     for number, batch in enumerate(batches):
@@ -132,7 +133,7 @@ def steps(
             loss = getattr(model, step)(batch, number) if step else loss_of(model, batch)
             made.backward(loss * float("inf") if number == overflow_at and made.global_rank == 0 else loss)
         told["losses"].append(loss.item())
-        if not last:
+        if not (last or clips_each):
             continue
         if clip == "norm":
             told["norms"].append(
@@ -140,6 +141,8 @@ def steps(
             )
         elif clip == "value":
             made.clip_gradients(model, optimizer, clip_val=0.01)
+        if not last:
+            continue
         optimizer.step()
         optimizer.zero_grad()
         if number == 2:

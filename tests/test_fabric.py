@@ -68,6 +68,21 @@ def test_clipping_by_norm_and_accumulation_equal_fabrics_ddp(stage: int, two_ran
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_are_clipped_after_each_micro_batch_are_those_of_fabrics_ddp(
+    stage: int, two_ranks: RankPool, ddp: Any
+) -> None:
+    """Each rank clips its own, until a backward reduces them."""
+    how: dict[str, Any] = {"accumulate": 3, "clips_each": True}
+    found = two_ranks.run(fabric_jobs.train, {"stage": stage}, 2, clip="value", **how)
+    for mine, theirs in zip(found, ddp(clip="value", **how), strict=True):
+        assert_same_run(mine, theirs)
+    found = two_ranks.run(fabric_jobs.train, {"stage": stage}, 2, clip="norm", **how)
+    for mine, theirs in zip(found, ddp(clip="norm", **how), strict=True):
+        assert mine["norms"] == pytest.approx(theirs["norms"], rel=1e-6)
+        assert mine["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_no_backward_sync_saves_the_reductions_of_all_micro_batches_but_the_last(
     stage: int, two_ranks: RankPool
 ) -> None:

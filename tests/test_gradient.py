@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from compare import assert_same_bits
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.run.gradient import ShardedGradient
 from lightning_zero.wire.comm import Comm
@@ -155,6 +157,29 @@ def test_no_sync_keeps_backwards_local_until_one_reduces_them(stage: int, accumu
         assert_grads(model, average(0, 1, 2))
 
     on_two_ranks(stage, act, accumulation=accumulation)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_users_average_by_hand_are_stepped(stage: int) -> None:
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm, by_hand: bool) -> dict[str, Tensor]:
+        for step in range(3):
+            optimizer.zero_grad()
+            with engine.no_sync() if by_hand else nullcontext():
+                loss_of(model, comm.rank, step).backward()
+            for parameter in model.parameters() if by_hand else ():
+                if parameter.grad is not None:
+                    parameter.grad.copy_(comm.all_reduce(parameter.grad.clone(), "by hand") / 2)
+            optimizer.step()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+        model.norm.weight.sum().backward()  # adds to these averages, and to no others that were there before
+        optimizer.step()
+        return engine.states.full_model(copy=True)
+
+    expected = on_two_ranks(stage, partial(act, by_hand=False))
+    for found in on_two_ranks(stage, partial(act, by_hand=True)):
+        assert_same_bits(found, expected[0])
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.nn import Module, Parameter
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from lightning_zero.device import HOST
@@ -70,20 +71,36 @@ class Averages:
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
     ) -> norm.GradNorm:
-        """Scales gradients so that their global p-norm is at most `max_norm`. Collective.
+        """Scales gradients so that their global p-norm is at most `max_norm`. Those of a backward that has only
+        accumulated them (`no_sync`) each rank clips for itself, as under DDP. Collective.
 
         Raises:
             RuntimeError: on every rank, if `error_if_nonfinite` and the norm is not finite. Nothing is scaled then.
         """
         self.reductions.refuse_stepped("clipping")
-        measured = self._measure(self.slots_with_gradients(parameters, Cause.CLIP, meets=True), norm_type)
+        slots = self.slots_with_gradients(parameters, Cause.CLIP, meets=True)
+        if self.reductions.are_accumulated:
+            if self.mesh.tensor.size > 1:
+                raise RuntimeError(
+                    "Beside tensor parallelism gradients that have only accumulated on a rank (no_sync) cannot be "
+                    "clipped by their norm. Clip after the backward that reduces them."
+                )
+            own = [slot.parameter for slot in slots]
+            total = clip_grad_norm_(own, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+            return norm.GradNorm(total.float())
+        measured = self._measure(slots, norm_type)
         return norm.clip_by_norm_(measured, self.mesh, max_norm, error_if_nonfinite=error_if_nonfinite)
 
     def clip_by_value_(self, parameters: Iterable[Parameter] | Optimizer, clip_value: float) -> None:
-        """Clamps every element to ``[-clip_value, clip_value]``. Collective."""
+        """Clamps every element to ``[-clip_value, clip_value]``; see `clip_by_norm_`. Collective."""
         self.reductions.refuse_stepped("clipping")
         # It meets, as a rank may still read old values.
-        norm.clip_by_value_(self.slots_with_gradients(parameters, Cause.LOOK, meets=True), clip_value)
+        slots = self.slots_with_gradients(parameters, Cause.LOOK, meets=True)
+        if not self.reductions.are_accumulated:
+            norm.clip_by_value_(slots, clip_value)
+            return
+        for slot in slots:
+            slot.local.grad.clamp_(-clip_value, clip_value)  # type: ignore[union-attr]
 
     def whole_on_host(self) -> dict[Parameter, Tensor]:
         """Returns host copies of the gradients that exist on all ranks, each in its parameter's dtype. Collective."""

@@ -239,7 +239,7 @@ class Engine:
         """Around `Stepping.step`, in which each parameter of `optimizer` is the piece that this rank owns."""
         self.regrouping.refuse_strangers(self.parts.foreign)
         self.regrouping.deal()
-        adopt(self.runner.reductions, self.runner.stepping.steppers[optimizer].slots)
+        adopt(self.runner.reductions, self.runner.stepping.steppers[optimizer].slots, steps=True)
         yield
         self.averages.forget()
         self.ledger.note_rest()

@@ -6,19 +6,21 @@ from torch import Tensor
 
 from lightning_zero.run.gradient import ShardedGradient
 from lightning_zero.run.reductions import Reductions
-from lightning_zero.shards.gradient import averaged_of
+from lightning_zero.shards.gradient import averaged_of, gradient_of
 from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.torch_private import storage_key
 
 
-def adopt(reductions: Reductions, slots: Sequence[Slot]) -> None:
-    """Takes over gradients that the user has put into `p.grad` in place of ours, the same ones on every rank.
+def adopt(reductions: Reductions, slots: Sequence[Slot], *, steps: bool = False) -> None:
+    """Takes over gradients that the user has put into `p.grad` in place of ours, the same ones on every rank. If they
+    are about to be stepped (`steps`), takes over those as well that backwards have only accumulated on this rank
+    (`no_sync`), as the user has averaged them; until then, the next backward is to reduce them.
 
     Raises:
         RuntimeError: if one is an average that rests in shards, of another parameter or of an earlier backward; or
             if backward steps gradients.
     """
-    given = [*_given_in(reductions, slots)]
+    given = [*_given_in(reductions, slots, steps=steps)]
     if not given:
         return
     full_grads = [shard.averaged.full_grad for shard in reductions.shards]
@@ -28,17 +30,19 @@ def adopt(reductions: Reductions, slots: Sequence[Slot]) -> None:
     for slot, grad in given:
         averaged = averaged_of(slot)
         averaged.replace(slot, read.get(slot, grad).detach().to(averaged.dtype))
+        gradient_of(slot).drop_accumulated(slot)
         reductions.show(slot)
 
 
-def _given_in(reductions: Reductions, slots: Sequence[Slot]) -> Iterator[tuple[Slot, Tensor]]:
-    """Yields the parameters whose `p.grad` is the user's, with it."""
+def _given_in(reductions: Reductions, slots: Sequence[Slot], *, steps: bool) -> Iterator[tuple[Slot, Tensor]]:
+    """Yields the parameters whose `p.grad` is to be taken over, with it."""
     for slot in slots:
         with no_interception():
             grad = slot.local.grad
         if grad is not None:
             reductions.refuse_stepped(f"what you have put into {slot.name}.grad")
-            if not averaged_of(slot).is_shown(slot, grad):
+            averaged = averaged_of(slot)
+            if not averaged.is_shown(slot, grad) or (steps and averaged.is_accumulated(grad)):
                 yield slot, grad
 
 

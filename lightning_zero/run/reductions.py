@@ -174,6 +174,11 @@ class Reductions:
         """Whether this rank has gradients to reduce."""
         return self.is_on and any(shard.used for shard in self.shards)
 
+    @property
+    def are_accumulated(self) -> bool:
+        """Whether the gradients of the latest backward are still those of each rank, and no average of them."""
+        return not self.reduces and any(shard.travels for shard in self.shards)
+
     def end_backward(self) -> None:
         """Ends a backward: its gradients only accumulate, or are reduced when ranks agree (`settle`)."""
         if not self.is_on:

@@ -134,6 +134,10 @@ class Averaged:
             return grad.is_of(slot)
         return self.full_grad is not None and grad.data_ptr() == slot.view(self.full_grad).data_ptr()
 
+    def is_accumulated(self, grad: Tensor) -> bool:
+        """Whether a `p.grad` is not reduced yet: it is this rank's own, where averages rest as shards."""
+        return self.is_sharded and not isinstance(grad, AveragedGradient)
+
     def replace(self, slot: Slot, grad: Tensor) -> None:
         """Does `write` for another gradient in place of the average."""
         self.editions[slot.index] += 1

@@ -306,6 +306,13 @@ class GradientShard:
         """Makes ready for the next backward, after one that has only accumulated on this rank."""
         self.ready.clear()
 
+    def drop_accumulated(self, slot: Slot) -> None:
+        """Drops what backwards have accumulated on this rank, as another gradient has taken its place: the next
+        reduction is not to add it once more."""
+        if self.averaged.is_sharded and self.averaged.full_grad is not None:
+            self.used.discard(slot.index)
+            slot.view(self.averaged.full_grad).fill_(nothing_of(slot))
+
     def forget(self) -> None:
         """Drops what a failed backward has collected and not reduced."""
         self.ready.clear()
