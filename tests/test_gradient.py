@@ -183,6 +183,49 @@ def test_gradients_that_users_average_by_hand_are_stepped(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_users_average_by_hand_are_unscaled_and_stepped(stage: int) -> None:
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm, by_hand: bool) -> dict[str, Tensor]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+        for step in range(2):
+            optimizer.zero_grad()
+            with engine.no_sync() if by_hand else nullcontext():
+                scaler.scale(loss_of(model, comm.rank, step)).backward()
+            for parameter in model.parameters() if by_hand else ():
+                if parameter.grad is not None:
+                    parameter.grad.copy_(comm.all_reduce(parameter.grad.clone(), "by hand") / 2)
+            assert engine.averages.unscale_(scaler, optimizer).ranks == []
+            scaler.step(optimizer)
+            scaler.update()
+        return engine.states.full_model(copy=True)
+
+    expected = on_two_ranks(stage, partial(act, by_hand=False))
+    for found in on_two_ranks(stage, partial(act, by_hand=True)):
+        assert_same_bits(found, expected[0])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_have_only_accumulated_are_read_as_this_ranks_own(stage: int) -> None:
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+        loss_of(model, comm.rank, 0).backward()
+        optimizer.zero_grad()
+        alone = clone(assorted())
+        with engine.no_sync():
+            loss_of(model, comm.rank, 1).backward()
+        loss_of(alone, comm.rank, 1).backward()
+        norms = engine.averages.norms()
+        for (name, parameter), own in zip(model.named_parameters(), alone.parameters(), strict=True):
+            found = engine.averages.full(parameter)
+            assert (found is None) == (own.grad is None) == (name not in norms)
+            if found is not None:
+                assert torch.equal(found, own.grad)
+                assert torch.equal(norms[name], torch.linalg.vector_norm(own.grad))
+        loss_of(model, comm.rank, 2).backward()
+        assert_grads(model, average(1, 2))
+
+    on_two_ranks(stage, act)
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_leaving_an_inner_no_sync_leaves_the_outer_one_in_force(stage: int) -> None:
     def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
         before = comm.calls["reduce_scatter"]

@@ -20,6 +20,7 @@ from lightning_zero.run.program import Cause
 from lightning_zero.run.reductions import Reductions
 from lightning_zero.shards import norm
 from lightning_zero.shards.gradient import averaged_of
+from lightning_zero.shards.local import whole_of
 from lightning_zero.shards.optimizer import training_slot
 from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.torch_private import scaling_of
@@ -39,16 +40,22 @@ class Averages:
     _measured: norm.Measured | None = field(default=None, init=False)  # by `unscale_`, and used again for clipping
 
     def slots_with_gradients(
-        self, parameters: Iterable[Parameter] | Optimizer, cause: Cause | None = None, *, meets: bool = False
+        self,
+        parameters: Iterable[Parameter] | Optimizer,
+        cause: Cause | None = None,
+        *,
+        meets: bool = False,
+        steps: bool = False,
     ) -> list[Slot]:
-        """Returns the slots of the parameters that have a gradient, each once; see `Runner.look`."""
+        """Returns the slots of the parameters that have a gradient, each once; see `Runner.look`, and `adopt` for
+        gradients that are to be stepped (`steps`)."""
         self.loans.runner.look(cause, meets=meets)
         if isinstance(parameters, Optimizer):
             parameters = [parameter for group in parameters.param_groups for parameter in group["params"]]
         with no_interception(), torch.no_grad():
             found = [p for p in dict.fromkeys(parameters) if p.grad is not None]
             slots = [slot for slot in map(training_slot, found) if slot is not None]
-            adopt(self.reductions, slots)
+            adopt(self.reductions, slots, steps=steps)
         return slots
 
     def _measure(self, slots: list[Slot], norm_type: float) -> norm.Measured:
@@ -124,7 +131,7 @@ class Averages:
         scaler's state for `optimizer` is the same as after its own method.
         """
         self.reductions.refuse_stepped("a gradient scaler")
-        slots = self.slots_with_gradients(optimizer, Cause.UNSCALE, meets=True)
+        slots = self.slots_with_gradients(optimizer, Cause.UNSCALE, meets=True, steps=True)
         scale: Tensor = scaler.scale(torch.ones((), device=self.device))  # on the device: `get_scale` waits for it
         norm.scale_(slots, scale.double().reciprocal().float(), self.mesh.world.limit)
         self._measured = norm.Measured.of(slots)
@@ -136,19 +143,25 @@ class Averages:
         return overflow
 
     def norms(self, norm_type: float = 2.0) -> dict[str, Tensor]:
-        """Returns the norm of each averaged gradient (0-d, fp32, on the device), by the name of its parameter.
-        Collective."""
+        """Returns the norm of each averaged gradient (0-d, fp32, on the device), by the name of its parameter; of those
+        that have only accumulated (`no_sync`), this rank's own. Collective."""
         slots = self.slots_with_gradients(self.module.parameters(), meets=True)
-        norms = self._measure(slots, norm_type).norms(self.mesh)
         names = {parameter: name for name, parameter in self.module.named_parameters()}
+        if self.reductions.are_accumulated:
+            own = {names[slot.parameter]: whole_of(slot.parameter.grad) for slot in slots}
+            return {name: torch.linalg.vector_norm(grad, norm_type).float() for name, grad in own.items()}
+        norms = self._measure(slots, norm_type).norms(self.mesh)
         return {names[slot.parameter]: found for slot, found in zip(slots, norms.float().unbind(), strict=True)}
 
     def full(self, parameter: Parameter) -> Tensor | None:
-        """Returns the averaged gradient of one parameter in its whole shape, or None if it has none. Collective."""
+        """Returns the averaged gradient of one parameter in its whole shape, or None if it has none; this rank's own if
+        it has only accumulated (`no_sync`). Collective."""
         slots = self.slots_with_gradients([parameter])
         if not slots:
             return parameter.grad
         (slot,) = slots
+        if self.reductions.are_accumulated:
+            return whole_of(parameter.grad).clone()
         averaged = averaged_of(slot)
         local = self.loans.lend_gradient(slot) if averaged.is_spread else averaged.piece(slot)
         return slot.local.gathered(local.clone())
