@@ -18,6 +18,7 @@ from lightning_zero.wire.comm import Comm
 from models import assorted, clone, loss_of, seeded, sgd
 from thread_world import ThreadWorld
 from unit_jobs import assert_as_on_one_device, on_engine, on_one_device, state_of, tower, x
+from watched import check_program
 
 STAGES = [0, 1, 2, 3]
 
@@ -174,6 +175,7 @@ def test_gradients_that_users_average_by_hand_are_stepped(stage: int) -> None:
             if parameter.grad is not None:
                 parameter.grad.mul_(0.5)
         model.norm.weight.sum().backward()  # adds to these averages, and to no others that were there before
+        check_program(engine)
         optimizer.step()
         return engine.states.full_model(copy=True)
 
@@ -196,6 +198,7 @@ def test_gradients_that_users_average_by_hand_are_unscaled_and_stepped(stage: in
             assert engine.averages.unscale_(scaler, optimizer).ranks == []
             scaler.step(optimizer)
             scaler.update()
+        check_program(engine)
         return engine.states.full_model(copy=True)
 
     expected = on_two_ranks(stage, partial(act, by_hand=False))
@@ -223,6 +226,22 @@ def test_gradients_that_have_only_accumulated_are_read_as_this_ranks_own(stage: 
         assert_grads(model, average(1, 2))
 
     on_two_ranks(stage, act)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_clipping_gradients_that_have_only_accumulated_reduces_none(stage: int) -> None:
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+        for step in range(3):
+            loss_of(model, comm.rank, step).backward()
+            optimizer.zero_grad()
+            with engine.no_sync():
+                loss_of(model, comm.rank, step).backward()
+            engine.averages.clip_by_norm_(optimizer, 0.5)
+            loss_of(model, comm.rank, 2 + step).backward()
+            optimizer.step()
+        check_program(engine)
+
+    on_two_ranks(stage, act, merges_units=False)
 
 
 @pytest.mark.parametrize("stage", STAGES)

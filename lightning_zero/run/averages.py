@@ -20,7 +20,7 @@ from lightning_zero.run.program import Cause
 from lightning_zero.run.reductions import Reductions
 from lightning_zero.shards import norm
 from lightning_zero.shards.gradient import averaged_of
-from lightning_zero.shards.local import whole_of
+from lightning_zero.shards.local import local_of, whole_of
 from lightning_zero.shards.optimizer import training_slot
 from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.torch_private import scaling_of
@@ -85,29 +85,31 @@ class Averages:
             RuntimeError: on every rank, if `error_if_nonfinite` and the norm is not finite. Nothing is scaled then.
         """
         self.reductions.refuse_stepped("clipping")
-        slots = self.slots_with_gradients(parameters, Cause.CLIP, meets=True)
         if self.reductions.are_accumulated:
+            own = self._accumulated(parameters)
             if self.mesh.tensor.size > 1:
                 raise RuntimeError(
                     "Beside tensor parallelism gradients that have only accumulated on a rank (no_sync) cannot be "
                     "clipped by their norm. Clip after the backward that reduces them."
                 )
-            own = [slot.parameter for slot in slots]
             total = clip_grad_norm_(own, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
             return norm.GradNorm(total.float())
-        measured = self._measure(slots, norm_type)
+        measured = self._measure(self.slots_with_gradients(parameters, Cause.CLIP, meets=True), norm_type)
         return norm.clip_by_norm_(measured, self.mesh, max_norm, error_if_nonfinite=error_if_nonfinite)
 
     def clip_by_value_(self, parameters: Iterable[Parameter] | Optimizer, clip_value: float) -> None:
         """Clamps every element to ``[-clip_value, clip_value]``; see `clip_by_norm_`. Collective."""
         self.reductions.refuse_stepped("clipping")
-        # It meets, as a rank may still read old values.
-        slots = self.slots_with_gradients(parameters, Cause.LOOK, meets=True)
-        if not self.reductions.are_accumulated:
-            norm.clip_by_value_(slots, clip_value)
+        if self.reductions.are_accumulated:
+            for parameter in self._accumulated(parameters):
+                local_of(parameter.grad).clamp_(-clip_value, clip_value)  # type: ignore[arg-type]
             return
-        for slot in slots:
-            slot.local.grad.clamp_(-clip_value, clip_value)  # type: ignore[union-attr]
+        # It meets, as a rank may still read old values.
+        norm.clip_by_value_(self.slots_with_gradients(parameters, Cause.LOOK, meets=True), clip_value)
+
+    def _accumulated(self, parameters: Iterable[Parameter] | Optimizer) -> list[Parameter]:
+        """Returns the parameters with a gradient, none of which is reduced here."""
+        return [slot.parameter for slot in self.slots_with_gradients(parameters, meets=True)]
 
     def whole_on_host(self) -> dict[Parameter, Tensor]:
         """Returns host copies of the gradients that exist on all ranks, each in its parameter's dtype. Collective."""
