@@ -1,11 +1,17 @@
 """A rehearsal of what a Hydra config trains."""
 
 import re
+import shlex
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
-from lightning_zero import ZeroStrategy, cli
+from lightning_zero import Checkpoint, ZeroStrategy, cli
+from lightning_zero.rehearsal import planning
 from lightning_zero.sweeps.composed import composed
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,14 +30,36 @@ def overrides(*given: str) -> list[str]:
 
 
 def test_a_config_says_the_model_the_first_batch_the_strategy_and_what_the_trainer_is_given() -> None:
-    found = composed(CONFIG, [*SMALL, "strategy=zero3", "strategy.prefetch=2", "trainer.precision=bf16-mixed"])
+    given = {"precision": "bf16-mixed", "accumulate_grad_batches": 4, "gradient_clip_algorithm": "value"}
+    to_trainer = [f"++trainer.{name}={value}" for name, value in given.items()]
+    found = composed(CONFIG, [*SMALL, "strategy=zero3", "strategy.prefetch=2", *to_trainer])
     assert type(found.model()).__name__ == "LanguageModel"
     tokens, targets = found.batch()
     assert tokens.shape == targets.shape == (4, 128)
     assert found.strategy == {"stage": 3, "prefetch": 2}
     assert repr(ZeroStrategy(**found.strategy)) == "ZeroStrategy(stage=3, prefetch=2)"
-    assert found.trainer["precision"] == "bf16-mixed"
-    assert found.trainer["gradient_clip_val"] == 1.0
+    assert found.trainer == {**given, "gradient_clip_val": 1.0}
+
+
+FIXED: list[dict[str, Any]] = [
+    {"stage": 3, "offload": {"parameters": "cpu"}, "units": ["Block", "Head"]},
+    {"stage": 3, "offload": {"optimizer": "cpu", "fraction": 0.5}, "units": [torch.nn.Linear]},
+    {"stage": 2, "offload": {"optimizer": "nvme", "path": "/a folder"}, "bucket_size_mb": 5},
+    {"stage": 2, "activation_checkpointing": {"modules": ["Block"], "offload": True}, "reduce_dtype": torch.bfloat16},
+    {"stage": 2, "activation_checkpointing": False, "offload": None, "timeout": timedelta(minutes=3)},
+    {"stage": 1, "checkpoint": Checkpoint(async_save=True)},
+    {"stage": 1, "checkpoint": {"format": "full", "async_save": False}},
+]
+
+
+def test_the_overrides_of_a_strategy_that_was_planned_compose_to_it() -> None:
+    """Also where users have fixed arguments of it."""
+    for strategy in [*planning._strategies({}), *FIXED]:
+        planned = planning.Candidate(strategy=strategy, rehearsal=Mock(), seconds=1.0, hidden=0.0)
+        found = ZeroStrategy(**composed(CONFIG, [*SMALL, *shlex.split(planned.overrides)]).strategy)
+        expected = ZeroStrategy(**strategy)
+        assert found._settings == expected._settings, planned.overrides
+        assert found._format.policy == expected._format.policy, planned.overrides
 
 
 def test_the_command_line_rehearses_and_plans_a_config(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import rehearsal_jobs
 from lightning_zero import ZeroStrategy, cli
+from lightning_zero.rehearsal import planning
 from lightning_zero.rehearsal.cost import Rates
 from lightning_zero.rehearsal.hollow import NeedsValuesError
 from lightning_zero.rehearsal.memory import Moment, Other, Phase
@@ -226,8 +227,9 @@ def test_a_plan_tries_other_buckets_near_the_limit_and_offload_only_where_it_mus
 
 def test_a_plan_tries_tensor_parallelism_where_the_module_divides_its_layers() -> None:
     def degrees_of(make: type[rehearsal_jobs.Model], **kwargs: Any) -> set[int]:
-        fixed = {"stage": 2, **FIXED}
-        found = plan(make, rehearsal_jobs.batch_of, ranks=8, device_bytes=10**9, fixed=fixed, thorough=False, **kwargs)
+        given = {"ranks": 8, "device_bytes": 10**9, "fixed": {"stage": 2, **FIXED}, "thorough": False, **kwargs}
+        found = plan(make, rehearsal_jobs.batch_of, **given)
+        assert not [why for why in found.refused.values() if "ranks" in why], "of 6 ranks no 4 are a part"
         tried = [(one.strategy.get("tensor_parallel_size", 1), one) for one in found.candidates]
         assert all(one.seconds == degree * one.rehearsal.timing().seconds for degree, one in tried), "as many samples"
         return {degree for degree, _ in tried}
@@ -235,6 +237,7 @@ def test_a_plan_tries_tensor_parallelism_where_the_module_divides_its_layers() -
     assert degrees_of(rehearsal_jobs.SmallDivided) == {1, 2, 4, 8}
     assert degrees_of(rehearsal_jobs.SmallDivided, divides=False) == {1}
     assert degrees_of(rehearsal_jobs.Small) == {1}
+    assert degrees_of(rehearsal_jobs.SmallDivided, ranks=6) == {1, 2}
 
     class Four(rehearsal_jobs.SmallDivided):
         def configure_model(self) -> None:
@@ -406,3 +409,44 @@ def test_a_plan_rehearses_nothing_twice_when_an_argument_is_fixed() -> None:
 def test_a_tenth_of_the_smallest_device_that_is_told_stays_free() -> None:
     candidate = Candidate(strategy={}, rehearsal=Mock(peak=Mock(nbytes=9000)), seconds=1.0, hidden=0.0)
     assert candidate.device_bytes == 10_000
+
+
+def test_a_plan_rehearses_with_all_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, given = rehearsed({"stage": 2}, 2), list[dict[str, Any]]()
+    monkeypatch.setattr(planning, "rehearse", lambda *_, **arguments: given.append(arguments) or told)
+    monkeypatch.setattr(planning, "answers_of", lambda *_, **trainer: ["yes", trainer])
+    trainer = {"precision": "bf16-mixed"}
+    means: dict[str, Any] = {"ranks": 2, "device_bytes": 10**9, "host_is_apart": False, "rates": Rates(link=1.0)}
+    plan(rehearsal_jobs.Model, rehearsal_jobs.batch_of, on_cpu=True, **means, **trainer)
+    assert given == [{**means, "on_cpu": ["yes", trainer], **trainer}] * len(given)
+    assert not [one for one in planning._strategies({}) if one["stage"] < 3 and "prefetch" in one], "the same twice"
+
+
+def taking(seconds: float, *moments: Moment, stage: int = 2) -> Candidate:
+    peaks = {moment.phase: moment for moment in moments}
+    told = Mock(peak=max(moments, key=lambda moment: moment.nbytes), peaks=peaks)
+    return Candidate(strategy={"stage": stage}, rehearsal=told, seconds=seconds, hidden=0.0)
+
+
+def test_a_strategy_fits_where_its_device_and_its_host_do_in_every_phase() -> None:
+    step = Moment(Phase.STEP, "", {"activations": 900}, {"optimizer state": 50}, {})
+    save = Moment(Phase.SAVE, "", {"activations": 100}, {"optimizer state": 80}, {})
+    one = taking(1.0, step, save)
+    whys = {"stage 1": "too old", "stage 3": "too new", "stage 0": "too old", "stage -1": "too old"}
+    made = Plan(candidates=(one,), refused=whys, ranks=2, device_bytes=1000, host_bytes=80)
+    assert made.best is one
+    for limits, told in (
+        ({}, "cannot be: stage 1 and 2 more: too old cannot be: stage 3: too new"),
+        ({"host_bytes": 79}, "ZeroStrategy(stage=2) takes 80 B on the host"),
+        ({"device_bytes": 999}, "ZeroStrategy(stage=2) takes 900 B, of which 900 B are activations"),
+    ):
+        assert told in " ".join(str(replace(made, **limits)).split())
+
+
+def test_other_buckets_are_tried_for_the_fastest_the_least_and_what_is_faster_and_nearly_fits() -> None:
+    def of(stage: int, seconds: float, nbytes: int) -> Candidate:
+        return taking(seconds, Moment(Phase.STEP, "", {"activations": nbytes}, {}, {}), stage=stage)
+
+    candidates = of(0, 1.0, 3000), of(1, 2.0, 1000), of(2, 3.0, 900), of(3, 4.0, 500)
+    made = Plan(candidates=candidates, refused={}, ranks=2, device_bytes=1000)
+    assert [one["stage"] for one in planning._with_other_buckets(made)] == [2, 2, 3, 3, 1, 1]

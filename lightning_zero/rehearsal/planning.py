@@ -1,11 +1,13 @@
 """`plan`: rehearses strategies, and finds the fastest ones that fit on a device."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
 from typing import Any, final
 
-from lightning_zero.config import Offload, policy_from
+from lightning_zero.config import ActivationCheckpointing, Checkpoint, Offload, policy_from
 from lightning_zero.pl.table import aligned, ranks_told, sized, wrapped
 from lightning_zero.rehearsal.cost import Rates
 from lightning_zero.rehearsal.rehearsal import Module, Rehearsal, answers_of, rehearse
@@ -40,23 +42,44 @@ class Candidate:
 
     @property
     def overrides(self) -> str:
-        """The overrides with which an application of Hydra runs it (`docs/hydra.md`)."""
-        told = []
-        for name, value in self.strategy.items():
-            if name == "stage":
-                told.append(f"strategy=zero{value}")
-            elif name == "offload" and (offload := policy_from(Offload, value, name)) is not None:
-                told.append(f"strategy/offload={offload.optimizer or 'cpu'}")
-                told += ["strategy.offload.optimizer=null"] if offload.optimizer is None else []
-                told += [f"strategy.offload.parameters={offload.parameters}"] if offload.parameters else []
-            elif name == "activation_checkpointing" and value is True:
-                told.append("strategy/activation_checkpointing=recompute")
-            else:
-                told.append(f"strategy.{name}={'null' if value is None else value}")
-        return " ".join(told)
+        """The overrides with which an application of Hydra runs it (`docs/hydra.md`), as a shell takes them."""
+        return shlex.join(word for name, value in self.strategy.items() for word in _overrides_of(name, value))
 
     def __str__(self) -> str:
         return f"ZeroStrategy({', '.join(f'{name}={value!r}' for name, value in self.strategy.items())})"
+
+
+def _overrides_of(name: str, value: Any) -> list[str]:
+    """Returns the overrides for one argument. Of a policy, its group says what the policy is without arguments."""
+    if name == "stage":
+        return [f"strategy=zero{value}"]
+    group, plain = _GROUPS.get(name, ("", None))
+    policy = None if plain is None else policy_from(type(plain), value, name)
+    if policy is None:
+        return [f"strategy.{name}={_in_hydra(value)}"]
+    given = {one.name: getattr(policy, one.name) for one in fields(policy)}
+    others = {one: value for one, value in given.items() if value != getattr(plain, one)}
+    return [f"strategy/{name}={group}", *(f"strategy.{name}.{one}={_in_hydra(value)}" for one, value in others.items())]
+
+
+_GROUPS: Mapping[str, tuple[str, Any]] = {  # of policies: what to choose of the group in `conf`, and what that is
+    "offload": ("cpu", Offload("cpu")),
+    "activation_checkpointing": ("recompute", ActivationCheckpointing()),
+    "checkpoint": ("sharded", Checkpoint()),
+}
+
+
+def _in_hydra(value: Any) -> str:
+    """Writes a value as Hydra reads it."""
+    if value is None:
+        return "null"
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, timedelta):
+        return str(value.total_seconds())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{','.join(map(_in_hydra, value))}]"
+    return str(value)
 
 
 @final
