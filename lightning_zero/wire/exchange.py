@@ -314,7 +314,6 @@ class Exchange:
     def _close(self, peer: int) -> None:
         with self._lock:
             self._closed.add(peer)
-            self._outbox.drop(peer)
             self.rooms.drop(peer)
             offered = {landing for landing in self._offers if peer in landing.arrivals}
             self._offers -= offered

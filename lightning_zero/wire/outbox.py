@@ -55,11 +55,6 @@ class Outbox:
             except OSError:
                 return  # the peer is gone, as the thread is about to read
 
-    def drop(self, peer: int) -> None:
-        """Forgets what waits for a peer, which is gone."""
-        with self._lock:
-            self._waiting.pop(peer, None)
-
     def close(self) -> None:
         for link in (*self._sockets.values(), self._wake, self.woken):
             link.close()
