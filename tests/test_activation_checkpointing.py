@@ -7,6 +7,7 @@ import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -596,6 +597,53 @@ def test_regions_that_are_given_back_in_another_order_are_all_taken_again() -> N
     for _ in range(3):
         del regions[0]
     assert stack.take(64).memory.data_ptr() == starts[0]
+
+
+def test_regions_of_any_size_lie_aligned_in_one_array_which_is_never_there_twice() -> None:
+    ledger = Ledger()
+    stack = Stack(ledger, HERE, contiguous=True)
+    for nbytes in (7, 7, 1000, 1000):
+        regions = [stack.take(nbytes) for _ in range(3)]
+        starts = [region.memory.data_ptr() - regions[0].memory.data_ptr() for region in regions]
+        del regions
+    assert starts == [0, 1024, 2048]  # multiples of 64
+    assert ledger.live[KEPT] == 3 * 1024
+    assert ledger.peak[KEPT] == 3 * 64 + 3 * 1000  # while they did not fit into the first array
+
+
+def test_what_is_booked_already_is_not_booked_as_kept() -> None:
+    ledger, tensor = Ledger(), batch()
+    ledger.book_tensor(Category.PARAMETER, tensor)
+    kept = ActivationStore(ledger, HERE, HERE, LocalComm()).keep("block", ((tensor, batch()),))
+    assert ledger.live[KEPT] == batch().nbytes
+    del kept
+    assert ledger.live[KEPT] == 0
+
+
+def test_what_was_copied_from_a_device_is_let_go_of_when_the_call_is_over() -> None:
+    store = ActivationStore(Ledger(), HERE, HOST, LocalComm())
+    store._aside = MagicMock()
+    tensor = batch()
+    held = weakref.ref(tensor.untyped_storage())
+    kept = store.keep("block", (tensor,))
+    store.join()
+    del tensor
+    assert held() is None
+    del kept
+
+
+def test_ranks_ask_once_whether_they_have_an_argument_alike() -> None:
+    def rank_main(comm: Comm) -> list[int]:
+        model = seeded(Nested)
+        recompute = attached(model, comm=comm)
+        asked = []
+        for step in range(3):
+            model(batch(step)).sum().backward()
+            asked.append(comm._issued["object same activations"])
+        recompute.remove()
+        return asked
+
+    assert ThreadWorld(2).run(rank_main) == [[3, 3, 3]] * 2  # of its blocks
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

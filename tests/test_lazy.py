@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.shards.extents import Extent
-from lightning_zero.views.lazy import LazyTensor, Stored, materialize
+from lightning_zero.views.lazy import LazyTensor, OfOneRank, Stored, materialize
 
 
 class Counted(Stored):
@@ -42,6 +42,8 @@ def test_metadata_is_known_without_values(source: Counted) -> None:
     assert not lazy.requires_grad
     assert lazy.is_floating_point()
     assert len(lazy) == 3
+    assert (lazy.stride(), lazy.is_contiguous(), lazy.storage_offset(), lazy.get_device()) == ((4, 1), True, 0, -1)
+    assert not any((lazy.is_inference(), lazy.is_conj(), lazy.is_neg(), lazy.is_complex()))
     assert "ones" in repr(lazy)
     assert isinstance(lazy.detach(), LazyTensor)
     assert source.reads == 0
@@ -153,6 +155,15 @@ def test_an_edited_tensor_is_no_longer_read_from_where_it_was(source: Counted) -
     copied = materialize(lazy)
     copied.zero_()
     assert torch.equal(materialize(lazy), torch.full((3, 4), 2.0))
+
+
+def test_an_edit_of_what_one_rank_writes_is_none_of_what_it_has() -> None:
+    """Of its random state, say: a hook may edit the checkpoint that it is given, and training goes on."""
+    own = torch.ones(3)
+    lazy = LazyTensor(OfOneRank("own", own))
+    lazy.zero_()
+    assert torch.equal(own, torch.ones(3))
+    assert torch.equal(materialize(lazy), torch.zeros(3))
 
 
 @pytest.mark.parametrize("look", [lambda t: t + 1, lambda t: t.sum().item(), lambda t: t.clone(), copy.deepcopy])
