@@ -1,6 +1,7 @@
 """Ranks that go different ways where no gradients are computed; all come to the end, and nothing is mixed up."""
 
 import copy
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -795,6 +796,57 @@ def test_micro_batches_agree_where_ranks_use_the_same_and_one_has_no_gradient_of
         assert_same_bits(mine, theirs)
 
 
+@pytest.mark.parametrize("micros", [2, 3])
+def test_ranks_that_ask_for_gradients_by_a_plan_leave_it_where_one_asks_no_more(micros: int) -> None:
+    """Each has had none of one parameter; in a step, and from there on now and then, rank 0 has all."""
+    start = seeded(lambda: nn.Sequential(*[MayHoldBias(WIDTH, WIDTH) for _ in range(5)]))
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> Any:
+        for step, micro in itertools.product(range(8), range(micros)):
+            model[4].holds = comm.rank == 0 and step not in (3, 6)
+            model[0].holds = comm.rank == 1
+            with engine.accumulating() if micro < micros - 1 else nullcontext():
+                model(x(1.0 + step + comm.rank)).mean().backward()
+            if micro == micros - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        return state_of(model, engine)
+
+    found = on_engine(start, act, 2, bucket_bytes=FEW_BUCKETS)
+    with patch.object(Readiness, "marks_reductions", False), patch.object(Rendezvous, "spans", False):
+        expected = on_engine(start, act, 2, bucket_bytes=FEW_BUCKETS, overlap=False)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("micros", [1, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_that_has_looked_at_its_gradients_still_tells_at_the_step_which_it_has(stage: int, micros: int) -> None:
+    """Rank 0, which steps the parameter, has no gradient of it, and has heard of none."""
+    start = seeded(lambda: nn.Sequential(*[MayHoldBias(WIDTH, WIDTH) for _ in range(5)]))
+
+    def act_with(has_zeros: bool) -> Any:
+        def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> Any:
+            for step, micro in itertools.product(range(5), range(micros)):
+                model[0].holds = comm.rank == 0
+                model[0].has_zeros = comm.rank == 0 and has_zeros
+                with engine.accumulating() if micro < micros - 1 else nullcontext():
+                    model(x(1.0 + step + comm.rank)).mean().backward()
+                if comm.rank == 1:
+                    model[1].weight.grad.norm()
+                if micro == micros - 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return state_of(model, engine)
+
+        return act
+
+    options: dict[str, Any] = {"unit_classes": ("MayHoldBias",)} if stage == 3 else {"bucket_bytes": FEW_BUCKETS}
+    found, expected = (on_engine(start, act_with(one), stage, **options) for one in (False, True))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_same_bits(mine, theirs)
+
+
 @pytest.mark.parametrize("micros", [1, 3])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_parameter_that_no_rank_has_a_gradient_of_in_a_step_is_left_alone(stage: int, micros: int) -> None:
@@ -1328,6 +1380,35 @@ def test_a_replica_starts_to_reduce_as_a_rank_of_it_looks_at_a_weight_while_anot
     options: dict[str, Any] = {"autocast_dtype": torch.bfloat16, "unit_classes": ("Linear",), "prefetch": 4}
     options |= {"world": 4, "replicate_size": 2, "bucket_bytes": FEW_BUCKETS}
     found, expected = (on_engine(start, act_with(looks), 3, **options) for looks in (True, False))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_rank_that_has_looked_at_its_gradients_leaves_the_next_backward_to_the_others(stage: int) -> None:
+    """It contributes zeros, and takes over what the others have, though it has settled the last backward alone."""
+    start = seeded(lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(5)]))
+
+    def act_with(leaves: bool) -> Any:
+        def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+            for step, micro in itertools.product(range(5), range(2)):
+                is_odd = comm.rank == 0 and step == 3
+                if not (is_odd and micro and leaves):
+                    with engine.accumulating() if micro < 1 else nullcontext():
+                        with engine.forward():
+                            loss = (zero if is_odd and micro else nn.Module.__call__)(model, x(1.0 + step + comm.rank))
+                        with engine.backward():
+                            loss.mean().backward()
+                if is_odd:
+                    model[0].weight.grad.norm()
+                if micro:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return state_of(model, engine)
+
+        return act
+
+    found, expected = (on_engine(start, act_with(one), stage, bucket_bytes=FEW_BUCKETS) for one in (True, False))
     for mine, theirs in zip(found, expected, strict=True):
         assert_same_bits(mine, theirs)
 

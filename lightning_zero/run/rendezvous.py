@@ -106,7 +106,6 @@ class Rendezvous:
         past, groups = self.course.past, len(self._reductions.shards)
         self.is_awaited = at is RoundEnd.EARLY and self.serving.may_be_wanted
         heard = self.serving.until_end(past, at)
-        self.readiness.knew_all = False
         self._replicas.reduce_if_awaited()
         self._repeats |= not self._units and heard.agree and at is RoundEnd.MICRO_BATCH
         if self._repeats:

@@ -99,7 +99,7 @@ class Serving:
         """Takes part in everything that is wanted, and keeps the results of what this rank wants (`own`)."""
         for want in wants:
             if want == self.to_reduce:
-                if own is None and len(wants) == 1:  # this rank has no gradients, and contributes zeros
+                if len(wants) == 1:  # of the others: this rank has no gradients, and contributes zeros
                     self._reductions.forget_settled()
                     self._reductions.start(len(self._reductions.shards))
                     self._replicas.drain()
