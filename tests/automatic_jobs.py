@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import jobs
-from lightning_zero import ZeroStrategy
+from lightning_zero import ZeroEMA, ZeroStrategy
 from lightning_zero.pl import automatic
 
 WIDTH, LAYERS = 512, 6
@@ -70,6 +70,7 @@ def fit(
     strategy: Any,
     make: type[Model] = Model,
     device_bytes: Sequence[int] = (10**9, 10**9),
+    averages: bool = False,
     **kwargs: Any,
 ) -> dict[str, Any]:
     """Trains, and tells what was chosen, what that takes, and what came of it."""
@@ -88,7 +89,7 @@ def fit(
             if isinstance(trainer.strategy, ZeroStrategy):
                 found["at_rest"] = dict(trainer.strategy.memory_report())
 
-    run.callbacks.append(Reports())  # type: ignore[attr-defined]
+    run.callbacks += [Reports(), *([ZeroEMA(decay=0.5)] if averages else [])]  # type: ignore[attr-defined]
     with patch.object(automatic, "available_host_bytes", free), jobs.listening() as said:
         run.fit(module, data)
     weights = {name: value.detach().clone() for name, value in module.state_dict().items()}

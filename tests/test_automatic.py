@@ -1,14 +1,22 @@
 """``stage="auto"``: what it chooses fits, is the same on all ranks, and trains as `ddp` does."""
 
+from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 import automatic_jobs
 from compare import assert_same_bits
-from lightning_zero import ZeroStrategy
+from lightning_zero import ZeroEMA, ZeroStrategy
+from lightning_zero.pl.automatic import UNKNOWN
+from lightning_zero.rehearsal import choosing
+from lightning_zero.rehearsal.hollow import NeedsValuesError
 from lightning_zero.rehearsal.planning import Plan, plan
 from lightning_zero.rehearsal.rehearsal import rehearse
 from ranks import PATIENCE, RankPool
@@ -40,8 +48,9 @@ def chosen_line(found: list[dict[str, Any]]) -> str:
         (automatic_jobs.Curious, {}),
         (automatic_jobs.TwoLoaders, {}),
         (automatic_jobs.Model, {"accumulate_grad_batches": 2}),
+        (automatic_jobs.Model, {"averages": True}),
     ],
-    ids=["plain", "configure_model", "asks for values", "two loaders", "accumulated"],
+    ids=["plain", "configure_model", "asks for values", "two loaders", "accumulated", "averaged"],
 )
 def test_a_chosen_stage_trains_to_the_bits_of_ddp(make: Any, trainer: dict[str, Any], two_ranks: RankPool) -> None:
     expected = two_ranks.run(automatic_jobs.fit, "ddp", make, **trainer)
@@ -125,3 +134,43 @@ def test_fabric_and_rehearsals_want_a_stage() -> None:
         L.Fabric(accelerator="cpu", devices=1, strategy=ZeroStrategy(stage="auto")).launch()
     with pytest.raises(ValueError, match="plan"):
         rehearse(automatic_jobs.Model, batch_of, ZeroStrategy(stage="auto"))
+
+
+class Few(Dataset[torch.Tensor]):
+    """Fewer items than a batch has. Each draws a random number, which training is to draw, too."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((2,), float(index)) + 0 * torch.rand(2)
+
+
+def test_what_is_rehearsed_is_how_the_trainer_trains(monkeypatch: pytest.MonkeyPatch, planned: Plan) -> None:
+    average, given = ZeroEMA(decay=0.9), list[dict[str, Any]]()
+
+    def takes_down(_: Any, batch: torch.Tensor, **arguments: Any) -> Plan:
+        given.append({"batch": batch.tolist(), **arguments})
+        if not arguments.get("on_cpu"):
+            raise NeedsValuesError("It asks for values.")
+        return replace(planned, device_bytes=UNKNOWN)
+
+    setting = {"precision": "bf16-mixed", "gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}
+    loader = CombinedLoader(DataLoader(Few(), batch_sampler=BatchSampler(SequentialSampler(Few()), 4, drop_last=False)))
+    trainer = Mock(callbacks=[Mock(), average], accumulate_grad_batches=3, lightning_module=nn.Linear(2, 2), **setting)
+    monkeypatch.setattr(choosing, "plan", takes_down)
+    monkeypatch.setattr(choosing, "train_source", lambda _: Mock(dataloader=lambda: loader))
+    random = torch.get_rng_state()
+    arguments, told = choosing.choose(trainer, {"prefetch": 2}, ranks=2, device_bytes=UNKNOWN)
+    assert torch.equal(torch.get_rng_state(), random)
+    fixed = {"prefetch": 2, "accumulation": "local"}
+    expected = {"batch": [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]], "fixed": fixed, "thorough": False, "divides": False}
+    expected |= {**setting, "accumulate_grad_batches": 3, "callbacks": [average], "ranks": 2, "device_bytes": UNKNOWN}
+    assert given == [expected, {**expected, "on_cpu": True}]
+    assert arguments == {**fixed, **planned.best.strategy}
+    assert " on each rank at most" in told
+    assert " that are free" not in told, "the system does not say"
+    monkeypatch.setattr(choosing, "available_host_bytes", lambda: 8 * 6 * 4)  # eight times the parameters
+    with pytest.raises(ValueError, match="too little memory for a step of the model"):
+        choosing.choose(trainer, {"accumulation": "sharded"}, ranks=2, device_bytes=UNKNOWN)
+    assert given[-1]["fixed"] == {"accumulation": "sharded"}

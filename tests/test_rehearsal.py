@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import rehearsal_jobs
-from lightning_zero import ZeroStrategy, cli
+from lightning_zero import ZeroEMA, ZeroStrategy, cli
 from lightning_zero.rehearsal import planning
 from lightning_zero.rehearsal.cost import Rates
 from lightning_zero.rehearsal.hollow import NeedsValuesError
@@ -161,7 +161,9 @@ def test_a_module_of_the_users_stays_as_it_is() -> None:
     model = rehearsal_jobs.Model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random = torch.get_rng_state()
-    rehearse(model, rehearsal_jobs.batch_of(), ZeroStrategy(stage=3), ranks=2)
+    average = ZeroEMA(decay=0.5)
+    rehearse(model, rehearsal_jobs.batch_of(), ZeroStrategy(stage=3), ranks=2, callbacks=[average])
+    assert average._latest_update_step == 0, "a callback of theirs does, too"
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -40,7 +40,7 @@ def choose(trainer: "pl.Trainer", fixed: Mapping[str, Any], **means: Any) -> tup
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "gradient_clip_val": trainer.gradient_clip_val,
         "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
-        "callbacks": [ZeroEMA(one.decay) for one in trainer.callbacks if isinstance(one, ZeroEMA)],  # type: ignore[attr-defined]
+        "callbacks": [one for one in trainer.callbacks if isinstance(one, ZeroEMA)],  # type: ignore[attr-defined]
     }
     with isolated():
         loaders = train_source(trainer).dataloader()
