@@ -77,7 +77,9 @@ class Averaged:
         return {name: value.detach().clone() for name, value in state.items() if name not in FROZEN}
 
 
-def train(model: Any, engine: Any, optimizer: Any, averaged: Averaged, steps: int = STEPS) -> list[Tensor]:
+def train(
+    model: Any, engine: Any, optimizer: Any, averaged: Averaged, steps: int = STEPS, *, edits: bool = False
+) -> list[Tensor]:
     seen = []
     for step in range(steps):
         if engine is None:
@@ -89,16 +91,22 @@ def train(model: Any, engine: Any, optimizer: Any, averaged: Averaged, steps: in
                 loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        averaged.update()
-        if step % 2:
-            seen.append(averaged.evaluated())
+        with torch.no_grad():  # through views, as which users hold the values
+            if edits:
+                model[0].weight[1].mul_(2)
+            averaged.update()
+            if step % 2:
+                if edits:
+                    model[2].weight[1].add_(1)
+                seen.append(averaged.evaluated())
     return seen
 
 
-def act_with(**arguments: Any) -> Any:
+def act_with(*, edits: bool = False, **arguments: Any) -> Any:
     def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
         averaged = Averaged(model, engine, **arguments)
-        seen = {f"seen {number}": value for number, value in enumerate(train(model, engine, optimizer, averaged))}
+        outputs = train(model, engine, optimizer, averaged, edits=edits)
+        seen = {f"seen {number}": value for number, value in enumerate(outputs)}
         own = {f"own {name}": value for name, value in state_of(model, engine).items()}
         return {**seen, **own, **averaged.state()}
 
@@ -115,6 +123,26 @@ def test_it_is_torchs_average_to_the_bit(stage: int, world: int) -> None:
     expected = on_one_device(net(), act_with(), adam)
     for found in on_engine(net(), act_with(), stage, adam, world=world, unit_classes=None, bucket_bytes=64):
         assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_edits_before_an_update_are_averaged_and_those_before_a_swap_are_the_models_own(stage: int) -> None:
+    expected = on_one_device(net(), act_with(edits=True), adam)
+    for found in on_engine(net(), act_with(edits=True), stage, adam, unit_classes=None, bucket_bytes=64):
+        assert_same_bits(found, expected)
+
+
+def test_a_state_that_was_taken_stays_as_it_is() -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        averaged = Averaged(model, engine)
+        train(model, engine, optimizer, averaged)
+        taken = averaged.ours.full()
+        then = {name: value.clone() for name, value in taken.items()}
+        train(model, engine, optimizer, averaged)
+        return taken, then
+
+    for taken, then in on_engine(net(), act, 2, adam, unit_classes=None):
+        assert_same_bits(taken, then)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
