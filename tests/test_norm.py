@@ -128,6 +128,30 @@ def test_a_norm_is_measured_anew_where_gradients_were_edited_since_they_were_uns
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_a_norm_is_that_of_its_own_step_and_a_whole_gradient_that_was_given_is_the_users(stage: int) -> None:
+    """Only the first step has a scaler, which measures; the gradients of the second are in the same places."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> list[float]:
+        scaler, norms = torch.amp.GradScaler("cpu", init_scale=1.0), []
+        for step in range(2):
+            (model(x()).square().mean() * (1 + step)).backward()
+            if engine is None:
+                norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)))
+            else:
+                if step == 0:
+                    engine.averages.unscale_(scaler, optimizer)
+                for parameter in model.parameters():
+                    engine.averages.full(parameter).zero_()
+                norms.append(float(engine.averages.clip_by_norm_(optimizer, math.inf).total))
+            optimizer.step()
+        return norms
+
+    expected = on_one_device(tower(), act)
+    assert expected[1] > 1.5 * expected[0]
+    assert on_engine(tower(), act, stage) == [pytest.approx(expected, rel=1e-6)] * 2
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_values_are_clamped_as_torch_clamps_them(stage: int) -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, torch.Tensor]:
         model(x()).square().mean().backward()

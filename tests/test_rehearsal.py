@@ -151,6 +151,12 @@ def test_a_device_keeps_gradients_until_they_are_packed_beside_its_work() -> Non
     assert LAST <= last < apart.at_rest["gradient"]
 
 
+def test_a_step_has_what_all_of_its_micro_batches_send() -> None:
+    one, three = (rehearsed({"stage": 2}, 2, accumulate_grad_batches=micro) for micro in (1, 3))
+    assert three.sent["reduce_scatter"].calls == 3 * one.sent["reduce_scatter"].calls
+    assert three.sent["reduce_scatter"].nbytes == 3 * one.sent["reduce_scatter"].nbytes
+
+
 def test_a_rank_of_thousands_takes_seconds_and_has_its_part() -> None:
     few, many = (rehearsed({"stage": 3, **UNITS}, ranks) for ranks in (64, 4096))
     assert many.at_rest["optimizer state"] < few.at_rest["optimizer state"] / 8  # pieces are padded
