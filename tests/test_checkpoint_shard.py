@@ -12,13 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from engine_checkpoints import Place, resume, tree_of
 from lightning_zero.checkpoint import CheckpointError, Saver, StoredCheckpoint, find_newest, verify
@@ -26,8 +30,10 @@ from lightning_zero.checkpoint.draft import Stream
 from lightning_zero.checkpoint.folder import MANIFEST, README, Folder
 from lightning_zero.checkpoint.manifest import BLOCK_BYTES, Entry, Manifest, ShardFile
 from lightning_zero.checkpoint.shard import ShardReader, chunks_of, header_of, read_header, write_shard
+from lightning_zero.checkpoint.spread import SpreadPart
 from lightning_zero.run.engine import Engine
 from lightning_zero.shards.extents import Extent
+from lightning_zero.torch_private import leave_imagined_world
 from lightning_zero.views.lazy import Range
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
@@ -576,3 +582,22 @@ def test_a_checkpoint_of_many_shards_is_read_with_few_files_open(
     assert len(opened() - before) == 2
     reader.close()
     assert opened() - before == set()
+
+
+def test_of_the_ranks_that_have_a_part_of_a_tensor_one_writes_it() -> None:
+    """Replicas have it, as those with other shards do; and where it is not divided, all tensor-parallel ranks."""
+
+    def writers_of(tensor: DTensor) -> list[tuple[int, ...]]:
+        found = []
+        for shard, replica, part in itertools.product(range(2), repeat=3):
+            mesh: Any = Mock(shard=Mock(rank=shard), replicate=Mock(rank=replica), tensor=Mock(rank=part))
+            found += [(shard, replica, part) for _ in SpreadPart("part", tensor, mesh).pieces()]
+        return found
+
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        two = init_device_mesh("cpu", (2,))
+        for where, writers in ((Shard(0), [(0, 0, 0), (0, 0, 1)]), (Replicate(), [(0, 0, 0)])):
+            assert writers_of(DTensor.from_local(torch.ones(2, 3), two, [where], run_check=False)) == writers
+    finally:
+        leave_imagined_world()
